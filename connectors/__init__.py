@@ -1,0 +1,1 @@
+"""Engine connectors, installed as kvtier.connectors."""

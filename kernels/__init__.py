@@ -1,0 +1,1 @@
+"""Device copies and CUDA kernels, installed as kvtier.kernels."""

@@ -1,0 +1,1 @@
+"""kvtier: a tiered KV-cache offload block manager for LLM inference."""

@@ -1,0 +1,1 @@
+"""The four tiers and their wrappers."""
