@@ -113,6 +113,4 @@ def decode(raw: bytes | memoryview) -> Frame:
     for start in range(_FIXED.size, end, _ENTRY_BYTES):
         hashes.append(bytes(view[start : start + HASH_BYTES]))
         digests.append(bytes(view[start + HASH_BYTES : start + _ENTRY_BYTES]))
-    return Frame(
-        namespace, Scope(scope), depth, block_bytes, tuple(hashes), tuple(digests), Lifetime.decode(life)
-    )
+    return Frame(namespace, Scope(scope), depth, block_bytes, tuple(hashes), tuple(digests), Lifetime.decode(life))

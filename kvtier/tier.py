@@ -115,14 +115,10 @@ class Tier(Protocol):
         Never waits for a device or a network, promises nothing (only a read does). Thread-safe.
         """
 
-    async def lookup(
-        self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float
-    ) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
         """Like `peek`, but may ask the device or the network. Stops asking at the first absent block."""
 
-    async def read(
-        self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float
-    ) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
         """Read, verify, and say per target what became of it. A block that fails its check is deleted."""
 
     async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:

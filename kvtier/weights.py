@@ -25,8 +25,13 @@ Mode = Literal["auto", "sampled", "full"]
 _SAMPLE_BYTES = 4096
 _WHOLE_TENSOR_BYTES = 65536
 _HEADER_BYTES_MAX = 512 * 1024 * 1024
-_CONFIGS = ("config.json", "quantization_config.json", "quantize_config.json", "hf_quant_config.json",
-            "adapter_config.json")
+_CONFIGS = (
+    "config.json",
+    "quantization_config.json",
+    "quantize_config.json",
+    "hf_quant_config.json",
+    "adapter_config.json",
+)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})$")
 
