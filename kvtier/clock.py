@@ -1,13 +1,14 @@
-"""Time, injected: waits use `monotonic`, expiry uses `wall`."""
+"""Time, injected: waits use `monotonic` and `sleep`, expiry uses `wall`."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two readings of time, in seconds. Neither blocks.
+    """Two readings of time in seconds, and a wait. The readings do not block.
 
     `monotonic` never goes back and is good for waits, rates and deadlines within one process.
     `wall` is seconds since the Unix epoch and is what leaves the process (expiry, creation stamps).
@@ -16,6 +17,8 @@ class Clock(Protocol):
     def monotonic(self) -> float: ...
 
     def wall(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:
@@ -30,3 +33,6 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

@@ -151,14 +151,17 @@ class Lifetime:
         A stamp that the new one covers goes; a new one that is covered is not added. Past STAMPS_MAX the
         stamp that ends first is dropped: that can only shorten, never lengthen, what was asked for.
         """
-        used = self.used(now)
-        return used.join(Lifetime.of(terms, now))
+        return self.join(Lifetime.of(terms, now), now)
 
-    def join(self, other: Lifetime) -> Lifetime:
-        """What either allows: for one block found with two lifetimes. Pure."""
+    def join(self, other: Lifetime, now: float) -> Lifetime:
+        """What either allows at `now`: for one block found with two lifetimes.
+
+        Stamps that are dead by their own last use are dropped first: the younger use must not revive them.
+        """
         last_use = max(self.last_use, other.last_use)
+        alive = [s for life in (self, other) for s in life.stamps if s.alive(life.last_use, now)]
         kept: list[Stamp] = []
-        for stamp in self.stamps + other.stamps:
+        for stamp in alive:
             if any(old.covers(stamp) for old in kept):
                 continue
             kept = [old for old in kept if not stamp.covers(old)] + [stamp]

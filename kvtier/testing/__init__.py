@@ -1,0 +1,28 @@
+"""What kvtier is tested with, public so that other tiers and connectors can be too.
+
+MemoryTier      a tier in a dict, with a durable image: the model that real tiers are compared with
+FaultyTier      wraps a tier and fails, delays or damages by rule and seed
+VirtualClock    time that moves only when told to
+payload_of      block bytes as a pure function of the key, so that any wrong byte shows
+check_tier      the contract of `kvtier.tier.Tier` as a test suite
+"""
+
+from kvtier.testing.clock import VirtualClock
+from kvtier.testing.contract import check_tier
+from kvtier.testing.faults import Fault, FaultyTier, verification_off
+from kvtier.testing.memory import MemoryTier
+from kvtier.testing.payload import chain_of, payload_of, payloads_of, sample_namespace, seal
+
+__all__ = [
+    "Fault",
+    "FaultyTier",
+    "MemoryTier",
+    "VirtualClock",
+    "chain_of",
+    "check_tier",
+    "payload_of",
+    "payloads_of",
+    "sample_namespace",
+    "seal",
+    "verification_off",
+]

@@ -1,0 +1,135 @@
+"""Faults by rule: what a sick tier does, on demand and from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+from kvtier.block import BlockKey, Scope
+from kvtier.errors import TierError
+from kvtier.terms import Depth
+from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to calls of `verb` ("read", "write", "lookup", "*" …).
+
+    `kind`: "error" raises TierError, "crash" raises a bare OSError, "hang" never returns, "slow" waits `seconds`
+    first, "drop" answers ABSENT / FAILED without asking, "scribble" damages what was read after its check.
+    `rate` of calls are hit, drawn from the tier's seed; after `times` hits (None: never) the fault is over.
+    """
+
+    verb: str
+    kind: str
+    rate: float = 1.0
+    times: int | None = None
+    seconds: float = 0.0
+
+
+class FaultyTier:
+    """Wraps a tier and applies faults to its verbs. `faults` may be changed at any time: heal by clearing it."""
+
+    def __init__(self, inner: Tier, faults: Sequence[Fault] = (), seed: int = 0) -> None:
+        self.inner = inner
+        self.faults = list(faults)
+        self.hits: dict[Fault, int] = {}
+        self.name = inner.name
+        self.depth: Depth = inner.depth
+        self.block_bytes = inner.block_bytes
+        self.stride = inner.stride
+        self._random = random.Random(seed)
+
+    def _strike(self, verb: str) -> Fault | None:
+        for fault in self.faults:
+            if fault.verb not in (verb, "*") or self._random.random() >= fault.rate:
+                continue
+            if fault.times is not None and self.hits.get(fault, 0) >= fault.times:
+                continue
+            self.hits[fault] = self.hits.get(fault, 0) + 1
+            return fault
+        return None
+
+    async def _suffer(self, verb: str) -> Fault | None:
+        fault = self._strike(verb)
+        if fault is None:
+            return None
+        if fault.kind == "error":
+            raise TierError(self.name, verb, "injected")
+        if fault.kind == "crash":
+            raise OSError(5, f"injected into {verb}")
+        if fault.kind == "hang":
+            await asyncio.Event().wait()
+        if fault.kind == "slow":
+            await asyncio.sleep(fault.seconds)
+        return fault
+
+    async def open(self) -> None:
+        await self._suffer("open")
+        await self.inner.open()
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        fault = self._strike("peek")
+        if fault is not None and fault.kind in ("error", "crash"):
+            raise TierError(self.name, "peek", "injected")
+        if fault is not None and fault.kind == "drop":
+            return [Miss.ABSENT] * len(wanted)
+        return self.inner.peek(chain, wanted)
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+        fault = await self._suffer("lookup")
+        if fault is not None and fault.kind == "drop":
+            return [Miss.ABSENT] * len(wanted)
+        return await self.inner.lookup(chain, wanted, deadline)
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        fault = await self._suffer("read")
+        if fault is not None and fault.kind == "drop":
+            return [Miss.ABSENT] * len(targets)
+        results = await self.inner.read(chain, targets, deadline)
+        if fault is not None and fault.kind == "scribble":
+            for target in targets:
+                target.into[0][0] ^= 1
+        return results
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        fault = await self._suffer("write")
+        if fault is not None and fault.kind == "drop":
+            return [Stored.FAILED] * len(blocks)
+        return await self.inner.write(blocks, deadline)
+
+    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+        self.inner.touch(keys, now)
+
+    async def evict(self, keys: Sequence[BlockKey] | None) -> int:
+        await self._suffer("evict")
+        return await self.inner.evict(keys)
+
+    async def purge(self, scope: Scope, before: float) -> int:
+        await self._suffer("purge")
+        return await self.inner.purge(scope, before)
+
+    async def flush(self, deadline: float) -> None:
+        await self._suffer("flush")
+        await self.inner.flush(deadline)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    async def close(self, deadline: float) -> None:
+        await self._suffer("close")
+        await self.inner.close(deadline)
+
+
+@contextmanager
+def verification_off() -> Iterator[None]:
+    """Let every payload pass its check: the negative control that shows a comparison can fail."""
+    with mock.patch("kvtier.integrity.matches", lambda digest, pieces: True):
+        yield

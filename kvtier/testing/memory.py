@@ -1,0 +1,179 @@
+"""A tier in a dict: the reference that real tiers are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvtier import integrity
+from kvtier.block import BlockKey, Scope, scope_of_key
+from kvtier.clock import Clock
+from kvtier.errors import ClosedError
+from kvtier.namespace import Namespace
+from kvtier.terms import Depth, Lifetime
+from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    payload: bytes
+    digest: bytes
+    life: Lifetime
+    index: int
+
+
+@dataclass
+class MemoryStore:
+    """What survives a MemoryTier: share one between two tiers to model a restart or a second replica."""
+
+    entries: dict[bytes, _Entry]
+    tombstones: dict[bytes, float]
+
+    @classmethod
+    def empty(cls) -> MemoryStore:
+        return cls({}, {})
+
+    def damage(self, name: bytes, offset: int = 0) -> None:
+        """Flip one bit of a stored payload, leaving its digest."""
+        entry = self.entries[name]
+        payload = bytearray(entry.payload)
+        payload[offset] ^= 1
+        self.entries[name] = replace(entry, payload=bytes(payload))
+
+
+class MemoryTier:
+    """A `kvtier.tier.Tier` over a MemoryStore. Evicts by (last use, −depth) when `capacity_blocks` is reached."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        clock: Clock,
+        *,
+        store: MemoryStore | None = None,
+        name: str = "g3",
+        depth: Depth = Depth.G3,
+        stride: int = 1,
+        capacity_blocks: int = 0,
+    ) -> None:
+        self.name = name
+        self.depth = depth
+        self.block_bytes = namespace.block_bytes
+        self.stride = stride
+        self.store = store if store is not None else MemoryStore.empty()
+        self._namespace = namespace.digest
+        self._clock = clock
+        self._capacity_blocks = capacity_blocks
+        self._opened = False
+
+    async def open(self) -> None:
+        self._opened = True
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        self._usable()
+        return [self._why_not(chain[index]) for index in wanted]
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+        return self.peek(chain, wanted)
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        self._usable()
+        return [self._read_one(chain[target.index], target) for target in targets]
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        self._usable()
+        return [self._write_one(block) for block in blocks]
+
+    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+        self._usable()
+        for key in keys:
+            entry = self.store.entries.get(self._namespace + key)
+            if entry is not None:
+                self.store.entries[self._namespace + key] = replace(entry, life=entry.life.used(now))
+
+    async def evict(self, keys: Sequence[BlockKey] | None) -> int:
+        self._usable()
+        if keys is None:
+            names = [name for name in self.store.entries if name.startswith(self._namespace)]
+        else:
+            names = [self._namespace + key for key in keys if self._namespace + key in self.store.entries]
+        for name in names:
+            del self.store.entries[name]
+        return len(names)
+
+    async def purge(self, scope: Scope, before: float) -> int:
+        self._usable()
+        prefix = self._namespace + scope
+        self.store.tombstones[prefix] = max(before, self.store.tombstones.get(prefix, 0.0))
+        doomed = [name for name in self.store.entries if name.startswith(prefix) and self._purged(name)]
+        for name in doomed:
+            del self.store.entries[name]
+        return len(doomed)
+
+    async def flush(self, deadline: float) -> None:
+        self._usable()
+
+    def usage(self) -> Usage:
+        count = len(self.store.entries)
+        return Usage(count, count * self.block_bytes, self._capacity_blocks * self.block_bytes)
+
+    def check(self) -> None:
+        if self._capacity_blocks:
+            assert len(self.store.entries) <= self._capacity_blocks, "more blocks than the capacity"
+
+    async def close(self, deadline: float) -> None:
+        self._opened = False
+
+    def _usable(self) -> None:
+        if not self._opened:
+            raise ClosedError(f"{self.name} is closed")
+
+    def _purged(self, name: bytes, created: float | None = None) -> bool:
+        before = self.store.tombstones.get(name[: -len(name) + 32 + 16])
+        if before is None:
+            return False
+        entry = self.store.entries.get(name)
+        stamps = entry.life.stamps if entry is not None else ()
+        born = created if created is not None else max((s.created for s in stamps), default=0.0)
+        return born <= before
+
+    def _why_not(self, key: BlockKey) -> Miss | None:
+        entry = self.store.entries.get(self._namespace + key)
+        if entry is None:
+            return Miss.ABSENT
+        if self._purged(self._namespace + key):
+            return Miss.PURGED
+        return None if entry.life.servable(self.depth, self._clock.wall()) else Miss.EXPIRED
+
+    def _read_one(self, key: BlockKey, target: Target) -> Loaded | Miss:
+        why_not = self._why_not(key)
+        if why_not is not None:
+            return why_not
+        entry = self.store.entries[self._namespace + key]
+        start = 0
+        for piece in target.into:
+            piece[:] = entry.payload[start : start + len(piece)]
+            start += len(piece)
+        if start != len(entry.payload) or not integrity.matches(entry.digest, target.into):
+            del self.store.entries[self._namespace + key]
+            return Miss.CORRUPT
+        return Loaded(entry.digest, entry.life)
+
+    def _write_one(self, block: Sealed) -> Stored:
+        name = self._namespace + block.key
+        created = max(stamp.created for stamp in block.life.stamps)
+        tombstone = self.store.tombstones.get(self._namespace + scope_of_key(block.key), -1.0)
+        if created <= tombstone or not block.life.servable(self.depth, self._clock.wall()):
+            return Stored.REFUSED
+        entry = self.store.entries.get(name)
+        if entry is not None and not self._purged(name):
+            self.store.entries[name] = replace(entry, life=entry.life.join(block.life, self._clock.wall()))
+            return Stored.PRESENT
+        if self._capacity_blocks and len(self.store.entries) >= self._capacity_blocks:
+            coldest = min(self.store.entries, key=lambda n: self._coldness(self.store.entries[n]))
+            del self.store.entries[coldest]
+        self.store.entries[name] = _Entry(b"".join(block.pieces), block.digest, block.life, block.index)
+        return Stored.STORED
+
+    @staticmethod
+    def _coldness(entry: _Entry) -> tuple[float, int]:
+        return entry.life.last_use, -entry.index

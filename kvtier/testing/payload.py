@@ -1,0 +1,57 @@
+"""Test data: block bytes that are a pure function of their key."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from kvtier.block import SHARED, BlockKey, Scope, make_keys
+from kvtier.hashing import chain_hashes, chain_root
+from kvtier.integrity import digest_of
+from kvtier.namespace import Namespace
+from kvtier.terms import BUILTIN, Lifetime, Terms
+from kvtier.tier import Sealed
+
+
+def payload_of(key: bytes, length: int) -> bytes:
+    """`length` bytes that only `key` has (SHAKE-128 of it). Pure."""
+    return hashlib.shake_128(key).digest(length)
+
+
+def payloads_of(keys: Sequence[bytes], length: int) -> list[bytes]:
+    """One payload per key."""
+    return [payload_of(key, length) for key in keys]
+
+
+def sample_namespace(block_bytes: int = 4096, **fields: object) -> Namespace:
+    """A namespace for tests; `fields` override."""
+    base: dict[str, object] = {
+        "model": "test/model", "weights": "test:1", "dtype": "bfloat16", "layout": "L2HND",
+        "block_tokens": 16, "block_bytes": block_bytes,
+    }  # fmt: skip
+    return Namespace.parse({**base, **fields})
+
+
+def chain_of(namespace: Namespace, blocks: int, seed: int = 0, scope: Scope = SHARED) -> list[BlockKey]:
+    """Keys of a prompt of `blocks` full blocks; prompts with different seeds share nothing. Pure."""
+    size = namespace.block_tokens
+    tokens = [seed] * size + list(range(size, blocks * size))
+    return make_keys(scope, chain_hashes(chain_root(namespace.digest, scope), tokens[: blocks * size], size))
+
+
+def seal(
+    chain: Sequence[BlockKey],
+    indices: Sequence[int],
+    block_bytes: int,
+    now: float,
+    terms: Terms = BUILTIN["24h"],
+    ranks: int = 1,
+) -> list[Sealed]:
+    """Sealed blocks of a chain with their `payload_of` bytes, cut into `ranks` pieces."""
+    out = []
+    for index in indices:
+        payload = memoryview(payload_of(chain[index], block_bytes))
+        step = block_bytes // ranks
+        pieces = tuple(payload[r * step : (r + 1) * step] for r in range(ranks))
+        out.append(Sealed(chain[index], index, digest_of(pieces), pieces, Lifetime.of(terms, now)))
+    return out

@@ -1,0 +1,18 @@
+"""The reference tier passes the contract it is the reference for."""
+
+import pytest
+
+from kvtier.testing import MemoryTier, VirtualClock, check_tier
+from kvtier.testing.memory import MemoryStore
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+async def test_memory_tier_keeps_the_contract(stride: int) -> None:
+    clock, store = VirtualClock(), MemoryStore.empty()
+    await check_tier(lambda namespace: MemoryTier(namespace, clock, store=store, stride=stride), clock)
+
+
+async def test_the_contract_notices_a_tier_that_forgets() -> None:
+    clock = VirtualClock()
+    with pytest.raises(AssertionError, match="restart"):
+        await check_tier(lambda namespace: MemoryTier(namespace, clock), clock)
