@@ -1,0 +1,58 @@
+# Everything a clone needs: `make demo`, `make test`, `make check`. Each sets itself up first.
+#
+#   PYTHON   interpreter that makes .venv (3.11 or later)
+#   PYTEST   further options of pytest, such as PYTEST="-k config"
+
+PYTHON ?= python3
+PYTEST ?=
+EXTRAS := s3,transformers,bench,dev
+
+BIN := .venv/bin
+READY := .venv/.ready
+# `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help setup demo test test-long check types bench clean
+
+help:
+	@echo "make setup      .venv with everything the other targets need"
+	@echo "make demo       a real model's KV blocks through four tiers and a second process"
+	@echo "make test       the quick tests        make test-long   all of them"
+	@echo "make check      style, types, direction of imports"
+	@echo "make bench      what the tiers and the index cost; writes benchmarks/results/"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/kvtier demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not long and not gpu" $(PYTEST)
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST)
+
+check: $(READY) types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd build/types && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p kvtier
+	cd build/types && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+
+# The package as it installs, made of links: mypy and import-linter read directories, not import finders.
+types:
+	@rm -rf build/types && mkdir -p build/types/kvtier
+	@ln -s $(CURDIR)/kvtier/* $(CURDIR)/connectors $(CURDIR)/kernels build/types/kvtier/
+
+bench: $(READY)
+	$(BIN)/kvtier bench index
+	$(BIN)/kvtier bench tiers
+
+clean:
+	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
