@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("asyncio", "cupy", "fsspec", "lmdb", "numpy", "obstore", "pydantic", "s3fs", "torch", "transformers", "typer")
+HEAVY = ("cupy", "fsspec", "lmdb", "numpy", "obstore", "s3fs", "torch", "transformers", "typer")
 SECONDS_MAX = 0.15
 RUNS_MAX = 12
 
