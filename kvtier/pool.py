@@ -219,7 +219,7 @@ class BlockPool:
         assert old is not None
         if old is life:
             return
-        wanted = old.join(life)
+        wanted = old.join(life, life.last_use)
         self._renew(slot, wanted)
         deeper = max(s.ceiling for s in wanted.stamps) > max(s.ceiling for s in old.stamps)
         key = chain[depth]
