@@ -7,7 +7,7 @@ that later blocks of the chain name. `kvtier.testing.check_tier` is this contrac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -137,6 +137,9 @@ class Tier(Protocol):
     async def purge(self, scope: Scope, before: float) -> int:
         """Drop the scope's blocks created before wall time `before`, for good and for every process that
         shares the store: what was written before is a miss from now on. Returns how many blocks went."""
+
+    async def tombstones(self) -> Mapping[Scope, float]:
+        """Every purge of this namespace that the store still remembers: scope → latest `before`."""
 
     async def flush(self, deadline: float) -> None:
         """Bring touches and whatever else is buffered to the medium."""

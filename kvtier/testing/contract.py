@@ -173,7 +173,9 @@ async def _purge(tier: Tier, make: object, namespace: Namespace, clock: _Movable
     await tier.write(old, clock.monotonic() + _DEADLINE_S)
     await _store(tier, shared, clock)
     clock.advance(1)
-    assert await tier.purge(tenant, clock.wall()) == len(mine)
+    purged_at = clock.wall()
+    assert await tier.purge(tenant, purged_at) == len(mine)
+    assert abs((await tier.tombstones())[tenant] - purged_at) < 0.01, "a purge must leave a tombstone"
     assert Loaded not in {type(r) for r in await _read_back(tier, mine, clock)}, "served after its purge"
     await tier.write(old, clock.monotonic() + _DEADLINE_S)
     assert Loaded not in {type(r) for r in await _read_back(tier, mine, clock)}, "a late write undid a purge"

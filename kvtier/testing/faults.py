@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -112,6 +112,10 @@ class FaultyTier:
     async def purge(self, scope: Scope, before: float) -> int:
         await self._suffer("purge")
         return await self.inner.purge(scope, before)
+
+    async def tombstones(self) -> Mapping[Scope, float]:
+        await self._suffer("tombstones")
+        return await self.inner.tombstones()
 
     async def flush(self, deadline: float) -> None:
         await self._suffer("flush")

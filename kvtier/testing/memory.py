@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier import integrity
-from kvtier.block import BlockKey, Scope, scope_of_key
+from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
 from kvtier.namespace import Namespace
@@ -109,6 +109,14 @@ class MemoryTier:
             del self.store.entries[name]
         return len(doomed)
 
+    async def tombstones(self) -> Mapping[Scope, float]:
+        self._usable()
+        return {
+            Scope(prefix[len(self._namespace) :]): before
+            for prefix, before in self.store.tombstones.items()
+            if prefix.startswith(self._namespace)
+        }
+
     async def flush(self, deadline: float) -> None:
         self._usable()
 
@@ -128,7 +136,7 @@ class MemoryTier:
             raise ClosedError(f"{self.name} is closed")
 
     def _purged(self, name: bytes, created: float | None = None) -> bool:
-        before = self.store.tombstones.get(name[: -len(name) + 32 + 16])
+        before = self.store.tombstones.get(name[: NAMESPACE_BYTES + SCOPE_BYTES])
         if before is None:
             return False
         entry = self.store.entries.get(name)

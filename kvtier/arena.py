@@ -1,0 +1,136 @@
+"""Memory of G2: one memfd per rank, populated before use, cut into equal slots.
+
+A memfd has no /dev/shm limit, travels between processes as a file descriptor and is freed by the kernel with
+its last holder. Every page is faulted in at start (MADV_POPULATE_WRITE), since a page that is missing at first
+touch is a SIGBUS that no handler survives.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SLOT_ALIGN = 4096
+"""O_DIRECT wants page-aligned memory, and so does a DMA engine."""
+
+_POPULATE_STEP_BYTES = 1 << 30
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
+_HEADROOM_FRACTION = 0.05
+
+
+def available_bytes() -> int:
+    """What this process may still allocate: the lesser of MemAvailable and its cgroup's room, less headroom."""
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    room = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+            room = min(room, int(limit) - used)
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here: MemAvailable alone decides
+    return max(0, int(room * (1 - _HEADROOM_FRACTION)))
+
+
+class Arena:
+    """`slots` slots of `piece_bytes` for each of `ranks` ranks; slot i is piece i of every rank's memory.
+
+    Owns its memfds and mappings. A slot's views stay valid until `close`; after it they must not be used.
+    """
+
+    def __init__(self, block_bytes: int, ranks: int, capacity_bytes: int) -> None:
+        """Computes sizes only; `open` allocates. Raises ConfigError when not one block fits."""
+        self.ranks = ranks
+        self.piece_bytes = block_bytes // ranks
+        self.slot_bytes = -(-self.piece_bytes // SLOT_ALIGN) * SLOT_ALIGN
+        self.slots = capacity_bytes // (self.slot_bytes * ranks)
+        if self.slots < 1:
+            raise ConfigError(
+                f"tiers.g2.capacity: {capacity_bytes} bytes hold not one block of {block_bytes} bytes "
+                f"({self.slot_bytes * ranks} with alignment); give at least that"
+            )
+        self._fds: list[int] = []
+        self._maps: list[mmap.mmap] = []
+        self._views: list[memoryview] = []
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes allocated when open, alignment included."""
+        return self.slots * self.slot_bytes * self.ranks
+
+    def open(self, room: Callable[[], int] = available_bytes) -> None:
+        """Allocate and populate. May take seconds per 10 GiB.
+
+        Where memory is short the arena becomes smaller, with a warning. Raises ConfigError if then not one
+        block fits.
+        """
+        fitting = min(self.slots, room() // (self.slot_bytes * self.ranks))
+        if fitting < self.slots:
+            self._shrink(fitting)
+        for _ in range(self.ranks):
+            self._open_rank()
+
+    def _shrink(self, slots: int) -> None:
+        if slots < 1:
+            raise ConfigError(
+                f"tiers.g2.capacity: {self.capacity_bytes} bytes asked for, but memory is short of even one block"
+            )
+        log.warning(
+            "tiers.g2.capacity: %d bytes asked for, memory has room for %d; G2 is that much smaller",
+            self.capacity_bytes, slots * self.slot_bytes * self.ranks,
+        )  # fmt: skip
+        self.slots = slots
+
+    def _open_rank(self) -> None:
+        length = self.slots * self.slot_bytes
+        fd = os.memfd_create("kvtier-g2", os.MFD_CLOEXEC)
+        self._fds.append(fd)
+        os.ftruncate(fd, length)
+        mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._maps.append(mapping)
+        self._views.append(memoryview(mapping))
+        for start in range(0, length, _POPULATE_STEP_BYTES):
+            step = min(_POPULATE_STEP_BYTES, length - start)
+            try:
+                mapping.madvise(_MADV_POPULATE_WRITE, start, step)
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # a kernel before 5.14: reserve the pages, which faults none
+                    os.posix_fallocate(fd, start, step)
+                    continue
+                raise ConfigError(
+                    f"tiers.g2.capacity: the kernel gave {start} of {length} bytes ({error.strerror}); ask for less"
+                ) from None
+
+    def pieces(self, slot: int) -> tuple[memoryview, ...]:
+        """The slot's bytes, one writable view per rank, each `piece_bytes` long and page-aligned."""
+        start = slot * self.slot_bytes
+        return tuple(view[start : start + self.piece_bytes] for view in self._views)
+
+    def fds(self) -> tuple[int, ...]:
+        """The memfds in rank order, for ranks in other processes to map. Owned by the arena."""
+        return tuple(self._fds)
+
+    def close(self) -> None:
+        """Give the memory back. Views that are still held keep their mapping alive until they are dropped."""
+        for view in self._views:
+            try:
+                view.release()
+            except BufferError:
+                pass  # slices of it are in use; the mapping goes with the last of them
+        for mapping in self._maps:
+            try:
+                mapping.close()
+            except BufferError:
+                pass
+        for fd in self._fds:
+            os.close(fd)
+        self._views, self._maps, self._fds = [], [], []

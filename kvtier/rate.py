@@ -1,0 +1,41 @@
+"""Bounds on bytes over time: one bucket for rates and daily budgets."""
+
+from __future__ import annotations
+
+from kvtier.clock import Clock
+
+
+class TokenBucket:
+    """`rate` bytes per second on average, at most `burst` at once. rate 0: no bound.
+
+    An amount larger than the burst is let through when the bucket is full, and leaves it in debt: the
+    average holds, and nothing starves.
+    """
+
+    def __init__(self, clock: Clock, rate: float, burst: float) -> None:
+        self._clock = clock
+        self._rate = rate
+        self._burst = burst
+        self._level = burst
+        self._at = clock.monotonic()
+
+    def _refill(self) -> None:
+        now = self._clock.monotonic()
+        self._level = min(self._burst, self._level + (now - self._at) * self._rate)
+        self._at = now
+
+    def try_take(self, amount: float) -> bool:
+        """Take `amount` if the bucket has it (or is full); else take nothing. Does not wait."""
+        if self._rate <= 0:
+            return True
+        self._refill()
+        if self._level < min(amount, self._burst):
+            return False
+        self._level -= amount
+        return True
+
+    async def take(self, amount: float) -> None:
+        """Wait until `try_take` succeeds."""
+        while not self.try_take(amount):
+            missing = min(amount, self._burst) - self._level
+            await self._clock.sleep(max(missing / self._rate, 0.001))

@@ -1,0 +1,231 @@
+"""G2: blocks in host RAM, found by key.
+
+A slot's life: FREE → FILLING → READY → FREE, and from FILLING or a pinned READY to QUARANTINED while somebody
+may still write to or read from its memory. Only READY slots are in the index. Every hand-over names
+(slot, generation); a generation ends when the slot is freed, so a late message about an earlier tenant is
+recognised and refused.
+
+The tier holds no lock of its own: its owner calls it under one lock (`kvtier.manager`), which is what makes
+lookup and pin one critical section.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from kvtier.arena import Arena
+from kvtier.block import BlockKey
+from kvtier.policy import Policy
+from kvtier.terms import Depth, Lifetime, Stamp
+from kvtier.tier import Miss, Pieces
+
+
+class State(Enum):
+    FREE = "free"
+    FILLING = "filling"
+    READY = "ready"
+    QUARANTINED = "quarantined"
+
+
+class Slot:
+    """A place for one block. Mutable, owned by the HostTier; others hold it together with its generation."""
+
+    __slots__ = (
+        "digest", "expires_at", "generation", "index", "key", "last_use", "number", "pieces", "pins", "stamps", "state",
+    )  # fmt: skip
+
+    def __init__(self, number: int, pieces: Pieces) -> None:
+        self.number = number
+        self.pieces = pieces
+        self.generation = 0
+        self.state = State.FREE
+        self.key: BlockKey | None = None
+        self.index = 0  # depth of the block in its chain
+        self.pins = 0
+        self.digest: bytes | None = None  # None until sealed
+        self.last_use = 0.0
+        self.stamps: tuple[Stamp, ...] = ()
+        self.expires_at = 0.0
+
+    @property
+    def life(self) -> Lifetime:
+        """Terms and last use, as they leave RAM with the block."""
+        return Lifetime(self.last_use, self.stamps)
+
+    @life.setter
+    def life(self, life: Lifetime) -> None:
+        self.last_use, self.stamps = life.last_use, life.stamps
+        self.expires_at = life.ends(Depth.G2)
+
+    def use(self, now: float) -> None:
+        """Renew the idle clock. The caller has checked that the block has not expired."""
+        stamps = self.stamps
+        if len(stamps) == 1:
+            stamp = stamps[0]
+            self.last_use = now
+            if stamp.ttl is not None:
+                hard = float("inf") if stamp.max_age is None else stamp.created + stamp.max_age
+                self.expires_at = min(now + stamp.ttl, hard)
+        else:
+            self.life = self.life.used(now)
+
+
+class HostTier:
+    """Fixed slots in an arena, an index of READY blocks, and a policy that chooses who leaves."""
+
+    name = "g2"
+    depth = Depth.G2
+
+    def __init__(self, arena: Arena, policy: Policy) -> None:
+        self._arena = arena
+        self._policy = policy
+        self._slots: list[Slot] = []
+        self._free: deque[Slot] = deque()
+        self._filling: dict[BlockKey, Slot] = {}
+        self.index: dict[BlockKey, Slot] = {}
+        self.evictions = 0
+        self.stale_messages = 0
+        self.quarantined = 0
+
+    def open(self) -> None:
+        """Allocate the arena. Raises ConfigError when memory is short of one block."""
+        self._arena.open()
+        self._slots = [Slot(number, self._arena.pieces(number)) for number in range(self._arena.slots)]
+        self._free = deque(self._slots)
+
+    @property
+    def capacity(self) -> int:
+        """Slots in all."""
+        return len(self._slots)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._arena.capacity_bytes
+
+    def peek(self, key: BlockKey, now: float) -> Miss | None:
+        """None if a READY block of this name may be served at wall time `now`, else why not. Changes nothing."""
+        slot = self.index.get(key)
+        if slot is not None:
+            return None if slot.expires_at >= now else Miss.EXPIRED
+        return Miss.PENDING if key in self._filling else Miss.ABSENT
+
+    def prefix(self, chain: Sequence[BlockKey], now: float) -> int:
+        """How many leading blocks of `chain` are READY and alive. Changes nothing."""
+        find = self.index.get
+        count = 0
+        for key in chain:
+            slot = find(key)
+            if slot is None or slot.expires_at < now:
+                break
+            count += 1
+        return count
+
+    def pin(self, key: BlockKey, now: float) -> Slot | None:
+        """Protect and renew a READY, living block; None if there is none. Undo with `unpin`."""
+        slot = self.index.get(key)
+        if slot is None or slot.expires_at < now:
+            return None
+        slot.pins += 1
+        slot.use(now)
+        return slot
+
+    def unpin(self, slot: Slot, generation: int) -> None:
+        """Undo one `pin`. A slot that was dropped meanwhile is freed with its last pin. Stale: counted, ignored."""
+        if slot.generation != generation or slot.pins < 1:
+            self.stale_messages += 1
+            return
+        slot.pins -= 1
+        if slot.pins == 0 and slot.state is State.QUARANTINED:
+            self.quarantined -= 1
+            self._release(slot)
+
+    def reserve(self, key: BlockKey, index: int, keep: Callable[[BlockKey], bool] | None = None) -> Slot | None:
+        """A FILLING slot for `key`, the caller's until `commit` or `abort`.
+
+        Takes a free slot, else evicts the policy's choice among unpinned blocks that `keep` does not claim.
+        None when the key is READY or FILLING already, or nothing may be evicted: then nothing has changed.
+        """
+        if key in self.index or key in self._filling:
+            return None
+        if not self._free:
+            victim = self._policy.victim(key, lambda k: self.index[k].pins == 0 and not (keep and keep(k)))
+            if victim is None:
+                return None
+            self.evictions += 1
+            self.drop(victim)
+        slot = self._free.popleft()
+        slot.state, slot.key, slot.index = State.FILLING, key, index
+        self._filling[key] = slot
+        return slot
+
+    def commit(self, slot: Slot, generation: int, life: Lifetime, digest: bytes | None = None) -> bool:
+        """Publish a FILLING slot's block. False, and counted, if the generation is stale."""
+        if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
+            self.stale_messages += 1
+            return False
+        del self._filling[slot.key]
+        slot.state, slot.digest, slot.life = State.READY, digest, life
+        self.index[slot.key] = slot
+        self._policy.insert(slot.key)
+        return True
+
+    def abort(self, slot: Slot, generation: int, *, in_flight: bool = False) -> None:
+        """Give up a FILLING slot. With `in_flight`, somebody may still write to it: it is quarantined until
+        `acknowledge`. Stale: counted, ignored."""
+        if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
+            self.stale_messages += 1
+            return
+        del self._filling[slot.key]
+        if in_flight:
+            slot.state = State.QUARANTINED
+            slot.pins += 1  # the writer's, taken back by `acknowledge`
+            self.quarantined += 1
+        else:
+            self._release(slot)
+
+    def acknowledge(self, slot: Slot, generation: int) -> None:
+        """The last writer of a quarantined slot is done."""
+        self.unpin(slot, generation)
+
+    def drop(self, key: BlockKey) -> bool:
+        """Take a READY block out of the index. Its memory is freed at once, or with its last pin. True if it was
+        there."""
+        slot = self.index.pop(key, None)
+        if slot is None:
+            return False
+        self._policy.remove(key)
+        if slot.pins:
+            slot.state = State.QUARANTINED
+            self.quarantined += 1
+        else:
+            self._release(slot)
+        return True
+
+    def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """A request named `chain`, whose first `resident` blocks are here: renew their order of eviction."""
+        self._policy.reference(chain, resident, now)
+
+    def _release(self, slot: Slot) -> None:
+        slot.state, slot.key, slot.digest, slot.stamps = State.FREE, None, None, ()
+        slot.generation += 1
+        self._free.append(slot)
+
+    def check(self) -> None:
+        """Assert the invariants: slots conserved, index and states agree, policy orders exactly the residents."""
+        by_state = {state: [s for s in self._slots if s.state is state] for state in State}
+        assert len(self._free) == len(by_state[State.FREE]), "free queue and free slots differ"
+        assert len(self._filling) == len(by_state[State.FILLING]), "filling index and filling slots differ"
+        assert len(self.index) == len(by_state[State.READY]), "index and ready slots differ"
+        assert self.quarantined == len(by_state[State.QUARANTINED]), "quarantine count is off"
+        assert all(self.index[s.key] is s for s in by_state[State.READY] if s.key is not None)
+        assert all(s.pins == 0 and s.key is None for s in by_state[State.FREE]), "a free slot is pinned or named"
+        assert all(s.pins >= 1 for s in by_state[State.QUARANTINED]), "a quarantined slot that nobody holds"
+        self._policy.check(set(self.index))
+
+    def close(self) -> None:
+        """Forget every block and give the memory back."""
+        self._slots, self.index, self._filling = [], {}, {}
+        self._free.clear()
+        self._arena.close()

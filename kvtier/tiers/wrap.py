@@ -1,0 +1,260 @@
+"""Decorators over a tier: what every lower tier gets, whatever it is made of.
+
+    Metered(Guarded(tier))
+
+`Guarded` is the one place where a tier's exceptions become misses, and where its breaker is fed. `Metered`
+counts what comes back, by reason, and keeps latencies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
+
+from kvtier.block import BlockKey, Scope
+from kvtier.clock import Clock
+from kvtier.errors import ClosedError
+from kvtier.health import Breaker
+from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Wrapper:
+    """Passes every verb on. Subclasses override what they change."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.depth = inner.depth
+        self.block_bytes = inner.block_bytes
+        self.stride = inner.stride
+
+    async def open(self) -> None:
+        await self.inner.open()
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        return self.inner.peek(chain, wanted)
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+        return await self.inner.lookup(chain, wanted, deadline)
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        return await self.inner.read(chain, targets, deadline)
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        return await self.inner.write(blocks, deadline)
+
+    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+        self.inner.touch(keys, now)
+
+    async def evict(self, keys: Sequence[BlockKey] | None) -> int:
+        return await self.inner.evict(keys)
+
+    async def purge(self, scope: Scope, before: float) -> int:
+        return await self.inner.purge(scope, before)
+
+    async def tombstones(self) -> Mapping[Scope, float]:
+        return await self.inner.tombstones()
+
+    async def flush(self, deadline: float) -> None:
+        await self.inner.flush(deadline)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    async def close(self, deadline: float) -> None:
+        await self.inner.close(deadline)
+
+
+class Guarded(Wrapper):
+    """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`
+    and `purge`, whose failures their caller must hear of."""
+
+    def __init__(self, inner: Tier, clock: Clock, breaker: Breaker | None = None) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self.breaker = breaker or Breaker(clock)
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        try:
+            return self.inner.peek(chain, wanted)
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note("peek", error)
+            return [Miss.ERROR] * len(wanted)
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+        if not self.breaker.allows():
+            return [Miss.BREAKER] * len(wanted)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
+                answers = await self.inner.lookup(chain, wanted, deadline)
+        except ClosedError:
+            raise
+        except TimeoutError:
+            self.breaker.failed()
+            return [Miss.LATE] * len(wanted)
+        except Exception as error:
+            self._note("lookup", error)
+            return [Miss.ERROR] * len(wanted)
+        self._judge(answers)
+        return answers
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        """Returns when nothing writes to the targets any more, however late; the breaker hears at the deadline."""
+        if not self.breaker.allows():
+            return [Miss.BREAKER] * len(targets)
+        try:
+            results = await self._overdue(self.inner.read(chain, targets, deadline), deadline)
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note("read", error)
+            return [Miss.ERROR] * len(targets)
+        self._judge(results)
+        return results
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        if not self.breaker.allows():
+            return [Stored.FAILED] * len(blocks)
+        try:
+            results = await self._overdue(self.inner.write(blocks, deadline), deadline)
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note("write", error)
+            return [Stored.FAILED] * len(blocks)
+        if Stored.FAILED in results:
+            self.breaker.failed()
+        else:
+            self.breaker.succeeded()
+        return results
+
+    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+        try:
+            self.inner.touch(keys, now)
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note("touch", error)
+
+    async def evict(self, keys: Sequence[BlockKey] | None) -> int:
+        try:
+            return await self.inner.evict(keys)
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note("evict", error)
+            return 0
+
+    async def tombstones(self) -> Mapping[Scope, float]:
+        try:
+            return await self.inner.tombstones()
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note("tombstones", error)
+            return {}
+
+    async def flush(self, deadline: float) -> None:
+        await self._within("flush", self.inner.flush(deadline), deadline)
+
+    async def close(self, deadline: float) -> None:
+        await self._within("close", self.inner.close(deadline), deadline)
+
+    async def _within(self, verb: str, work: Awaitable[None], deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
+                await work
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note(verb, error)
+
+    async def _overdue(self, work: Awaitable[T], deadline: float) -> T:
+        """Await `work` to its end; tell the breaker if it outlives the deadline."""
+        task = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, deadline - self._clock.monotonic()) + 0.05)
+            if not done:
+                self.breaker.failed()
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    def _note(self, verb: str, error: Exception) -> None:
+        self.breaker.failed()
+        log.warning("%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
+
+    def _judge(self, results: Sequence[object]) -> None:
+        if any(result in (Miss.ERROR, Miss.LATE) for result in results):
+            self.breaker.failed()
+        else:
+            self.breaker.succeeded()
+
+
+class Latency:
+    """The last SAMPLES_MAX durations, in seconds."""
+
+    SAMPLES_MAX = 1024
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=self.SAMPLES_MAX)
+
+    def add(self, seconds: float) -> None:
+        self._samples.append(seconds)
+
+    def quantile_ms(self, q: float) -> float:
+        """Milliseconds; 0 before the first sample."""
+        ordered = sorted(self._samples)
+        return 1000 * ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+class Metered(Wrapper):
+    """Counts blocks by outcome, bytes, and latency per call; keeps the estimates that plans are made with."""
+
+    _SMOOTHING = 0.2
+
+    def __init__(self, inner: Tier, clock: Clock) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self.loaded = 0
+        self.misses: Counter[Miss] = Counter()
+        self.stored: Counter[Stored] = Counter()
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.read_latency = Latency()
+        self.write_latency = Latency()
+        self.read_s_per_block: float | None = None
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        began = self._clock.monotonic()
+        results = await self.inner.read(chain, targets, deadline)
+        took = self._clock.monotonic() - began
+        loaded = sum(isinstance(result, Loaded) for result in results)
+        self.loaded += loaded
+        self.read_bytes += loaded * self.block_bytes
+        self.misses.update(result for result in results if isinstance(result, Miss))
+        self.read_latency.add(took)
+        if loaded:
+            sample, old = took / loaded, self.read_s_per_block
+            self.read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
+        return results
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        began = self._clock.monotonic()
+        results = await self.inner.write(blocks, deadline)
+        self.write_latency.add(self._clock.monotonic() - began)
+        self.stored.update(results)
+        self.written_bytes += self.block_bytes * results.count(Stored.STORED)
+        return results
