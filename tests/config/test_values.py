@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.advice import known_keys
@@ -109,11 +109,13 @@ def test_wrong_sizes(wrong: object) -> None:
         parse_size(wrong)  # type: ignore[arg-type]
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 2**60))
 def test_sizes_survive_printing(size: int) -> None:
     assert parse_size(format_size(size)) == size
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 10**9))
 def test_durations_survive_printing(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
