@@ -1,0 +1,507 @@
+"""The copy engine: block copies between a device pool and host slots, ordered, cancellable, never a wrong byte.
+
+    store  device block → host slot          load  host slot → device block
+
+A command names (block, slot, generation) triples and gets a ticket; `poll` moves the queue on and returns
+acknowledgements, which name the same triples. Between a command and its acknowledgement the memory on both
+sides belongs to the copy: the manager keeps such slots quarantined and frees them on the acknowledgement,
+which a cancelled copy gets too, when nothing touches its memory any more. What the engine itself refuses:
+
+    stale   a store must name a newer generation than any command for that slot before, a load none older
+    taken   a slot that is being filled; a slot to fill that is being read; a block that is being loaded
+
+Order: a copy starts after the event it was given (the compute that filled the block, the last reader of it);
+a load into a block whose store is still reading waits for that store, and a store waits for a load into its block.
+Priority: loads go first. While any load waits or flies, only a small window of store bytes may fly.
+
+The engine is bookkeeping and runs anywhere; a `Mover` makes the copies (`kvtier.kernels.cpu`, `kvtier.kernels.cuda`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
+from kvtier.kernels.layout import Indices
+
+MIB = 1 << 20
+
+
+class Lane(IntEnum):
+    """One queue each; copies of one lane complete in the order in which they were launched."""
+
+    STORE = 0
+    LOAD = 1
+    EXPEDITED = 2  # loads that overtake other loads
+
+
+_LOADS_FIRST = (Lane.EXPEDITED, Lane.LOAD, Lane.STORE)
+
+
+class Outcome(Enum):
+    """What became of acknowledged moves. In every case nothing touches their memory any more."""
+
+    DONE = "done"  # the bytes are there
+    ABORTED = "aborted"  # cancelled; a destination that was in flight holds undefined bytes
+    FAILED = "failed"  # the device refused the copy; the destination holds undefined bytes
+    REFUSED = "refused"  # stale generation, or slot or block taken; nothing was touched
+
+
+class State(Enum):
+    """Of one flight."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"  # failed, and over: its memory is free to use
+    LOST = "lost"  # failed, and nobody can know whether it is over: its memory stays in quarantine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Which block goes with which slot: three int64 arrays of one length."""
+
+    blocks: Indices
+    slots: Indices
+    generations: Indices
+
+    @classmethod
+    def of(cls, triples: Iterable[tuple[int, int, int]]) -> Moves:
+        """From (block, slot, generation) triples."""
+        rows = np.array(list(triples), dtype=np.int64).reshape(-1, 3)
+        return cls(rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy())
+
+    def triples(self) -> list[tuple[int, int, int]]:
+        return list(zip(self.blocks.tolist(), self.slots.tolist(), self.generations.tolist(), strict=True))
+
+    def take(self, which: npt.NDArray[np.bool_] | slice) -> Moves:
+        return Moves(self.blocks[which], self.slots[which], self.generations[which])
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ack:
+    """`moves` of `ticket` are over. A ticket gets one or more, the last of them with `last` set."""
+
+    ticket: int
+    lane: Lane
+    moves: Moves
+    outcome: Outcome
+    last: bool
+
+
+class Event(Protocol):
+    """A point in the device's work that a copy waits for. `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Gate(Protocol):
+    """What a mover waits for before a copy starts; taken when the command arrives."""
+
+    def close(self) -> None:
+        """No further copy will wait for it."""
+
+
+class Flight(Protocol):
+    """A launched copy."""
+
+    def state(self) -> State:
+        """Never blocks. Once it is not PENDING it does not change."""
+
+    def fence(self) -> None:
+        """Order what the caller's current stream does next behind this copy, without waiting on the host
+        where the device can do so."""
+
+
+class Mover(Protocol):
+    """Makes copies between one device pool and one set of host slots. Used from one thread."""
+
+    block_bytes: int
+    blocks: int
+    slots: int
+
+    def gate(self, after: Event | None) -> Gate:
+        """A gate that opens with `after`; None: with all work enqueued so far on the caller's current stream."""
+
+    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
+        """Start copying, behind the gate and the given flights. Never waits for the device and never raises for it:
+        a refusal becomes a flight that is FAILED once what was already under way is over, or LOST."""
+
+    def close(self) -> None:
+        """Give streams, events and memory back. Only when no flight is pending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the engine's queues, in bytes of payload unless said otherwise."""
+
+    chunk_bytes: int = 16 * MIB  # the unit of launching, throttling and cancelling
+    load_window_bytes: int = 4096 * MIB  # loads in flight
+    store_window_bytes: int = 1024 * MIB  # stores in flight while no load waits
+    store_window_while_loading_bytes: int = 32 * MIB
+    queued_moves: int = 1 << 20  # waiting or in flight, all lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts since the start, and what is waiting now (moves)."""
+
+    stored_bytes: int
+    loaded_bytes: int
+    refused: int
+    aborted: int
+    failed: int
+    queued: int
+    in_flight: int
+    quarantined: int  # cancelled or lost, not acknowledged
+    broken: str
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A part of a command: launched, throttled and acknowledged as one. Numbered in order of arrival."""
+
+    number: int
+    job: _Job
+    moves: Moves
+    behind: tuple[int, ...]  # chunks, all older, that use the same device blocks
+    flight: Flight | None = None
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    ticket: int
+    lane: Lane
+    gate: Gate
+    unlaunched: int = 0
+    open: int = 0
+    cancelled: bool = False
+    chunks: list[_Chunk] = field(default_factory=list)
+
+
+class CopyEngine:
+    """Queues, orders, launches and acknowledges copies. Used from one thread; no call but `wait` and `close` blocks.
+
+    After a LOST flight the engine is broken: it takes no further command, and what was in flight is never
+    acknowledged, because only the end of the process proves that nothing writes there any more.
+    """
+
+    def __init__(self, mover: Mover, limits: Limits = Limits()) -> None:
+        self._mover, self._limits = mover, limits
+        self._chunk_moves = max(1, limits.chunk_bytes // mover.block_bytes)
+        self._waiting: dict[Lane, deque[_Chunk]] = {lane: deque() for lane in Lane}
+        self._flying: dict[Lane, deque[_Chunk]] = {lane: deque() for lane in Lane}
+        self._flying_moves = dict.fromkeys(Lane, 0)
+        self._jobs: dict[int, _Job] = {}
+        self._chunks: dict[int, _Chunk] = {}
+        self._acks: list[Ack] = []
+        self._tickets = self._numbers = 0
+        # Who uses a block or slot, as a chunk number (0: nobody), and the highest generation named so far. Several
+        # stores may read one block: the youngest is noted, and stays noted when it is cancelled before its launch,
+        # since older ones may still be reading (`_last_store_until` finds them).
+        self._block_stored_by = np.zeros(mover.blocks, dtype=np.int64)
+        self._block_loaded_by = np.zeros(mover.blocks, dtype=np.int64)
+        self._slot_stored_by = np.zeros(mover.slots, dtype=np.int64)
+        self._slot_loads = np.zeros(mover.slots, dtype=np.int64)
+        self._slot_generation = np.full(mover.slots, -1, dtype=np.int64)
+        self._totals = dict.fromkeys(Outcome, 0)
+        self._moved = dict.fromkeys(Lane, 0)
+        self._broken = ""
+        self._closed = False
+
+    def store(self, moves: Moves, *, after: Event | None = None) -> int:
+        """Copy blocks into slots once `after` (None: all work enqueued so far on the current stream) is over.
+
+        Returns a ticket; the moves' memory is the engine's until their acknowledgement. Raises InvalidRequest for
+        an index out of range or repeated, CapacityError when the queue is full, TierError when broken: in each
+        case nothing was changed.
+        """
+        _check_distinct("slot", moves.slots)
+        fresh = self._admit(moves)
+        fresh &= moves.generations > self._slot_generation[moves.slots]
+        fresh &= (self._slot_stored_by[moves.slots] == 0) & (self._slot_loads[moves.slots] == 0)
+        return self._submit(Lane.STORE, moves, fresh, after)
+
+    def load(self, moves: Moves, *, after: Event | None = None, expedited: bool = False) -> int:
+        """Copy slots into blocks once `after` is over. Several loads may read one slot. Else as `store`."""
+        _check_distinct("block", moves.blocks)
+        fresh = self._admit(moves)
+        fresh &= moves.generations >= self._slot_generation[moves.slots]
+        fresh &= (self._slot_stored_by[moves.slots] == 0) & (self._block_loaded_by[moves.blocks] == 0)
+        # One command may name a slot twice, but not under two generations.
+        slots, place = np.unique(moves.slots, return_inverse=True)
+        newest = np.full(len(slots), -1, dtype=np.int64)
+        np.maximum.at(newest, place, moves.generations)
+        fresh &= moves.generations == newest[place]
+        return self._submit(Lane.EXPEDITED if expedited else Lane.LOAD, moves, fresh, after)
+
+    def poll(self) -> list[Ack]:
+        """Launch what may be launched, and hand out the acknowledgements since the last call."""
+        self._land()
+        self._launch_ready()
+        acks, self._acks = self._acks, []
+        return acks
+
+    def cancel(self, ticket: int) -> None:
+        """Give up a ticket: what has not been launched never will be, what flies ends in quarantine. Both are
+        acknowledged by later polls. A ticket that is over or unknown is ignored."""
+        job = self._jobs.get(ticket)
+        if job is None or job.cancelled:
+            return
+        job.cancelled = True
+        waiting = self._waiting[job.lane]
+        grounded = [chunk for chunk in waiting if chunk.job is job]
+        self._waiting[job.lane] = deque(chunk for chunk in waiting if chunk.job is not job)
+        for chunk in grounded:
+            self._unlaunched(chunk)
+            self._finish(chunk, Outcome.ABORTED)
+
+    def fence(self, ticket: int) -> None:
+        """Order what the caller's current stream does next behind this ticket's copies; launches them now.
+        Says nothing about their outcome: only an acknowledgement does. A ticket that is over is ignored."""
+        job = self._jobs.get(ticket)
+        if job is None:
+            return
+        self._force(max(chunk.number for chunk in job.chunks))
+        for chunk in job.chunks:
+            if chunk.flight is not None:
+                chunk.flight.fence()
+
+    def wait(
+        self,
+        tickets: Iterable[int],
+        timeout: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> bool:
+        """Poll until all tickets are over, at most `timeout` seconds; whether they are. Keeps the acknowledgements
+        for the next `poll`."""
+        deadline = now() + timeout
+        pending = set(tickets)
+        while True:
+            self._land()
+            self._launch_ready()
+            pending &= self._jobs.keys()
+            if not pending:
+                return True
+            if self._broken or now() >= deadline:
+                return False
+            sleep(50e-6)
+
+    def close(self, timeout: float) -> bool:
+        """Cancel everything, wait for what flies, and release the mover. False: something still flies or was lost;
+        the memory stays held, and the caller must not reuse it in this process."""
+        self._closed = True
+        for ticket in list(self._jobs):
+            self.cancel(ticket)
+        clean = self.wait(list(self._jobs), timeout)
+        if clean:
+            self._mover.close()
+        return clean
+
+    def stats(self) -> Stats:
+        flying = [chunk for lane in Lane for chunk in self._flying[lane]]
+        return Stats(
+            stored_bytes=self._moved[Lane.STORE],
+            loaded_bytes=self._moved[Lane.LOAD] + self._moved[Lane.EXPEDITED],
+            refused=self._totals[Outcome.REFUSED],
+            aborted=self._totals[Outcome.ABORTED],
+            failed=self._totals[Outcome.FAILED],
+            queued=sum(len(chunk.moves) for lane in Lane for chunk in self._waiting[lane]),
+            in_flight=sum(len(chunk.moves) for chunk in flying),
+            quarantined=sum(len(chunk.moves) for chunk in flying if chunk.job.cancelled or chunk.lost),
+            broken=self._broken,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants: every used block and slot belongs to a live chunk, and the counts agree."""
+        live = [chunk for lane in Lane for chunk in (*self._waiting[lane], *self._flying[lane])]
+        assert sorted(chunk.number for chunk in live) == sorted(self._chunks), "live chunks and index differ"
+        loads = np.zeros_like(self._slot_loads)
+        for chunk in live:
+            assert chunk.job.ticket in self._jobs, "a live chunk without a job"
+            assert all(number < chunk.number for number in chunk.behind), "a chunk behind a younger one"
+            if chunk.job.lane is Lane.STORE:
+                assert (self._slot_stored_by[chunk.moves.slots] == chunk.number).all(), "slot of a store is not its own"
+            else:
+                np.add.at(loads, chunk.moves.slots, 1)
+                assert (self._block_loaded_by[chunk.moves.blocks] == chunk.number).all(), (
+                    "block of a load is not its own"
+                )
+        assert (loads == self._slot_loads).all(), "loads per slot"
+        for users in (self._block_loaded_by, self._slot_stored_by):
+            assert set(np.unique(users[users != 0]).tolist()) <= self._chunks.keys(), "used by a dead chunk"
+        for lane in Lane:
+            assert self._flying_moves[lane] == sum(len(chunk.moves) for chunk in self._flying[lane]), "moves in flight"
+            numbers = [chunk.number for chunk in (*self._flying[lane], *self._waiting[lane])]
+            assert numbers == sorted(numbers), "a lane out of order"
+
+    # Commands
+
+    def _admit(self, moves: Moves) -> npt.NDArray[np.bool_]:
+        """Raise, before anything is changed, for what no manager should ask; else a mask of all moves."""
+        if self._closed:
+            raise ClosedError("the copy engine is closed")
+        if self._broken:
+            raise TierError("g2", "copy", self._broken)
+        for name, values, count in (
+            ("block", moves.blocks, self._mover.blocks),
+            ("slot", moves.slots, self._mover.slots),
+        ):
+            if len(values) and (values.min() < 0 or values.max() >= count):
+                raise InvalidRequest(f"moves: {name} out of range 0..{count - 1}")
+        if sum(len(chunk.moves) for chunk in self._chunks.values()) + len(moves) > self._limits.queued_moves:
+            raise CapacityError(f"copy engine: more than {self._limits.queued_moves} moves waiting")
+        return np.ones(len(moves), dtype=np.bool_)
+
+    def _submit(self, lane: Lane, moves: Moves, fresh: npt.NDArray[np.bool_], after: Event | None) -> int:
+        refused, moves = moves.take(~fresh), moves.take(fresh)
+        gate = self._mover.gate(after) if len(moves) else None  # the last thing that can raise
+        self._tickets += 1
+        ticket = self._tickets
+        if len(refused) or gate is None:
+            self._totals[Outcome.REFUSED] += len(refused)
+            outcome = Outcome.REFUSED if len(refused) else Outcome.DONE
+            self._acks.append(Ack(ticket, lane, refused, outcome, last=gate is None))
+        if gate is None:
+            return ticket
+        job = self._jobs[ticket] = _Job(ticket, lane, gate)
+        for start in range(0, len(moves), self._chunk_moves):
+            self._enqueue(job, moves.take(slice(start, start + self._chunk_moves)))
+        if lane is not Lane.STORE:
+            # A load must not be held up by the throttle on the store that it is ordered behind.
+            self._force(max((number for chunk in job.chunks for number in chunk.behind), default=0))
+        self._launch_ready()
+        return ticket
+
+    def _enqueue(self, job: _Job, moves: Moves) -> None:
+        self._numbers += 1
+        number = self._numbers
+        if job.lane is Lane.STORE:
+            loads = np.unique(self._block_loaded_by[moves.blocks])
+            behind = tuple(loads[loads != 0].tolist())
+            self._block_stored_by[moves.blocks] = number
+            self._slot_stored_by[moves.slots] = number
+        else:
+            behind = self._last_store_until(int(self._block_stored_by[moves.blocks].max()))
+            self._block_loaded_by[moves.blocks] = number
+            np.add.at(self._slot_loads, moves.slots, 1)
+        self._slot_generation[moves.slots] = moves.generations
+        chunk = _Chunk(number, job, moves, behind)
+        job.chunks.append(chunk)
+        job.open += 1
+        job.unlaunched += 1
+        self._chunks[number] = chunk
+        self._waiting[job.lane].append(chunk)
+
+    def _last_store_until(self, number: int) -> tuple[int, ...]:
+        """The youngest live store not younger than chunk `number`: with it, all stores before it are over."""
+        live = (*self._flying[Lane.STORE], *self._waiting[Lane.STORE])
+        return tuple([chunk.number for chunk in live if chunk.number <= number][-1:])
+
+    # Launching
+
+    def _launch_ready(self) -> None:
+        """Loads first, each lane in order, within the windows. The oldest chunk of all can always go."""
+        for lane in _LOADS_FIRST:
+            while self._waiting[lane] and self._fits(lane) and self._behind_launched(self._waiting[lane][0]):
+                self._launch(self._waiting[lane].popleft())
+
+    def _fits(self, lane: Lane) -> bool:
+        flying = self._flying_moves[lane] * self._mover.block_bytes
+        if flying == 0:
+            return True
+        return flying + self._chunk_moves * self._mover.block_bytes <= self._window(lane)
+
+    def _window(self, lane: Lane) -> int:
+        if lane is not Lane.STORE:
+            return self._limits.load_window_bytes
+        loading = any(self._waiting[load] or self._flying[load] for load in (Lane.LOAD, Lane.EXPEDITED))
+        return self._limits.store_window_while_loading_bytes if loading else self._limits.store_window_bytes
+
+    def _behind_launched(self, chunk: _Chunk) -> bool:
+        return all(number not in self._chunks or self._chunks[number].flight for number in chunk.behind)
+
+    def _force(self, number: int) -> None:
+        """Launch every waiting chunk up to `number`, oldest first, whatever the windows say."""
+        while True:
+            heads = [queue[0].number for queue in self._waiting.values() if queue]
+            if not heads or min(heads) > number:
+                return
+            oldest = self._chunks[min(heads)]
+            self._launch(self._waiting[oldest.job.lane].popleft())
+
+    def _launch(self, chunk: _Chunk) -> None:
+        lane = chunk.job.lane
+        flights = [
+            other.flight
+            for n in chunk.behind
+            if (other := self._chunks.get(n)) is not None and other.flight is not None
+        ]
+        chunk.flight = self._mover.launch(lane, chunk.moves, chunk.job.gate, flights)
+        self._unlaunched(chunk)
+        self._flying[lane].append(chunk)
+        self._flying_moves[lane] += len(chunk.moves)
+
+    def _unlaunched(self, chunk: _Chunk) -> None:
+        """One chunk fewer waits for the job's gate."""
+        chunk.job.unlaunched -= 1
+        if chunk.job.unlaunched == 0:
+            chunk.job.gate.close()
+
+    # Landing
+
+    def _land(self) -> None:
+        """Acknowledge what is over. A lane completes in order, so its first pending flight ends the search."""
+        for lane in _LOADS_FIRST:
+            flying = self._flying[lane]
+            while flying:
+                chunk = flying[0]
+                assert chunk.flight is not None
+                state = chunk.flight.state()
+                if state is State.LOST:
+                    chunk.lost = True
+                    self._broken = self._broken or f"a copy on lane {lane.name.lower()} was lost; restart the process"
+                if state in (State.PENDING, State.LOST):
+                    break
+                flying.popleft()
+                self._flying_moves[lane] -= len(chunk.moves)
+                failed = Outcome.FAILED if state is State.FAILED else Outcome.DONE
+                self._finish(chunk, Outcome.ABORTED if chunk.job.cancelled else failed)
+
+    def _finish(self, chunk: _Chunk, outcome: Outcome) -> None:
+        """Let go of the chunk's blocks and slots and acknowledge it."""
+        job, moves = chunk.job, chunk.moves
+        if job.lane is Lane.STORE:
+            if chunk.flight is not None:
+                self._block_stored_by[moves.blocks[self._block_stored_by[moves.blocks] == chunk.number]] = 0
+            self._slot_stored_by[moves.slots] = 0
+        else:
+            self._block_loaded_by[moves.blocks] = 0
+            np.subtract.at(self._slot_loads, moves.slots, 1)
+        del self._chunks[chunk.number]
+        self._totals[outcome] += len(moves)
+        if outcome is Outcome.DONE:
+            self._moved[job.lane] += len(moves) * self._mover.block_bytes
+        job.open -= 1
+        if job.open == 0:
+            del self._jobs[job.ticket]
+        self._acks.append(Ack(job.ticket, job.lane, moves, outcome, last=job.open == 0))
+
+
+def _check_distinct(name: str, values: Indices) -> None:
+    if len(np.unique(values)) != len(values):
+        raise InvalidRequest(f"moves: a {name} is named twice; it can be written once")
