@@ -6,70 +6,63 @@ never touches bytes. All verbs are called under the owner's lock, must be O(1) a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from kvtier.block import BlockKey
+from kvtier.errors import ConfigError
+from kvtier.policies.arc import ARC
+from kvtier.policies.frequency import FrequencyLRU
+from kvtier.policies.gapduel import GapDuel
+from kvtier.policies.lru import LRU
+from kvtier.policies.s3fifo import S3FIFO
+
+__all__ = ["ARC", "LRU", "S3FIFO", "FrequencyLRU", "GapDuel", "POLICIES", "Policy", "make_policy"]
 
 
 class Policy(Protocol):
     """The order in which blocks leave a tier.
 
-    The owner tells it of every reference, insertion and removal; the policy answers with victims.
-    Residents must stay prefix-closed as far as the owner lets it: children leave before their parents.
+    The owner tells it of every reference, insertion and removal; the policy answers with victims. A chain is
+    referenced first and its missing blocks are inserted afterwards, head first, at once or while other requests
+    go on: a block enters at the rank of its last reference, not at that of its arrival. Residents stay
+    prefix-closed as far as the owner lets them: children leave before their parents. Blocks that must stay for
+    long (guarantees, named pins) are better removed from the policy meanwhile than declared not movable.
     """
 
     def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """A request named `chain` at monotonic time `now`, and its first `resident` blocks are here.
 
-        Renews those, last block coldest, so that a leaf leaves before its parent.
+        Renews those, last block coldest, so that a leaf leaves before its parent. A chain names each block once.
         """
 
     def insert(self, key: BlockKey) -> None:
-        """`key` has become resident, coldest of what was inserted in this step."""
+        """`key` has become resident. One never referenced counts as referenced now, alone."""
 
     def remove(self, key: BlockKey) -> None:
         """`key` is no longer resident. Unknown keys are ignored."""
 
-    def victim(self, newcomer: BlockKey, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
+    def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
         """The resident to evict for `newcomer`, among those that are `movable`; None: keep all, refuse it.
 
-        Changes nothing: the owner calls `remove` if it does evict.
+        After a refusal the blocks below it in its chain are to be refused too. `newcomer` None stands for room
+        that must be made whatever it costs: the coldest. The owner calls `remove` if it does evict.
         """
 
     def check(self, resident: set[BlockKey]) -> None:
         """Assert that the policy orders exactly these blocks."""
 
 
-class LRU:
-    """Least recently used, tail of a chain first: leaf-first without a tree.
+POLICIES: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
+    {"auto": GapDuel, "gapduel": GapDuel, "lru": LRU, "arc": ARC, "s3fifo": S3FIFO, "lru-freq": FrequencyLRU}
+)
+"""By the name in the configuration; each is made for a capacity in blocks. `arc`, `s3fifo` and `lru-freq` are for
+comparison: they refuse nothing, and only `lru-freq` keeps residents prefix-closed."""
 
-    One ordered dict, coldest first. A reference moves a chain's blocks to the warm end from its tail to its
-    head, so a parent is always warmer than its children.
-    """
 
-    def __init__(self) -> None:
-        from collections import OrderedDict
-
-        self._order: OrderedDict[BlockKey, None] = OrderedDict()
-
-    def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
-        order, move = self._order, self._order.move_to_end
-        for key in reversed(chain[:resident]):
-            if key in order:
-                move(key)
-
-    def insert(self, key: BlockKey) -> None:
-        self._order[key] = None
-
-    def remove(self, key: BlockKey) -> None:
-        self._order.pop(key, None)
-
-    def victim(self, newcomer: BlockKey, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
-        for key in self._order:
-            if movable(key):
-                return key
-        return None
-
-    def check(self, resident: set[BlockKey]) -> None:
-        assert set(self._order) == resident, "policy and tier disagree about what is resident"
+def make_policy(name: str, capacity: int) -> Policy:
+    """The policy called `name` for a tier of `capacity` blocks. Raises ConfigError that lists what exists."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r} is not one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name](capacity)

@@ -1,0 +1,1 @@
+"""Eviction policies, one per file, all behind `kvtier.policy.Policy`."""
