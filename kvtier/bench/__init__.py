@@ -1,0 +1,1 @@
+"""What `kvtier bench …` measures with."""

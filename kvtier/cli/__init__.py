@@ -1,0 +1,108 @@
+"""`kvtier …`: one plain function per command, imported when it is called for.
+
+COMMANDS is the table of them: a command's words, the function behind it, one line of help. The function's
+parameters are its options (`typer`); every command takes `--json` and then prints one JSON object. An error of
+kvtier's own tree is one line on standard error and exit status 2; a check that finds something wrong exits with 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.errors import KVTierError
+
+if TYPE_CHECKING:
+    import typer
+
+USAGE_EXIT = 2
+INTERRUPTED_EXIT = 130
+
+
+class Command(NamedTuple):
+    """`words` as typed, `target` as module:function, `help` in one line."""
+
+    words: str
+    target: str
+    help: str
+
+
+COMMANDS = (
+    Command("config check", "kvtier.cli.config:check", "Say whether a configuration is right."),
+    Command("config show", "kvtier.cli.config:show", "Print a configuration with all defaults, secrets hidden."),
+    Command("config schema", "kvtier.cli.config:schema", "Print every key, what it takes and what it means."),
+    Command("doctor", "kvtier.cli.doctor:doctor", "Check this machine against a configuration, or explain misses."),
+)
+
+GROUPS = {
+    "config": "Check, show and describe configurations.",
+    "bench": "Measure tiers, index, transfers and retention.",
+    "pin": "Keep named prefixes.",
+    "g4": "Look after object storage.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command. Exits the process; blocks as long as the command does."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        build(words)(args=words, prog_name="kvtier")
+    except KVTierError as wrong:
+        _report(wrong, as_json="--json" in words)
+        sys.exit(USAGE_EXIT)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED_EXIT)
+    except BrokenPipeError:
+        # The reader of our output has left (`kvtier … | head`): nothing is wrong, and nothing more can be said.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def build(words: Sequence[str]) -> typer.Typer:
+    """The application that can run `words`: only the command that they name is imported, the rest are names."""
+    import typer
+
+    options: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
+    root = typer.Typer(help="A tiered KV-cache offload block manager for LLM inference.", **options)
+
+    @root.callback(invoke_without_command=True)
+    def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+        if version:
+            from importlib.metadata import version as installed
+
+            print(installed("kvtier"))
+            raise typer.Exit
+
+    groups: dict[str, typer.Typer] = {}
+    named = [word for word in words if not word.startswith("-")]
+    for command in COMMANDS:
+        *group, name = command.words.split()
+        app = root
+        if group:
+            if group[0] not in groups:
+                groups[group[0]] = typer.Typer(help=GROUPS[group[0]], **options)
+                root.add_typer(groups[group[0]], name=group[0])
+            app = groups[group[0]]
+        wanted = named[: len(group) + 1] == [*group, name]
+        app.command(name, help=command.help)(_load(command.target) if wanted else _absent)
+    return root
+
+
+def _load(target: str) -> Any:
+    import importlib
+
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _absent() -> None:
+    raise AssertionError("only the named command is run")
+
+
+def _report(wrong: KVTierError, *, as_json: bool) -> None:
+    if as_json:
+        import json
+
+        print(json.dumps({"error": {"kind": type(wrong).__name__, "message": str(wrong)}}))
+    print(f"kvtier: {wrong}", file=sys.stderr)

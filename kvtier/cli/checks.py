@@ -1,0 +1,185 @@
+"""What `kvtier doctor` looks at on this machine. Each check yields findings; none changes anything that stays."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from kvtier.config import G3, Config
+from kvtier.units import format_size
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"9p", "afs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3"}
+)
+DESCRIPTORS_MIN = 4096
+
+
+class Level(IntEnum):
+    """How bad a finding is: FAIL keeps a tier from working, WARN costs speed or safety."""
+
+    OK = 0
+    WARN = 1
+    FAIL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found about `subject`, and what to do about it."""
+
+    subject: str
+    level: Level
+    detail: str
+    advice: str = ""
+
+
+def run_checks(config: Config) -> list[Finding]:
+    """All checks in order. Touches the directories that `config` names, by temporary files that it removes."""
+    return [finding for check in CHECKS for finding in check(config)]
+
+
+def _python(config: Config) -> Iterator[Finding]:
+    version = platform.python_version()
+    if sys.implementation.name != "cpython":
+        yield Finding("python", Level.WARN, f"{sys.implementation.name} {version}", "kvtier is tested on CPython")
+    else:
+        yield Finding("python", Level.OK, version)
+
+
+def _kernel(config: Config) -> Iterator[Finding]:
+    release = platform.release()
+    if not hasattr(os, "memfd_create"):
+        yield Finding("kernel", Level.FAIL, f"{platform.system()} {release}: no memfd", "G2 needs Linux 3.17 or later")
+        return
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    if numbers < (5, 14):
+        advice = "MADV_POPULATE_WRITE needs Linux 5.14; without it a shortage of RAM shows late"
+        yield Finding("kernel", Level.WARN, release, advice)
+    else:
+        yield Finding("kernel", Level.OK, release)
+
+
+def _memory(config: Config) -> Iterator[Finding]:
+    wanted = config.tiers.g2.capacity
+    free = _available_memory()
+    detail = f"g2 wants {format_size(wanted)}, {free / 2**30:.1f} GiB are available"
+    if wanted > free:
+        yield Finding("memory", Level.FAIL, detail, "set tiers.g2.capacity lower")
+    elif wanted > free * 0.8:
+        yield Finding("memory", Level.WARN, detail, "leave room for the engine and the page cache")
+    else:
+        yield Finding("memory", Level.OK, detail)
+
+
+def _available_memory() -> int:
+    """Bytes of RAM that this process could get: what the kernel calls available, or less where a cgroup says so."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
+def _descriptors(config: Config) -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MIN
+    advice = f"raise it to {DESCRIPTORS_MIN} or more (ulimit -n)" if low else ""
+    yield Finding("descriptors", Level.WARN if low else Level.OK, f"at most {soft} open files", advice)
+
+
+def _disk(config: Config) -> Iterator[Finding]:
+    if config.tiers.g3 is None:
+        yield Finding("g3", Level.OK, "off")
+        return
+    for path in config.tiers.g3.path:
+        yield from _directory(path, config.tiers.g3)
+
+
+def _directory(path: Path, g3: G3) -> Iterator[Finding]:
+    subject = f"g3 {path}"
+    place = path if path.exists() else path.parent
+    if not place.is_dir():
+        yield Finding(subject, Level.FAIL, f"{place} is not a directory", "make it, on a local SSD")
+        return
+    kind = _file_system(place)
+    if kind in NETWORK_FILE_SYSTEMS:
+        advice = "LMDB is not safe on network file systems: use a local disk, and tiers.g4 for what is shared"
+        yield Finding(subject, Level.FAIL, f"the file system is {kind}", advice)
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".kvtier-doctor-") as probe:
+            direct = _takes_direct_io(Path(probe.name))
+    except OSError as wrong:
+        yield Finding(
+            subject, Level.FAIL, f"cannot be written: {wrong.strerror}", "give the engine's user the right to"
+        )
+        return
+    stat = os.statvfs(place)
+    free, wanted = stat.f_bavail * stat.f_frsize, g3.capacity // len(g3.path)
+    held = sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
+    detail = f"{kind}, {free / 2**30:.1f} GiB free, {format_size(wanted)} wanted here"
+    if wanted > free + held:
+        yield Finding(subject, Level.FAIL, detail, "set tiers.g3.capacity lower, or free space")
+    elif not direct:
+        advice = "no O_DIRECT here: reads and writes go through the page cache and compete for RAM"
+        yield Finding(subject, Level.WARN, detail, advice)
+    else:
+        yield Finding(subject, Level.OK, detail)
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that holds `path`: of the longest mount point above it."""
+    real = path.resolve()
+    best, kind = -1, "unknown"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, fstype, *_ = line.split()
+        mount = point.encode().decode("unicode_escape")
+        if real.is_relative_to(mount) and len(mount) >= best:
+            best, kind = len(mount), fstype
+    return kind
+
+
+def _takes_direct_io(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def _objects(config: Config) -> Iterator[Finding]:
+    g4 = config.tiers.g4
+    if g4 is None:
+        yield Finding("g4", Level.OK, "off")
+        return
+    scheme = g4.url.partition("://")[0]
+    if scheme not in ("s3", "s3a"):
+        yield Finding("g4", Level.OK, f"{scheme}:// through fsspec")
+    elif any(importlib.util.find_spec(name) for name in _clients(g4.client)):
+        yield Finding("g4", Level.OK, f"{scheme}:// with client {g4.client}")
+    else:
+        yield Finding("g4", Level.FAIL, f"no client for {scheme}:// is installed", "pip install 'kvtier[s3]'")
+    if config.security.scope_secret is None and scheme not in ("file", "memory"):
+        advice = "set security.scope_secret, the same on every replica"
+        yield Finding("g4 scopes", Level.WARN, "without a secret, who can list the store can test for a salt", advice)
+
+
+def _clients(client: str) -> tuple[str, ...]:
+    return ("s3fs", "obstore") if client == "auto" else (client,)
+
+
+CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (_python, _kernel, _memory, _descriptors, _disk, _objects)
+"""One function per subject, in the order in which they are shown."""

@@ -1,0 +1,76 @@
+"""`kvtier doctor`: what of this machine keeps a configuration from working, and why two stores do not share."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.checks import Level, run_checks
+from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.config import Config
+from kvtier.document import TEXT_BYTES_MAX
+from kvtier.errors import IdentityError, InvalidRequest
+from kvtier.namespace import Namespace, explain
+
+Pair = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        "--explain-namespace",
+        metavar="A B",
+        help="Say which fields keep two namespaces apart; each is a JSON file of its fields.",
+    ),
+]
+File = Annotated[Path | None, typer.Argument(help="The YAML file.", metavar="[CONFIG]")]
+
+
+def doctor(file: File = None, explain_namespace: Pair = None, json: Json = False) -> None:
+    """Check this machine against CONFIG (default: the built-in configuration), or explain why stores do not share."""
+    if explain_namespace is not None:
+        _explain(*explain_namespace, as_json=json)
+        return
+    config = Config.load(file) if file else Config.parse({})
+    findings = run_checks(config)
+    worst = max((finding.level for finding in findings), default=Level.OK)
+    if json:
+        write_json(
+            {"healthy": worst < Level.FAIL, "findings": [asdict(f) | {"level": f.level.name.lower()} for f in findings]}
+        )
+    else:
+        rows = [[f.level.name.lower(), f.subject, f.detail + (f"\n→ {f.advice}" if f.advice else "")] for f in findings]
+        write_table(["", "what", "found"], rows)
+    if worst is Level.FAIL:
+        raise typer.Exit(1)
+
+
+def read_namespace(path: Path) -> Namespace:
+    """The namespace whose fields `path` holds as JSON. Raises InvalidRequest or IdentityError naming the file."""
+    try:
+        with path.open("rb") as file:
+            raw = jsonlib.loads(file.read(TEXT_BYTES_MAX))
+    except (OSError, ValueError, RecursionError) as wrong:
+        raise InvalidRequest(f"{path} is not a JSON file of a namespace's fields: {wrong}") from wrong
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"{path} holds {type(raw).__name__}, not a mapping of a namespace's fields")
+    try:
+        return Namespace.parse(raw)
+    except IdentityError as wrong:
+        raise IdentityError(f"{path}: {wrong}") from wrong
+
+
+def _explain(left: Path, right: Path, *, as_json: bool) -> None:
+    a, b = read_namespace(left), read_namespace(right)
+    found = explain(a, b)
+    if as_json:
+        differences = [asdict(difference) for difference in found]
+        write_json({"same": not found, "digests": [a.digest.hex(), b.digest.hex()], "differences": differences})
+    elif not found:
+        console().print(f"One namespace, {a.digest.hex()[:16]}…: these two share blocks.")
+    else:
+        write_table(["field", str(left), str(right)], [[d.field, repr(d.left), repr(d.right)] for d in found])
+        console().print("Every field above must be equal for blocks to be shared; until then all lookups miss.")
+    if found:
+        raise typer.Exit(1)
