@@ -37,6 +37,11 @@ class Policy(Protocol):
         Renews those, last block coldest, so that a leaf leaves before its parent. A chain names each block once.
         """
 
+    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """All of `chain` that is coming has been inserted. Counts as a reference only if it was not named before:
+        a request that looks its chain up and stores it afterwards has referenced it once, not twice.
+        """
+
     def insert(self, key: BlockKey) -> None:
         """`key` has become resident. One never referenced counts as referenced now, alone."""
 
@@ -58,11 +63,16 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {"auto": GapDuel, "gapduel": GapDuel, "lru": LRU, "arc": ARC, "s3fifo": S3FIFO, "lru-freq": FrequencyLRU}
 )
 """By the name in the configuration; each is made for a capacity in blocks. `arc`, `s3fifo` and `lru-freq` are for
-comparison: they refuse nothing, and only `lru-freq` keeps residents prefix-closed."""
+comparison; only `lru-freq` of them keeps residents prefix-closed."""
 
 
-def make_policy(name: str, capacity: int) -> Policy:
-    """The policy called `name` for a tier of `capacity` blocks. Raises ConfigError that lists what exists."""
+def make_policy(name: str, capacity: int, *, refuses: bool = False) -> Policy:
+    """The policy called `name` for a tier of `capacity` blocks. Raises ConfigError that lists what exists.
+
+    Without `refuses`, GapDuel takes in at the eviction end what it would refuse, so that blocks can pass through
+    the tier to deeper ones; the hits are the same, the writes are not. The others refuse nothing but what is
+    longer than the tier.
+    """
     if name not in POLICIES:
         raise ConfigError(f"policy {name!r} is not one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](capacity)
+    return GapDuel(capacity, refuses=refuses) if POLICIES[name] is GapDuel else POLICIES[name](capacity)

@@ -44,6 +44,9 @@ class ARC:
         if key not in self._once and key not in self._again:
             self._fresh.add(key)
 
+    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """Nothing: arrivals are counted when they arrive."""
+
     def remove(self, key: BlockKey) -> None:
         if key in self._once:
             del self._once[key]

@@ -45,8 +45,8 @@ class GapDuel(Ranking):
     called it for are caught up on in `reference`, LAG_MAX at a time, so the lag stays bounded.
     """
 
-    def __init__(self, capacity: int, rules: tuple[Rule, ...] = RULES) -> None:
-        super().__init__(max(MEMORY_PER_BLOCK * capacity, MEMORY_MIN) - min(capacity, MEMORY_MIN))
+    def __init__(self, capacity: int, *, refuses: bool = True, rules: tuple[Rule, ...] = RULES) -> None:
+        super().__init__(max(MEMORY_PER_BLOCK * capacity, MEMORY_MIN) - min(capacity, MEMORY_MIN), refuses=refuses)
         self._capacity = capacity
         self._duel = Duel(capacity, rules, max(WINDOW_PER_BLOCK * capacity, WINDOW_MIN), MARGIN)
         self._waiting: deque[Reference] = deque()

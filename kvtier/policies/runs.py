@@ -41,6 +41,9 @@ def level_of(references: int) -> int:
     return min(LEVELS - 1, int(2 * log2(references) + 1e-9))
 
 
+PASSING_MAX = 65536
+"""Newcomers on their way in that will pass through; bounds a set."""
+
 SLACK = 64
 """Blocks that a run may still list, beyond as many as it has, after later requests took them."""
 
@@ -81,8 +84,13 @@ class Ranking:
     remembered.
     """
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, *, refuses: bool = True) -> None:
+        """With `refuses` off, what would be refused is taken in at the eviction end: it leaves before all others
+        unless a reference comes first. For a tier that blocks must pass through on their way."""
         self._memory = memory
+        self._refuses = refuses
+        self._transit: OrderedDict[BlockKey, None] = OrderedDict()
+        self._passing: set[BlockKey] = set()  # given room, not here yet
         self._runs: dict[BlockKey, Run] = {}  # every block remembered
         self._resident: set[BlockKey] = set()
         self._levels: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(LEVELS)]  # coldest first
@@ -104,6 +112,9 @@ class Ranking:
         self._now = now
         self._coldest = None
         names = list(chain)
+        if self._transit:
+            for key in names:
+                self._transit.pop(key, None)
         old: list[tuple[Run | None, int]] = []
         for was, blocks in groupby(map(self._runs.get, names)):
             old.append((was, len(list(blocks))))
@@ -123,6 +134,9 @@ class Ranking:
         run = self._runs.get(key)
         if run is None:
             run = self._unreferenced(key)
+        if key in self._passing:
+            self._passing.remove(key)
+            self._transit[key] = None
         self._resident.add(key)
         run.held += 1
         index = run.top - run.base
@@ -137,30 +151,44 @@ class Ranking:
             run.listed = True
             self._coldest = None
 
+    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """A reference, unless one is remembered."""
+        if chain and chain[-1] not in self._runs:
+            self.reference(chain, resident, now)
+
     def remove(self, key: BlockKey) -> None:
         """`key` is no longer resident. It stays remembered."""
         if key in self._resident:
             self._resident.remove(key)
             self._runs[key].held -= 1
+            self._transit.pop(key, None)
 
     def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
         """The coldest movable block if the newcomer is warmer. Looks at up to SCAN_RUNS_MAX runs."""
         claim = None if newcomer is None else self._runs.get(newcomer)
-        tick = self._tick + 1 if claim is None else claim.tick
+        tick = 0 if claim is None else claim.tick
         run = self._coldest
-        if run is None or not run.held or run.tick >= tick or not movable(self._leaf(run)):
+        if run is None or not run.held or run.tick == tick or not movable(self._leaf(run)):
             run = self._coldest = self._search(tick, movable)
         if run is None and claim is not None:
             run = self._own_tail(claim, newcomer, movable)
-        if run is None or (newcomer is not None and not self._yields(run, claim)):
+        if run is not None and newcomer is not None and not self._yields(run, claim):
             self.refused += 1
-            return None
-        return self._leaf(run)
+            if self._refuses:
+                return None
+            if len(self._passing) >= PASSING_MAX:  # their transfers were given up: nothing is owed to them
+                self._passing.clear()
+            self._passing.add(newcomer)
+        for key in islice(reversed(self._transit), SCAN_RUNS_MAX):
+            if movable(key):
+                return key
+        return None if run is None else self._leaf(run)
 
     def check(self, resident: set[BlockKey]) -> None:
         """Assert the invariants, and that exactly `resident` is ordered. O(n)."""
         assert self._resident == resident, "policy and tier disagree about what is resident"
         assert self._resident <= self._runs.keys(), "a resident block was forgotten"
+        assert self._transit.keys() <= resident, "something passes through that is not there"
         live: dict[Run, int] = {}
         held: dict[Run, int] = {}
         for key, run in self._runs.items():
@@ -243,7 +271,7 @@ class Ranking:
             run.top -= 1
 
     def _search(self, tick: int, movable: Callable[[BlockKey], bool]) -> Run | None:
-        """The run of the lowest rank, referenced before `tick`, whose leaf is movable.
+        """The run of the lowest rank, but none of the request `tick`, whose leaf is movable.
 
         A run whose leaf is not movable is passed over as a whole: the rest of it are the leaf's ancestors.
         """
@@ -255,18 +283,18 @@ class Ranking:
                 if run.held:
                     break
                 self._strike(run)
-            if level and run.tick < tick:
-                walk = iter(level)
-                heads.append((run.last + self._bonus * number / 2, next(walk), walk))
+            walk = iter(level)
+            if (head := next(walk, None)) is not None:
+                heads.append((head.last + self._bonus * number / 2, head, walk))
         for _ in range(SCAN_RUNS_MAX):
             if not heads:
                 return None
             place = min(range(len(heads)), key=lambda i: heads[i][0])
             _, run, walk = heads[place]
-            if run.held and movable(self._leaf(run)):
+            if run.held and run.tick != tick and movable(self._leaf(run)):
                 return run
             after = next(walk, None)
-            if after is None or after.tick >= tick:
+            if after is None:
                 del heads[place]
             else:
                 heads[place] = (after.last + self._bonus * after.level / 2, after, walk)

@@ -40,6 +40,9 @@ class S3FIFO:
             self._uses[key] = 0
             self._fresh.add(key)
 
+    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """Nothing: arrivals are counted when they arrive."""
+
     def remove(self, key: BlockKey) -> None:
         if self._uses.pop(key, None) is None:
             return

@@ -25,6 +25,19 @@ def test_a_loop_that_does_not_fit_is_served_from_the_part_that_does(make_owner):
     assert duel.policy.refused > 0
 
 
+def test_what_it_would_refuse_can_pass_through(make_owner):
+    """Where blocks must go through this tier to reach deeper ones, none is refused and the hits are the same."""
+    requests = looping(users=40, length=50, rounds=60)
+    strict, passing = make_owner(GapDuel(1000), 1000), make_owner(GapDuel(1000, refuses=False), 1000)
+    hits = strict.run(requests)
+    for now, chain in requests:
+        passing.request(now, chain)
+        assert chain[-1] in passing.resident
+        passing.policy.check(passing.resident)
+    assert passing.policy.refused > 0
+    assert abs(100 * passing.hits / passing.references - hits) < 1
+
+
 def test_where_everything_fits_it_is_lru(make_owner, make_sessions):
     requests = make_sessions(4, 800, 30)
     everything = len({key for _, chain in requests for key in chain})

@@ -148,8 +148,31 @@ def test_a_block_that_arrives_late_enters_at_the_rank_of_its_reference(name):
     policy.reference([b"old"], 0, 0.0)
     policy.reference([b"new"], 0, 1.0)
     policy.insert(b"new")
-    policy.insert(b"old")
+    policy.insert(b"old")  # referenced first, arrived last
     assert policy.victim(None, lambda _: True) == b"old"
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_looking_up_and_storing_is_one_reference(name):
+    policy = make_policy(name, 8)
+    chain = [b"a", b"b"]
+    policy.reference(chain, 0, 0.0)
+    policy.insert(b"a")
+    before = policy._tick
+    policy.settle(chain, 1, 5.0)
+    assert policy._tick == before
+    policy.settle([b"x", b"y"], 0, 6.0)  # stored without having been looked up
+    assert policy._tick == before + 1
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_block_that_comes_back_after_long_may_enter(name):
+    """What is promoted was evicted once, so everything here was used after it: that is no reason to refuse it."""
+    policy = make_policy(name, 1)
+    policy.reference([b"back"], 0, 0.0)
+    policy.reference([b"here"], 0, 1.0)
+    policy.insert(b"here")
+    assert policy.victim(b"back", lambda _: True) == b"here"
 
 
 def test_what_is_remembered_is_bounded(make_sessions):
