@@ -85,11 +85,12 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How full a tier is. `capacity_bytes` 0: no bound of its own."""
+    """How full a tier is. `capacity_bytes` 0: no bound of its own. `evictions`: blocks dropped for room since open."""
 
     blocks: int
     bytes: int
     capacity_bytes: int = 0
+    evictions: int = 0
 
 
 class Tier(Protocol):

@@ -79,6 +79,7 @@ class HostTier:
     depth = Depth.G2
 
     def __init__(self, arena: Arena, policy: Policy) -> None:
+        self.block_bytes = arena.piece_bytes * arena.ranks
         self._arena = arena
         self._policy = policy
         self._slots: list[Slot] = []

@@ -1,0 +1,616 @@
+"""The one object that knows all tiers below G1: index, leases, promotion, write-behind, accounts.
+
+Sync verbs (`prefix`, `pin`, `reserve`, `commit`, `abort`, `release`) are thread-safe, never wait for a tier and are
+what an engine's step thread may call. Async verbs (`match`, `promote`, `flush`, `evict`, `purge`) run on the one
+event loop the manager was started on. Everything that changes a slot happens under one lock, held for microseconds.
+
+    tokens → keys → match / promote → lease          kvtier.plan decides, kvtier.transfer moves
+    reserve → (copy) → commit → write-behind         kvtier.demotion queues, one queue per lower tier
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.block import BlockKey, Scope, scope_of_key
+from kvtier.clock import Clock
+from kvtier.demotion import Batch, QueueLimits, WriteBehind
+from kvtier.errors import ClosedError, TierError
+from kvtier.feeder import Feeder
+from kvtier.lease import Hold, Lease
+from kvtier.plan import Costs, Where, make_plan
+from kvtier.rate import TokenBucket
+from kvtier.terms import Depth, Lifetime, Terms
+from kvtier.tier import Miss, Stored, Tier
+from kvtier.tiers.host import HostTier, Slot, State
+from kvtier.tiers.wrap import Guarded, Metered
+from kvtier.transfer import Transfers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Bounds of a manager, with their units in the names."""
+
+    lookup_s: float = 0.2
+    close_s: float = 10.0
+    housekeeping_s: float = 2.0
+    tombstones_s: float = 20.0
+    write_rate: float = 0.0  # bytes/s per lower tier; 0: no bound
+    write_budget_per_day: float = 0.0  # bytes/day into G3; 0: no bound
+    queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
+    overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
+    touched_max: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What `flush` found. `durable[tier]`: blocks put through this handle that are on that tier's medium;
+    `dropped`: accepted blocks that no lower tier took; `pending`: still under way at the deadline."""
+
+    durable: Mapping[str, int]
+    dropped: int
+    pending: int
+
+
+@dataclass
+class Accounts:
+    """Counters of blocks asked for: lookups = Σ hits + Σ misses."""
+
+    lookups: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: Counter[Miss] = field(default_factory=Counter)
+    puts: int = 0
+    accepted: int = 0
+    dropped: int = 0
+    durable: Counter[str] = field(default_factory=Counter)
+
+
+class Manager:
+    """See the module. Built closed; `start` opens the tiers, `close` flushes and closes them."""
+
+    def __init__(self, host: HostTier, lower: Sequence[Tier], clock: Clock, settings: Settings | None = None) -> None:
+        """`lower` are the raw tiers below G2, nearest first. Opens nothing."""
+        self.host = host
+        self.lower: dict[str, Metered] = {tier.name: Metered(Guarded(tier, clock), clock) for tier in lower}
+        self.lock = threading.Lock()
+        self.accounts = Accounts()
+        self._compute_s_per_block: float | None = None
+        self._clock = clock
+        self._settings = settings or Settings()
+        self._queues: dict[str, WriteBehind] = {}
+        self._feeder: Feeder | None = None
+        self._touched: dict[BlockKey, float] = {}
+        self._tombstones: dict[Scope, float] = {}
+        self._room: deque[asyncio.Future[None]] = deque()
+        self.room_told = 0  # times that room may have appeared: read it before looking, give it to `wait_room`
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.closed = True
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Open all tiers on the running loop. A lower tier that fails is left out, with a warning; one that must not
+        be touched (FormatError) or is misconfigured (ConfigError) stops the start, with everything closed again."""
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self.host.open)
+        opened: list[Metered] = []
+        try:
+            for tier in list(self.lower.values()):
+                try:
+                    await tier.open()
+                    opened.append(tier)
+                except TierError as error:
+                    log.warning("%s is left out: %s", tier.name, error)
+                    del self.lower[tier.name]
+        except BaseException:
+            for tier in opened:
+                await tier.close(self._clock.monotonic() + self._settings.close_s)
+            self.host.close()
+            raise
+        slots = self.host.capacity
+        self.transfers = Transfers(
+            self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
+        )
+        for name, tier in self.lower.items():
+            self._queues[name] = self._queue_for(tier, slots)
+            self._queues[name].start(self._loop)
+        deepest = next((tier for tier in self.lower.values() if tier.stride > 1), None)
+        if deepest is not None:
+            self._feeder = Feeder(self, deepest, self._queues[deepest.name], self._clock)
+            self._feeder.start(self._loop)
+        self._tasks.append(self._loop.create_task(self._keep_house()))
+        self.closed = False
+
+    def _queue_for(self, tier: Metered, slots: int) -> WriteBehind:
+        settings = self._settings
+        budget = settings.write_budget_per_day if tier.depth is Depth.G3 else 0.0
+        return WriteBehind(
+            tier,
+            self._clock,
+            QueueLimits(blocks_max=max(tier.stride, 1, int(slots * settings.queue_fraction))),
+            lock=self.lock,
+            rate=TokenBucket(self._clock, settings.write_rate, max(settings.write_rate, tier.block_bytes)),
+            budget=TokenBucket(self._clock, budget / 86_400, budget),
+            finished=lambda batch, results: self._demoted(tier, batch, results),
+        )
+
+    async def close(self) -> Flushed:
+        """Flush within `close_s`, then let go of everything. Idempotent; leases still out keep their bytes."""
+        if self.closed:
+            return Flushed({}, 0, 0)
+        flushed = await self.flush(self._clock.monotonic() + self._settings.close_s)
+        self.closed = True
+        deadline = self._clock.monotonic() + self._settings.close_s
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._feeder is not None:
+            await self._feeder.close()
+        for queue in self._queues.values():
+            for batch in await queue.close():
+                self._unpin_batch(batch)
+        await self.transfers.close(deadline)
+        for tier in self.lower.values():
+            await tier.close(deadline)
+        with self.lock:
+            self.host.close()
+        return flushed
+
+    def _usable(self) -> None:
+        if self.closed:
+            raise ClosedError("the cache is closed")
+
+    # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def prefix(self, chain: Sequence[BlockKey]) -> int:
+        """Leading blocks READY in G2. Moves nothing, promises nothing."""
+        self._usable()
+        with self.lock:
+            return self.host.prefix(chain, self._clock.wall())
+
+    def pin(self, chain: Sequence[BlockKey]) -> Lease:
+        """Look up and pin, in one critical section, the leading blocks that are READY in G2."""
+        self._usable()
+        now = self._clock.wall()
+        holds: list[Hold] = []
+        miss: Miss | None = None
+        with self.lock:
+            for key in chain:
+                slot = self.host.pin(key, now)
+                if slot is None:
+                    miss = self.host.peek(key, now) or Miss.EVICTED
+                    break
+                holds.append((slot, slot.generation))
+            self.host.reference(chain, len(holds), self._clock.monotonic())
+            self._note_use(chain[: len(holds)], now)
+        return Lease(holds, [self.host.name] * len(holds), miss, self.release)
+
+    async def match(self, chain: Sequence[BlockKey], deadline: float | None = None) -> int:
+        """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
+        return make_plan(await self._locate(chain, deadline), len(chain)).hit
+
+    async def _locate(self, chain: Sequence[BlockKey], deadline: float | None) -> list[Where]:
+        """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown."""
+        self._usable()
+        now = self._clock.wall()
+        with self.lock:
+            where: list[Where] = [self.host.peek(key, now) or self.host.name for key in chain]
+        if deadline is None:
+            deadline = self._clock.monotonic() + self._settings.lookup_s
+        for tier in self.lower.values():
+            wanted = [index for index, place in enumerate(where) if isinstance(place, Miss)]
+            if not wanted:
+                break
+            answers = await tier.lookup(chain, wanted, deadline)
+            for index, miss in zip(wanted, answers, strict=True):
+                if miss is None:
+                    where[index] = tier.name
+                elif where[index] is Miss.ABSENT:
+                    where[index] = miss  # the more telling reason
+        return where
+
+    async def promote(self, chain: Sequence[BlockKey], deadline: float) -> Lease:
+        """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss."""
+        self._usable()
+        lookup_by = min(deadline, self._clock.monotonic() + self._settings.lookup_s)
+        where = await self._locate(chain, lookup_by)
+        plan = make_plan(where, self.host.capacity, self.host.name, self._costs())
+        now = self._clock.wall()
+        pinned: dict[int, Slot] = {}
+        with self.lock:
+            for index in range(plan.hit):
+                if where[index] == self.host.name and (slot := self.host.pin(chain[index], now)) is not None:
+                    pinned[index] = slot
+        try:
+            loaded = await self.transfers.load(self.lower, chain, plan.loads, deadline)
+        except BaseException:
+            self.release([(slot, slot.generation) for slot in pinned.values()])
+            raise
+        pinned.update({index: out for index, out in loaded.items() if isinstance(out, Slot)})
+        hit = next((index for index in range(plan.hit) if index not in pinned), plan.hit)
+        holds = [(pinned[index], pinned[index].generation) for index in range(hit)]
+        self.release([(slot, slot.generation) for index, slot in pinned.items() if index >= hit])
+        miss = plan.miss
+        if hit < plan.hit:
+            outcome = loaded.get(hit, Miss.EVICTED)
+            miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
+        with self.lock:
+            self.host.reference(chain, hit, self._clock.monotonic())
+            self._note_use(chain[:hit], now)
+        self._sink(chain, where, loaded)
+        return Lease(holds, [str(place) for place in where[:hit]], miss, self.release)
+
+    def computed(self, blocks: int, seconds: float) -> None:
+        """The engine computed this many blocks in this time: the estimate that loading is weighed against."""
+        sample = seconds / max(1, blocks)
+        old = self._compute_s_per_block
+        self._compute_s_per_block = sample if old is None else old + 0.2 * (sample - old)
+
+    def _costs(self) -> Costs | None:
+        if self._compute_s_per_block is None:
+            return None
+        known = {name: tier.read_s_per_block for name, tier in self.lower.items()}
+        return Costs(self._compute_s_per_block, {name: s for name, s in known.items() if s is not None})
+
+    def _sink(self, chain: Sequence[BlockKey], where: Sequence[Where], loaded: Mapping[int, Slot | Miss]) -> None:
+        """Give what came from a deep tier to the tiers above it that lack it (G4 → G3)."""
+        nearest = next(iter(self.lower), None)
+        indices = [i for i, out in loaded.items() if isinstance(out, Slot) and where[i] != nearest]
+        if nearest is not None and indices:
+            self.demote(chain, sorted(indices))
+
+    def count(self, lease: Lease, asked: int) -> None:
+        """Book a request for `asked` blocks that was served by `lease`."""
+        with self.lock:
+            self.accounts.lookups += asked
+            self.accounts.hits.update(lease.tiers)
+            if asked > len(lease):
+                self.accounts.misses[lease.miss or Miss.ABSENT] += asked - len(lease)
+
+    def release(self, holds: Sequence[Hold]) -> None:
+        """Undo pins. Does not block."""
+        if not holds:
+            return
+        with self.lock:
+            for slot, generation in reversed(holds):
+                self.host.unpin(slot, generation)
+        self._tell_room()
+
+    def _note_use(self, keys: Sequence[BlockKey], now: float) -> None:
+        """Remember uses for the lower tiers. Under the lock."""
+        if self.lower and len(self._touched) < self._settings.touched_max:
+            self._touched.update(dict.fromkeys(keys, now))
+
+    # ── storing ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reserve(
+        self,
+        chain: Sequence[BlockKey],
+        start: int,
+        stop: int,
+        terms: Terms,
+        keep: Callable[[BlockKey], bool] | None = None,
+    ) -> tuple[list[Slot], int]:
+        """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is room.
+
+        Returns them and the index reached: blocks before it are reserved, or are here already (then `terms` are
+        added to them) or are being filled by somebody else. The caller copies, then commits or aborts each slot.
+        """
+        self._usable()
+        now = self._clock.wall()
+        slots: list[Slot] = []
+        widened: list[int] = []
+        index = start
+        with self.lock:
+            while index < stop:
+                key = chain[index]
+                present = self.host.index.get(key)
+                if present is not None and present.expires_at < now:
+                    self.host.drop(key)
+                    present = None
+                if present is not None:
+                    before = present.stamps
+                    present.life = present.life.add(terms, now)
+                    if present.stamps != before:
+                        widened.append(index)
+                elif self.host.peek(key, now) is not Miss.PENDING:
+                    slot = self.host.reserve(key, index, keep)
+                    if slot is None:
+                        break
+                    slot.life = Lifetime.of(terms, now)
+                    slots.append(slot)
+                index += 1
+        if widened:
+            self.demote(chain, widened)
+        return slots, index
+
+    def commit(self, chain: Sequence[BlockKey], slots: Sequence[Slot], generations: Sequence[int]) -> list[int]:
+        """Publish filled slots and queue them for the lower tiers. Returns the depths that no queue accepted: they
+        are readable in G2 and nowhere else."""
+        self._usable()
+        published: list[Slot] = []
+        with self.lock:
+            for slot, generation in zip(slots, generations, strict=True):
+                if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
+                    self.host.stale_messages += 1
+                    continue
+                life = slot.life
+                purged_at = self._tombstones.get(scope_of_key(slot.key), -1.0)
+                if life.stamps and life.stamps[-1].created <= purged_at:
+                    self.host.abort(slot, generation)
+                    continue
+                self.host.commit(slot, generation, life)
+                published.append(slot)
+            self.accounts.accepted += len(published)
+        return self.demote(chain, [slot.index for slot in published])
+
+    def abort(self, slots: Sequence[Slot], generations: Sequence[int], *, in_flight: bool = False) -> None:
+        """Give up FILLING slots; with `in_flight`, until `acknowledge` their memory is left alone."""
+        with self.lock:
+            for slot, generation in zip(slots, generations, strict=True):
+                self.host.abort(slot, generation, in_flight=in_flight)
+        self._tell_room()
+
+    def acknowledge(self, slot: Slot, generation: int) -> None:
+        """The last writer of an aborted in-flight slot is done with its memory."""
+        with self.lock:
+            self.host.acknowledge(slot, generation)
+        self._tell_room()
+
+    def demote(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> list[int]:
+        """Queue blocks that are READY in G2 for the nearest lower tier. Returns the depths it did not accept."""
+        if not self.lower or not indices:
+            return [] if self.lower else list(indices)
+        name = next(iter(self.lower))
+        if self._feeder is not None and self.lower[name].stride > 1:
+            return self._hold_strides(self._feeder, chain, indices)
+        if indices[0] > 0 and self._lacks(name, chain, indices[0] - 1):
+            indices = [*self._missing_parents(chain, indices[0]), *indices]
+        queue, now = self._queues[name], self._clock.wall()
+        with self.lock:
+            slots = []
+            for index in indices:
+                slot = self.host.index.get(chain[index])
+                if slot is None or not slot.life.servable(self.lower[name].depth, now):
+                    continue
+                slot.pins += 1
+                slots.append(slot)
+            taken = queue.offer(Batch(chain, tuple(slots)))
+            for slot in slots[taken:]:
+                self.host.unpin(slot, slot.generation)
+            self.accounts.dropped += len(slots) - taken
+        return [slot.index for slot in slots[taken:]]
+
+    def _hold_strides(self, feeder: Feeder, chain: Sequence[BlockKey], indices: Sequence[int]) -> list[int]:
+        """Pin the complete strides that reach into `indices` for a feeder right below G2. Returns what is not held."""
+        stride, stop = self.lower[next(iter(self.lower))].stride, indices[-1] + 1
+        start, complete = indices[0] // stride * stride, stop // stride * stride
+        now, holds = self._clock.wall(), list[Hold]()
+        with self.lock:
+            if feeder.held() + complete - start <= self._hold_max():
+                for key in chain[start:complete]:
+                    if (slot := self.host.pin(key, now)) is not None:
+                        holds.append((slot, slot.generation))
+            else:
+                complete = start
+        feeder.offer(chain, stop, holds)
+        return [index for index in indices if index >= complete]
+
+    def _hold_max(self) -> int:
+        stride = max(tier.stride for tier in self.lower.values())
+        return max(stride, int(self.host.capacity * self._settings.queue_fraction))
+
+    def _lacks(self, name: str, chain: Sequence[BlockKey], index: int) -> bool:
+        """Whether a block is neither in the tier nor on its way there."""
+        with self.lock:
+            if self._queues[name].has(chain[index]):
+                return False
+        return self.lower[name].peek(chain, [index])[0] is not None
+
+    def _missing_parents(self, chain: Sequence[BlockKey], first: int) -> list[int]:
+        """Depths just before `first` that G2 has and the nearest lower tier lacks: without them a write of `first`
+        would leave a tail without its head."""
+        name = next(iter(self.lower))
+        start = first
+        while start > 0 and chain[start - 1] in self.host.index and self._lacks(name, chain, start - 1):
+            start -= 1
+        return list(range(start, first))
+
+    def settle(self, chain: Sequence[BlockKey]) -> None:
+        """A put of `chain` is over: give its blocks their order of eviction, tail coldest."""
+        with self.lock:
+            resident = self.host.prefix(chain, self._clock.wall())
+            self.host.reference(chain, resident, self._clock.monotonic())
+
+    def queue_room(self) -> int:
+        """Blocks that demotion would accept now; all of G2 where there is no lower tier."""
+        name = next(iter(self.lower), None)
+        if name is None:
+            return self.host.capacity
+        with self.lock:
+            if self._feeder is not None and self.lower[name].stride > 1:
+                return max(0, self._hold_max() - self._feeder.held())
+            return self._queues[name].room()
+
+    async def wait_room(self, deadline: float, seen: int) -> bool:
+        """Wait until a slot or a queue may have room that it had not when `room_told` was `seen`. False at the
+        deadline."""
+        if self.room_told != seen:
+            return True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._room.append(future)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
+                await future
+        except TimeoutError:
+            return False
+        return True
+
+    def _tell_room(self) -> None:
+        self.room_told += 1
+        if self._room and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake_room)
+
+    def _wake_room(self) -> None:
+        while self._room:
+            future = self._room.popleft()
+            if not future.done():
+                future.set_result(None)
+
+    def _demoted(self, tier: Metered, batch: Batch, results: Sequence[Stored]) -> None:
+        """A lower tier has answered for a batch. On the loop."""
+        durable = sum(result.durable for result in results)
+        with self.lock:
+            self.accounts.durable[tier.name] += durable
+            if tier.name == next(iter(self.lower)):
+                self.accounts.dropped += len(results) - durable
+        self._unpin_batch(batch)
+        if self._feeder is None:
+            return
+        if tier.stride > 1:
+            self._feeder.answered(batch)
+        elif durable:
+            self._feeder.offer(batch.chain, batch.slots[-1].index + 1)
+
+    def _unpin_batch(self, batch: Batch) -> None:
+        self.release([(slot, slot.generation) for slot in batch.slots if isinstance(slot, Slot)])
+
+    # ── whole tiers ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def flush(self, deadline: float) -> Flushed:
+        """Wait until what was put is as deep as it may go, tails of strides included, and on its medium."""
+        self._usable()
+        for name, queue in self._queues.items():
+            if self.lower[name].stride == 1:
+                await queue.drained(deadline)
+        if self._feeder is not None:
+            await self._feeder.flush(deadline)
+        self._flush_touches()
+        for tier in self.lower.values():
+            await tier.flush(deadline)
+        with self.lock:
+            pending = sum(queue.pending() for queue in self._queues.values())
+            durable = {name: self.accounts.durable[name] for name in self.lower}
+            return Flushed(durable, self.accounts.dropped, pending)
+
+    async def evict(self, name: str) -> int:
+        """Drop one tier's copies of this namespace; returns how many. Blocks under a lease stay until it ends."""
+        self._usable()
+        if name == self.host.name:
+            with self.lock:
+                return sum(self.host.drop(key) for key in list(self.host.index))
+        return await self.lower[name].evict(None)
+
+    async def purge(self, scope: Scope) -> int:
+        """Drop a scope from every tier, for good: what was stored until now is a miss everywhere from now on."""
+        self._usable()
+        before = self._clock.wall()
+        count = self._bury({scope: before})
+        for tier in self.lower.values():
+            count += await tier.purge(scope, before)
+        return count
+
+    def _bury(self, tombstones: Mapping[Scope, float]) -> int:
+        """Drop what is older than these tombstones from G2, and remember them. Returns how many blocks went."""
+        with self.lock:
+            news = {s: t for s, t in tombstones.items() if t > self._tombstones.get(s, -1.0)}
+            self._tombstones.update(news)
+            doomed = [
+                key
+                for key, slot in self.host.index.items()
+                if (before := news.get(scope_of_key(key))) is not None
+                and max((stamp.created for stamp in slot.stamps), default=0.0) <= before
+            ]
+            return sum(self.host.drop(key) for key in doomed) if news else 0
+
+    async def _keep_house(self) -> None:
+        """Hand touches down and learn of purges by other processes, now and then."""
+        waited_s = 0.0
+        while True:
+            await asyncio.sleep(self._settings.housekeeping_s)
+            self._flush_touches()
+            waited_s += self._settings.housekeeping_s
+            if waited_s >= self._settings.tombstones_s:
+                waited_s = 0.0
+                for tier in self.lower.values():
+                    self._bury(await tier.tombstones())
+
+    def _flush_touches(self) -> None:
+        with self.lock:
+            touched, self._touched = self._touched, {}
+        by_time: dict[float, list[BlockKey]] = {}
+        for key, now in touched.items():
+            by_time.setdefault(now, []).append(key)
+        for tier in self.lower.values():
+            for now, keys in by_time.items():
+                tier.touch(keys, now)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start and gauges of now; see docs/operations.md for each."""
+        with self.lock:
+            accounts = self.accounts
+            pinned = sum(slot.pins > 0 for slot in self.host.index.values())
+            out: dict[str, Any] = {
+                "requests": {
+                    "lookups": accounts.lookups,
+                    "hits": sum(accounts.hits.values()),
+                    "misses": {str(miss): n for miss, n in accounts.misses.items()},
+                    "accepted": accounts.accepted,
+                    "dropped": accounts.dropped,
+                },
+                "g2": {
+                    "blocks": len(self.host.index),
+                    "bytes": len(self.host.index) * self.host.block_bytes,
+                    "capacity_bytes": self.host.capacity_bytes,
+                    "hits": accounts.hits[self.host.name],
+                    "misses": {str(m): n for m, n in accounts.misses.items()} if not self.lower else {},
+                    "evictions": self.host.evictions,
+                    "latency": {},
+                    "pinned": pinned,
+                    "quarantined": self.host.quarantined + self.transfers.overdue,
+                    "late": self.transfers.late,
+                },
+            }
+            for name, tier in self.lower.items():
+                out[name] = self._tier_stats(name, tier)
+        return out
+
+    def _tier_stats(self, name: str, tier: Metered) -> dict[str, Any]:
+        usage, queue = tier.usage(), self._queues[name]
+        return {
+            "blocks": usage.blocks,
+            "bytes": usage.bytes,
+            "capacity_bytes": usage.capacity_bytes,
+            "hits": self.accounts.hits[name],
+            "misses": {str(miss): n for miss, n in tier.misses.items()},
+            "evictions": usage.evictions,
+            "latency": {
+                "read_p50_ms": tier.read_latency.quantile_ms(0.5),
+                "read_p99_ms": tier.read_latency.quantile_ms(0.99),
+                "write_p50_ms": tier.write_latency.quantile_ms(0.5),
+                "write_p99_ms": tier.write_latency.quantile_ms(0.99),
+            },
+            "loaded": tier.loaded,
+            "stored": {str(stored): n for stored, n in tier.stored.items()},
+            "refused": dict(queue.refused),
+            "pending": queue.pending(),
+            "read_bytes": tier.read_bytes,
+            "written_bytes": tier.written_bytes,
+            "health": tier.inner.breaker.health.value if isinstance(tier.inner, Guarded) else "well",
+        }
+
+    def check(self) -> None:
+        """Assert the invariants of every part that has some."""
+        with self.lock:
+            self.host.check()
+        for tier in self.lower.values():
+            tier.check()
