@@ -13,6 +13,7 @@ loop; the sync face runs it on a thread of its own and only goes there when G2 c
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 from collections.abc import Coroutine, Generator, Sequence
@@ -385,8 +386,13 @@ class Cache(_Face):
         finally:
             self._stop()
 
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine of `manager` on the cache's event loop, without waiting for it: for connectors, whose engine
+        thread must not wait. The future is the caller's; cancelling it cancels the work."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.submit(work).result()
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -80,7 +80,7 @@ class HostTier:
 
     def __init__(self, arena: Arena, policy: Policy) -> None:
         self.block_bytes = arena.piece_bytes * arena.ranks
-        self._arena = arena
+        self.arena = arena
         self._policy = policy
         self._slots: list[Slot] = []
         self._free: deque[Slot] = deque()
@@ -92,8 +92,8 @@ class HostTier:
 
     def open(self) -> None:
         """Allocate the arena. Raises ConfigError when memory is short of one block."""
-        self._arena.open()
-        self._slots = [Slot(number, self._arena.pieces(number)) for number in range(self._arena.slots)]
+        self.arena.open()
+        self._slots = [Slot(number, self.arena.pieces(number)) for number in range(self.arena.slots)]
         self._free = deque(self._slots)
 
     @property
@@ -103,7 +103,7 @@ class HostTier:
 
     @property
     def capacity_bytes(self) -> int:
-        return self._arena.capacity_bytes
+        return self.arena.capacity_bytes
 
     def peek(self, key: BlockKey, now: float) -> Miss | None:
         """None if a READY block of this name may be served at wall time `now`, else why not. Changes nothing."""
@@ -229,4 +229,4 @@ class HostTier:
         """Forget every block and give the memory back."""
         self._slots, self.index, self._filling = [], {}, {}
         self._free.clear()
-        self._arena.close()
+        self.arena.close()
