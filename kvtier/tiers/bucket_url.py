@@ -1,0 +1,103 @@
+"""From a URL to a bucket: which library serves it, with which options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from kvtier.clock import Clock
+from kvtier.errors import ConfigError
+from kvtier.tiers.bucket import Bucket
+
+Client = Literal["auto", "s3fs", "obstore"]
+_KEY = "tiers.g4.url"
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Bounds of one request, in seconds, and how many run at once."""
+
+    connect_s: float = 3.0
+    read_s: float = 10.0
+    concurrency: int = 8
+
+
+def open_bucket(
+    url: str, options: Mapping[str, Any], client: Client, clock: Clock, timeouts: Timeouts
+) -> tuple[Bucket, str]:
+    """The bucket that `url` names and the prefix inside it. Imports the library, makes no request.
+
+    Raises ConfigError naming the key at fault; never repeats an option's value or a URL's user part.
+    """
+    protocol, place = _split(url)
+    if client not in ("auto", "s3fs", "obstore"):
+        raise ConfigError(f"tiers.g4.client is {client!r}: write auto, s3fs or obstore")
+    if protocol == "file":
+        from kvtier.tiers.bucket_files import LocalFiles, Threaded
+
+        return Threaded(LocalFiles(_local_path(url, place))), ""
+    file_system = _file_system_class(protocol)
+    if protocol in ("s3", "s3a"):
+        bucket, _, prefix = place.partition("/")
+        if not bucket:
+            raise ConfigError(f"{_KEY} names no bucket: write {protocol}://bucket/prefix")
+        return _s3(bucket, options, client, clock, timeouts), prefix.strip("/")
+    from kvtier.tiers.bucket_files import AnyFiles, Files, MemoryFiles, Threaded
+
+    try:
+        fs = file_system(skip_instance_cache=True, use_listings_cache=False, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"tiers.g4.options: {protocol} does not take them ({type(error).__name__}); see fsspec's {protocol}"
+        ) from None
+    root = str(fs._strip_protocol(url))
+    files: Files = MemoryFiles(fs, root) if protocol == "memory" else AnyFiles(fs, root)
+    return Threaded(files, timeouts.concurrency), ""
+
+
+def _split(url: str) -> tuple[str, str]:
+    protocol, separator, place = url.partition("://")
+    if not separator or not protocol or "::" in url or not protocol.replace("+", "").isalnum():
+        raise ConfigError(f"{_KEY} is no URL: write s3://bucket/prefix, file:///directory or another fsspec URL")
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query:
+        raise ConfigError(
+            f"{_KEY} carries credentials or a query: put them into the client's own chain "
+            "(environment, profile, instance role) or into tiers.g4.options"
+        )
+    if any(part in (".", "..") for part in place.split("/")):
+        raise ConfigError(f"{_KEY} has '.' or '..' in its path: write the path itself")
+    return protocol.lower(), place
+
+
+def _local_path(url: str, place: str) -> Path:
+    path = Path(place)
+    if not path.is_absolute():
+        raise ConfigError(f"{_KEY} must name an absolute directory: file:///directory, got {url!r}")
+    return path
+
+
+def _file_system_class(protocol: str) -> Any:
+    import fsspec
+
+    extra = _EXTRAS.get(protocol)
+    try:
+        return fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise ConfigError(f"{_KEY}: fsspec knows no protocol {protocol!r}") from None
+    except ImportError as error:
+        fix = f"pip install 'kvtier[{extra}]'" if extra else str(error)
+        raise ConfigError(f"{_KEY}: the package for {protocol}:// is not installed: {fix}") from None
+
+
+def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, timeouts: Timeouts) -> Bucket:
+    from kvtier.tiers.bucket_s3 import S3Bucket
+
+    return S3Bucket(
+        bucket, options, clock,
+        connections=4 * timeouts.concurrency + 16, connect_timeout_s=timeouts.connect_s, read_timeout_s=timeouts.read_s,
+    )  # fmt: skip

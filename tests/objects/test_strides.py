@@ -1,0 +1,84 @@
+"""Arithmetic of strides: names, search rounds, and the life that blocks of one unit share."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.block import BlockKey, Scope
+from kvtier.terms import Depth, Lifetime, Stamp
+from kvtier.tiers import strides
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "stride"), [(2 << 20, 16), (5 << 20, 6), (64 << 20, 1), (4096, 16), (1, 16), (1 << 32, 1)]
+)
+def test_a_stride_is_about_32_mib(block_bytes: int, stride: int) -> None:
+    assert strides.default_stride(block_bytes) == stride
+
+
+def test_names_parse_back_and_nothing_else_does() -> None:
+    names = strides.Names("some/prefix", bytes(range(32)))
+    last = BlockKey(bytes(range(16)) + bytes(range(100, 132)))
+    name = names.unit(last)
+    assert name.startswith("some/prefix/" + bytes(range(32)).hex() + "/")
+    assert names.parse_unit(name) == last
+    tombstone = names.tombstone(Scope(b"s" * 16), 1_800_000_000.25)
+    assert names.parse_tombstone(tombstone) == (Scope(b"s" * 16), 1_800_000_000.25)
+    for wrong in (name[:-1], name + "0", name.replace("/64/", "/65/"), tombstone, "x", names.root + "a/b/c"):
+        assert names.parse_unit(wrong) is None
+    for wrong in (tombstone[:-1], name, names.tombstones, names.tombstones + "zz" * 16 + "-" + "0" * 16):
+        assert names.parse_tombstone(wrong) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 32, 418, 4096])
+def test_two_rounds_find_the_end_of_any_prefix(count: int) -> None:
+    width = strides.probe_width(count)
+    for there in {0, 1, min(2, count), count // 3, count // 2, count - 1, count}:
+        low, high, rounds, probes = 0, count, 0, 0
+        while low < high:
+            points = strides.spread(low, high, width)
+            assert points[0] == low, "the first unknown unit is asked for itself"
+            low, high = strides.narrow(low, high, {point: point < there for point in points})
+            rounds += 1
+            probes += len(points)
+        assert low == there and rounds <= 2 and probes <= 2 * width
+
+
+def test_a_hole_is_not_vouched_for_when_it_was_probed() -> None:
+    assert strides.narrow(0, 4, {0: False, 1: True, 2: True, 3: True}) == (0, 0)
+    assert strides.narrow(0, 4, {0: True, 1: True, 2: False, 3: True}) == (2, 2)
+
+
+def test_runs_of_neighbours() -> None:
+    assert strides.runs([0, 1, 2, 5, 7, 8]) == [(0, 3), (5, 6), (7, 9)]
+    assert strides.runs([]) == []
+
+
+def test_a_unit_lives_only_while_each_of_its_blocks_may() -> None:
+    long, short = Stamp(1000, 86400, None, Depth.G4), Stamp(1500, 300, 3600, Depth.G4)
+    lives = [Lifetime(2000, (long,)), Lifetime(1900, (long, short)), Lifetime(1800, (short,))]
+    life = strides.common_life(lives)
+    assert life.last_use == 1800
+    for now in (1800, 2000, 2100, 2101, 2500, 5100, 6000):
+        assert life.servable(Depth.G4, now) <= all(each.servable(Depth.G4, now) for each in lives)
+    assert life.servable(Depth.G4, 2050), "and while all of them may, it does"
+
+
+def test_a_ceiling_of_one_block_is_the_units() -> None:
+    deep, shallow = Stamp(0, None, None, Depth.G4), Stamp(0, None, None, Depth.G3)
+    life = strides.common_life([Lifetime(0, (deep,)), Lifetime(0, (shallow,))])
+    assert life.servable(Depth.G3, 1) and not life.servable(Depth.G4, 1)
+
+
+def test_a_tombstone_over_one_block_covers_its_unit() -> None:
+    old, new = Stamp(100, 500, None, Depth.G4), Stamp(900, 500, None, Depth.G4)
+    assert strides.born(strides.common_life([Lifetime(900, (old,)), Lifetime(900, (new,))])) == 100
+    assert strides.born(Lifetime(900, (old, new))) == 900, "a block that was stored again after it is the new one"
+
+
+def test_renewal_is_due_once_per_half_ttl() -> None:
+    life = Lifetime(1000, (Stamp(0, 600, None, Depth.G4),))
+    assert not strides.renewal_due(life, renewed=1000, now=1299)
+    assert strides.renewal_due(life, renewed=1000, now=1300)
+    assert not strides.renewal_due(life, renewed=1000, now=1601), "what is dead is not revived"
+    assert not strides.renewal_due(Lifetime(0, (Stamp(0, None, None, Depth.G4),)), 0, 1e9), "nothing to renew"
