@@ -3,7 +3,7 @@
 One object is one unit: a stride of consecutive blocks (kvtier.tiers.strides has the names, kvtier.frame the bytes).
 Objects are created, never changed in place: a writer that finds the name taken reads the header that is there and
 leaves it, renews it, or replaces exactly the version it read. What this replica knows of the bucket is a hint
-(kvtier.tiers.units); a read decides.
+(kvtier.tiers.unit_index); a read decides.
 
 Idle expiry counts from the last use that is recorded with the object (S3 metadata or a file's time, believed no
 further ahead than the server's own stamp allows), hard expiry from the header. Tombstones are listed at most
@@ -41,7 +41,7 @@ from kvtier.tiers.strides import (
     runs,
     spread,
 )
-from kvtier.tiers.units import Unit, Units
+from kvtier.tiers.unit_index import Unit, UnitIndex
 
 FRESH_S = 45.0
 """Age at which the list of tombstones must be read again before anything is served."""
@@ -96,7 +96,7 @@ class ObjectTier:
         bucket, prefix = open_bucket(url, options or {}, client, clock, self._timeouts)
         self._bucket: Bucket = Patient(bucket, attempts=attempts, seed=seed)
         self._names = Names(prefix, self._namespace)
-        self._units = Units()
+        self._units = UnitIndex()
         self._suspect: dict[BlockKey, None] = {}
         self._tombstones: dict[Scope, float] = {}
         self._loop = LoopThread("kvtier-g4")
@@ -615,8 +615,10 @@ class ObjectTier:
         if due:
             try:
                 await self._within(deadline, self._renew_all(due))
-            except TimeoutError:
-                self._units.touch([unit.last for unit in due], now)
+            except (TimeoutError, asyncio.CancelledError) as error:
+                self._units.touch([unit.last for unit in due], now)  # for the next flush
+                if isinstance(error, asyncio.CancelledError):
+                    raise
 
     async def _renew_all(self, units: Iterable[Unit]) -> None:
         await self._ready()
@@ -685,6 +687,17 @@ class ObjectTier:
         self._tombstones[scope] = max(before, self._tombstones.get(scope, 0.0))
         count: int = await self._run(self._purge(scope, before))
         return count
+
+    async def tombstones(self) -> Mapping[Scope, float]:
+        """As the server has them now, one listing. Raises TierError."""
+        self._usable()
+
+        async def listed() -> None:
+            self._synced = min(self._synced, self._clock.monotonic() - FRESH_S - 1)
+            await self._ready()
+
+        await self._run(listed(), OPEN_S)
+        return dict(self._tombstones)
 
     async def _purge(self, scope: Scope, before: float) -> int:
         await self._ready()

@@ -12,7 +12,7 @@ from kvtier.frame import Frame
 from kvtier.terms import Lifetime
 
 UNITS_MAX = 200_000
-"""Units remembered, about 2 KiB each: 6 TiB of 32 MiB strides. Past it the longest unseen is forgotten."""
+"""UnitIndex remembered, about 2 KiB each: 6 TiB of 32 MiB strides. Past it the longest unseen is forgotten."""
 
 ABSENT_MAX = 100_000
 
@@ -47,7 +47,7 @@ class Unit:
         return 0 <= index < self.blocks and self.frame.key(index) == key
 
 
-class Units:
+class UnitIndex:
     """The index, by first and by last block. Thread-safe; every verb takes microseconds."""
 
     def __init__(self, units_max: int = UNITS_MAX) -> None:
@@ -128,7 +128,7 @@ class Units:
             return [unit for last, unit in self._by_last.items() if scope_of_key(last) == scope]
 
     def touch(self, keys: Iterable[BlockKey], now: float) -> None:
-        """Units whose first or last block is among `keys` were used; a dead one is not revived."""
+        """UnitIndex whose first or last block is among `keys` were used; a dead one is not revived."""
         with self._lock:
             lasts: set[BlockKey] = set()
             for key in keys:
@@ -142,7 +142,7 @@ class Units:
                 self._touched.add(last)
 
     def take_touched(self) -> list[Unit]:
-        """Units used since the last call."""
+        """UnitIndex used since the last call."""
         with self._lock:
             touched, self._touched = self._touched, set()
             return [self._by_last[last] for last in touched if last in self._by_last]
