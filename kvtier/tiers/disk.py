@@ -1,0 +1,512 @@
+"""G3: blocks on local disks, in slab segments under an LMDB index.
+
+    write    reserve slots (transaction 1, evicting the coldest) → pwritev → fdatasync → publish (transaction 2)
+    read     entry (read transaction, ended) → preadv into the caller's memory → length, name, digest
+
+The order of a write means that whatever stops the machine in between leaves either no entry or a whole block,
+and that no slot is overwritten before the commit that took it from its old block. What a read finds damaged
+is looked up once more by the writer: if the entry is another one by now the read was overtaken (RACED), else
+exactly that entry is deleted (CORRUPT).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvtier import integrity
+from kvtier.block import SCOPE_BYTES, BlockKey, Scope
+from kvtier.clock import Clock
+from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, TierTimeout
+from kvtier.namespace import Namespace
+from kvtier.terms import Depth
+from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, Reservation, slot_class
+from kvtier.tiers.ledger import Ledger, renewed
+from kvtier.tiers.slab import Calls, ShortIO, SystemCalls
+from kvtier.tiers.store import Store
+from kvtier.tiers.writer import Job
+
+T = TypeVar("T")
+
+RUN_BYTES_MAX = 4 << 20  # neighbouring blocks are moved by one system call up to this size
+DROP_CHUNK = 1024  # blocks per transaction in `evict` and `purge`
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A block being read."""
+
+    target: Target
+    name: bytes
+    raw: bytes = b""
+    entry: Entry | None = None
+    result: Loaded | Miss | None = None
+    suspect: bool = False
+
+
+class DiskTier:
+    """A `kvtier.tier.Tier` over one or more local directories, shared with other processes and namespaces.
+
+    `paths` hold the segments in turn; the first also holds the index. `capacity_bytes` bounds the slab files of
+    all namespaces together and belongs to the store: who opens it while others use it takes theirs.
+    """
+
+    name = "g3"
+    depth = Depth.G3
+    stride = 1
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        capacity_bytes: int,
+        namespace: Namespace,
+        *,
+        clock: Clock,
+        calls: Calls | None = None,
+    ) -> None:
+        self.block_bytes = namespace.block_bytes
+        self._paths = [Path(path) for path in paths]
+        self._capacity = capacity_bytes
+        self._namespace = namespace
+        self._prefix = namespace.digest
+        self._clock = clock
+        self._calls: Calls = calls if calls is not None else SystemCalls()
+        self._slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
+        self._dense = self._slot_bytes == namespace.block_bytes
+        self._opened: Store | None = None
+        self._pid = 0
+
+    async def open(self) -> None:
+        if not self._paths:
+            raise ConfigError("tiers.g3.path is empty")
+        if self._capacity < self._slot_bytes:
+            raise ConfigError(
+                f"tiers.g3.capacity {self._capacity} is smaller than one block: "
+                f"at least {self._slot_bytes} bytes are needed"
+            )
+        if self._opened is not None:
+            return
+        arguments = (self._paths, self._capacity, self.block_bytes, self._calls)
+        self._opened = await asyncio.to_thread(Store.attach, *arguments)
+        self._pid = os.getpid()
+        fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
+        # Not awaited: a stopped neighbour that holds the write lock must not stop this one from reading.
+        self._opened.submit(lambda ledger: ledger.register(self._prefix, fields))
+
+    async def close(self, deadline: float) -> None:
+        store, self._opened = self._opened, None
+        if store is not None:
+            await asyncio.to_thread(store.release, max(0.1, deadline - self._clock.monotonic()))
+
+    @property
+    def _store(self) -> Store:
+        if self._opened is None:
+            raise ClosedError("g3 is closed")
+        if self._pid != os.getpid():
+            raise ClosedError("g3 was opened by the process that forked this one; open it after the fork")
+        return self._opened
+
+    # Lookups.
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        store = self._store
+        index = store.index
+        now = self._clock.wall()
+        prefix, unpack, span = self._prefix, SPAN.unpack_from, SPAN.size
+        answers: list[Miss | None] = []
+        for scope, indices in _by_scope(chain, wanted):
+            purged, found = index.find_in_scope(prefix + scope, [prefix + chain[i] for i in indices])
+            for i, raw in zip(indices, found, strict=True):
+                if raw is None or len(raw) < span:
+                    answers.append(Miss.ABSENT)
+                    continue
+                ends, born = unpack(raw)
+                if born <= purged:
+                    answers.append(Miss.PURGED)
+                else:
+                    expired = now > ends and self._expired(store, prefix + chain[i], raw, now)
+                    answers.append(Miss.EXPIRED if expired else None)
+        return answers
+
+    @staticmethod
+    def _expired(store: Store, name: bytes, raw: bytes, now: float) -> bool:
+        """Whether an entry that looks expired is, given its uses that are not in the index yet."""
+        uses = store.uses(name)
+        try:
+            return not uses or not renewed(Entry.decode(name, raw).life, uses).servable(Depth.G3, now)
+        except CorruptError:
+            return True
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+        return self.peek(chain, wanted)
+
+    # Reads.
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        store = self._store
+        blocks = [_Wanted(target, self._prefix + chain[target.index]) for target in targets]
+        for attempt in range(2):
+            pending = [block for block in blocks if block.result is None]
+            if not pending:
+                break
+            self._resolve(store, pending)
+            await self._fetch(store, [block for block in pending if block.result is None], deadline)
+            await self._judge(store, [block for block in pending if block.suspect], deadline, last=attempt == 1)
+        return [block.result if block.result is not None else Miss.RACED for block in blocks]
+
+    def _resolve(self, store: Store, blocks: Sequence[_Wanted]) -> None:
+        """Fill in entries, or the reason why there is none to read."""
+        now = self._clock.wall()
+        names = [block.name for block in blocks]
+        for scope, places in _by_scope([BlockKey(name[len(self._prefix) :]) for name in names], range(len(names))):
+            purged, found = store.index.find_in_scope(self._prefix + scope, [names[i] for i in places])
+            for place, raw in zip(places, found, strict=True):
+                block = blocks[place]
+                if raw is None:
+                    block.result = Miss.ABSENT
+                    continue
+                block.raw = raw
+                try:
+                    entry = block.entry = Entry.decode(block.name, raw)
+                except CorruptError:
+                    block.suspect = True
+                    continue
+                ends, born = SPAN.unpack_from(raw)
+                if born <= purged:
+                    block.result = Miss.PURGED
+                elif now > ends and self._expired(store, block.name, raw, now):
+                    block.result = Miss.EXPIRED
+                elif entry.length != sum(map(len, block.target.into)):
+                    block.result = Miss.MISMATCH
+
+    async def _fetch(self, store: Store, blocks: Sequence[_Wanted], deadline: float) -> None:
+        """Read and verify; sets `result` or `suspect`."""
+        readable = [block for block in blocks if block.entry is not None]
+        runs = _runs(readable, _place_of_wanted, self.block_bytes if self._dense else 0)
+        jobs = [partial(self._read_run, store, run, deadline) for run in runs]
+        await store.lanes.read(jobs).wait(store.lanes.cancel)
+
+    def _read_run(self, store: Store, run: Sequence[_Wanted], deadline: float) -> None:
+        """On an I/O thread: neighbouring blocks by one call."""
+        if self._clock.monotonic() > deadline:
+            for block in run:
+                block.result = Miss.LATE
+            return
+        segment, slot = _place_of_wanted(run[0])
+        pieces = [piece for block in run for piece in block.target.into]
+        try:
+            store.slab.read(segment, slot * self._slot_bytes, pieces)
+        except ShortIO:
+            if len(run) > 1:
+                for block in run:
+                    self._read_run(store, [block], deadline)
+            else:
+                run[0].suspect = True
+            return
+        except OSError:
+            for block in run:
+                block.result = Miss.ERROR
+            return
+        for block in run:
+            entry = block.entry
+            assert entry is not None
+            if integrity.matches(entry.digest, block.target.into):
+                block.result = Loaded(entry.digest, entry.life)
+            else:
+                block.suspect = True
+
+    async def _judge(self, store: Store, suspects: Sequence[_Wanted], deadline: float, *, last: bool) -> None:
+        """Tell overtaken reads from damage, and delete what is damaged."""
+        if not suspects:
+            return
+        cases = [(block.name, block.raw) for block in suspects]
+        try:
+            verdicts = await self._transact(
+                store, lambda ledger: [ledger.condemn(name, raw) for name, raw in cases], deadline
+            )
+        except TierTimeout:
+            verdicts = None
+        for place, block in enumerate(suspects):
+            block.suspect = False
+            if verdicts is None:
+                block.result = Miss.LATE
+            elif verdicts[place]:
+                block.result = Miss.CORRUPT
+            elif last:
+                block.result = Miss.RACED
+
+    # Writes.
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        store = self._store
+        for block in blocks:
+            if sum(map(len, block.pieces)) != self.block_bytes:
+                raise TierError("g3", "write", f"a block has {self.block_bytes} bytes")
+        with store.writing():
+            try:
+                return await self._write(store, blocks, deadline)
+            except TierTimeout:
+                return [Stored.FAILED] * len(blocks)
+
+    async def _write(self, store: Store, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        now = self._clock.wall()
+        # Parents first: where room ends, it is the deepest that are refused.
+        by_depth = sorted(range(len(blocks)), key=lambda place: blocks[place].index)
+
+        def reserve(ledger: Ledger) -> list[Reservation | Stored]:
+            return [self._reserve(ledger, blocks[place], now) for place in by_depth]
+
+        def undo(given: Sequence[Reservation | Stored]) -> None:
+            _release(store, [one for one in given if isinstance(one, Reservation)])
+
+        given = await self._transact(store, reserve, deadline, undo=undo)
+        results = [Stored.FAILED] * len(blocks)
+        held: list[tuple[int, Reservation]] = []
+        for place, one in zip(by_depth, given, strict=True):
+            if isinstance(one, Reservation):
+                held.append((place, one))
+            else:
+                results[place] = one
+        try:
+            failed = await self._put(store, blocks, held, deadline)
+            whole = [(place, one) for place, one in held if place not in failed]
+            for place in failed:
+                results[place] = failed[place]
+            if whole:
+                published = await self._publish(store, blocks, whole, deadline)
+                for (place, _one), outcome in zip(whole, published, strict=True):
+                    results[place] = outcome
+                held = [(place, one) for place, one in held if place in failed]
+        finally:
+            _release(store, [one for _place, one in held])
+        return results
+
+    def _reserve(self, ledger: Ledger, block: Sealed, now: float) -> Reservation | Stored:
+        return ledger.reserve(self._prefix + block.key, self.block_bytes, block.life, now)
+
+    async def _publish(
+        self, store: Store, blocks: Sequence[Sealed], held: Sequence[tuple[int, Reservation]], deadline: float
+    ) -> list[Stored]:
+        now = self._clock.wall()
+
+        def publish(ledger: Ledger) -> list[Stored]:
+            return [
+                ledger.publish(
+                    one, self._prefix + block.key, self.block_bytes, block.index, block.digest, block.life, now
+                )
+                for block, one in ((blocks[place], one) for place, one in held)
+            ]
+
+        return await self._transact(store, publish, deadline)
+
+    async def _put(
+        self, store: Store, blocks: Sequence[Sealed], held: Sequence[tuple[int, Reservation]], deadline: float
+    ) -> dict[int, Stored]:
+        """Bytes into their slots, durably. Returns what became of those for which that failed, by place."""
+        failed: dict[int, Stored] = {}
+        runs = _runs(held, _place_of_held, self.block_bytes if self._dense else 0)
+        writes = [partial(self._write_run, store, blocks, run, failed, deadline) for run in runs]
+        await store.lanes.write(writes).wait(store.lanes.cancel)
+        by_segment: dict[int, list[int]] = defaultdict(list)
+        for place, one in held:
+            if place not in failed:
+                by_segment[one.segment].append(place)
+        syncs = [partial(self._sync, store, segment, places, failed) for segment, places in by_segment.items()]
+        await store.lanes.write(syncs).wait(store.lanes.cancel)
+        return failed
+
+    def _write_run(
+        self,
+        store: Store,
+        blocks: Sequence[Sealed],
+        run: Sequence[tuple[int, Reservation]],
+        failed: dict[int, Stored],
+        deadline: float,
+    ) -> None:
+        """On an I/O thread: neighbouring slots by one call."""
+        outcome: Stored | None = None
+        if self._clock.monotonic() > deadline:
+            outcome = Stored.FAILED
+        else:
+            segment, slot = _place_of_held(run[0])
+            try:
+                store.slab.write(
+                    segment, slot * self._slot_bytes, [piece for place, _ in run for piece in blocks[place].pieces]
+                )
+            except OSError as error:
+                outcome = _outcome_of(store, error)
+        if outcome is not None:
+            failed.update((place, outcome) for place, _ in run)
+
+    def _sync(self, store: Store, segment: int, places: Sequence[int], failed: dict[int, Stored]) -> None:
+        """On an I/O thread. A sync that failed says nothing about the next one: the store is opened anew."""
+        try:
+            store.slab.sync(segment)
+        except OSError as error:
+            outcome = _outcome_of(store, error)
+            failed.update((place, outcome) for place in places)
+            if outcome is Stored.FAILED:
+                store.quarantine(f"fdatasync of segment {segment}: {error}")
+
+    # Everything else.
+
+    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+        prefix = self._prefix
+        self._store.touch([prefix + key for key in keys], now)
+
+    async def evict(self, keys: Sequence[BlockKey] | None) -> int:
+        store = self._store
+        if keys is None:
+            return await self._drop_all(store, self._prefix, float("inf"))
+        count = 0
+        for start in range(0, len(keys), DROP_CHUNK):
+            names = [self._prefix + key for key in keys[start : start + DROP_CHUNK]]
+            count += await self._transact(store, partial(_drop, names=names), None)
+        return count
+
+    async def purge(self, scope: Scope, before: float) -> int:
+        store = self._store
+        scoped = self._prefix + scope
+        await self._transact(store, lambda ledger: ledger.bury(scoped, before), None)
+        return await self._drop_all(store, scoped, before)
+
+    async def _drop_all(self, store: Store, prefix: bytes, born_until: float) -> int:
+        count = 0
+        start: bytes | None = prefix
+        while start is not None:
+            dropped, start = await self._transact(
+                store, partial(_drop_range, start=start, prefix=prefix, born_until=born_until), None
+            )
+            count += dropped
+        return count
+
+    async def tombstones(self) -> Mapping[Scope, float]:
+        return {Scope(scope): until for scope, until in self._store.index.tombstones(self._prefix)}
+
+    async def flush(self, deadline: float) -> None:
+        await self._transact(self._store, lambda ledger: None, deadline)
+
+    def usage(self) -> Usage:
+        store = self._store
+        blocks, size = store.index.usage()
+        return Usage(blocks, size, store.geometry.capacity)
+
+    def check(self) -> None:
+        store = self._store
+        store.index.check()
+        sizes = [path.stat().st_size for part in store.parts for path in (part / "slab").glob("*.slab")]
+        assert sum(sizes) <= store.geometry.capacity, f"slab files have {sum(sizes)} bytes"
+
+    async def _transact(
+        self,
+        store: Store,
+        work: Callable[[Ledger], T],
+        deadline: float | None,
+        *,
+        undo: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        """Run `work` in the writer's next transaction. Raises TierTimeout at the deadline; `undo` is called with the
+        result if there is one after that, or after a cancellation."""
+        job = store.submit(work)
+        future = asyncio.wrap_future(job.future)
+        future.add_done_callback(_retrieve)
+        timeout = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
+        try:
+            await asyncio.wait({future}, timeout=timeout)
+        except asyncio.CancelledError:
+            _abandon(job, undo)
+            raise
+        if not future.done():
+            _abandon(job, undo)
+            raise TierTimeout("g3", "commit", "the index was not to be had within the deadline")
+        result: T = future.result()
+        return result
+
+
+def _drop(ledger: Ledger, names: Sequence[bytes]) -> int:
+    return sum(map(ledger.drop, names))
+
+
+def _drop_range(ledger: Ledger, start: bytes, prefix: bytes, born_until: float) -> tuple[int, bytes | None]:
+    return ledger.drop_range(start, prefix, DROP_CHUNK, born_until=born_until)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Take note of an exception that nobody may wait for any more."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _abandon(job: Job, undo: Callable[[Any], None]) -> None:
+    if not job.future.cancel():
+        job.future.add_done_callback(lambda done: undo(done.result()) if done.exception() is None else None)
+
+
+def _release(store: Store, reservations: Sequence[Reservation]) -> None:
+    """Give slots back, some time. If the store is quarantined, its reopening does."""
+    if reservations:
+        try:
+            store.submit(partial(_release_all, reservations=reservations))
+        except TierError:
+            pass
+
+
+def _release_all(ledger: Ledger, reservations: Sequence[Reservation]) -> None:
+    for one in reservations:
+        ledger.release(one)
+
+
+def _outcome_of(store: Store, error: OSError) -> Stored:
+    if error.errno in _NO_ROOM:
+        store.volume_full()
+        return Stored.FULL
+    return Stored.FAILED
+
+
+def _by_scope(chain: Sequence[BlockKey], wanted: Sequence[int]) -> Iterator[tuple[bytes, list[int]]]:
+    """Runs of `wanted` whose keys share a scope; in practice one."""
+    run: list[int] = []
+    scope = b""
+    for place in wanted:
+        if chain[place][:SCOPE_BYTES] != scope:
+            if run:
+                yield scope, run
+            scope, run = chain[place][:SCOPE_BYTES], []
+        run.append(place)
+    if run:
+        yield scope, run
+
+
+def _place_of_wanted(block: _Wanted) -> tuple[int, int]:
+    assert block.entry is not None
+    return block.entry.segment, block.entry.slot
+
+
+def _place_of_held(held: tuple[int, Reservation]) -> tuple[int, int]:
+    return held[1].segment, held[1].slot
+
+
+def _runs(items: Sequence[T], place_of: Callable[[T], tuple[int, int]], dense_bytes: int) -> Iterator[list[T]]:
+    """Items in neighbouring slots, up to RUN_BYTES_MAX together; one by one if slots have padding (0)."""
+    run: list[T] = []
+    last = (-1, -1)
+    limit = max(1, RUN_BYTES_MAX // dense_bytes) if dense_bytes else 1
+    for item in sorted(items, key=place_of):
+        segment, slot = place_of(item)
+        if run and ((segment, slot) != (last[0], last[1] + 1) or len(run) == limit):
+            yield run
+            run = []
+        run.append(item)
+        last = segment, slot
+    if run:
+        yield run

@@ -1,0 +1,140 @@
+"""Threads that do block I/O: reads before writes, a bounded number of each, and no call left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+Work = Callable[[], None]
+
+
+class Batch:
+    """Some jobs handed to `Lanes` together. A job handles its own errors: it must not raise."""
+
+    def __init__(self, jobs: Sequence[Work], loop: asyncio.AbstractEventLoop) -> None:
+        self.jobs = deque(jobs)
+        self._left = len(jobs)
+        self._loop = loop
+        self._done = loop.create_future()
+        if not jobs:
+            self._done.set_result(None)
+
+    def finished(self, count: int) -> None:
+        """`count` jobs will not touch their memory any more. Called under the lanes' lock."""
+        self._left -= count
+        if self._left == 0 and count:
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                pass
+
+    def _wake(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+    async def wait(self, cancel: Callable[[Batch], None]) -> None:
+        """Until no job runs. A cancellation calls `cancel` (Lanes.cancel) and is raised when none runs any more."""
+        cancelled: asyncio.CancelledError | None = None
+        while not self._done.done():
+            try:
+                await asyncio.shield(self._done)
+            except asyncio.CancelledError as error:
+                cancel(self)
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+
+class Lanes:
+    """`threads` threads; a free one takes the oldest read, else the oldest write while fewer than
+    `writers_max` writes run. Built stopped."""
+
+    def __init__(self, threads: int, writers_max: int, name: str) -> None:
+        self._threads_max = threads
+        self._writers_max = writers_max
+        self._name = name
+        self._lock = threading.Condition()
+        self._reads: deque[Batch] = deque()
+        self._writes: deque[Batch] = deque()
+        self._writing = 0
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+
+    def start(self) -> None:
+        """Threads come as they are needed."""
+        self._stopping = False
+
+    def read(self, jobs: Sequence[Work]) -> Batch:
+        """Run `jobs`; never blocks. Must be called on an event loop, which `Batch.wait` belongs to."""
+        return self._submit(self._reads, jobs)
+
+    def write(self, jobs: Sequence[Work]) -> Batch:
+        """Like `read`, after all reads."""
+        return self._submit(self._writes, jobs)
+
+    def _submit(self, queue: deque[Batch], jobs: Sequence[Work]) -> Batch:
+        batch = Batch(jobs, asyncio.get_running_loop())
+        with self._lock:
+            if jobs:
+                queue.append(batch)
+            for _ in range(min(len(jobs) - self._idle, self._threads_max - len(self._threads))):
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._lock.notify(len(jobs))
+        return batch
+
+    def cancel(self, batch: Batch) -> None:
+        """Forget the jobs of `batch` that have not started."""
+        with self._lock:
+            count = len(batch.jobs)
+            batch.jobs.clear()
+            batch.finished(count)
+
+    def _take(self) -> tuple[Batch, Work, bool] | None:
+        for queue, is_write in ((self._reads, False), (self._writes, True)):
+            if is_write and self._writing >= self._writers_max:
+                return None
+            while queue:
+                batch = queue[0]
+                if batch.jobs:
+                    return batch, batch.jobs.popleft(), is_write
+                queue.popleft()
+        return None
+
+    def _run(self) -> None:
+        with self._lock:
+            while True:
+                taken = self._take()
+                if taken is None:
+                    if self._stopping:
+                        return
+                    self._idle += 1
+                    self._lock.wait()
+                    self._idle -= 1
+                    continue
+                batch, work, is_write = taken
+                self._writing += is_write
+                self._lock.release()
+                try:
+                    work()
+                finally:
+                    self._lock.acquire()
+                    self._writing -= is_write
+                    batch.finished(1)
+                    if is_write and self._writes:
+                        self._lock.notify()
+
+    def stop(self, timeout: float) -> bool:
+        """Let the threads end once nothing is queued. Returns whether all did within `timeout` seconds."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(timeout)
+        stopped = not any(thread.is_alive() for thread in self._threads)
+        self._threads.clear()
+        return stopped

@@ -1,0 +1,466 @@
+"""The books of a G3 store: which slot holds what, kept inside one LMDB write transaction.
+
+    meta key, after the "m"     value
+    "format"                    u32: FORMAT
+    "uuid"                      16 bytes, the same as in every part's STORE.json
+    "geometry"                  capacity u64, segment bytes u64, parts u32
+    "counters"                  serial u64, tick u64, blocks u64, bytes u64, segments u32
+    "namespace" ‖ digest        the namespace's fields as JSON
+    "purged" ‖ digest ‖ scope   f64: blocks born until then are misses for ever
+
+A slot is in exactly one state: never used (past its segment's `fresh`), free, reserved, or held by an entry.
+It leaves a victim and enters a reservation in the same transaction, so bytes are overwritten only after the
+commit that took them from their old owner.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES
+from kvtier.errors import CorruptError
+from kvtier.terms import Depth, Lifetime
+from kvtier.tier import Stored
+from kvtier.tiers.entry import (
+    BLOCKS,
+    FILL,
+    FREE,
+    META,
+    ORDER,
+    RESERVED,
+    SEGMENTS,
+    SLOT_ALIGN,
+    SPARE,
+    Entry,
+    Reservation,
+    Segment,
+    born,
+    free_key,
+    free_parts,
+    number_key,
+    number_of,
+    order_parts,
+    order_start,
+    rows,
+    slot_class,
+)
+from kvtier.tiers.owner import Owner
+
+FORMAT = 1
+COUNTERS = struct.Struct("<QQQQI")
+GEOMETRY = struct.Struct("<QQI")
+_TIME = struct.Struct("<d")
+_SCOPED = NAMESPACE_BYTES + SCOPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a store's capacity is cut: segments of equal size, the last one shorter, dealt over the parts in turn."""
+
+    capacity: int
+    segment_bytes: int
+    parts: int
+
+    @property
+    def segments(self) -> int:
+        return -(-self.capacity // self.segment_bytes)
+
+    def size_of(self, segment: int) -> int:
+        """Length of the segment's file; the sizes of all segments add up to at most `capacity`. Pure."""
+        size = min(self.segment_bytes, self.capacity - segment * self.segment_bytes)
+        return max(0, size) // SLOT_ALIGN * SLOT_ALIGN
+
+    def encode(self) -> bytes:
+        return GEOMETRY.pack(self.capacity, self.segment_bytes, self.parts)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Geometry:
+        return cls(*GEOMETRY.unpack(raw))
+
+
+UUID_KEY, FORMAT_KEY = META + b"uuid", META + b"format"
+GEOMETRY_KEY, COUNTERS_KEY = META + b"geometry", META + b"counters"
+NAMESPACE_KEY, PURGED_KEY = META + b"namespace", META + b"purged"
+
+
+def purged_until(txn: Any, scoped: bytes) -> float:
+    """Until when the blocks of namespace ‖ scope are purged; -inf if they never were."""
+    raw = txn.get(PURGED_KEY + scoped)
+    return float(_TIME.unpack(raw)[0]) if raw is not None else float("-inf")
+
+
+def renewed(life: Lifetime, uses: Sequence[float]) -> Lifetime:
+    """`life` after uses at these times, in order; from where it is dead on they do nothing. Pure."""
+    for now in uses:
+        if not life.servable(Depth.G3, now):
+            break
+        life = life.used(now)
+    return life
+
+
+class Ledger:
+    """One write transaction's view of the books. Lives between the transaction's begin and commit, on one thread.
+
+    All changes of a transaction share one tick, so what is used or stored together ties, and leaves
+    deepest first. `save` must be the last call before the commit.
+    """
+
+    def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True) -> None:
+        self._txn = txn
+        self._owner = owner
+        self._may_grow = may_grow
+        self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
+        counters = COUNTERS.unpack(txn.get(COUNTERS_KEY))
+        self._serial, self.tick, self._blocks, self._bytes, self._segment_count = counters
+        self.tick += 1
+        self._segments: dict[int, Segment] = {}
+        self._order = txn.cursor()
+
+    def save(self) -> None:
+        """Write what was kept in memory."""
+        for number, segment in self._segments.items():
+            self._txn.put(number_key(SEGMENTS, number), segment.encode())
+        counters = COUNTERS.pack(self._serial, self.tick, self._blocks, self._bytes, self._segment_count)
+        self._txn.put(COUNTERS_KEY, counters)
+
+    # Blocks.
+
+    def find(self, name: bytes) -> Entry | None:
+        """The entry of `name`; one that fails its check is removed, as if it had never been."""
+        raw = self._txn.get(BLOCKS + name)
+        if raw is None:
+            return None
+        try:
+            return Entry.decode(name, raw)
+        except CorruptError:
+            self._excise(name)
+            return None
+
+    def reserve(self, name: bytes, length: int, life: Lifetime, now: float) -> Reservation | Stored:
+        """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
+
+        A block that is here gets the join of both lifetimes and counts as used.
+        """
+        if not life.servable(Depth.G3, now) or born(life) <= self._purged_until(name):
+            return Stored.REFUSED
+        if self._join(name, length, life, now):
+            return Stored.PRESENT
+        slot_cls = slot_class(length)
+        place = self._take(slot_cls)
+        if place is None:
+            return Stored.FULL
+        self._serial += 1
+        reservation = Reservation(self._serial, self.tick, slot_cls, *place, self._owner)
+        self._txn.put(reservation.place, reservation.encode())
+        return reservation
+
+    def publish(
+        self, reservation: Reservation, name: bytes, length: int, depth: int, digest: bytes, life: Lifetime, now: float
+    ) -> Stored:
+        """Make a written block visible. FAILED if the reservation is not ours any more."""
+        if not self._withdraw(reservation):
+            return Stored.FAILED
+        if born(life) <= self._purged_until(name):
+            self._give(reservation.slot_class, reservation.segment, reservation.slot)
+            return Stored.REFUSED
+        if self._join(name, length, life, now):  # somebody else stored it meanwhile
+            self._give(reservation.slot_class, reservation.segment, reservation.slot)
+            return Stored.PRESENT
+        # The tick of the reservation, not today's: a parent used since then must stay warmer.
+        entry = Entry(
+            reservation.serial, reservation.segment, reservation.slot, length, depth, reservation.tick, digest, life
+        )
+        self._put(name, entry)
+        self._blocks += 1
+        self._bytes += entry.slot_class * SLOT_ALIGN
+        return Stored.STORED
+
+    def release(self, reservation: Reservation) -> None:
+        """Give a reserved slot back unused."""
+        if self._withdraw(reservation):
+            self._give(reservation.slot_class, reservation.segment, reservation.slot)
+
+    def renew(self, name: bytes, uses: Sequence[float]) -> None:
+        """`name` was used at these times, in order. Unknown, dead and purged blocks stay what they are."""
+        entry = self.find(name)
+        if entry is not None and not self._is_purged(name, entry) and entry.life.servable(Depth.G3, uses[0]):
+            self._move(name, entry, renewed(entry.life, uses))
+
+    def drop(self, name: bytes) -> bool:
+        """Remove a block. Returns whether it was here."""
+        entry = self.find(name)
+        if entry is not None:
+            self._remove(name, entry)
+            self._give(entry.slot_class, entry.segment, entry.slot)
+        return entry is not None
+
+    def condemn(self, name: bytes, raw: bytes) -> bool:
+        """Remove the entry whose bytes were `raw` after its payload failed the check.
+
+        Returns False, changing nothing, if the block is another write's by now or gone: then the bytes
+        that failed were a slot's next tenant, not damage. A renewed entry is still the same write.
+        """
+        current = self._txn.get(BLOCKS + name)
+        if current is None:
+            return False
+        try:
+            before = Entry.decode(name, raw)
+        except CorruptError:
+            if current == raw:
+                self._excise(name)
+            return bool(current == raw)
+        entry = self.find(name)
+        if entry is not None and entry.serial != before.serial:
+            return False
+        self.drop(name)
+        return True
+
+    def drop_range(self, start: bytes, prefix: bytes, limit: int, *, born_until: float) -> tuple[int, bytes | None]:
+        """Remove up to `limit` blocks, from the name `start` on, whose names start with `prefix` and that were born
+        until then; looks at ten times as many at most. Returns how many went and where to go on, if there is more.
+        """
+        doomed: list[bytes] = []
+        following: bytes | None = None
+        for seen, (key, raw) in enumerate(rows(self._txn, BLOCKS + prefix, BLOCKS + start)):
+            name = key[len(BLOCKS) :]
+            if len(doomed) == limit or seen == 10 * limit:
+                following = name
+                break
+            try:
+                if born(Entry.decode(name, raw).life) <= born_until:
+                    doomed.append(name)
+            except CorruptError:
+                doomed.append(name)
+        for name in doomed:
+            self.drop(name)
+        return len(doomed), following
+
+    # Namespaces and scopes.
+
+    def register(self, namespace: bytes, fields: bytes) -> None:
+        """Note what a namespace digest stands for."""
+        self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
+
+    def bury(self, scoped: bytes, before: float) -> None:
+        """Set the tombstone of namespace ‖ scope; it only ever moves forward."""
+        if before > purged_until(self._txn, scoped):
+            self._txn.put(PURGED_KEY + scoped, _TIME.pack(before))
+
+    # Reservations and segments.
+
+    def reclaim(self) -> int:
+        """Take back the slots of owners that are dead. Returns how many."""
+        dead = []
+        for place, raw in rows(self._txn, RESERVED):
+            reservation = Reservation.decode(place, raw)
+            if not reservation.owner.alive(self._owner):
+                dead.append(reservation)
+        for reservation in dead:
+            self.release(reservation)
+        return len(dead)
+
+    # Inside.
+
+    def _purged_until(self, name: bytes) -> float:
+        return purged_until(self._txn, name[:_SCOPED])
+
+    def _is_purged(self, name: bytes, entry: Entry) -> bool:
+        return born(entry.life) <= self._purged_until(name)
+
+    def _join(self, name: bytes, length: int, life: Lifetime, now: float) -> bool:
+        """Join `life` to the block called `name`, if there is one that may be served once it has it."""
+        entry = self.find(name)
+        if entry is None:
+            return False
+        if entry.length != length or self._is_purged(name, entry):
+            self.drop(name)
+            return False
+        self._move(name, entry, entry.life.join(life, now))
+        return True
+
+    def _put(self, name: bytes, entry: Entry) -> None:
+        self._txn.put(BLOCKS + name, entry.encode(name))
+        self._txn.put(entry.order_key(), name)
+
+    def _move(self, name: bytes, entry: Entry, life: Lifetime) -> None:
+        """To the warm end, with a new life."""
+        self._txn.delete(entry.order_key())
+        self._put(name, replace(entry, tick=self.tick, life=life))
+
+    def _remove(self, name: bytes, entry: Entry) -> None:
+        """Out of `blocks` and `order`; the slot is the caller's."""
+        self._txn.delete(BLOCKS + name)
+        self._txn.delete(entry.order_key())
+        self._blocks -= 1
+        self._bytes -= entry.slot_class * SLOT_ALIGN
+
+    def _excise(self, name: bytes) -> None:
+        """Remove a block whose entry cannot be read: its place is found in `order`, by a scan."""
+        self._txn.delete(BLOCKS + name)
+        self._blocks -= 1
+        doomed = [key for key, value in rows(self._txn, ORDER) if value == name]
+        for key in doomed:
+            slot_cls, _tick, segment, slot = order_parts(key)
+            self._txn.delete(key)
+            self._bytes -= slot_cls * SLOT_ALIGN
+            self._give(slot_cls, segment, slot)
+
+    def _withdraw(self, reservation: Reservation) -> bool:
+        raw = self._txn.get(reservation.place)
+        if raw is None or Reservation.decode(reservation.place, raw).serial != reservation.serial:
+            return False
+        self._txn.delete(reservation.place)
+        return True
+
+    def _segment(self, number: int) -> Segment:
+        if number not in self._segments:
+            self._segments[number] = Segment.decode(self._txn.get(number_key(SEGMENTS, number)))
+        return self._segments[number]
+
+    def _give(self, slot_cls: int, segment: int, slot: int) -> None:
+        """A slot is free again; a segment without any use goes back to all classes."""
+        record = self._segment(segment)
+        self._segments[segment] = replace(record, used=record.used - 1)
+        self._txn.put(free_key(slot_cls, segment, slot), b"")
+        if record.used == 1:
+            self._retire(segment)
+
+    def _retire(self, segment: int) -> None:
+        slot_cls = self._segments[segment].slot_class
+        for key in list(self._free_keys(slot_cls, segment)):
+            self._txn.delete(key)
+        fill = number_key(FILL, slot_cls)
+        if self._txn.get(fill) == number_key(SEGMENTS, segment):
+            self._txn.delete(fill)
+        self._segments[segment] = Segment(segment % self.geometry.parts, 0, 0, 0, 0)
+        self._txn.put(number_key(SPARE, segment), b"")
+
+    def _free_keys(self, slot_cls: int, segment: int) -> Iterator[bytes]:
+        for key, _ in rows(self._txn, FREE, free_key(slot_cls, segment, 0)):
+            if free_parts(key)[:2] != (slot_cls, segment):
+                return
+            yield key
+
+    def _take(self, slot_cls: int) -> tuple[int, int] | None:
+        """A slot of the class as (segment, slot): a free one, a new one, or a victim's."""
+        return self._take_free(slot_cls) or self._take_fresh(slot_cls) or self._take_victim(slot_cls)
+
+    def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
+        key = next((key for key, _ in rows(self._txn, FREE, free_key(slot_cls, 0, 0))), None)
+        if key is None or free_parts(key)[0] != slot_cls:
+            return None
+        self._txn.delete(key)
+        _cls, segment, slot = free_parts(key)
+        record = self._segment(segment)
+        self._segments[segment] = replace(record, used=record.used + 1)
+        return segment, slot
+
+    def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
+        fill = number_key(FILL, slot_cls)
+        raw = self._txn.get(fill)
+        number: int | None = None if raw is None else number_of(raw)
+        if number is None or self._segment(number).fresh == self._segment(number).slots:
+            number = self._grow(slot_cls)
+            if number is None:
+                return None
+            self._txn.put(fill, number_key(SEGMENTS, number))
+        record = self._segment(number)
+        self._segments[number] = replace(record, fresh=record.fresh + 1, used=record.used + 1)
+        return number, record.fresh
+
+    def _grow(self, slot_cls: int) -> int | None:
+        """Give the class a segment that nobody uses."""
+        if not self._may_grow:
+            return None
+        for key, _ in rows(self._txn, SPARE):
+            if self._assign(number_of(key), slot_cls):
+                self._txn.delete(key)
+                return number_of(key)
+        number: int = self._segment_count
+        if number < self.geometry.segments and self._assign(number, slot_cls):
+            self._segment_count += 1
+            return number
+        return None
+
+    def _assign(self, number: int, slot_cls: int) -> bool:
+        slots = self.geometry.size_of(number) // (slot_cls * SLOT_ALIGN)
+        if slots:
+            self._segments[number] = Segment(number % self.geometry.parts, slot_cls, slots, 0, 0)
+        return slots > 0
+
+    def _take_victim(self, slot_cls: int) -> tuple[int, int] | None:
+        """The slot of the class's coldest block, which goes; or one in a segment taken from another class.
+
+        What this very transaction stored or renewed is never a victim: a chain longer than the store loses
+        its tail, not its head.
+        """
+        coldest = self._coldest(slot_cls)
+        rival = self._rival(slot_cls, coldest)
+        if rival is not None and self._seize(rival):
+            return self._take_fresh(slot_cls)
+        while coldest is not None:
+            key, name = coldest
+            _cls, tick, segment, slot = order_parts(key)
+            if tick >= self.tick:
+                return None
+            entry = self.find(name)
+            if entry is not None and entry.order_key() == key:
+                self._remove(name, entry)
+                return segment, slot
+            self._txn.delete(key)  # a line without a block behind it
+            coldest = self._coldest(slot_cls)
+        return None
+
+    def _coldest(self, slot_cls: int) -> tuple[bytes, bytes] | None:
+        key = self._seek(order_start(slot_cls))
+        return (key, self._order.value()) if key is not None and order_parts(key)[0] == slot_cls else None
+
+    def _seek(self, start: bytes) -> bytes | None:
+        """The first line of `order` from `start` on."""
+        if not self._order.set_range(start):
+            return None
+        key: bytes = self._order.key()
+        return key if key.startswith(ORDER) else None
+
+    def _hottest(self, slot_cls: int) -> int:
+        """The tick of the last line of a class that has lines."""
+        found = self._order.set_range(order_start(slot_cls + 1))
+        _ = self._order.prev() if found else self._order.last()
+        return order_parts(self._order.key())[1]
+
+    def _rival(self, slot_cls: int, coldest: tuple[bytes, bytes] | None) -> int | None:
+        """Another class that should give a segment: one whose hottest block is colder than our coldest or,
+        if we have no block at all, the one that holds the coldest."""
+        own = order_parts(coldest[0])[1] if coldest is not None else None
+        best: tuple[int, int] | None = None
+        key = self._seek(ORDER)
+        while key is not None:
+            rival, tick, *_ = order_parts(key)
+            if rival != slot_cls:
+                if own is not None:
+                    tick = self._hottest(rival)
+                if (own is None or tick < own) and (best is None or tick < best[0]):
+                    best = tick, rival
+            key = self._seek(order_start(rival + 1))
+        return None if best is None else best[1]
+
+    def _seize(self, slot_cls: int) -> bool:
+        """Evict the blocks of the class's coldest segment. True if that made the segment spare."""
+        coldest = self._coldest(slot_cls)
+        if coldest is None:
+            return False
+        segment = order_parts(coldest[0])[2]
+        doomed = []
+        for key, name in rows(self._txn, ORDER, order_start(slot_cls)):
+            parts = order_parts(key)
+            if parts[0] != slot_cls:
+                break
+            if parts[2] == segment:
+                doomed.append((key, name))
+        for key, name in doomed:
+            if not self.drop(name):
+                self._txn.delete(key)
+        return self._segment(segment).slot_class == 0

@@ -1,0 +1,386 @@
+"""A G3 store as this process has it open: lock, index, slab and threads, shared by the tiers on it.
+
+LMDB allows a process one environment per file, so tiers of several namespaces on one directory share one Store,
+found through a table of what is open. After an error that leaves the index or a file in doubt the store is
+*quarantined*: every verb fails until the writer thread has opened it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ClosedError, ConfigError, CorruptError, FormatError, TierError
+from kvtier.tiers.directory import DirectoryLock, Marker, move_aside, prepare, read_marker, write_marker
+from kvtier.tiers.entry import SLOT_ALIGN
+from kvtier.tiers.index import Index, Unusable, map_bytes_for
+from kvtier.tiers.lanes import Lanes
+from kvtier.tiers.ledger import Geometry, Ledger
+from kvtier.tiers.owner import Owner
+from kvtier.tiers.slab import Calls, Slab
+from kvtier.tiers.writer import Job, Writer
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES_MAX = 1 << 30
+SEGMENT_BYTES_SMALL = 64 << 20  # below this a segment is cut smaller only if the capacity is
+THREADS = 8
+WRITERS_MAX = 4
+LOCK_TIMEOUT_S = 5.0
+IDLE_S = 0.5
+RECLAIM_EVERY_S = 5.0
+PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
+GROWTH_PAUSE_S = 30.0
+TOUCHES_MAX = 1 << 18
+USES_MAX = 16  # of one block between two transactions; the latest replaces the last
+
+_open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
+_open_lock = threading.Lock()
+
+
+class Store:
+    """Made by `attach`, given back by `release`. Thread-safe."""
+
+    def __init__(self, parts: Sequence[Path], lock: DirectoryLock, index: Index, owner: Owner, calls: Calls) -> None:
+        self.parts = list(parts)
+        self.owner = owner
+        self.geometry = index.geometry()
+        self.lanes = Lanes(THREADS, WRITERS_MAX, "kvtier-g3-io")
+        self.slab = Slab(self.parts, self.geometry.size_of, calls)
+        self.users = 0
+        self._lock = lock
+        self._index: Index | None = index
+        self._calls = calls
+        self._state = threading.Lock()
+        self._quarantine: str | None = None
+        self._damaged = False
+        self._probe_at = 0.0
+        self._probe_wait_s = PROBE_FIRST_S
+        self._reclaim_at = 0.0
+        self._grow_at = 0.0
+        self._writing = 0
+        self._touches: dict[bytes, list[float]] = {}
+        self._writer = Writer(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
+
+    # Life.
+
+    @classmethod
+    def attach(cls, parts: Sequence[Path], capacity: int, block_bytes: int, calls: Calls) -> Store:
+        """Open the store, or create it, or share what this process has open. Blocks, for seconds at most.
+
+        Raises ConfigError, FormatError or TierError.
+        """
+        prepare(parts)
+        status = parts[0].stat()
+        key = (status.st_dev, status.st_ino)
+        with _open_lock:
+            store = _open_stores.get(key)
+            if store is not None and store.owner.pid != os.getpid():
+                raise ClosedError(
+                    f"{parts[0]} was opened by the process that forked this one; open it after the fork, or start "
+                    "processes by spawn"
+                )
+            if store is None:
+                store = cls._open(parts, capacity, block_bytes, calls)
+                _open_stores[key] = store
+                store._writer.start()
+            store.users += 1
+        slot_bytes = -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
+        if store.geometry.size_of(0) < slot_bytes:
+            store.release(LOCK_TIMEOUT_S)
+            raise ConfigError(
+                f"tiers.g3: {parts[0]} has segments of {store.geometry.size_of(0)} bytes, too small for blocks of "
+                f"{block_bytes}; raise tiers.g3.capacity, or remove the directory"
+            )
+        return store
+
+    @classmethod
+    def _open(cls, parts: Sequence[Path], capacity: int, block_bytes: int, calls: Calls) -> Store:
+        owner = Owner.current(secrets.randbits(63))
+        slot_bytes = -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
+        if capacity < slot_bytes:
+            raise ConfigError(
+                f"tiers.g3.capacity {capacity} is smaller than one block: at least {slot_bytes} bytes are needed"
+            )
+        lock = DirectoryLock(parts[0])
+        alone = lock.acquire(owner, LOCK_TIMEOUT_S)
+        try:
+            index = open_index(parts, capacity, slot_bytes, owner, alone=alone)
+            if alone:
+                index.transact(Ledger.reclaim)
+                lock.share()
+            return cls(parts, lock, index, owner, calls)
+        except BaseException:
+            lock.release()
+            raise
+
+    def release(self, timeout_s: float) -> None:
+        """One user less; the last one closes everything, within `timeout_s` or not at all.
+
+        A thread that is stuck below LMDB's write lock or in the device keeps what it needs; it ends with the process.
+        """
+        with _open_lock:
+            self.users -= 1
+            if self.users:
+                return
+            end = time.monotonic() + timeout_s
+            for key in [key for key, store in _open_stores.items() if store is self]:
+                del _open_stores[key]
+        if self.owner.pid != os.getpid():
+            return
+        stopped = self._writer.stop(max(0.05, end - time.monotonic()))
+        stopped &= self.lanes.stop(max(0.05, end - time.monotonic()))
+        if not stopped:
+            log.warning("g3: %s: closed with a thread still waiting for the device or a stopped process", self.parts[0])
+            return
+        with self._state:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+                self._quarantine = "it is closed"
+        self.slab.close()
+        self._lock.release()
+
+    # Use.
+
+    @property
+    def index(self) -> Index:
+        """The open index. Raises TierError while the store is quarantined, ClosedError after a fork."""
+        if self.owner.pid != os.getpid():
+            raise ClosedError(f"{self.parts[0]} was opened by the process that forked this one")
+        index = self._index
+        if index is None:
+            raise TierError("g3", "use", f"{self.parts[0]} is quarantined: {self._quarantine}")
+        return index
+
+    def submit(self, work: Callable[[Ledger], Any]) -> Job:
+        """Queue work for the next write transaction. Never blocks."""
+        _ = self.index
+        return self._writer.submit(work)
+
+    def touch(self, names: Sequence[bytes], now: float) -> None:
+        """Note uses for the next write transaction. Past TOUCHES_MAX further ones are forgotten."""
+        with self._state:
+            for name in names:
+                if len(self._touches) >= TOUCHES_MAX and name not in self._touches:
+                    return
+                uses = self._touches.setdefault(name, [])
+                del uses[USES_MAX - 1 :]
+                uses.append(now)
+
+    def uses(self, name: bytes) -> Sequence[float]:
+        """Uses of a block that no transaction has brought to the index yet."""
+        with self._state:
+            return tuple(self._touches.get(name, ()))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """While inside, slots of this process may be written to: the store is not opened anew."""
+        with self._state:
+            _ = self.index
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._writing -= 1
+
+    def volume_full(self) -> None:
+        """The volume took no more bytes: use the segments there are for a while."""
+        self._grow_at = time.monotonic() + GROWTH_PAUSE_S
+
+    def quarantine(self, reason: str, *, damaged: bool = False) -> None:
+        """Take the store out of use until the writer thread has opened it again. `damaged`: with a new index."""
+        with self._state:
+            if self._quarantine is None:
+                self._probe_wait_s = PROBE_FIRST_S
+                log.warning("g3: %s: quarantined: %s", self.parts[0], reason)
+            self._quarantine = reason
+            self._damaged |= damaged
+            self._probe_at = time.monotonic() + self._probe_wait_s
+            index, self._index = self._index, None
+        if index is not None:
+            index.close()
+
+    # On the writer thread.
+
+    def _commit(self, jobs: Sequence[Job]) -> None:
+        import lmdb
+
+        index = self._index
+        if index is None:
+            self._probe()
+            index = self._index
+        if index is None:
+            _fail(jobs, TierError("g3", "commit", f"{self.parts[0]} is quarantined: {self._quarantine}"))
+            return
+        running: list[Job] = []
+        results: list[Any] = []
+
+        def started() -> bool:
+            running.extend(job for job in jobs if job.future.set_running_or_notify_cancel())
+            return bool(running)
+
+        def work(ledger: Ledger) -> None:
+            for name, uses in self._take_touches().items():
+                ledger.renew(name, uses)
+            results.extend(job.work(ledger) for job in running)
+
+        try:
+            index.transact(work, started=started, may_grow=time.monotonic() >= self._grow_at)
+        except lmdb.MapFullError as error:
+            index.forget_dead_readers()
+            _fail(running, TierError("g3", "commit", str(error)))
+        except lmdb.Error as error:
+            self._suspect(error)
+            _fail(running, TierError("g3", "commit", str(error)))
+        except Exception as error:  # what a damaged record makes of the code that reads it
+            log.exception("g3: %s: a transaction failed", self.parts[0])
+            self.quarantine(f"{type(error).__name__}: {error}", damaged=True)
+            _fail(running, TierError("g3", "commit", str(error)))
+        else:
+            for job, result in zip(running, results, strict=True):
+                job.future.set_result(result)
+
+    def _suspect(self, error: Exception) -> None:
+        import lmdb
+
+        damage = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.BadDbiError)
+        self.quarantine(f"{type(error).__name__}: {error}", damaged=isinstance(error, damage))
+
+    def _take_touches(self) -> dict[bytes, list[float]]:
+        with self._state:
+            touches, self._touches = self._touches, {}
+        return touches
+
+    def _rest(self) -> None:
+        """Nothing to do: bring touches to the medium, take back what dead owners left, probe."""
+        now = time.monotonic()
+        if self._index is None:
+            self._probe()
+        elif now >= self._reclaim_at or self._touches:
+            due, self._reclaim_at = now >= self._reclaim_at, now + RECLAIM_EVERY_S
+            if due and not self._touches and not self._index.has_reservations():
+                return
+            self._commit([Job(lambda ledger: ledger.reclaim() if due else 0)])
+            if due and self._index is not None:
+                self._index.forget_dead_readers()
+
+    def _probe(self) -> None:
+        """Try to open the store again, at growing intervals, once none of our own writes is under way."""
+        with self._state:
+            if self._quarantine == "it is closed" or time.monotonic() < self._probe_at or self._writing:
+                return
+            alone = self._lock.try_exclusive()
+            try:
+                owner = Owner.current(secrets.randbits(63))
+                index = self._reopen(owner, alone=alone)
+                self.slab.close()
+                probe(self.parts)
+                self.owner, self._index, self._quarantine, self._damaged = owner, index, None, False
+                log.warning("g3: %s: in use again", self.parts[0])
+            except (Unusable, TierError, FormatError, ConfigError, CorruptError, OSError) as error:
+                self._quarantine = str(error)
+                self._probe_wait_s = min(2 * self._probe_wait_s, PROBE_LAST_S)
+                self._probe_at = time.monotonic() + self._probe_wait_s
+            finally:
+                if alone:
+                    self._lock.share()
+
+    def _reopen(self, owner: Owner, *, alone: bool) -> Index:
+        geometry = self.geometry
+        index = open_index(self.parts, geometry.capacity, geometry.segment_bytes, owner, alone=alone)
+        if self._damaged:
+            try:
+                index.check()
+            except Exception as error:  # whatever damaged records make of the code that reads them
+                index.close()
+                if not alone:
+                    raise Unusable("it is damaged, and other processes use it") from None
+                log.warning(
+                    "g3: %s is damaged: %s; moved to %s", self.parts[0], error, move_aside(self.parts[0] / "index")
+                )
+                index = open_index(self.parts, geometry.capacity, geometry.segment_bytes, owner, alone=True)
+        return index
+
+
+def _fail(jobs: Sequence[Job], error: Exception) -> None:
+    for job in jobs:
+        if not job.future.done() and (job.future.running() or job.future.set_running_or_notify_cancel()):
+            job.future.set_exception(error)
+
+
+def probe(parts: Sequence[Path]) -> None:
+    """Write, sync and read a page in each part. Raises OSError."""
+    for part in parts:
+        path = part / "PROBE"
+        page = secrets.token_bytes(SLOT_ALIGN)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.pwrite(fd, page, 0) != len(page):
+                raise OSError(errno.EIO, "short write", str(path))
+            os.fdatasync(fd)
+            if os.pread(fd, SLOT_ALIGN, 0) != page:
+                raise OSError(errno.EIO, "reads back other bytes than were written", str(path))
+        finally:
+            os.close(fd)
+            path.unlink()
+
+
+def open_index(parts: Sequence[Path], capacity: int, slot_bytes: int, owner: Owner, *, alone: bool) -> Index:
+    """The index of a store whose lock the caller holds: what is there, or, if `alone`, a new one in its place.
+
+    Raises FormatError for what must not be touched, ConfigError for the wrong paths, TierError where damage cannot
+    be repaired because others use the store.
+    """
+    markers = [read_marker(part) for part in parts]
+    for number, marker in enumerate(markers):
+        if marker is not None and (marker.part != number or marker.parts != len(parts)):
+            raise ConfigError(
+                f"tiers.g3.path {parts[number]} is part {marker.part} of {marker.parts} of its store, "
+                f"not {number} of {len(parts)}; give all paths of a store, in the same order"
+            )
+    known = {marker.uuid for marker in markers if marker is not None}
+    if len(known) > 1:
+        raise FormatError(f"{', '.join(map(str, parts))} belong to different stores")
+    path = parts[0] / "index"
+    needed = map_bytes_for(capacity // slot_bytes)
+    index = None
+    try:
+        if path.exists() or not alone:
+            index = Index.attach(path, owner, alone=alone, map_bytes=needed)
+    except Unusable as error:
+        if not alone:
+            raise TierError("g3", "open", f"{path} is unusable and other processes use it: {error}") from None
+        log.warning("g3: %s cannot be used: %s; moved to %s, the store starts empty", path, error, move_aside(path))
+    name = next(iter(known), None)
+    if index is not None:
+        found = index.uuid().hex()
+        if name is not None and name != found:
+            index.close()
+            raise FormatError(
+                f"{path} belongs to the store {found}, but {parts[0]} to {name}; put the right index back, or remove it"
+            )
+        name = found
+    name = name or uuid.uuid4().hex
+    if alone:
+        for number, part in enumerate(parts):
+            if markers[number] is None:
+                write_marker(part, Marker(name, number, len(parts)))
+    if index is None:
+        for part in parts:
+            for file in (part / "slab").glob("*.slab"):
+                file.unlink()
+        segment = min(SEGMENT_BYTES_MAX, max(capacity // 16, SEGMENT_BYTES_SMALL), capacity) // slot_bytes * slot_bytes
+        geometry = Geometry(capacity, max(segment, slot_bytes), len(parts))
+        index = Index.create(path, bytes.fromhex(name), geometry, needed, owner)
+    return index
