@@ -34,7 +34,7 @@ def test_a_tier_never_outgrows_its_capacity_and_agrees_with_its_policy(name, cap
 @pytest.mark.parametrize("capacity", [7, 60, 400])
 @pytest.mark.parametrize("name", CLOSED)
 def test_residents_stay_prefix_closed(name, capacity, seed, make_owner, make_sessions):
-    owner = make_owner(make_policy(name, capacity), capacity)
+    owner = make_owner(make_policy(name, capacity, refuses=True), capacity)
     parents = {}
     for number, (now, chain) in enumerate(make_sessions(seed, 600, 40)):
         parents.update(zip(chain[1:], chain, strict=False))
