@@ -1,0 +1,120 @@
+"""The cache's counters for Prometheus, read from `stats()` when they are asked for.
+
+    serve(cache.stats, port=9400)                   an HTTP endpoint of its own
+    REGISTRY.register(StatsCollector(cache.stats))  or a place in the process's registry
+
+Labels are tiers, reasons and outcomes. There is none for a tenant, scope or key: who can read the metrics must not
+learn what somebody else's prompts share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+Stats = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """How one entry of `stats()` is exported. `label`: the entry is a mapping, its keys are that label's values."""
+
+    name: str
+    help: str
+    counter: bool = True
+    label: str | None = None
+
+
+REQUESTS = {
+    "lookups": Family("kvtier_lookup_blocks", "Blocks asked for."),
+    "hits": Family("kvtier_hit_blocks", "Blocks served, by all tiers together."),
+    "misses": Family("kvtier_miss_blocks", "Blocks not served, by reason.", label="reason"),
+    "accepted": Family("kvtier_accepted_blocks", "Blocks taken in by put."),
+    "dropped": Family("kvtier_dropped_blocks", "Accepted blocks that no lower tier took."),
+}
+"""Entries of `stats()["requests"]`."""
+
+TIERS = {
+    "blocks": Family("kvtier_tier_blocks", "Blocks held.", counter=False),
+    "bytes": Family("kvtier_tier_bytes", "Bytes held.", counter=False),
+    "capacity_bytes": Family("kvtier_tier_capacity_bytes", "Bytes that may be held; 0: no bound.", counter=False),
+    "hits": Family("kvtier_tier_hit_blocks", "Blocks served from this tier."),
+    "misses": Family("kvtier_tier_miss_blocks", "Blocks this tier was asked for and did not give.", label="reason"),
+    "evictions": Family("kvtier_tier_evicted_blocks", "Blocks that left for others."),
+    "latency": Family("kvtier_tier_latency_ms", "Time per call over the last calls.", counter=False, label="figure"),
+    "pinned": Family("kvtier_tier_pinned_blocks", "Blocks under a lease.", counter=False),
+    "quarantined": Family("kvtier_tier_quarantined_blocks", "Slots that wait for a late transfer.", counter=False),
+    "late": Family("kvtier_tier_late_blocks", "Transfers that missed their deadline."),
+    "loaded": Family("kvtier_tier_loaded_blocks", "Blocks read and verified."),
+    "stored": Family("kvtier_tier_stored_blocks", "Blocks handed to this tier, by outcome.", label="outcome"),
+    "refused": Family("kvtier_tier_refused_blocks", "Blocks the queue did not take, by reason.", label="reason"),
+    "pending": Family("kvtier_tier_pending_blocks", "Blocks waiting to be written.", counter=False),
+    "read_bytes": Family("kvtier_tier_read_bytes", "Bytes read."),
+    "written_bytes": Family("kvtier_tier_written_bytes", "Bytes written."),
+    "health": Family("kvtier_tier_health", "1 for the state the tier is in.", counter=False, label="state"),
+}
+"""Entries of `stats()[tier]`."""
+
+
+class StatsCollector(Collector):
+    """Exports what `stats` returns. `collect` calls it once and holds nothing between calls."""
+
+    def __init__(self, stats: Callable[[], Stats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """One metric family per entry. Takes as long as `stats` does; waits for no tier."""
+        stats = self._stats()
+        tiers = {name: entry for name, entry in stats.items() if name != "requests"}
+        for key, family in REQUESTS.items():
+            yield _export(family, {(): stats["requests"].get(key)}, ())
+        for key, family in TIERS.items():
+            yield _export(family, {(name,): entry.get(key) for name, entry in tiers.items()}, ("tier",))
+
+
+def _export(family: Family, found: Mapping[tuple[str, ...], Any], labels: tuple[str, ...]) -> Metric:
+    """`found[label values]` is a figure, or a mapping of them where the family has a label; None is left out."""
+    kind = CounterMetricFamily if family.counter else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=[*labels, *([family.label] if family.label else [])])
+    for values, figure in found.items():
+        if figure is None:
+            continue
+        if family.label is None:
+            metric.add_metric(values, float(figure))
+        else:
+            # A state's name stands for itself: the series of that name is 1.
+            each = {figure: 1.0} if isinstance(figure, str) else figure
+            for name, value in each.items():
+                if value is not None:
+                    metric.add_metric((*values, str(name)), float(value))
+    return metric
+
+
+class Endpoint:
+    """A running `/metrics` page at `url`. Close it, or use it as a context manager."""
+
+    def __init__(self, stats: Callable[[], Stats], port: int, address: str) -> None:
+        registry = CollectorRegistry()
+        registry.register(StatsCollector(stats))
+        self._server, self._thread = start_http_server(port, address, registry)
+        self.url = f"http://{address}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        """Stop answering. Blocks until the last answer is out."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def serve(stats: Callable[[], Stats], port: int = 9400, address: str = "127.0.0.1") -> Endpoint:
+    """Answer on `address`:`port` (0: any free one) from a thread of its own. Raises OSError if the port is taken."""
+    return Endpoint(stats, port, address)

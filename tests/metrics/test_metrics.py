@@ -1,0 +1,78 @@
+"""What `stats()` says reaches Prometheus and `kvtier top`, and nothing about tenants does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtier.cli import main
+from kvtier.cli.top import read_figures
+from kvtier.errors import InvalidRequest
+from kvtier.metrics import REQUESTS, TIERS, StatsCollector, serve
+
+STATS = {
+    "requests": {"lookups": 10, "hits": 7, "misses": {"absent": 2, "late": 1}, "accepted": 5, "dropped": 0},
+    "g2": {
+        "blocks": 3,
+        "bytes": 3 << 20,
+        "capacity_bytes": 4 << 20,
+        "hits": 6,
+        "misses": {},
+        "evictions": 2,
+        "latency": {},
+    },
+    "g3": {
+        "blocks": 5,
+        "bytes": 5 << 20,
+        "capacity_bytes": 0,
+        "hits": 1,
+        "misses": {"corrupt": 1},
+        "evictions": 0,
+        "latency": {"read_p50_ms": 1.5, "read_p99_ms": None},
+        "health": "well",
+    },
+}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serve(lambda: STATS, 0) as endpoint:
+        yield endpoint.url
+
+
+def test_every_figure_is_exported() -> None:
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(lambda: STATS))
+    value = registry.get_sample_value
+    assert value("kvtier_lookup_blocks_total") == 10
+    assert value("kvtier_miss_blocks_total", {"reason": "late"}) == 1
+    assert value("kvtier_tier_bytes", {"tier": "g2"}) == 3 << 20
+    assert value("kvtier_tier_miss_blocks_total", {"tier": "g3", "reason": "corrupt"}) == 1
+    assert value("kvtier_tier_latency_ms", {"tier": "g3", "figure": "read_p50_ms"}) == 1.5
+    assert value("kvtier_tier_latency_ms", {"tier": "g3", "figure": "read_p99_ms"}) is None
+    assert value("kvtier_tier_health", {"tier": "g3", "state": "well"}) == 1
+
+
+def test_no_label_names_a_tenant() -> None:
+    labels = {family.label for family in (*REQUESTS.values(), *TIERS.values())} - {None}
+    assert labels == {"reason", "figure", "outcome", "state"}
+
+
+def test_top_reads_the_endpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_figures(url)["g2"]["bytes"] == 3 << 20
+    with pytest.raises(SystemExit):
+        main(["top", url, "--json"])
+    assert json.loads(capsys.readouterr().out)["g3"]["miss_blocks[corrupt]"] == 1
+    with pytest.raises(SystemExit):
+        main(["top", url, "--once"])
+    shown = capsys.readouterr().out
+    assert "70.0% served" in shown and "absent 2" in shown and "75%" in shown
+
+
+@pytest.mark.parametrize("wrong", ["file:///etc/passwd", "ftp://127.0.0.1/", "127.0.0.1:9400", "http://127.0.0.1:1/"])
+def test_top_names_an_endpoint_that_is_none(wrong: str) -> None:
+    with pytest.raises(InvalidRequest, match=wrong):
+        read_figures(wrong)
