@@ -26,6 +26,11 @@ CALLS = frozenset(
 )
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"})
 
+MAY_READ_ENVIRONMENT = {
+    "kvtier/config.py",  # the one that reads it for kvtier
+    "kvtier/testing/servers.py",  # passes it on to the servers that it starts
+}
+
 
 def dotted(node: ast.AST) -> str:
     """`a.b.c` of a name or attribute, else the empty string."""
@@ -71,7 +76,7 @@ def test_the_source_neither_runs_bytes_nor_reads_the_environment(root: Path, tre
     found = []
     for name in sources:
         parsed = ast.parse((root / name).read_text(), name)
-        found += [f"{name}:{fault}" for fault in faults(parsed, reads_environment=name == "kvtier/config.py")]
+        found += [f"{name}:{fault}" for fault in faults(parsed, reads_environment=name in MAY_READ_ENVIRONMENT)]
     assert not found
 
 
