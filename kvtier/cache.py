@@ -30,7 +30,7 @@ from kvtier.lease import Lease
 from kvtier.manager import Flushed, Manager, Settings
 from kvtier.namespace import Namespace
 from kvtier.policy import LRU
-from kvtier.terms import Terms, resolve
+from kvtier.terms import Lifetime, Terms, resolve
 from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
 
@@ -46,13 +46,14 @@ _TIER_NAMES = ("g2", "g3", "g4")
 class Hit:
     """The prefix that `get` found. A context manager: its blocks are valid inside the `with` and not after it.
 
-    `blocks[i]` is a read-only view of block i's bytes; `tiers[i]` names the tier it was in; `miss` says why the prefix
-    is not longer (None: all keys were served).
+    `blocks[i]` is a read-only view of block i's bytes; `tiers[i]` names the tier it was in, `lives[i]` its terms;
+    `miss` says why the prefix is not longer (None: all keys were served).
     """
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self.tiers: list[str] = lease.tiers
+        self.lives: list[Lifetime] = [slot.life for slot in lease.slots]
         self.miss: Miss | None = lease.miss
         self.blocks: list[memoryview] = [_view(slot) for slot in lease.slots]
 
@@ -170,6 +171,12 @@ class _Face:
         check_keys(keys, distinct=distinct)
         return [BlockKey(key) for key in keys]
 
+    def _wanted(self, keys: Sequence[bytes], start: int) -> list[BlockKey]:
+        chain = self._chain(keys, distinct=False)
+        if not 0 <= start <= len(chain):
+            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
+        return chain
+
     def _store(
         self, keys: Sequence[bytes], buffers: Sequence[Buffer], retention: str | Terms | None, start: int
     ) -> tuple[_Store, Terms]:
@@ -248,13 +255,13 @@ class AsyncCache(_Face):
         chain = self._chain(keys, distinct=False)
         return await self.manager.match(chain, self._deadline(timeout, self.config.deadlines.lookup))
 
-    def get(self, keys: Sequence[bytes], timeout: float | None = None) -> _Getting:
-        chain = self._chain(keys, distinct=False)
-        return _Getting(self._get(chain, self._deadline(timeout, self.config.deadlines.get)))
+    def get(self, keys: Sequence[bytes], timeout: float | None = None, *, start: int = 0) -> _Getting:
+        chain = self._wanted(keys, start)
+        return _Getting(self._get(chain, self._deadline(timeout, self.config.deadlines.get), start))
 
-    async def _get(self, chain: list[BlockKey], deadline: float) -> Hit:
-        lease = await self.manager.promote(chain, deadline)
-        self.manager.count(lease, len(chain))
+    async def _get(self, chain: list[BlockKey], deadline: float, start: int) -> Hit:
+        lease = await self.manager.promote(chain, deadline, start)
+        self.manager.count(lease, len(chain) - start)
         return Hit(lease)
 
     async def flush(self, timeout: float | None = None) -> Flushed:
@@ -351,15 +358,18 @@ class Cache(_Face):
             return resident
         return self._run(self.manager.match(chain, self._deadline(timeout, self.config.deadlines.lookup)))
 
-    def get(self, keys: Sequence[bytes], timeout: float | None = None) -> Hit:
-        """The longest prefix that is there by `timeout` seconds (deadlines.get), promoted into G2 and verified."""
-        chain = self._chain(keys, distinct=False)
+    def get(self, keys: Sequence[bytes], timeout: float | None = None, *, start: int = 0) -> Hit:
+        """The longest prefix that is there by `timeout` seconds (deadlines.get), promoted into G2 and verified.
+
+        With `start`, the caller has the blocks before it already: the hit begins with block `start`.
+        """
+        chain = self._wanted(keys, start)
         deadline = self._deadline(timeout, self.config.deadlines.get)
-        lease = self.manager.pin(chain)
-        if len(lease) < len(chain) and self.manager.lower:
+        lease = self.manager.pin(chain, start)
+        if len(lease) < len(chain) - start and self.manager.lower:
             lease.release()
-            lease = self._run(self.manager.promote(chain, deadline))
-        self.manager.count(lease, len(chain))
+            lease = self._run(self.manager.promote(chain, deadline, start))
+        self.manager.count(lease, len(chain) - start)
         return Hit(lease)
 
     def flush(self, timeout: float | None = None) -> Flushed:

@@ -177,33 +177,36 @@ class Manager:
         with self.lock:
             return self.host.prefix(chain, self._clock.wall())
 
-    def pin(self, chain: Sequence[BlockKey]) -> Lease:
-        """Look up and pin, in one critical section, the leading blocks that are READY in G2."""
+    def pin(self, chain: Sequence[BlockKey], start: int = 0) -> Lease:
+        """Look up and pin, in one critical section, the blocks from `start` on that are READY in G2, up to the first
+        that is not. Those before `start` the caller has (in G1); they count as used."""
         self._usable()
         now = self._clock.wall()
         holds: list[Hold] = []
         miss: Miss | None = None
         with self.lock:
-            for key in chain:
+            for key in chain[start:]:
                 slot = self.host.pin(key, now)
                 if slot is None:
                     miss = self.host.peek(key, now) or Miss.EVICTED
                     break
                 holds.append((slot, slot.generation))
-            self.host.reference(chain, len(holds), self._clock.monotonic())
-            self._note_use(chain[: len(holds)], now)
+            self.host.reference(chain, start + len(holds), self._clock.monotonic())
+            self._note_use(chain[: start + len(holds)], now)
         return Lease(holds, [self.host.name] * len(holds), miss, self.release)
 
     async def match(self, chain: Sequence[BlockKey], deadline: float | None = None) -> int:
         """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
         return make_plan(await self._locate(chain, deadline), len(chain)).hit
 
-    async def _locate(self, chain: Sequence[BlockKey], deadline: float | None) -> list[Where]:
-        """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown."""
+    async def _locate(self, chain: Sequence[BlockKey], deadline: float | None, start: int = 0) -> list[Where]:
+        """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Those before
+        `start` need no looking for and are given as G2's."""
         self._usable()
         now = self._clock.wall()
         with self.lock:
-            where: list[Where] = [self.host.peek(key, now) or self.host.name for key in chain]
+            where: list[Where] = [self.host.name] * start
+            where += [self.host.peek(key, now) or self.host.name for key in chain[start:]]
         if deadline is None:
             deadline = self._clock.monotonic() + self._settings.lookup_s
         for tier in self.lower.values():
@@ -218,16 +221,19 @@ class Manager:
                     where[index] = miss  # the more telling reason
         return where
 
-    async def promote(self, chain: Sequence[BlockKey], deadline: float) -> Lease:
-        """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss."""
+    async def promote(self, chain: Sequence[BlockKey], deadline: float, start: int = 0) -> Lease:
+        """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss.
+
+        Blocks before `start` the caller has (in G1): they are not in the lease, but count as used.
+        """
         self._usable()
         lookup_by = min(deadline, self._clock.monotonic() + self._settings.lookup_s)
-        where = await self._locate(chain, lookup_by)
+        where = await self._locate(chain, lookup_by, start)
         plan = make_plan(where, self.host.capacity, self.host.name, self._costs())
         now = self._clock.wall()
         pinned: dict[int, Slot] = {}
         with self.lock:
-            for index in range(plan.hit):
+            for index in range(start, plan.hit):
                 if where[index] == self.host.name and (slot := self.host.pin(chain[index], now)) is not None:
                     pinned[index] = slot
         try:
@@ -236,8 +242,8 @@ class Manager:
             self.release([(slot, slot.generation) for slot in pinned.values()])
             raise
         pinned.update({index: out for index, out in loaded.items() if isinstance(out, Slot)})
-        hit = next((index for index in range(plan.hit) if index not in pinned), plan.hit)
-        holds = [(pinned[index], pinned[index].generation) for index in range(hit)]
+        hit = next((index for index in range(start, plan.hit) if index not in pinned), max(start, plan.hit))
+        holds = [(pinned[index], pinned[index].generation) for index in range(start, hit)]
         self.release([(slot, slot.generation) for index, slot in pinned.items() if index >= hit])
         miss = plan.miss
         if hit < plan.hit:
@@ -247,7 +253,7 @@ class Manager:
             self.host.reference(chain, hit, self._clock.monotonic())
             self._note_use(chain[:hit], now)
         self._sink(chain, where, loaded)
-        return Lease(holds, [str(place) for place in where[:hit]], miss, self.release)
+        return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release)
 
     def computed(self, blocks: int, seconds: float) -> None:
         """The engine computed this many blocks in this time: the estimate that loading is weighed against."""

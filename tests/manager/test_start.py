@@ -1,0 +1,32 @@
+"""`get(start=…)`: for a caller that has the head of a chain in G1."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvtier
+from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+CONFIG = kvtier.Config.parse({"version": 1, "tiers": {"g2": {"capacity": "64KiB"}}})
+
+
+def test_blocks_before_the_start_are_neither_loaded_nor_leased() -> None:
+    keys = chain_of(NS, 8)
+    clock = VirtualClock()
+    with kvtier.open(CONFIG, NS, clock=clock, tiers=[MemoryTier(NS, clock)]) as cache:
+        cache.put(keys, [payload_of(key, BLOCK) for key in keys])
+        assert cache.flush().durable == {"g3": 8}
+        cache.evict("g2")
+        with cache.get(keys, start=5) as hit:
+            assert [bytes(block) for block in hit.blocks] == [payload_of(key, BLOCK) for key in keys[5:]]
+            assert hit.tiers == ["g3"] * 3 and len(hit.lives) == 3
+        assert cache.stats()["g2"]["blocks"] == 3
+        with cache.get(keys, start=8) as hit:
+            assert len(hit) == 0 and hit.miss is None
+        with cache.get(keys) as hit:
+            assert hit.tiers == ["g3"] * 5 + ["g2"] * 3
+        cache.check()
+        with pytest.raises(kvtier.InvalidRequest):
+            cache.get(keys, start=9)
