@@ -29,7 +29,7 @@ from kvtier.errors import ClosedError, ConfigError, InvalidRequest
 from kvtier.lease import Lease
 from kvtier.manager import Flushed, Manager, Settings
 from kvtier.namespace import Namespace
-from kvtier.policy import LRU
+from kvtier.policy import make_policy
 from kvtier.terms import Lifetime, Terms, resolve
 from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
@@ -368,7 +368,7 @@ class Cache(_Face):
         lease = self.manager.pin(chain, start)
         if len(lease) < len(chain) - start and self.manager.lower:
             lease.release()
-            lease = self._run(self.manager.promote(chain, deadline, start))
+            lease = self._run(self.manager.promote(chain, deadline, start, referenced=True))
         self.manager.count(lease, len(chain) - start)
         return Hit(lease)
 
@@ -484,7 +484,7 @@ def build(config: Config, namespace: Namespace, clock: Clock, lower: Sequence[Ti
     )
     if lower is None:
         lower = lower_tiers(config, namespace, clock)
-    return Manager(HostTier(arena, LRU()), lower, clock, settings)
+    return Manager(HostTier(arena, make_policy(config.policy, arena.slots)), lower, clock, settings)
 
 
 def lower_tiers(config: Config, namespace: Namespace, clock: Clock) -> list[Tier]:

@@ -221,10 +221,13 @@ class Manager:
                     where[index] = miss  # the more telling reason
         return where
 
-    async def promote(self, chain: Sequence[BlockKey], deadline: float, start: int = 0) -> Lease:
+    async def promote(
+        self, chain: Sequence[BlockKey], deadline: float, start: int = 0, *, referenced: bool = False
+    ) -> Lease:
         """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss.
 
-        Blocks before `start` the caller has (in G1): they are not in the lease, but count as used.
+        Blocks before `start` the caller has (in G1): they are not in the lease, but count as used. `referenced`:
+        `pin` was called for the same request and has told the policy of it.
         """
         self._usable()
         lookup_by = min(deadline, self._clock.monotonic() + self._settings.lookup_s)
@@ -236,6 +239,8 @@ class Manager:
             for index in range(start, plan.hit):
                 if where[index] == self.host.name and (slot := self.host.pin(chain[index], now)) is not None:
                     pinned[index] = slot
+            if not referenced:  # before the loads, so that the policy knows for whom it makes room
+                self.host.reference(chain, len(pinned), self._clock.monotonic())
         try:
             loaded = await self.transfers.load(self.lower, chain, plan.loads, deadline)
         except BaseException:
@@ -250,7 +255,6 @@ class Manager:
             outcome = loaded.get(hit, Miss.EVICTED)
             miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
         with self.lock:
-            self.host.reference(chain, hit, self._clock.monotonic())
             self._note_use(chain[:hit], now)
         self._sink(chain, where, loaded)
         return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release)
@@ -435,7 +439,7 @@ class Manager:
         """A put of `chain` is over: give its blocks their order of eviction, tail coldest."""
         with self.lock:
             resident = self.host.prefix(chain, self._clock.wall())
-            self.host.reference(chain, resident, self._clock.monotonic())
+            self.host.settle(chain, resident, self._clock.monotonic())
 
     def queue_room(self) -> int:
         """Blocks that demotion would accept now; all of G2 where there is no lower tier."""
@@ -544,6 +548,8 @@ class Manager:
         while True:
             await asyncio.sleep(self._settings.housekeeping_s)
             self._flush_touches()
+            with self.lock:
+                self.host.learn()
             waited_s += self._settings.housekeeping_s
             if waited_s >= self._settings.tombstones_s:
                 waited_s = 0.0

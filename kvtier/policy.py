@@ -55,6 +55,9 @@ class Policy(Protocol):
         that must be made whatever it costs: the coldest. The owner calls `remove` if it does evict.
         """
 
+    def learn(self) -> None:
+        """Do what no request has to wait for; now and then, after requests were answered."""
+
     def check(self, resident: set[BlockKey]) -> None:
         """Assert that the policy orders exactly these blocks."""
 

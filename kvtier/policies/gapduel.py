@@ -32,7 +32,7 @@ WINDOW_PER_BLOCK, WINDOW_MIN = 5, 20000  # references over which scores fade; 5,
 GAP_FIRST_S = 60.0  # G before the first reuse is seen
 GAP_MIN_S = 1e-3
 GAP_FADE = 0.999
-LAG_MAX = 64  # requests that may wait for `learn` before `reference` does it itself
+LAG_MAX = 64  # requests that may wait for `learn`; past it each `reference` catches up on two
 
 _MAGIC = b"KVGAPDU1"
 _HEAD = struct.Struct("<8sQddIB")
@@ -42,7 +42,7 @@ class GapDuel(Ranking):
     """The rule above for a tier of `capacity` blocks. Starts as LRU and needs about one window to learn.
 
     Shadows replay a request in `learn`, which the owner calls after it has answered; requests that nobody
-    called it for are caught up on in `reference`, LAG_MAX at a time, so the lag stays bounded.
+    called it for are caught up on in `reference`, so the lag stays bounded.
     """
 
     def __init__(self, capacity: int, *, refuses: bool = True, rules: tuple[Rule, ...] = RULES) -> None:
@@ -61,14 +61,16 @@ class GapDuel(Ranking):
 
     def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         super().reference(chain, resident, now)
-        if len(self._waiting) >= LAG_MAX:
-            self.learn()
+        if len(self._waiting) > LAG_MAX:
+            self._catch_up(2)
 
     def learn(self) -> None:
         """Let the shadows catch up: some 20 µs per request. Under the owner's lock, off the request's path."""
-        waiting, duel = self._waiting, self._duel
-        while waiting:
-            duel.learn(waiting.popleft())
+        self._catch_up(len(self._waiting))
+
+    def _catch_up(self, requests: int) -> None:
+        for _ in range(requests):
+            self._duel.learn(self._waiting.popleft())
 
     def stats(self) -> dict[str, float]:
         """For metrics: the rule in force, every rule's score, switches, refused newcomers, G."""

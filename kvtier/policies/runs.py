@@ -111,7 +111,7 @@ class Ranking:
         self._tick += 1
         self._now = now
         self._coldest = None
-        names = list(chain)
+        names = list(dict.fromkeys(chain))
         if self._transit:
             for key in names:
                 self._transit.pop(key, None)
@@ -183,6 +183,9 @@ class Ranking:
             if movable(key):
                 return key
         return None if run is None else self._leaf(run)
+
+    def learn(self) -> None:
+        """Nothing."""
 
     def check(self, resident: set[BlockKey]) -> None:
         """Assert the invariants, and that exactly `resident` is ordered. O(n)."""

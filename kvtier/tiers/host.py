@@ -208,6 +208,14 @@ class HostTier:
         """A request named `chain`, whose first `resident` blocks are here: renew their order of eviction."""
         self._policy.reference(chain, resident, now)
 
+    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """All of `chain` that is coming has been committed: a reference, unless the request was one already."""
+        self._policy.settle(chain, resident, now)
+
+    def learn(self) -> None:
+        """Let the policy do what no request has to wait for."""
+        self._policy.learn()
+
     def _release(self, slot: Slot) -> None:
         slot.state, slot.key, slot.digest, slot.stamps = State.FREE, None, None, ()
         slot.generation += 1
