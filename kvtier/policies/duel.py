@@ -123,6 +123,7 @@ class Duel:
         # A run's marks: the depth up to which each shadow holds it, and at the end the depth where it begins.
         for run, start, _ in ref.new:
             run.marks = [start] * (len(self.shadows) + 1)
+        ref.old = [part for part in ref.old if part[0].marks]  # without: arrived before any reference named it
         floors = [run.marks[-1] for run, _, _ in ref.old]
         for run, _, stop in ref.old:
             run.marks[-1] = stop

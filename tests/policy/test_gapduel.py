@@ -88,6 +88,17 @@ def test_shadows_may_lag_behind_without_growing(make_owner, make_sessions):
     assert not policy._waiting
 
 
+def test_blocks_that_arrive_before_they_are_named_do_not_confuse_the_shadows():
+    policy = GapDuel(10)
+    chain = [b"a", b"b", b"c"]
+    for key in chain:
+        policy.insert(key)
+    for now in range(3):
+        policy.reference(chain, 3, float(now))
+        policy.check(set(chain))
+    assert policy._duel.shadows[0].used == 3
+
+
 def test_what_it_learned_survives_a_restart(make_owner):
     requests = looping(users=40, length=50, rounds=60)
     before = make_owner(GapDuel(1000), 1000)
