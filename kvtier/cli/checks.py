@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from kvtier.arena import available_bytes
 from kvtier.config import G3, Config
+from kvtier.tiers.directory import NETWORK_FILE_SYSTEMS, file_system_of
 from kvtier.units import format_size
 
-NETWORK_FILE_SYSTEMS = frozenset(
-    {"9p", "afs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3"}
-)
 DESCRIPTORS_MIN = 4096
+RAM_SHARE = 0.8
 
 
 class Level(IntEnum):
@@ -68,29 +68,14 @@ def _kernel(config: Config) -> Iterator[Finding]:
 
 def _memory(config: Config) -> Iterator[Finding]:
     wanted = config.tiers.g2.capacity
-    free = _available_memory()
+    free = available_bytes()
     detail = f"g2 wants {format_size(wanted)}, {free / 2**30:.1f} GiB are available"
     if wanted > free:
         yield Finding("memory", Level.FAIL, detail, "set tiers.g2.capacity lower")
-    elif wanted > free * 0.8:
+    elif wanted > free * RAM_SHARE:
         yield Finding("memory", Level.WARN, detail, "leave room for the engine and the page cache")
     else:
         yield Finding("memory", Level.OK, detail)
-
-
-def _available_memory() -> int:
-    """Bytes of RAM that this process could get: what the kernel calls available, or less where a cgroup says so."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
 def _descriptors(config: Config) -> Iterator[Finding]:
@@ -114,7 +99,7 @@ def _directory(path: Path, g3: G3) -> Iterator[Finding]:
     if not place.is_dir():
         yield Finding(subject, Level.FAIL, f"{place} is not a directory", "make it, on a local SSD")
         return
-    kind = _file_system(place)
+    kind = file_system_of(place)
     if kind in NETWORK_FILE_SYSTEMS:
         advice = "LMDB is not safe on network file systems: use a local disk, and tiers.g4 for what is shared"
         yield Finding(subject, Level.FAIL, f"the file system is {kind}", advice)
@@ -129,7 +114,7 @@ def _directory(path: Path, g3: G3) -> Iterator[Finding]:
         return
     stat = os.statvfs(place)
     free, wanted = stat.f_bavail * stat.f_frsize, g3.capacity // len(g3.path)
-    held = sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
+    held = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
     detail = f"{kind}, {free / 2**30:.1f} GiB free, {format_size(wanted)} wanted here"
     if wanted > free + held:
         yield Finding(subject, Level.FAIL, detail, "set tiers.g3.capacity lower, or free space")
@@ -138,18 +123,6 @@ def _directory(path: Path, g3: G3) -> Iterator[Finding]:
         yield Finding(subject, Level.WARN, detail, advice)
     else:
         yield Finding(subject, Level.OK, detail)
-
-
-def _file_system(path: Path) -> str:
-    """Type of the file system that holds `path`: of the longest mount point above it."""
-    real = path.resolve()
-    best, kind = -1, "unknown"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, fstype, *_ = line.split()
-        mount = point.encode().decode("unicode_escape")
-        if real.is_relative_to(mount) and len(mount) >= best:
-            best, kind = len(mount), fstype
-    return kind
 
 
 def _takes_direct_io(path: Path) -> bool:
@@ -168,17 +141,13 @@ def _objects(config: Config) -> Iterator[Finding]:
     scheme = g4.url.partition("://")[0]
     if scheme not in ("s3", "s3a"):
         yield Finding("g4", Level.OK, f"{scheme}:// through fsspec")
-    elif any(importlib.util.find_spec(name) for name in _clients(g4.client)):
+    elif any(importlib.util.find_spec(name) for name in (("s3fs", "obstore") if g4.client == "auto" else (g4.client,))):
         yield Finding("g4", Level.OK, f"{scheme}:// with client {g4.client}")
     else:
         yield Finding("g4", Level.FAIL, f"no client for {scheme}:// is installed", "pip install 'kvtier[s3]'")
     if config.security.scope_secret is None and scheme not in ("file", "memory"):
         advice = "set security.scope_secret, the same on every replica"
         yield Finding("g4 scopes", Level.WARN, "without a secret, who can list the store can test for a salt", advice)
-
-
-def _clients(client: str) -> tuple[str, ...]:
-    return ("s3fs", "obstore") if client == "auto" else (client,)
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (_python, _kernel, _memory, _descriptors, _disk, _objects)
