@@ -404,7 +404,7 @@ class DiskTier:
     def check(self) -> None:
         store = self._store
         store.index.check()
-        sizes = [path.stat().st_size for part in store.parts for path in (part / "slab").glob("*.slab")]
+        sizes = [path.lstat().st_size for part in store.parts for path in (part / "slab").glob("*.slab")]
         assert sum(sizes) <= store.geometry.capacity, f"slab files have {sum(sizes)} bytes"
 
     async def _transact(

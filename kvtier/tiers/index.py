@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -63,13 +64,15 @@ def check_length(data: Path) -> None:
     number, transaction id. The younger of the two pages counts.
     """
     try:
+        if not stat.S_ISREG(data.stat().st_mode):
+            raise Unusable("its data file is not a regular file")
         with data.open("rb") as file:
             length = os.fstat(file.fileno()).st_size
             head = file.read(_PAGE_HEADER_BYTES + _META.size)
             first = _parse_meta(head)
             file.seek(first[1])
             second = _parse_meta(file.read(_PAGE_HEADER_BYTES + _META.size))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Unusable("it has no data file") from None
     _txn, page_bytes, map_bytes, last_page = max(first, second)
     needed = max((last_page + 1) * page_bytes, map_bytes)
