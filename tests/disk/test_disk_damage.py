@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -313,11 +314,12 @@ async def _flip_index(tmp_path: Path, seeds: range) -> None:
         rng = random.Random(seed)
         path = tmp_path / "g3"
         shutil.rmtree(path, ignore_errors=True)
-        subprocess.run(["cp", "-r", "--sparse=always", pristine, path], check=True)
+        await asyncio.to_thread(subprocess.run, ["cp", "-r", "--sparse=always", pristine, path], check=True)
         offset, bit = rng.randrange(len(used)), rng.randrange(8)
         flip(path / "index" / "data.mdb", offset, bit)
         script = _READ_ALL.format(root=root, path=str(path))
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        words = [sys.executable, "-c", script]
+        done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=60)
         assert done.returncode >= 0, f"bit {bit} of byte {offset}: killed by signal {-done.returncode}"
         assert "wrong bytes" not in done.stderr, f"bit {bit} of byte {offset}: {done.stderr}"
 
