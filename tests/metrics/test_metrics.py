@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+import kvtier
 from kvtier.cli import main
 from kvtier.cli.top import read_figures
 from kvtier.errors import InvalidRequest
 from kvtier.metrics import REQUESTS, TIERS, StatsCollector, serve
+from kvtier.testing import chain_of, payloads_of, sample_namespace
 
 STATS = {
     "requests": {"lookups": 10, "hits": 7, "misses": {"absent": 2, "late": 1}, "accepted": 5, "dropped": 0},
@@ -76,3 +79,19 @@ def test_top_reads_the_endpoint(url: str, capsys: pytest.CaptureFixture[str]) ->
 def test_top_names_an_endpoint_that_is_none(wrong: str) -> None:
     with pytest.raises(InvalidRequest, match=wrong):
         read_figures(wrong)
+
+
+def test_every_entry_of_a_real_cache_is_exported(tmp_path: Path) -> None:
+    namespace = sample_namespace()
+    tiers = {"g2": {"capacity": "1MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "16MiB"}}
+    with kvtier.open(kvtier.Config.parse({"tiers": tiers}), namespace) as cache:
+        keys = chain_of(namespace, 2)
+        cache.put(keys, payloads_of(keys, namespace.block_bytes))
+        with cache.get(keys) as hit:
+            assert len(hit) == 2
+        stats = cache.stats()
+        assert {"requests", "g2", "g3"} == set(stats)
+        assert set(stats["requests"]) <= set(REQUESTS)
+        assert set(stats["g2"]) | set(stats["g3"]) <= set(TIERS)
+        with serve(cache.stats, 0) as endpoint:
+            assert read_figures(endpoint.url)["g2"]["hit_blocks"] == 2
