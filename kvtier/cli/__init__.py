@@ -33,6 +33,7 @@ COMMANDS = (
     Command("config show", "kvtier.cli.config:show", "Print a configuration with all defaults, secrets hidden."),
     Command("config schema", "kvtier.cli.config:schema", "Print every key, what it takes and what it means."),
     Command("doctor", "kvtier.cli.doctor:doctor", "Check this machine against a configuration, or explain misses."),
+    Command("bench index", "kvtier.cli.bench_index:index", "Cost per block of hashing, matching and the pool."),
     Command("top", "kvtier.cli.top:top", "Show what a running cache does."),
 )
 

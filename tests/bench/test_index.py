@@ -1,0 +1,18 @@
+"""The index benchmark measures what it says, quickly enough for a test."""
+
+from __future__ import annotations
+
+from kvtier.bench.index import BLOCK_TOKENS, PoolCycle, make_prompt, measure
+from kvtier.testing import sample_namespace
+
+
+def test_every_subject_has_a_figure() -> None:
+    figures = measure(tokens=4 * BLOCK_TOKENS, rounds=2, repeats=2)
+    assert set(figures) == {"hash", "hash_floor", "match", "match_floor", "pool"}
+    assert all(0 < figure["min"] <= figure["median"] <= figure["max"] for figure in figures.values())
+
+
+def test_prompts_share_nothing_and_every_allocation_evicts() -> None:
+    prompts = [make_prompt(sample_namespace(), 4 * BLOCK_TOKENS, seed) for seed in range(3)]
+    assert len({key for prompt in prompts for key in prompt.keys}) == 12
+    assert PoolCycle(prompts, repeats=5).seconds_per_block() > 0
