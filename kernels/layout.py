@@ -13,7 +13,7 @@ Bytes without inner structure (a whole block, an opaque page) are one long row o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -94,7 +94,7 @@ class Paged:
     token: int
     head: int
     regions: tuple[Region, ...]
-    keep: tuple[object, ...] = ()
+    keep: tuple[object, ...] = field(default=(), repr=False)
 
     def rows(self, shape: Shape) -> Addresses:
         """Addresses of item 0's rows, uint64[layers, kv, tokens, heads]."""

@@ -7,13 +7,11 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
+from geometry import Problem, byte_addresses, problems
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
 from kvtier.kernels.layout import (
-    Order,
-    Paged,
     Region,
     Shape,
     of_arenas,
@@ -23,75 +21,6 @@ from kvtier.kernels.layout import (
     slot_bytes_for,
 )
 from kvtier.kernels.plan import Planner, Runs
-
-shapes = st.builds(
-    Shape,
-    layers=st.integers(1, 4),
-    kv=st.integers(1, 2),
-    tokens=st.integers(1, 5),
-    heads=st.integers(1, 4),
-    channels=st.integers(1, 9),
-    element_bytes=st.sampled_from([1, 2, 4]),
-)
-DTYPES = {1: torch.uint8, 2: torch.float16, 4: torch.float32}
-
-
-@st.composite
-def device_memory(draw: st.DrawFn, shape: Shape, blocks: int) -> tuple[list[object], str]:
-    """Engine tensors in a drawn axis order: one per layer, (K, V) pairs, or one for all layers, with padding."""
-    inner = "".join(draw(st.permutations("BNH"))) + "C"
-    kind = draw(st.sampled_from(["per-layer", "pairs", "whole"] if shape.kv == 2 else ["per-layer", "whole"]))
-    place = draw(st.integers(0, 3))
-    dims = inner if kind == "pairs" else inner[:place] + "K" + inner[place:]
-    if kind == "whole":
-        place = draw(st.integers(0, dims.index("C")))
-        dims = dims[:place] + "L" + dims[place:]
-    extents = {"B": blocks, "L": shape.layers, "K": shape.kv, "N": shape.tokens, "H": shape.heads, "C": shape.channels}
-    size = [extents[axis] for axis in dims]
-    pad = draw(st.integers(0, 2))
-
-    def tensor() -> torch.Tensor:
-        full = torch.zeros([*size[:-1], size[-1] + pad], dtype=DTYPES[shape.element_bytes])
-        return full[..., : size[-1]]
-
-    if kind == "whole":
-        return [tensor()], dims
-    if kind == "pairs":
-        return [(tensor(), tensor()) for _ in range(shape.layers)], dims
-    return [tensor() for _ in range(shape.layers)], dims
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Shape, Paged, Paged, np.ndarray, np.ndarray]:
-    shape = draw(shapes)
-    blocks, slots = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    tensors, dims = draw(device_memory(shape, blocks))
-    device = of_tensors(tensors, dims, shape)
-    slot_bytes = shape.block_bytes + draw(st.sampled_from([0, 0, 1, 3, 64]))
-    arena = memoryview(bytearray(slots * slot_bytes))
-    host = of_slots(arena, slot_bytes, shape, draw(st.sampled_from(Order)), draw(st.booleans()))
-    n = draw(st.integers(0, min(blocks, slots)))
-    some_blocks = np.array(draw(st.permutations(range(blocks)))[:n], dtype=np.int64)
-    some_slots = np.array(draw(st.permutations(range(slots)))[:n], dtype=np.int64)
-    return shape, device, host, some_blocks, some_slots
-
-
-def row_addresses(paged: Paged, shape: Shape, items: np.ndarray) -> np.ndarray:
-    """Address of every byte of the items, by plain loops over the definition: [items, bytes of a block]."""
-    return np.array(
-        [
-            [
-                int(paged.bases[layer, kv]) + int(item) * paged.stride + token * paged.token + head * paged.head + byte
-                for layer in range(shape.layers)
-                for kv in range(shape.kv)
-                for token in range(shape.tokens)
-                for head in range(shape.heads)
-                for byte in range(shape.row_bytes)
-            ]
-            for item in items
-        ],
-        dtype=np.uint64,
-    ).reshape(len(items), shape.block_bytes)
 
 
 def expand(runs: Runs) -> dict[int, int]:
@@ -106,11 +35,9 @@ def expand(runs: Runs) -> dict[int, int]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(problems())
-def test_every_byte_is_covered_once_and_none_outside(
-    problem: tuple[Shape, Paged, Paged, np.ndarray, np.ndarray],
-) -> None:
-    shape, device, host, blocks, slots = problem
-    on_device, on_host = row_addresses(device, shape, blocks).ravel(), row_addresses(host, shape, slots).ravel()
+def test_every_byte_is_covered_once_and_none_outside(problem: Problem) -> None:
+    shape, device, host, blocks, slots = problem.shape, problem.device, problem.host, problem.blocks, problem.slots
+    on_device, on_host = byte_addresses(device, shape, blocks).ravel(), byte_addresses(host, shape, slots).ravel()
     stored = expand(Planner(device, host, shape).runs(blocks, slots))
     assert stored == dict(zip(on_host.tolist(), on_device.tolist(), strict=True))
     loaded = expand(Planner(host, device, shape).runs(slots, blocks))
@@ -119,22 +46,16 @@ def test_every_byte_is_covered_once_and_none_outside(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problems())
-def test_runs_are_maximal_and_stay_inside_their_region(
-    problem: tuple[Shape, Paged, Paged, np.ndarray, np.ndarray],
-) -> None:
-    shape, device, host, blocks, slots = problem
-    runs = Planner(device, host, shape).runs(blocks, slots)
-    for paged, starts in ((device, runs.src), (host, runs.dst)):
-        for start, nbytes in zip(starts.tolist(), runs.nbytes.tolist(), strict=True):
-            assert any(region.start <= start and start + nbytes <= region.end for region in paged.regions)
-    ends = {
-        (src + n, dst + n)
-        for src, dst, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True)
-    }
-    begins = set(zip(runs.src.tolist(), runs.dst.tolist(), strict=True))
-    src_starts = {region.start for region in device.regions}
-    dst_starts = {region.start for region in host.regions}
-    for src, dst in ends & begins:
+def test_runs_are_maximal_and_stay_inside_their_region(problem: Problem) -> None:
+    device, host = problem.device, problem.host
+    runs = Planner(device, host, problem.shape).runs(problem.blocks, problem.slots)
+    rows = list(zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True))
+    for src, dst, nbytes in rows:
+        assert any(region.start <= src and src + nbytes <= region.end for region in device.regions)
+        assert any(region.start <= dst and dst + nbytes <= region.end for region in host.regions)
+    continued = {(src + n, dst + n) for src, dst, n in rows} & {(src, dst) for src, dst, _ in rows}
+    src_starts, dst_starts = ({region.start for region in side.regions} for side in (device, host))
+    for src, dst in continued:
         assert src in src_starts or dst in dst_starts, "two runs that continue each other were not joined"
 
 

@@ -1,0 +1,304 @@
+"""What the CUDA mover asks of the device: streams, events, copies, kernels. One protocol, one implementation.
+
+Calls go to the driver API through ctypes rather than to a runtime library: the batch copy exists only there,
+and driver calls leave no "last error" behind that another library in the process would trip over. Handles and
+addresses are plain integers. Signatures and constants: CUDA driver API reference, cuda.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvtier.errors import KVTierError
+from kvtier.kernels.plan import Runs
+
+SUCCESS, OUT_OF_MEMORY, NOT_READY = 0, 2, 600  # CUresult
+_CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: a graph is being captured, so nothing can be asked now
+_STREAM_NON_BLOCKING = 1
+_EVENT_DISABLE_TIMING = 2
+_BATCH_ABI = 12080  # the version whose cuMemcpyBatchAsync has the nine arguments below
+_SRC_ACCESS_ORDER_STREAM = 1
+_HOST_PORTABLE = 1
+
+
+class DeviceError(KVTierError):
+    """The driver refused `call`; `code` is its CUresult. Never leaves this package."""
+
+    def __init__(self, call: str, code: int) -> None:
+        super().__init__(f"{call}: CUDA error {code}")
+        self.call, self.code = call, code
+
+
+class Driver(Protocol):
+    """One device, from one thread. Everything but `reached` and the constructors is enqueued on a stream and returns
+    at once. Raises DeviceError; a copy that raised may have been enqueued in part."""
+
+    def stream(self, priority: int) -> int:
+        """A new non-blocking stream; the lower the number, the sooner its kernels are scheduled."""
+
+    def current_stream(self) -> int:
+        """The caller's stream, on which the engine computes."""
+
+    def event(self) -> int: ...
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def wait(self, stream: int, event: int) -> None:
+        """What is enqueued on `stream` from now on waits for what `event` recorded last."""
+
+    def reached(self, event: int) -> bool:
+        """Whether the recorded work is over. Raises DeviceError when the device is in error."""
+
+    def copy(self, runs: Runs, stream: int, *, pageable: bool = False) -> None:
+        """Enqueue the runs; with `pageable` host memory among them this may wait for the stream."""
+
+    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
+        """`args` are numpy scalars of the kernel's parameter sizes. The first launch compiles: seconds."""
+
+    def device_memory(self, nbytes: int) -> int:
+        """Address of new device memory, which lives until `close`. No pending work anywhere touches it."""
+
+    def pinned_memory(self, nbytes: int) -> int:
+        """Address of new page-locked host memory, which lives until `close`."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory. May take 0.1 s per GB."""
+
+    def unregister(self, address: int) -> None: ...
+
+    def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
+        """Give these and all memory back. Only when nothing enqueued is pending."""
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes; the location hints concern managed memory only and stay zero."""
+
+    _fields_ = [
+        ("src_access_order", ctypes.c_int),
+        ("src_location_type", ctypes.c_int),
+        ("src_location_id", ctypes.c_int),
+        ("dst_location_type", ctypes.c_int),
+        ("dst_location_id", ctypes.c_int),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
+    "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
+    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
+    "cuCtxPopCurrent_v2": (ctypes.c_void_p,),
+    "cuDeviceGetName": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cuDriverGetVersion": (ctypes.c_void_p,),
+    "cuDeviceGetPCIBusId": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cuStreamCreateWithPriority": (ctypes.c_void_p, ctypes.c_uint, ctypes.c_int),
+    "cuStreamDestroy_v2": (ctypes.c_void_p,),
+    "cuStreamWaitEvent": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuEventCreate": (ctypes.c_void_p, ctypes.c_uint),
+    "cuEventDestroy_v2": (ctypes.c_void_p,),
+    "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
+    "cuEventQuery": (ctypes.c_void_p,),
+    "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
+    "cuMemAlloc_v2": (ctypes.c_void_p, ctypes.c_size_t),
+    "cuMemFree_v2": (ctypes.c_uint64,),
+    "cuMemHostAlloc": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemFreeHost": (ctypes.c_void_p,),
+    "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemHostUnregister": (ctypes.c_void_p,),
+    "cuGetProcAddress_v2": (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p),
+}
+_BATCH_SIGNATURE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,  # dsts
+    ctypes.c_void_p,  # srcs
+    ctypes.c_void_p,  # sizes
+    ctypes.c_size_t,  # count
+    ctypes.POINTER(_CopyAttributes),
+    ctypes.POINTER(ctypes.c_size_t),  # attrsIdxs
+    ctypes.c_size_t,  # numAttrs
+    ctypes.POINTER(ctypes.c_size_t),  # failIdx
+    ctypes.c_void_p,  # stream
+)
+
+
+class CudaDriver:
+    """libcuda for device `ordinal`, in its primary context, which torch and CuPy use as well.
+
+    `library` is the loaded libcuda.so.1. torch gives the current stream, CuPy compiles the
+    kernels (NVRTC) at their first launch and keeps them per device.
+    """
+
+    def __init__(self, ordinal: int, library: Any = None) -> None:
+        self.ordinal = ordinal
+        self._lib = library if library is not None else ctypes.CDLL("libcuda.so.1")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._lib, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        self._batch = self._find_batch()
+        self._attributes = _CopyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
+        self._first_index = ctypes.c_size_t(0)
+        self._kernels: dict[str, Any] = {}
+        self._device_memory: list[int] = []
+        self._pinned_memory: list[int] = []
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether the driver copies many runs in one call (12.8 and later)."""
+        return self._batch is not None
+
+    @property
+    def name(self) -> str:
+        """Model and driver version: what a calibration is valid for."""
+        text, version = ctypes.create_string_buffer(128), ctypes.c_int()
+        self._call("cuDeviceGetName", text, len(text), self.ordinal)
+        self._call("cuDriverGetVersion", ctypes.byref(version))
+        return f"{text.value.decode('utf-8', 'replace')}, driver {version.value}"
+
+    def stream(self, priority: int) -> int:
+        handle = ctypes.c_void_p()
+        with self._current():
+            self._call("cuStreamCreateWithPriority", ctypes.byref(handle), _STREAM_NON_BLOCKING, priority)
+        return handle.value or 0
+
+    def current_stream(self) -> int:
+        import torch
+
+        return int(torch.cuda.current_stream(self.ordinal).cuda_stream)
+
+    def event(self) -> int:
+        handle = ctypes.c_void_p()
+        with self._current():
+            self._call("cuEventCreate", ctypes.byref(handle), _EVENT_DISABLE_TIMING)
+        return handle.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        with self._current():
+            self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        with self._current():
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def reached(self, event: int) -> bool:
+        with self._current():
+            code: int = self._lib.cuEventQuery(event)
+        if code not in (SUCCESS, NOT_READY, _CAPTURING):
+            raise DeviceError("cuEventQuery", code)
+        return code == SUCCESS
+
+    def copy(self, runs: Runs, stream: int, *, pageable: bool = False) -> None:
+        """One batch where the driver has it, else one call per run."""
+        if not len(runs):
+            return
+        with self._current():
+            if self._batch is None or pageable:
+                for dst, src, nbytes in zip(runs.dst.tolist(), runs.src.tolist(), runs.nbytes.tolist(), strict=True):
+                    self._call("cuMemcpyAsync", dst, src, nbytes, stream)
+                return
+            # The driver has read the arrays when it returns; the copies themselves follow in stream order.
+            dst, src, sizes = (np.ascontiguousarray(array) for array in (runs.dst, runs.src, runs.nbytes))
+            failed = ctypes.c_size_t(0)
+            code = self._batch(
+                dst.ctypes.data,
+                src.ctypes.data,
+                sizes.ctypes.data,
+                len(runs),
+                ctypes.byref(self._attributes),
+                ctypes.byref(self._first_index),
+                1,
+                ctypes.byref(failed),
+                stream,
+            )
+            if code != SUCCESS:
+                raise DeviceError("cuMemcpyBatchAsync", code)
+
+    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
+        try:
+            import cupy
+
+            with cupy.cuda.Device(self.ordinal), cupy.cuda.ExternalStream(stream, self.ordinal):
+                self._kernel(kernel)((ctas,), (threads,), tuple(args))
+        except Exception as error:  # no CuPy, no compiler, no such architecture, a refused launch: one answer to all
+            raise DeviceError(f"launch of {kernel} ({error})", int(getattr(error, "status", -1))) from error
+
+    def device_memory(self, nbytes: int) -> int:
+        # Not from torch's allocator: what that hands out may still be in use by work queued on torch's stream.
+        address = ctypes.c_uint64()
+        with self._current():
+            self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        self._device_memory.append(address.value)
+        return address.value
+
+    def pinned_memory(self, nbytes: int) -> int:
+        address = ctypes.c_void_p()
+        with self._current():
+            self._call("cuMemHostAlloc", ctypes.byref(address), nbytes, _HOST_PORTABLE)
+        self._pinned_memory.append(address.value or 0)
+        return address.value or 0
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self._current():
+            self._call("cuMemHostRegister_v2", address, nbytes, _HOST_PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        with self._current():
+            self._call("cuMemHostUnregister", address)
+
+    def pci_bus_id(self) -> str:
+        """Like "0000:1b:00.0"; names the device's directory in sysfs."""
+        text = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", text, len(text), self.ordinal)
+        return text.value.decode("ascii").lower()
+
+    def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
+        with self._current():
+            for stream in streams:
+                self._call("cuStreamDestroy_v2", stream)
+            for event in events:
+                self._call("cuEventDestroy_v2", event)
+            for address in self._device_memory:
+                self._call("cuMemFree_v2", address)
+            for address in self._pinned_memory:
+                self._call("cuMemFreeHost", address)
+        self._device_memory, self._pinned_memory = [], []
+        self._kernels = {}
+        self._call("cuDevicePrimaryCtxRelease_v2", self.ordinal)
+
+    def _call(self, name: str, *args: Any) -> None:
+        code = getattr(self._lib, name)(*args)
+        if code != SUCCESS:
+            raise DeviceError(name, code)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """The device's context is the thread's for a moment, whichever device the caller has chosen."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            popped = ctypes.c_void_p()
+            self._lib.cuCtxPopCurrent_v2(ctypes.byref(popped))
+
+    def _find_batch(self) -> Any:
+        address, status = ctypes.c_void_p(), ctypes.c_int()
+        code = self._lib.cuGetProcAddress_v2(
+            b"cuMemcpyBatchAsync", ctypes.byref(address), _BATCH_ABI, 0, ctypes.byref(status)
+        )
+        return _BATCH_SIGNATURE(address.value) if code == SUCCESS and address.value else None
+
+    def _kernel(self, name: str) -> Any:
+        import cupy
+
+        if name not in self._kernels:
+            source = (Path(__file__).parent / "copy.cu").read_text(encoding="ascii")
+            module = cupy.RawModule(code=source, options=("-std=c++17",), backend="nvrtc")
+            self._kernels[name] = module.get_function(name)
+        return self._kernels[name]

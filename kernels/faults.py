@@ -1,0 +1,41 @@
+"""Fault mode: a driver that delays what it is asked for, on the device, so that races become likely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from kvtier.kernels.driver import Driver
+from kvtier.kernels.plan import Runs
+
+
+class Delayed:
+    """A `Driver` whose copies and kernels come behind a random busy wait on their stream, and are followed by one.
+
+    `most_cycles` bounds each wait, in clock cycles of the GPU (1.5 million are about a millisecond). For tests and
+    `make gpu-check`.
+    """
+
+    def __init__(self, inner: Driver, random: Random, most_cycles: int = 300_000) -> None:
+        self._inner, self._random, self._most_cycles = inner, random, most_cycles
+        self.stream, self.current_stream, self.event = inner.stream, inner.current_stream, inner.event
+        self.record, self.wait, self.reached = inner.record, inner.wait, inner.reached
+        self.device_memory, self.pinned_memory = inner.device_memory, inner.pinned_memory
+        self.register, self.unregister, self.close = inner.register, inner.unregister, inner.close
+
+    def copy(self, runs: Runs, stream: int, *, pageable: bool = False) -> None:
+        self._delay(stream)
+        self._inner.copy(runs, stream, pageable=pageable)
+        self._delay(stream)
+
+    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
+        self._delay(stream)
+        self._inner.launch(kernel, ctas, threads, args, stream)
+        self._delay(stream)
+
+    def _delay(self, stream: int) -> None:
+        if cycles := self._random.choice((0, 0, self._random.randrange(self._most_cycles))):
+            self._inner.launch("kvtier_delay", 1, 1, [np.uint64(cycles)], stream)

@@ -1,0 +1,117 @@
+"""Which way of copying is fastest for fragments of a size, in a number: a table, measured once per device.
+
+dma     the copy engine, one descriptor per run: no SM taken; cost per descriptor, so best for long runs
+direct  a kernel of few CTAs that reads or writes pinned host memory itself
+staged  one DMA of whole slots to or from device memory, and a kernel between that and the engine's layout
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+KIB = 1 << 10
+
+FRAGMENTS_BYTES = (512, 2 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB)
+COUNTS = (16, 64, 256, 1024)
+"""What calibration measures: fragment sizes, and how many of them one launch moves."""
+
+_VERSION = 1
+
+
+class Method(StrEnum):
+    DMA = "dma"
+    DIRECT = "direct"
+    STAGED = "staged"
+
+
+Cell = tuple[bool, int, int]
+"""store or load, fragment bytes, count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The best method per measured cell; empty: a rule of thumb. `device` names what it was measured on."""
+
+    device: str
+    best: Mapping[Cell, Method]
+
+    def choose(self, store: bool, fragment_bytes: int, count: int) -> Method:
+        """The method of the nearest measured cell not above in either direction; the smallest cell below that."""
+        cell = (store, _floor(FRAGMENTS_BYTES, fragment_bytes), _floor(COUNTS, count))
+        return self.best.get(cell) or rule(store, fragment_bytes, count)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, whole or not at all."""
+        rows = [[store, fragment, count, method.value] for (store, fragment, count), method in self.best.items()]
+        text = json.dumps({"version": _VERSION, "device": self.device, "best": sorted(rows)}, indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+
+
+def rule(store: bool, fragment_bytes: int, count: int) -> Method:
+    """Without a measurement: published figures put the crossover of copy engine and kernel near 28 KiB from 16
+    fragments on. Staging for stores keeps kernels off the bus, and so off the model's SMs, for its duration."""
+    if fragment_bytes >= 28 * KIB or count < 16:
+        return Method.DMA
+    return Method.STAGED if store else Method.DIRECT
+
+
+def load_table(path: Path, device: str) -> Table | None:
+    """The table saved for this very device; None if there is none, or another's, or one that cannot be read."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["version"] != _VERSION or document["device"] != device:
+            return None
+        best = {(bool(store), int(size), int(count)): Method(name) for store, size, count, name in document["best"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Table(device, best)
+
+
+def calibrate(
+    device: str,
+    measure: Callable[[Method, bool, int, int], float | None],
+    now: Callable[[], float],
+    budget_s: float = 2.0,
+) -> Table:
+    """Measure every cell, largest effect first, until the budget is used up; what was not measured stays unknown.
+
+    `measure(method, store, fragment_bytes, count)` gives seconds, or None where the method cannot be used.
+    """
+    deadline = now() + budget_s
+    best: dict[Cell, Method] = {}
+    for count in reversed(COUNTS):
+        for fragment in FRAGMENTS_BYTES:
+            for store in (False, True):
+                if now() >= deadline:
+                    return Table(device, best)
+                times = {method: measure(method, store, fragment, count) for method in Method}
+                known = {method: seconds for method, seconds in times.items() if seconds is not None}
+                if known:
+                    # Within 5 % the copy engine wins: it leaves the SMs to the model.
+                    quickest = min(known.values())
+                    best[store, fragment, count] = next(m for m in Method if m in known and known[m] <= quickest * 1.05)
+    return Table(device, best)
+
+
+def parse(text: str) -> Method | None:
+    """The configured method: "auto" is None. Raises ConfigError with the choices."""
+    if text == "auto":
+        return None
+    try:
+        return Method(text)
+    except ValueError:
+        choices = ", ".join(["auto", *Method])
+        raise ConfigError(f"transfer method: expected one of {choices}, got {text!r}") from None
+
+
+def _floor(steps: Sequence[int], value: int) -> int:
+    return max((step for step in steps if step <= value), default=steps[0])

@@ -1,0 +1,183 @@
+"""The kernels' source: compiles for every supported GPU, and, as plain C++, touches the right bytes and no others."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from geometry import Problem, byte_addresses, problems
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.kernels.grid import MAX_UNITS, UNIT_BYTES, Grid, grid_of
+from kvtier.kernels.layout import Paged, Shape
+
+SOURCE = Path(__file__).parent.parent.parent / "kernels" / "copy.cu"
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> ctypes.CDLL:
+    """NVIDIA's run-time compiler from its wheel; it needs no driver and no GPU."""
+    spec = find_spec("nvidia")
+    found = [
+        library
+        for folder in (spec.submodule_search_locations if spec and spec.submodule_search_locations else [])
+        for library in sorted(Path(folder).rglob("libnvrtc.so.*"))
+    ]
+    if not found:
+        if os.environ.get("CI"):
+            pytest.fail("the wheel nvidia-cuda-nvrtc is needed to compile the kernels")
+        pytest.skip("no nvidia-cuda-nvrtc here: the kernels cannot be compiled")
+    return ctypes.CDLL(str(found[-1]))
+
+
+def compile_cubin(nvrtc: ctypes.CDLL, source: bytes, architecture: str) -> tuple[int, bytes, str]:
+    """Result code, cubin and log of one compilation (NVRTC user guide)."""
+    program = ctypes.c_void_p()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"copy.cu", 0, None, None) == 0
+    options = [b"-std=c++17", f"--gpu-architecture={architecture}".encode()]
+    code = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    cubin = b""
+    if code == 0:
+        assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
+        image = ctypes.create_string_buffer(size.value)
+        assert nvrtc.nvrtcGetCUBIN(program, image) == 0
+        cubin = image.raw
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return code, cubin, log.value.decode()
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_every_kernel_compiles_to_a_cubin(nvrtc: ctypes.CDLL, architecture: str) -> None:
+    code, cubin, log = compile_cubin(nvrtc, SOURCE.read_bytes(), architecture)
+    assert code == 0 and not log.strip("\0\n "), log
+    assert cubin.startswith(b"\x7fELF")
+    for name in [*(f"kvtier_copy_{unit}" for unit in UNIT_BYTES), "kvtier_delay"]:
+        assert f".text.{name}".encode() in cubin
+
+
+def test_a_wrong_source_does_not_compile(nvrtc: ctypes.CDLL) -> None:
+    code, _, log = compile_cubin(
+        nvrtc, SOURCE.read_bytes().replace(b"u64 rest", b"").replace(b"u32 rest", b""), "sm_90"
+    )
+    assert code != 0 and "rest" in log
+
+
+class Packed:
+    """A paged memory's regions, laid one after another in a buffer, each at its address modulo a page."""
+
+    def __init__(self, paged: Paged) -> None:
+        self._starts = np.array([region.start for region in paged.regions], dtype=np.uint64)
+        offsets, end = [], 0
+        for region in paged.regions:
+            offsets.append(end + (region.start - end) % 4096)
+            end = offsets[-1] + region.nbytes
+        self._offsets = np.array(offsets, dtype=np.uint64)
+        self.nbytes = end
+
+    def place(self, addresses: np.ndarray) -> np.ndarray:
+        """Offsets in the buffer of addresses in the regions."""
+        home = np.searchsorted(self._starts, addresses, side="right") - 1
+        return (addresses - self._starts[home] + self._offsets[home]).astype(np.uint64)
+
+
+def run_case(
+    process: subprocess.Popen[bytes],
+    grid: Grid,
+    ends: tuple[Paged, Paged],
+    items: tuple[np.ndarray, np.ndarray],
+    data: tuple[bytes, bytes],
+    ctas: int,
+    threads: int,
+) -> bytes:
+    """The destination's bytes after the kernel ran over `data`, in the sanitized process."""
+    src, dst = ends
+    bases = [Packed(end).place(end.bases.ravel()) for end in ends]
+    head = [
+        grid.unit_bytes, ctas, threads, len(items[0]), grid.planes, grid.outer.count, grid.inner.count, grid.row_bytes,
+        src.stride, dst.stride, grid.outer.src, grid.outer.dst, grid.inner.src, grid.inner.dst,
+        len(data[0]), len(data[1]),
+    ]  # fmt: skip
+    message = struct.pack("<16Q", *head)
+    message += b"".join(np.asarray(table, np.uint64).tobytes() for table in (*bases, *items)) + data[0] + data[1]
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(message)
+    process.stdin.flush()
+    return process.stdout.read(len(data[1]))
+
+
+@settings(
+    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(problem=problems(), store=st.booleans(), ctas=st.integers(1, 3), threads=st.sampled_from([1, 7, 32]))
+def test_the_kernel_copies_every_byte_and_touches_no_other(
+    kernel_process: subprocess.Popen[bytes], problem: Problem, store: bool, ctas: int, threads: int
+) -> None:
+    device, host = (problem.device, problem.blocks), (problem.host, problem.slots)
+    (src, src_items), (dst, dst_items) = (device, host) if store else (host, device)
+    grid = grid_of(src, dst, problem.shape, dense=problem.host)
+    rng = np.random.default_rng(len(src_items) * 7 + problem.shape.block_bytes)
+    packed = Packed(src), Packed(dst)
+    data = tuple(rng.integers(0, 256, end.nbytes, dtype=np.uint8) for end in packed)
+    expected = data[1].copy()
+    froms = packed[0].place(byte_addresses(src, problem.shape, src_items).ravel())
+    expected[packed[1].place(byte_addresses(dst, problem.shape, dst_items).ravel())] = data[0][froms]
+    got = run_case(
+        kernel_process, grid, (src, dst), (src_items, dst_items), (data[0].tobytes(), data[1].tobytes()), ctas, threads
+    )
+    assert len(got) == len(expected), "the sanitizer stopped the kernel"
+    assert got == expected.tobytes()
+
+
+def test_the_sanitizer_sees_one_byte_too_far(kernel_process: subprocess.Popen[bytes]) -> None:
+    """The negative control, in a process of its own: the destination is one byte shorter than what is copied."""
+    program = str(kernel_process.args[0])  # type: ignore[index]
+    message = struct.pack("<16Q", 1, 1, 8, 1, 1, 1, 1, 64, 64, 64, 0, 0, 0, 0, 64, 63)
+    message += struct.pack("<4Q", 0, 0, 0, 0) + bytes(64 + 63)
+    done = subprocess.run([program], input=message, capture_output=True, timeout=60)
+    assert done.returncode != 0 and b"heap-buffer-overflow" in done.stderr
+    fits = (
+        struct.pack("<16Q", 1, 1, 8, 1, 1, 1, 1, 64, 64, 64, 0, 0, 0, 0, 64, 64)
+        + bytes(32)
+        + bytes(range(64))
+        + bytes(64)
+    )
+    done = subprocess.run([program], input=fits, capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == bytes(range(64))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(problem=problems())
+def test_units_divide_every_address(problem: Problem) -> None:
+    grid = grid_of(problem.device, problem.host, problem.shape, dense=problem.host)
+    for paged, items in ((problem.device, problem.blocks), (problem.host, problem.slots)):
+        starts = paged.bases.ravel()[:, None] + items.astype(np.uint64) * np.uint64(paged.stride)
+        assert (starts % np.uint64(grid.unit_bytes) == 0).all()
+    for axis in (grid.outer, grid.inner):
+        assert axis.src % grid.unit_bytes == 0 and axis.dst % grid.unit_bytes == 0
+    covered = grid.planes * grid.outer.count * grid.inner.count * grid.row_bytes
+    assert covered == problem.shape.block_bytes and grid.row_bytes % grid.unit_bytes == 0
+
+
+def test_equal_layouts_walk_long_rows_in_wide_units() -> None:
+    shape = Shape(layers=2, kv=2, tokens=16, heads=8, channels=128, element_bytes=2)
+    plane = 16 * 8 * 256
+    bases = np.arange(4, dtype=np.uint64).reshape(2, 2) * np.uint64(plane) + np.uint64(1 << 30)
+    nhd = Paged(bases, 4, 4 * plane, token=8 * 256, head=256, regions=())
+    hnd = Paged(bases, 4, 4 * plane, token=256, head=16 * 256, regions=())
+    same = grid_of(nhd, nhd.at(bases, 4, 4 * plane, ()), shape, dense=nhd)
+    assert (same.row_bytes, same.outer.count, same.inner.count, same.unit_bytes) == (plane, 1, 1, 16)
+    turned = grid_of(nhd, hnd, shape, dense=hnd)
+    assert (turned.row_bytes, turned.unit_bytes) == (256, 16)
+    assert (turned.inner.dst, turned.inner.count) == (256, 16), "the host's order is walked innermost"
+    assert turned.max_items * turned.units(1) <= MAX_UNITS
