@@ -11,7 +11,7 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,12 +88,12 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
 
 def pin(
     driver: Driver,
-    arena: memoryview,
+    regions: Sequence[Region],
     slot_bytes: int,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> tuple[Region, ...]:
-    """Page-lock the arena in chunks of whole slots. Returns the chunks, to be undone by `unpin`.
+    """Page-lock host memory in chunks of whole slots. Returns the chunks, to be undone by `unpin`.
 
     All or nothing: where the driver refuses a chunk, the ones before are released and the result is empty, with a
     warning. Copies then take the slower way through pageable memory, and stay right.
@@ -101,18 +101,21 @@ def pin(
     step = chunk_bytes // slot_bytes * slot_bytes
     if step < 1:
         raise InvalidRequest(f"pin: a chunk of {chunk_bytes} bytes does not hold one slot of {slot_bytes}")
-    address, chunks = _address(arena), list[Region]()
-    for start in range(0, arena.nbytes, step):
-        chunk = Region(address + start, min(step, arena.nbytes - start))
-        try:
-            driver.register(chunk.start, chunk.nbytes)
-        except DeviceError as error:
-            log.warning("host memory stays pageable, copies are slower and may wait: %s (memlock limit?)", error)
-            unpin(driver, chunks)
-            return ()
-        chunks.append(chunk)
-        if progress is not None:
-            progress("register", start + chunk.nbytes, arena.nbytes)
+    chunks = list[Region]()
+    done, total = 0, sum(region.nbytes for region in regions)
+    for region in regions:
+        for start in range(region.start, region.end, step):
+            chunk = Region(start, min(step, region.end - start))
+            try:
+                driver.register(chunk.start, chunk.nbytes)
+            except DeviceError as error:
+                log.warning("host memory stays pageable, copies are slower and may wait: %s (memlock limit?)", error)
+                unpin(driver, chunks)
+                return ()
+            chunks.append(chunk)
+            done += chunk.nbytes
+            if progress is not None:
+                progress("register", done, total)
     return tuple(chunks)
 
 

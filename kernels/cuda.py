@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,8 +42,9 @@ _PRIORITY = {Lane.STORE: 0, Lane.LOAD: -4, Lane.EXPEDITED: -5}  # out of range i
 class CudaMover:
     """Copies between a device pool and page-locked host slots.
 
-    `method` overrides `table`. `pinned` False: the host memory is pageable, so kernels cannot reach it and every
-    copy goes through the driver. Raises DeviceError when streams cannot be made.
+    The host's regions are its registered chunks; with `pageable` it is not registered, so kernels cannot reach it
+    and every copy goes through the driver. `method` overrides `table`; `on_close` runs first thing in `close`.
+    Raises DeviceError when streams cannot be made.
     """
 
     def __init__(
@@ -55,14 +56,15 @@ class CudaMover:
         table: Table,
         *,
         method: Method | None = None,
-        pinned: bool = True,
+        pageable: bool = False,
+        on_close: Callable[[], None] = lambda: None,
         staging_bytes: int = 32 << 20,
     ) -> None:
         self.block_bytes = shape.block_bytes
         self.blocks, self.slots = device.count, host.count
-        self._driver, self._table = driver, table
-        self._method = method if pinned else Method.DMA
-        self._pageable = not pinned
+        self._driver, self._table, self._on_close = driver, table, on_close
+        self._method = Method.DMA if pageable else method
+        self._pageable = pageable
         self._streams = {lane: driver.stream(_PRIORITY[lane]) for lane in Lane}
         self._events = _Events(driver)
         self._held: tuple[object, ...] = (device, host)
@@ -115,6 +117,7 @@ class CudaMover:
         return _CudaFlight(self._driver, self._events, event, State.PENDING, State.FAILED if failed else State.DONE)
 
     def close(self) -> None:
+        self._on_close()
         self._driver.close(list(self._streams.values()), self._events.all())
         self._held, self._planners, self._kernels, self._scratch, self._staging = (), {}, {}, {}, {}
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -76,29 +77,27 @@ def load_table(path: Path, device: str) -> Table | None:
     return Table(device, best)
 
 
-def calibrate(
-    device: str,
-    measure: Callable[[Method, bool, int, int], float | None],
-    now: Callable[[], float],
-    budget_s: float = 2.0,
-) -> Table:
-    """Measure every cell, largest effect first, until the budget is used up; what was not measured stays unknown.
+Measure = Callable[[Method, int], Mapping[tuple[bool, int], float]]
+"""Seconds by (store, count) of one method at one fragment size; what it cannot do is left out."""
 
-    `measure(method, store, fragment_bytes, count)` gives seconds, or None where the method cannot be used.
-    """
+
+def calibrate(device: str, measure: Measure, now: Callable[[], float], *, first: int, budget_s: float = 2.0) -> Table:
+    """Measure fragment sizes, those nearest to `first` (bytes) before others, until the budget is used up. What was
+    not measured stays unknown."""
     deadline = now() + budget_s
     best: dict[Cell, Method] = {}
-    for count in reversed(COUNTS):
-        for fragment in FRAGMENTS_BYTES:
-            for store in (False, True):
-                if now() >= deadline:
-                    return Table(device, best)
-                times = {method: measure(method, store, fragment, count) for method in Method}
-                known = {method: seconds for method, seconds in times.items() if seconds is not None}
-                if known:
-                    # Within 5 % the copy engine wins: it leaves the SMs to the model.
-                    quickest = min(known.values())
-                    best[store, fragment, count] = next(m for m in Method if m in known and known[m] <= quickest * 1.05)
+    for fragment in sorted(FRAGMENTS_BYTES, key=lambda size: max(size, first) / min(size, first)):
+        seconds: dict[Method, Mapping[tuple[bool, int], float]] = {}
+        for method in Method:
+            if now() >= deadline:
+                return Table(device, best)
+            seconds[method] = measure(method, fragment)
+        for store, count in product((False, True), COUNTS):
+            known = {method: cells[store, count] for method, cells in seconds.items() if (store, count) in cells}
+            if known:
+                # Within 5 % the copy engine wins: it leaves the SMs to the model.
+                quickest = min(known.values())
+                best[store, fragment, count] = next(m for m in Method if m in known and known[m] <= quickest * 1.05)
     return Table(device, best)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,25 +13,15 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-
-def _build(target: Path, *options: str) -> Path:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        if os.environ.get("CI"):
-            pytest.fail("g++ is needed to build the kernels as plain C++")
-        pytest.skip("no g++ on this machine: the kernels cannot be built as plain C++")
-    source = HERE.parent.parent / "kernels" / "copy.cu"
-    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    command += [f'-DKERNEL_SOURCE="{source}"', *options, str(HERE / "shim.cpp"), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return target
+from native import build  # noqa: E402  (needs the line above)
 
 
 @pytest.fixture(scope="session")
 def kernel_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels as a shared object: run_copy and run_delay."""
-    library = ctypes.CDLL(str(_build(tmp_path_factory.mktemp("shim") / "kernels.so", "-shared", "-fPIC")))
+    library = ctypes.CDLL(
+        str(build(HERE / "shim.cpp", tmp_path_factory.mktemp("shim") / "kernels.so", "-shared", "-fPIC"))
+    )
     library.run_copy.argtypes = (
         ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p,
     )  # fmt: skip
@@ -45,7 +33,9 @@ def kernel_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def kernel_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     """The kernels as a program under the address and undefined-behaviour sanitizers, fed with cases on its stdin."""
     folder = tmp_path_factory.mktemp("sanitized")
-    program = _build(folder / "kernels", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = build(
+        HERE / "shim.cpp", folder / "kernels", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    )
     with (folder / "report").open("wb") as report:
         process = subprocess.Popen([str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=report)
         yield process

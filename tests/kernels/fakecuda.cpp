@@ -1,0 +1,99 @@
+// A libcuda of a few functions, which checks how it is called and copies at once. Its log is read by the tests.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+typedef int Result;
+enum { SUCCESS = 0, INVALID = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, NOT_FOUND = 500, NOT_READY = 600 };
+
+struct Attributes {  // CUmemcpyAttributes
+    int order, src_type, src_id, dst_type, dst_id;
+    unsigned flags;
+};
+
+static std::string calls;
+static int depth = 0, handles = 0, pending = 0, has_batch = 1, refuse_memory = 0;
+static void note(const char* name) { calls += name; calls += ' '; }
+#define NEEDS_CONTEXT \
+    note(__func__);   \
+    if (depth < 1) return INVALID_CONTEXT
+
+extern "C" {
+const char* fake_calls() { return calls.c_str(); }
+void fake_reset(int batch, int pend, int no_memory) {
+    calls.clear();
+    has_batch = batch, pending = pend, refuse_memory = no_memory;
+}
+int fake_depth() { return depth; }
+
+Result cuDevicePrimaryCtxRetain(void** context, int) { *context = (void*)0x77; return SUCCESS; }
+Result cuDevicePrimaryCtxRelease_v2(int) { note(__func__); return SUCCESS; }
+Result cuCtxPushCurrent_v2(void* context) { ++depth; return context == (void*)0x77 ? SUCCESS : INVALID; }
+Result cuCtxPopCurrent_v2(void**) { --depth; return SUCCESS; }
+Result cuDeviceGetName(char* text, int length, int) { strncpy(text, "Fake GPU", length); return SUCCESS; }
+Result cuDriverGetVersion(int* version) { *version = 13000; return SUCCESS; }
+Result cuDeviceGetPCIBusId(char* text, int length, int) { strncpy(text, "0000:1B:00.0", length); return SUCCESS; }
+Result cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
+    NEEDS_CONTEXT;
+    *stream = (void*)(intptr_t)(1000 + ++handles);
+    return flags == 1 ? SUCCESS : INVALID;
+}
+Result cuStreamDestroy_v2(void*) { NEEDS_CONTEXT; return SUCCESS; }
+Result cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+    NEEDS_CONTEXT;
+    return stream && event && !flags ? SUCCESS : INVALID;
+}
+Result cuEventCreate(void** event, unsigned flags) {
+    NEEDS_CONTEXT;
+    *event = (void*)(intptr_t)(5000 + ++handles);
+    return flags == 2 ? SUCCESS : INVALID;
+}
+Result cuEventDestroy_v2(void*) { NEEDS_CONTEXT; return SUCCESS; }
+Result cuEventRecord(void* event, void*) { NEEDS_CONTEXT; return event ? SUCCESS : INVALID; }
+Result cuEventQuery(void*) {
+    NEEDS_CONTEXT;
+    return pending > 0 ? (--pending, NOT_READY) : pending < 0 ? 700 : SUCCESS;
+}
+Result cuMemcpyAsync(uint64_t dst, uint64_t src, size_t nbytes, void* stream) {
+    NEEDS_CONTEXT;
+    if (!stream) return INVALID;
+    memcpy((void*)dst, (void*)src, nbytes);
+    return SUCCESS;
+}
+Result cuMemAlloc_v2(uint64_t* address, size_t nbytes) {
+    NEEDS_CONTEXT;
+    if (refuse_memory) return OUT_OF_MEMORY;
+    return (*address = (uint64_t)aligned_alloc(512, (nbytes + 511) / 512 * 512)) ? SUCCESS : OUT_OF_MEMORY;
+}
+Result cuMemFree_v2(uint64_t address) { NEEDS_CONTEXT; free((void*)address); return SUCCESS; }
+Result cuMemHostAlloc(void** address, size_t nbytes, unsigned flags) {
+    NEEDS_CONTEXT;
+    if (refuse_memory || flags != 1) return OUT_OF_MEMORY;
+    return (*address = aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096)) ? SUCCESS : OUT_OF_MEMORY;
+}
+Result cuMemFreeHost(void* address) { NEEDS_CONTEXT; free(address); return SUCCESS; }
+Result cuMemHostRegister_v2(void*, size_t nbytes, unsigned flags) {
+    NEEDS_CONTEXT;
+    return nbytes && flags == 1 ? SUCCESS : INVALID;
+}
+Result cuMemHostUnregister(void*) { NEEDS_CONTEXT; return SUCCESS; }
+
+// The arguments of the 12.8 interface.
+Result fake_batch(uint64_t* dsts, uint64_t* srcs, size_t* sizes, size_t count, Attributes* attributes, size_t* first,
+                  size_t attribute_count, size_t* failed, void* stream) {
+    NEEDS_CONTEXT;
+    if (!stream || !failed || attribute_count != 1 || *first != 0 || attributes->order != 1 || attributes->flags)
+        return INVALID;
+    for (size_t i = 0; i < count; ++i) memcpy((void*)dsts[i], (void*)srcs[i], sizes[i]);
+    return SUCCESS;
+}
+Result cuGetProcAddress_v2(const char* symbol, void** address, int version, uint64_t flags, int* status) {
+    const bool known = has_batch && version == 12080 && !flags && !strcmp(symbol, "cuMemcpyBatchAsync");
+    *address = known ? (void*)fake_batch : nullptr;
+    *status = known ? 0 : 1;
+    return known ? SUCCESS : NOT_FOUND;
+}
+}

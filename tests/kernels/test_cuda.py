@@ -1,0 +1,463 @@
+"""The CUDA mover over a simulated device: bytes in every layout and method, order of events, failures."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from simulated import COMPUTE, SimulatedDriver
+
+from kvtier.errors import InvalidRequest
+from kvtier.kernels.arena import pin, unpin
+from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome
+from kvtier.kernels.cuda import MAX_CTAS, CudaMover, _Scratch
+from kvtier.kernels.engine import open_engine
+from kvtier.kernels.faults import Delayed
+from kvtier.kernels.layout import Order, Paged, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
+from kvtier.kernels.method import Method, Table
+
+SMALL = Limits(chunk_bytes=128)
+NO_TABLE = Table("simulated", {})
+LAYOUTS = ["KBNHC", "BKHNC", "BHNKC"]
+
+
+def arena_of(nbytes: int) -> memoryview:
+    return memoryview(bytearray([0xA5]) * nbytes)
+
+
+def settle(engine: CopyEngine, driver: SimulatedDriver) -> list[tuple[int, Outcome]]:
+    """Let the device finish and collect what is acknowledged."""
+    acks = engine.poll()
+    while driver.step() or engine.stats().queued:
+        acks += engine.poll()
+    acks += engine.poll()
+    engine.check()
+    return [(ack.ticket, ack.outcome) for ack in acks]
+
+
+def pool_engine(
+    driver: SimulatedDriver, method: Method | None = None, limits: Limits = SMALL, pageable: bool = False
+) -> tuple[CopyEngine, torch.Tensor, memoryview, CudaMover]:
+    pool = torch.arange(8 * 64, dtype=torch.int64).remainder(251).to(torch.uint8).reshape(8, 64)
+    device, shape = of_pool(pool)
+    arena = arena_of(8 * 64)
+    mover = CudaMover(
+        driver,
+        device,
+        of_arenas([arena], 64, shape),
+        shape,
+        NO_TABLE,
+        method=method,
+        pageable=pageable,
+        staging_bytes=128,
+    )
+    return CopyEngine(mover, limits), pool, arena, mover
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize(("dims", "order", "packed"), list(product(LAYOUTS, Order, [False, True])))
+def test_bytes_are_equal_in_every_layout_by_every_method(
+    kernel_library: ctypes.CDLL, dims: str, order: Order, packed: bool, method: Method, element_bytes: int
+) -> None:
+    shape = Shape(layers=3, kv=2, tokens=4, heads=3, channels=5, element_bytes=element_bytes)
+    dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[element_bytes]
+    generator = torch.Generator().manual_seed(3)
+    size = [{"B": 7, "K": 2, "N": 4, "H": 3, "C": 5 * element_bytes}[axis] for axis in dims]
+    layers = [torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype) for _ in range(3)]
+    slot_bytes = shape.block_bytes + 40
+    arena = arena_of(9 * slot_bytes)
+    device, host = of_tensors(layers, dims, shape), of_slots(arena, slot_bytes, shape, order, packed)
+    driver = SimulatedDriver(kernel_library, Random(4))
+    mover = CudaMover(driver, device, host, shape, NO_TABLE, method=method, staging_bytes=2 * slot_bytes)
+    engine = CopyEngine(mover, Limits(chunk_bytes=3 * shape.block_bytes))
+    at = dims.index("B")
+    before = [layer.clone() for layer in layers]
+    engine.store(Moves.of([(6, 0, 0), (1, 8, 0), (2, 3, 0), (3, 4, 0), (0, 5, 0)]))
+    assert {outcome for _, outcome in settle(engine, driver)} == {Outcome.DONE}
+    slots = np.frombuffer(arena, dtype=np.uint8).reshape(9, slot_bytes)
+    assert (slots[:, shape.block_bytes :] == 0xA5).all() and (slots[[1, 2, 6, 7]] == 0xA5).all()
+    inner = ("NHKC" if order is Order.NHD else "HNKC") if packed else ("KNHC" if order is Order.NHD else "KHNC")
+    for block, slot in ((6, 0), (1, 8), (2, 3), (3, 4), (0, 5)):
+        parts = [layer.view(torch.uint8).select(at, block) for layer in before]
+        axes = dims.replace("B", "")
+        want = b"".join(part.permute(*(axes.index(a) for a in inner)).contiguous().numpy().tobytes() for part in parts)
+        assert slots[slot, : shape.block_bytes].tobytes() == want
+    engine.load(Moves.of([(4, 0, 0), (5, 8, 0), (1, 3, 0)]))
+    assert {outcome for _, outcome in settle(engine, driver)} == {Outcome.DONE}
+    for layer, old in zip(layers, before, strict=True):
+        want_layer = old.clone()
+        for to, source in ((4, 6), (5, 1), (1, 2)):
+            want_layer.select(at, to).copy_(old.select(at, source))
+        assert torch.equal(layer.view(torch.uint8), want_layer.view(torch.uint8))
+    launched = driver.names().count("launch")
+    assert (launched > 0) == (method is not Method.DMA)
+    assert engine.close(1.0) and driver.closed
+
+
+def test_a_launch_waits_then_copies_then_records(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver)
+    engine.store(Moves.of([(0, 0, 0), (3, 5, 0), (4, 6, 0), (5, 7, 0)]))
+    first = driver.calls[0]
+    assert (first.name, first.stream) == ("record", COMPUTE), "the gate is recorded when the command comes"
+    stream = driver.calls[1].stream
+    assert stream != COMPUTE
+    assert driver.names(stream) == ["wait", "copy", "record", "wait", "copy", "record"]
+    assert [call.detail for call in driver.calls if call.name == "wait"] == [first.detail] * 2
+    assert [call.detail for call in driver.calls if call.name == "copy"] == [2, 1], "neighbours travel as one run"
+    settle(engine, driver)
+    assert engine.close(1.0)
+
+
+def test_a_load_waits_for_the_store_of_its_block_on_the_device(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver)
+    engine.store(Moves.of([(3, 1, 0)]))
+    stored = driver.calls[-1]
+    engine.load(Moves.of([(3, 2, 0)]))
+    load_stream = driver.calls[-1].stream
+    waits = [call.detail for call in driver.calls if call.name == "wait" and call.stream == load_stream]
+    assert stored.name == "record" and waits[-1] == stored.detail
+    settle(engine, driver)
+
+
+def test_lanes_have_streams_of_their_own_and_loads_the_better_priority(kernel_library: ctypes.CDLL) -> None:
+    made: list[int] = []
+
+    class Watching(SimulatedDriver):
+        def stream(self, priority: int) -> int:
+            made.append(priority)
+            return super().stream(priority)
+
+    driver = Watching(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver)
+    assert len(made) == 3 and made[Lane.EXPEDITED] < made[Lane.LOAD] < made[Lane.STORE]
+    engine.store(Moves.of([(0, 0, 0)]))
+    engine.load(Moves.of([(1, 1, 0)]))
+    engine.load(Moves.of([(2, 2, 0)]), expedited=True)
+    assert len({call.stream for call in driver.calls if call.name == "copy"}) == 3
+    settle(engine, driver)
+
+
+def test_events_are_pooled(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver)
+    for round_ in range(50):
+        engine.store(Moves.of([(0, 0, round_)]))
+        settle(engine, driver)
+    assert len(driver._events) <= 3
+
+
+def test_a_callers_event_is_waited_for_and_an_unrecorded_one_refused(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, pool, arena, _ = pool_engine(driver)
+
+    class TorchEvent:
+        cuda_event = 0
+
+        def query(self) -> bool:
+            raise AssertionError("the device waits, not the host")
+
+        synchronize = query  # type: ignore[assignment]
+
+    event = TorchEvent()
+    with pytest.raises(InvalidRequest, match="recorded"):
+        engine.store(Moves.of([(0, 0, 0)]), after=event)  # type: ignore[arg-type]
+    event.cuda_event = driver.event()
+    driver.compute(lambda: pool[0].fill_(77))
+    driver.record(event.cuda_event, COMPUTE)
+    engine.store(Moves.of([(0, 0, 0)]), after=event)  # type: ignore[arg-type]
+    assert settle(engine, driver)[-1][1] is Outcome.DONE
+    assert bytes(arena[:64]) == bytes([77]) * 64
+
+
+def test_kernels_take_few_ctas(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    pool = torch.zeros(64, 65536, dtype=torch.uint8)
+    device, shape = of_pool(pool)
+    host = of_arenas([arena_of(64 * 65536)], 65536, shape)
+    engine = CopyEngine(CudaMover(driver, device, host, shape, NO_TABLE, method=Method.DIRECT))
+    engine.store(Moves.of([(i, i, 0) for i in range(64)]))
+    assert [call.detail[1] for call in driver.calls if call.name == "launch"] == [MAX_CTAS]
+    settle(engine, driver)
+
+
+def test_a_refused_copy_fails_once_its_part_is_over(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver)
+    driver.trouble.refuse["copy"] = 1
+    ticket = engine.store(Moves.of([(0, 3, 0), (5, 6, 0)]))
+    assert engine.stats().in_flight == 2, "not free while what was accepted still runs"
+    assert settle(engine, driver) == [(ticket, Outcome.FAILED)]
+    again = engine.store(Moves.of([(0, 3, 1), (5, 6, 1)]))
+    assert settle(engine, driver) == [(again, Outcome.DONE)]
+
+
+def test_nothing_is_copied_when_its_gate_cannot_be_waited_for(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver)
+    driver.trouble.refuse["wait"] = 1
+    ticket = engine.load(Moves.of([(0, 3, 0)]))
+    assert "copy" not in driver.names()
+    assert settle(engine, driver) == [(ticket, Outcome.FAILED)]
+
+
+def test_without_an_event_behind_it_a_copy_is_lost_and_its_memory_kept(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver)
+    engine.load(Moves.of([(0, 3, 0)]))
+    settle(engine, driver)
+    driver.trouble.refuse["record"] = 2  # one for the gate is not refused: see below
+    with pytest.raises(Exception, match="record"):
+        engine.load(Moves.of([(1, 3, 0)]))
+    engine.check()
+    driver.trouble.refuse["record"] = 0
+    engine.load(Moves.of([(1, 3, 0)]))
+    driver.trouble.dead = True
+    assert engine.poll() == [] and engine.stats().broken and engine.stats().quarantined == 1
+    assert not engine.close(0.0) and not driver.closed
+
+
+@pytest.mark.parametrize("what", ["launch", "device_memory", "pinned_memory"])
+def test_a_kernel_that_cannot_run_gives_way_to_the_copy_engine(kernel_library: ctypes.CDLL, what: str) -> None:
+    for method in (Method.DIRECT, Method.STAGED):
+        driver = SimulatedDriver(kernel_library, Random(0))
+        engine, pool, arena, _ = pool_engine(driver, method)
+        driver.trouble.refuse[what] = 1
+        engine.store(Moves.of([(0, 3, 0), (5, 6, 0)]))
+        assert {outcome for _, outcome in settle(engine, driver)} == {Outcome.DONE}
+        assert bytes(arena[3 * 64 : 4 * 64]) == pool[0].numpy().tobytes()
+        assert bytes(arena[6 * 64 : 7 * 64]) == pool[5].numpy().tobytes()
+
+
+def test_more_launches_than_item_tables_use_the_copy_engine_for_once(
+    kernel_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Scratch, "SLICES", 2)
+    driver = SimulatedDriver(kernel_library, Random(0), steps_per_query=0)
+    engine, pool, arena, mover = pool_engine(driver, Method.DIRECT, Limits(chunk_bytes=64))
+    engine.store(Moves.of([(i, 7 - i, 0) for i in range(8)]))
+    assert driver.names().count("launch") == 2
+    settle(engine, driver)
+    assert b"".join(bytes(arena[64 * (7 - i) : 64 * (8 - i)]) for i in range(8)) == pool.numpy().tobytes()
+    assert mover.method_for(True, 1) is Method.DIRECT
+
+
+def test_pageable_memory_never_sees_a_kernel(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, pool, arena, _ = pool_engine(driver, Method.DIRECT, pageable=True)
+    engine.store(Moves.of([(0, 3, 0)]))
+    settle(engine, driver)
+    assert "launch" not in driver.names() and bytes(arena[192:256]) == pool[0].numpy().tobytes()
+
+
+class Walk:
+    """A random engine: computes into blocks, stores, loads, cancels, and reads blocks behind fences.
+
+    It trusts acknowledgements and fences only, and checks every byte that they make it trust.
+    """
+
+    BLOCKS, SLOTS = 12, 9
+
+    def __init__(self, seed: int, kernels: ctypes.CDLL, method: Method | None, delayed: bool, forget: bool) -> None:
+        self.random = Random(seed)
+        self.driver = SimulatedDriver(kernels, Random(seed + 1000))
+        self.driver.trouble.forget_waits = forget
+        shape = Shape(layers=2, kv=2, tokens=2, heads=1, channels=6, element_bytes=1)
+        self.layers = [torch.zeros(2, self.BLOCKS, 2, 1, 6, dtype=torch.uint8) for _ in range(2)]
+        self.slot_bytes = 64
+        self.arena = arena_of(self.SLOTS * self.slot_bytes)
+        device: Paged = of_tensors(self.layers, "KBNHC", shape)
+        host = of_slots(self.arena, self.slot_bytes, shape, Order.HND)
+        driver = Delayed(self.driver, Random(seed)) if delayed else self.driver
+        mover = CudaMover(driver, device, host, shape, NO_TABLE, method=method, staging_bytes=2 * self.slot_bytes)
+        limits = Limits(
+            chunk_bytes=48, load_window_bytes=96, store_window_bytes=96, store_window_while_loading_bytes=48
+        )
+        self.engine = CopyEngine(mover, limits)
+        self.generation = [0] * self.SLOTS
+        self.ready: dict[int, int] = {}  # slot → value
+        self.filling: dict[int, int] = {}
+        self.value = dict.fromkeys(range(self.BLOCKS), 0)  # block → value, once the stream has caught up
+        self.loading: dict[int, int] = {}
+        self.reading = [0] * self.SLOTS
+        self.storing = [0] * self.BLOCKS
+        self.tickets: list[int] = []
+        self.cancelled: set[int] = set()
+        self.loads: dict[int, list[int]] = {}
+        self.mismatches: list[str] = []
+        self.checked = 0
+
+    def fill(self, block: int, value: int) -> None:
+        for layer in self.layers:
+            layer[:, block] = value
+
+    def expect(self, block: int, value: int, where: str) -> None:
+        self.checked += 1
+        if not all(bool((layer[:, block] == value).all()) for layer in self.layers):
+            self.mismatches.append(where)
+
+    def settle(self) -> None:
+        for ack in self.engine.poll():
+            self.loads.pop(ack.ticket, None)
+            for block, slot, generation in ack.moves.triples():
+                assert generation == self.generation[slot] and ack.outcome is not Outcome.REFUSED
+                if ack.lane is Lane.STORE:
+                    self.storing[block] -= 1
+                    value = self.filling.pop(slot)
+                    if ack.outcome is Outcome.DONE:
+                        self.ready[slot] = value
+                        self.checked += 1
+                        start = slot * self.slot_bytes
+                        if bytes(self.arena[start : start + 48]) != bytes([value]) * 48:
+                            self.mismatches.append("slot")
+                else:
+                    self.reading[slot] -= 1
+                    value = self.loading.pop(block)
+                    if ack.outcome is Outcome.DONE:
+                        self.value[block] = value
+                        self.expect(block, value, "block")
+        self.engine.check()
+        self.driver.step(self.random.randrange(12))
+
+    def act(self) -> None:
+        action = self.random.random()
+        if action < 0.25:
+            self.store()
+        elif action < 0.5 and self.ready:
+            self.load()
+        elif action < 0.55 and self.tickets:
+            ticket = self.random.choice(self.tickets[-3:])
+            self.cancelled.add(ticket)
+            self.engine.cancel(ticket)
+        elif action < 0.75:
+            self.compute()
+        elif action < 0.9 and self.loads:
+            self.fence_and_read()
+        self.settle()
+
+    def store(self) -> None:
+        free = [slot for slot in range(self.SLOTS) if slot not in self.filling and not self.reading[slot]]
+        blocks = self.random.sample(sorted(self.value), min(3, len(self.value)))
+        triples = []
+        for block, slot in zip(blocks, self.random.sample(free, min(3, len(free))), strict=False):
+            self.generation[slot] += 1
+            self.ready.pop(slot, None)
+            self.filling[slot] = self.value[block]
+            self.storing[block] += 1
+            triples.append((block, slot, self.generation[slot]))
+        if triples:
+            self.tickets.append(self.engine.store(Moves.of(triples)))
+
+    def load(self) -> None:
+        blocks = [block for block in range(self.BLOCKS) if block not in self.loading]
+        triples = []
+        for block in self.random.sample(blocks, min(3, len(blocks))):
+            slot = self.random.choice(sorted(self.ready))
+            self.reading[slot] += 1
+            self.loading[block] = self.ready[slot]
+            self.value.pop(block, None)
+            triples.append((block, slot, self.generation[slot]))
+        if triples:
+            ticket = self.engine.load(Moves.of(triples), expedited=self.random.random() < 0.3)
+            self.tickets.append(ticket)
+            self.loads[ticket] = [block for block, _, _ in triples]
+
+    def compute(self) -> None:
+        """A kernel of the model writes a block; the host does not wait for it, nor for what is still stored: it
+        fences the stores that read the block."""
+        idle = sorted(self.value)
+        if not idle:
+            return
+        block, value = self.random.choice(idle), self.random.randrange(1, 256)
+        if self.storing[block]:
+            for ticket in self.tickets:
+                self.engine.fence(ticket)
+        self.driver.compute(lambda: self.fill(block, value))
+        self.value[block] = value
+
+    def fence_and_read(self) -> None:
+        """Attention reads loaded blocks on the compute stream, behind a fence, before any acknowledgement."""
+        ticket = self.random.choice(sorted(self.loads))
+        blocks = self.loads.pop(ticket)
+        if ticket in self.cancelled or not all(block in self.loading for block in blocks):
+            return
+        self.engine.fence(ticket)
+        for block in blocks:
+            value = self.loading[block]
+            self.driver.compute(lambda b=block, v=value: self.expect(b, v, "fenced block"))  # type: ignore[misc]
+
+    def finish(self) -> None:
+        for _ in range(300):
+            self.settle()
+        self.driver.drain()
+        self.settle()
+        self.settle()
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_order_the_device_chooses_no_byte_is_wrong(
+    kernel_library: ctypes.CDLL, seed: int, method: Method, delayed: bool
+) -> None:
+    walk = Walk(seed, kernel_library, method, delayed, forget=False)
+    for _ in range(300):
+        walk.act()
+    walk.finish()
+    assert not walk.mismatches and walk.checked > 100
+    stats = walk.engine.stats()
+    assert stats.stored_bytes and stats.loaded_bytes and stats.aborted and not stats.refused and not stats.failed
+    assert stats.queued == stats.in_flight == stats.quarantined == 0
+    assert walk.engine.close(1.0)
+
+
+def test_the_walk_sees_a_mover_that_does_not_wait(kernel_library: ctypes.CDLL) -> None:
+    """The negative control: the same walk over a device that ignores every wait."""
+    wrong = 0
+    for seed in range(4):
+        walk = Walk(seed, kernel_library, Method.DMA, delayed=True, forget=True)
+        for _ in range(300):
+            walk.act()
+        wrong += len(walk.mismatches)
+    assert wrong > 10
+
+
+def test_pinning_goes_in_chunks_of_whole_slots_and_is_all_or_nothing(kernel_library: ctypes.CDLL) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    regions = [Region(4096, 960), Region(8192, 96)]
+    seen: list[tuple[str, int, int]] = []
+    chunks = pin(driver, regions, 96, chunk_bytes=300, progress=lambda *step: seen.append(step))
+    assert [(chunk.start, chunk.nbytes) for chunk in chunks] == [
+        (4096, 288), (4384, 288), (4672, 288), (4960, 96), (8192, 96),
+    ]  # fmt: skip
+    assert seen[-1] == ("register", 1056, 1056) and len(driver.registered) == 5
+    unpin(driver, chunks)
+    assert not driver.registered
+    driver.room_to_register = 2
+    assert pin(driver, regions, 96, chunk_bytes=300) == () and not driver.registered
+    with pytest.raises(InvalidRequest):
+        pin(driver, regions, 301, chunk_bytes=300)
+
+
+def test_an_engine_opens_pinned_and_falls_back_to_pageable_with_a_warning(
+    kernel_library: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    for room, pinned in ((100, True), (0, False)):
+        driver = SimulatedDriver(kernel_library, Random(0))
+        driver.room_to_register = room
+        pool = torch.full((8, 4096), 5, dtype=torch.uint8)
+        device, shape = of_pool(pool)
+        arena = arena_of(8 * 4096)
+        caplog.clear()
+        engine = open_engine(device, of_arenas([arena], 4096, shape), shape, driver=driver, table=NO_TABLE)
+        assert bool(driver.registered) is pinned and ("pageable" in caplog.text) is not pinned
+        engine.store(Moves.of([(0, 3, 0)]))
+        assert [outcome for _, outcome in settle(engine, driver)] == [Outcome.DONE]
+        assert bytes(arena[3 * 4096 : 4 * 4096]) == bytes([5]) * 4096
+        assert engine.close(1.0) and not driver.registered

@@ -1,0 +1,129 @@
+"""How libcuda is called: the right functions with the right arguments, in the right context, and its refusals."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from native import build
+
+from kvtier.kernels.copy import CopyEngine, Lane, Moves, Outcome
+from kvtier.kernels.cuda import CudaMover
+from kvtier.kernels.driver import OUT_OF_MEMORY, CudaDriver, DeviceError
+from kvtier.kernels.engine import measurement
+from kvtier.kernels.layout import of_arenas, of_pool
+from kvtier.kernels.method import COUNTS, Method, Table
+from kvtier.kernels.plan import Runs
+
+
+@pytest.fixture(scope="session")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("fake") / "libcuda.so"
+    library = ctypes.CDLL(str(build(Path(__file__).parent / "fakecuda.cpp", path, "-shared", "-fPIC")))
+    library.fake_calls.restype = ctypes.c_char_p
+    return library
+
+
+class HeadlessDriver(CudaDriver):
+    """Without torch's CUDA: the caller computes on a stream of ours."""
+
+    def current_stream(self) -> int:
+        return 4242
+
+
+@pytest.fixture
+def driver(libcuda: ctypes.CDLL) -> Callable[..., HeadlessDriver]:
+    def make(batch: bool = True, pending: int = 0, no_memory: bool = False) -> HeadlessDriver:
+        libcuda.fake_reset(batch, pending, no_memory)
+        return HeadlessDriver(0, library=libcuda)
+
+    return make
+
+
+def engine_of(driver: CudaDriver, method: Method) -> tuple[CopyEngine, torch.Tensor, memoryview, CudaMover]:
+    pool = torch.arange(8 * 64, dtype=torch.int64).remainder(251).to(torch.uint8).reshape(8, 64)
+    device, shape = of_pool(pool)
+    arena = memoryview(bytearray(8 * 64))
+    mover = CudaMover(driver, device, of_arenas([arena], 64, shape), shape, Table("", {}), method=method)
+    return CopyEngine(mover), pool, arena, mover
+
+
+@pytest.mark.parametrize("batch", [True, False], ids=["batch", "one by one"])
+def test_copies_through_the_driver(driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL, batch: bool) -> None:
+    cuda = driver(batch=batch, pending=3)
+    assert cuda.has_batch is batch
+    assert cuda.name == "Fake GPU, driver 13000" and cuda.pci_bus_id() == "0000:1b:00.0"
+    engine, pool, arena, _ = engine_of(cuda, Method.DMA)
+    engine.store(Moves.of([(0, 3, 0), (5, 6, 0)]))
+    calls = libcuda.fake_calls().decode().split()
+    copies = ["fake_batch"] if batch else ["cuMemcpyAsync"] * 2
+    assert calls[-len(copies) - 2 :] == ["cuStreamWaitEvent", *copies, "cuEventRecord"]
+    acks = [ack for _ in range(5) for ack in engine.poll()]
+    assert [ack.outcome for ack in acks] == [Outcome.DONE]
+    assert bytes(arena[192:256]) == pool[0].numpy().tobytes() and bytes(arena[384:448]) == pool[5].numpy().tobytes()
+    assert engine.close(1.0)
+    assert libcuda.fake_depth() == 0, "the caller's context is restored"
+    calls = libcuda.fake_calls().decode().split()
+    assert calls.count("cuStreamDestroy_v2") == 3
+    assert calls.count("cuEventDestroy_v2") == calls.count("cuEventCreate")
+
+
+def test_pageable_memory_is_copied_one_by_one(driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL) -> None:
+    cuda = driver()
+    data = np.arange(64, dtype=np.uint8)
+    target = np.zeros(64, dtype=np.uint8)
+    runs = Runs(*(np.array([value], np.uint64) for value in (data.ctypes.data, target.ctypes.data, 64)))
+    cuda.copy(runs, 77, pageable=True)
+    assert "fake_batch" not in libcuda.fake_calls().decode() and (target == data).all()
+    with pytest.raises(DeviceError, match="cuMemcpyBatchAsync"):
+        cuda.copy(runs, 0)
+    assert libcuda.fake_depth() == 0
+
+
+def test_an_error_of_the_device_is_not_mistaken_for_completion(driver: Callable[..., HeadlessDriver]) -> None:
+    cuda = driver(pending=-1)
+    engine, *_ = engine_of(cuda, Method.DMA)
+    engine.load(Moves.of([(0, 3, 0)]))
+    assert engine.poll() == [] and engine.stats().broken
+
+
+def test_out_of_memory_is_named(driver: Callable[..., HeadlessDriver]) -> None:
+    cuda = driver(no_memory=True)
+    for allocate in (cuda.device_memory, cuda.pinned_memory):
+        with pytest.raises(DeviceError) as caught:
+            allocate(1 << 20)
+        assert caught.value.code == OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED])
+def test_without_a_kernel_compiler_the_copy_engine_serves(
+    driver: Callable[..., HeadlessDriver], method: Method, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On this machine CuPy is absent or finds no driver: either way a launch is refused."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: kernels would be launched on it with the fake's handles")
+    engine, pool, arena, mover = engine_of(driver(), method)
+    engine.store(Moves.of([(0, 3, 0)]))
+    assert [ack.outcome for ack in engine.poll()] == [Outcome.DONE]
+    assert "copy engine from now on" in caplog.text and mover.method_for(True, 1) is Method.DMA
+    assert bytes(arena[192:256]) == pool[0].numpy().tobytes()
+    assert engine.close(1.0)
+
+
+def test_a_measurement_times_every_cell_it_can(driver: Callable[..., HeadlessDriver]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: kernels would be launched on it with the fake's handles")
+    measure = measurement(driver)
+    cells = measure(Method.DMA, 512)
+    assert set(cells) == {(store, count) for store in (True, False) for count in COUNTS}
+    assert all(0 < seconds < 1 for seconds in cells.values())
+    assert measure(Method.DIRECT, 512) == {}, "what gives way to the copy engine is not measured as itself"
+
+
+def test_loads_and_stores_use_streams_of_their_own(driver: Callable[..., HeadlessDriver]) -> None:
+    _, _, _, mover = engine_of(driver(), Method.DMA)
+    assert len(set(mover._streams.values())) == len(Lane)
