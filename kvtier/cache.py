@@ -115,21 +115,24 @@ class _Store:
         fragile: set[BlockKey] = set()  # ours, and in no lower tier's hands: not to be evicted by our own tail
         while reached < len(chain):
             seen = manager.room_told
+            wait = wait and manager.sinks()
             stop = min(len(chain), reached + self._step)
-            if manager.lower and wait:
+            if wait:
                 room = manager.queue_room()
                 if room == 0:
                     yield seen
+                    fragile = {chain[index] for index in manager.demote_rest(chain, reached)}
                     continue
                 stop = min(stop, reached + room)
-            slots, reached = manager.reserve(chain, reached, stop, terms, fragile.__contains__)
+            slots, reached = manager.reserve(chain, reached, stop, terms, fragile.__contains__, insist=wait)
             self._fill(slots)
             refused = manager.commit(chain, slots, [slot.generation for slot in slots])
             fragile.update(chain[index] for index in refused)
             if reached < stop:
-                if not wait or not manager.lower:
+                if not wait:
                     break
                 yield seen
+                fragile = {chain[index] for index in manager.demote_rest(chain, reached)}
         manager.settle(chain)
         return reached - self._start
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,7 +55,7 @@ class Feeder:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._held = 0
+        self._held: Counter[BlockKey] = Counter()  # pins owned, by block
         self._queued: set[BlockKey] = set()  # last blocks of units that the queue has and has not answered for
         self.forgotten = 0
 
@@ -66,9 +66,9 @@ class Feeder:
 
     def offer(self, chain: Sequence[BlockKey], stop: int, holds: Sequence[Hold] = ()) -> None:
         """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which the feeder now owns.
-        Thread-safe; never blocks."""
+        Under the manager's lock if there are pins; never blocks."""
         assert self._loop is not None
-        self._held += len(holds)
+        self._held.update(slot.key for slot, _ in holds if slot.key is not None)
         self._loop.call_soon_threadsafe(self._note, _Chain(chain[:stop], holds))
 
     def answered(self, batch: Batch) -> None:
@@ -76,8 +76,12 @@ class Feeder:
         self._queued.discard(batch.chain[batch.slots[-1].index])
 
     def held(self) -> int:
-        """Pins that are owned now."""
-        return self._held
+        """Pins that are owned now. Under the lock."""
+        return self._held.total()
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether this block is pinned on its way down. Under the lock."""
+        return key in self._held
 
     def _note(self, work: _Chain) -> None:
         stride, chain = self._tier.stride, work.keys
@@ -98,7 +102,8 @@ class Feeder:
         self._wake.set()
 
     def _done(self, work: _Chain) -> None:
-        self._held -= len(work.holds)
+        with self._manager.lock:
+            self._held -= Counter(slot.key for slot, _ in work.holds if slot.key is not None)
         self._manager.release(work.holds)
 
     async def flush(self, deadline: float) -> None:

@@ -30,7 +30,7 @@ class Breaker:
     def __init__(self, clock: Clock, limits: BreakerLimits | None = None) -> None:
         self._clock = clock
         self._limits = limits or BreakerLimits()
-        self._errors = 0
+        self.errors = 0
         self._rest_s = self._limits.rest_s
         self._retry_at = 0.0
         self.health = Health.WELL
@@ -49,14 +49,14 @@ class Breaker:
 
     def succeeded(self) -> None:
         """A call was answered: the tier is well."""
-        self._errors = 0
+        self.errors = 0
         self._rest_s = self._limits.rest_s
         self.health = Health.WELL
 
     def failed(self) -> None:
         """A call failed or timed out."""
-        self._errors += 1
-        if self.health is Health.PROBING or self._errors >= self._limits.errors_max:
+        self.errors += 1
+        if self.health is Health.PROBING or self.errors >= self._limits.errors_max:
             if self.health is Health.PROBING:
                 self._rest_s = min(2 * self._rest_s, self._limits.rest_s_max)
             else:

@@ -23,6 +23,7 @@ from kvtier.clock import Clock
 from kvtier.demotion import Batch, QueueLimits, WriteBehind
 from kvtier.errors import ClosedError, TierError
 from kvtier.feeder import Feeder
+from kvtier.health import Health
 from kvtier.lease import Hold, Lease
 from kvtier.plan import Costs, Where, make_plan
 from kvtier.rate import TokenBucket
@@ -309,39 +310,60 @@ class Manager:
         stop: int,
         terms: Terms,
         keep: Callable[[BlockKey], bool] | None = None,
+        *,
+        insist: bool = False,
     ) -> tuple[list[Slot], int]:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is room.
 
-        Returns them and the index reached: blocks before it are reserved, or are here already (then `terms` are
-        added to them) or are being filled by somebody else. The caller copies, then commits or aborts each slot.
+        `keep` claims blocks that must not be evicted for them; with `insist` the policy may not refuse them: they
+        are on their way to a lower tier. Returns the slots and the index reached: blocks before it are reserved, or
+        are here already (then `terms` are added to them, and what the nearest lower tier lacks is queued for it), or
+        are being filled by somebody else. The caller copies, then commits or aborts each slot.
         """
         self._usable()
         now = self._clock.wall()
         slots: list[Slot] = []
-        widened: list[int] = []
+        present: list[int] = []
+        widened: set[int] = set()
         index = start
         with self.lock:
             while index < stop:
                 key = chain[index]
-                present = self.host.index.get(key)
-                if present is not None and present.expires_at < now:
+                found = self.host.index.get(key)
+                if found is not None and found.expires_at < now:
                     self.host.drop(key)
-                    present = None
-                if present is not None:
-                    before = present.stamps
-                    present.life = present.life.add(terms, now)
-                    if present.stamps != before:
-                        widened.append(index)
+                    found = None
+                if found is not None:
+                    before = found.stamps
+                    found.life = found.life.add(terms, now)
+                    present.append(index)
+                    if found.stamps != before:
+                        widened.add(index)
                 elif self.host.peek(key, now) is not Miss.PENDING:
-                    slot = self.host.reserve(key, index, keep)
+                    slot = self.host.reserve(key, index, keep, insist=insist)
                     if slot is None:
                         break
                     slot.life = Lifetime.of(terms, now)
                     slots.append(slot)
                 index += 1
-        if widened:
-            self.demote(chain, widened)
+        self.demote(chain, sorted(widened | self._lacking(chain, present)))
         return slots, index
+
+    def demote_rest(self, chain: Sequence[BlockKey], stop: int) -> list[int]:
+        """Queue what is READY before depth `stop` and not below yet. Returns the depths that no queue accepted."""
+        with self.lock:
+            here = [index for index in range(stop) if chain[index] in self.host.index]
+        return self.demote(chain, sorted(self._lacking(chain, here)))
+
+    def _lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
+        """Those depths whose blocks are neither in the nearest lower tier nor on their way there."""
+        name = next(iter(self.lower), None)
+        if name is None or not indices:
+            return set()
+        misses = self.lower[name].peek(chain, indices)
+        with self.lock:
+            has = self._feeder.has if self._feeder and self.lower[name].stride > 1 else self._queues[name].has
+            return {i for i, miss in zip(indices, misses, strict=True) if miss is not None and not has(chain[i])}
 
     def commit(self, chain: Sequence[BlockKey], slots: Sequence[Slot], generations: Sequence[int]) -> list[int]:
         """Publish filled slots and queue them for the lower tiers. Returns the depths that no queue accepted: they
@@ -383,7 +405,7 @@ class Manager:
         name = next(iter(self.lower))
         if self._feeder is not None and self.lower[name].stride > 1:
             return self._hold_strides(self._feeder, chain, indices)
-        if indices[0] > 0 and self._lacks(name, chain, indices[0] - 1):
+        if indices[0] > 0 and self._lacking(chain, [indices[0] - 1]):
             indices = [*self._missing_parents(chain, indices[0]), *indices]
         queue, now = self._queues[name], self._clock.wall()
         with self.lock:
@@ -406,32 +428,22 @@ class Manager:
         start, complete = indices[0] // stride * stride, stop // stride * stride
         now, holds = self._clock.wall(), list[Hold]()
         with self.lock:
-            if feeder.held() + complete - start <= self._hold_max():
-                for key in chain[start:complete]:
-                    if (slot := self.host.pin(key, now)) is not None:
-                        holds.append((slot, slot.generation))
-            else:
-                complete = start
-        feeder.offer(chain, stop, holds)
+            complete = min(complete, start + (self._hold_max() - feeder.held()) // stride * stride)
+            for key in chain[start:complete]:
+                if (slot := self.host.pin(key, now)) is not None:
+                    holds.append((slot, slot.generation))
+            feeder.offer(chain, stop, holds)
         return [index for index in indices if index >= complete]
 
     def _hold_max(self) -> int:
         stride = max(tier.stride for tier in self.lower.values())
         return max(stride, int(self.host.capacity * self._settings.queue_fraction))
 
-    def _lacks(self, name: str, chain: Sequence[BlockKey], index: int) -> bool:
-        """Whether a block is neither in the tier nor on its way there."""
-        with self.lock:
-            if self._queues[name].has(chain[index]):
-                return False
-        return self.lower[name].peek(chain, [index])[0] is not None
-
     def _missing_parents(self, chain: Sequence[BlockKey], first: int) -> list[int]:
         """Depths just before `first` that G2 has and the nearest lower tier lacks: without them a write of `first`
         would leave a tail without its head."""
-        name = next(iter(self.lower))
         start = first
-        while start > 0 and chain[start - 1] in self.host.index and self._lacks(name, chain, start - 1):
+        while start > 0 and chain[start - 1] in self.host.index and self._lacking(chain, [start - 1]):
             start -= 1
         return list(range(start, first))
 
@@ -450,6 +462,11 @@ class Manager:
             if self._feeder is not None and self.lower[name].stride > 1:
                 return max(0, self._hold_max() - self._feeder.held())
             return self._queues[name].room()
+
+    def sinks(self) -> bool:
+        """Whether there is a lower tier, well enough to wait for."""
+        nearest = next(iter(self.lower.values()), None)
+        return nearest is not None and nearest.inner.breaker.health is Health.WELL
 
     async def wait_room(self, deadline: float, seen: int) -> bool:
         """Wait until a slot or a queue may have room that it had not when `room_told` was `seen`. False at the
@@ -617,7 +634,7 @@ class Manager:
             "pending": queue.pending(),
             "read_bytes": tier.read_bytes,
             "written_bytes": tier.written_bytes,
-            "health": tier.inner.breaker.health.value if isinstance(tier.inner, Guarded) else "well",
+            "health": tier.inner.breaker.health.value,
         }
 
     def check(self) -> None:

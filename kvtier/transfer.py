@@ -84,7 +84,7 @@ class Transfers:
         with self._lock:
             if self.overdue >= self._overdue_max:
                 return Miss.NO_ROOM
-            slot = self._host.reserve(chain[index], index)
+            slot = self._host.reserve(chain[index], index, insist=True)
             if slot is not None:
                 return slot
             why = self._host.peek(chain[index], self._clock.wall())
@@ -92,7 +92,7 @@ class Transfers:
                 return Miss.NO_ROOM
             if why is Miss.EXPIRED:
                 self._host.drop(chain[index])
-                return self._host.reserve(chain[index], index) or Miss.NO_ROOM
+                return self._host.reserve(chain[index], index, insist=True) or Miss.NO_ROOM
             return self._host.pin(chain[index], self._clock.wall()) or why or Miss.EVICTED
 
     def _pin(self, key: BlockKey) -> Outcome:

@@ -142,16 +142,25 @@ class HostTier:
             self.quarantined -= 1
             self._release(slot)
 
-    def reserve(self, key: BlockKey, index: int, keep: Callable[[BlockKey], bool] | None = None) -> Slot | None:
+    def reserve(
+        self, key: BlockKey, index: int, keep: Callable[[BlockKey], bool] | None = None, *, insist: bool = False
+    ) -> Slot | None:
         """A FILLING slot for `key`, the caller's until `commit` or `abort`.
 
-        Takes a free slot, else evicts the policy's choice among unpinned blocks that `keep` does not claim.
+        Takes a free slot, else evicts the policy's choice among unpinned blocks that `keep` does not claim; with
+        `insist` the policy may choose, but not refuse.
         None when the key is READY or FILLING already, or nothing may be evicted: then nothing has changed.
         """
         if key in self.index or key in self._filling:
             return None
         if not self._free:
-            victim = self._policy.victim(key, lambda k: self.index[k].pins == 0 and not (keep and keep(k)))
+
+            def movable(key: BlockKey) -> bool:
+                return self.index[key].pins == 0 and not (keep and keep(key))
+
+            victim = self._policy.victim(key, movable)
+            if victim is None and insist:
+                victim = self._policy.victim(None, movable)
             if victim is None:
                 return None
             self.evictions += 1

@@ -193,8 +193,10 @@ class Guarded(Wrapper):
             raise
 
     def _note(self, verb: str, error: Exception) -> None:
+        """One line for operators when the tier falls ill, not one for every call that finds it so."""
+        level = logging.DEBUG if self.breaker.errors else logging.WARNING
         self.breaker.failed()
-        log.warning("%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
+        log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
 
     def _judge(self, results: Sequence[object]) -> None:
         if any(result in (Miss.ERROR, Miss.LATE) for result in results):
@@ -225,7 +227,9 @@ class Metered(Wrapper):
 
     _SMOOTHING = 0.2
 
-    def __init__(self, inner: Tier, clock: Clock) -> None:
+    inner: Guarded
+
+    def __init__(self, inner: Guarded, clock: Clock) -> None:
         super().__init__(inner)
         self._clock = clock
         self.loaded = 0
