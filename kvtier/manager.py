@@ -470,9 +470,12 @@ class Manager:
 
     async def wait_room(self, deadline: float, seen: int) -> bool:
         """Wait until a slot or a queue may have room that it had not when `room_told` was `seen`. False at the
-        deadline."""
+        deadline, and at once when nothing holds a slot of G2: then no room is on its way."""
         if self.room_told != seen:
             return True
+        with self.lock:
+            if not self.host.held():
+                return False
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._room.append(future)
         try:

@@ -112,6 +112,10 @@ class HostTier:
             return None if slot.expires_at >= now else Miss.EXPIRED
         return Miss.PENDING if key in self._filling else Miss.ABSENT
 
+    def held(self) -> bool:
+        """Whether some slot is pinned, being filled or quarantined, and so may become evictable by itself. O(n)."""
+        return any(slot.pins or slot.state is State.FILLING for slot in self._slots)
+
     def prefix(self, chain: Sequence[BlockKey], now: float) -> int:
         """How many leading blocks of `chain` are READY and alive. Changes nothing."""
         find = self.index.get

@@ -1,10 +1,11 @@
-"""`get(start=…)`: for a caller that has the head of a chain in G1."""
+"""`get(start=…)`, for a caller that has the head of a chain in G1, and waits that cannot end."""
 
 from __future__ import annotations
 
 import pytest
 
 import kvtier
+from kvtier.clock import SystemClock
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
 
 BLOCK = 4096
@@ -30,3 +31,15 @@ def test_blocks_before_the_start_are_neither_loaded_nor_leased() -> None:
         cache.check()
         with pytest.raises(kvtier.InvalidRequest):
             cache.get(keys, start=9)
+
+
+def test_a_put_does_not_wait_for_room_that_nobody_will_make() -> None:
+    """A chain longer than G2: its head is not evicted for its tail, so no room is on its way."""
+    keys = chain_of(NS, 20)
+    clock = SystemClock()
+    with kvtier.open(CONFIG, NS, clock=clock, tiers=[MemoryTier(NS, clock)]) as cache:
+        with cache.get(keys) as hit:  # the request is known to the policy now
+            assert len(hit) == 0
+        before = clock.monotonic()
+        assert 16 <= cache.put(keys, [payload_of(key, BLOCK) for key in keys], timeout=30) <= 20
+        assert clock.monotonic() - before < 5
