@@ -56,6 +56,10 @@ class DirtyList:
     def __contains__(self, key: object) -> bool:
         return key in self._by_key
 
+    def at(self, slot: int) -> bool:
+        """Whether the block in `slot` is dirty."""
+        return slot in self._by_slot
+
     def add(self, slot: int, chain: Sequence[BlockKey], depth: int, now: float) -> None:
         """Append a block; one that is dirty already keeps its place and its age."""
         key = chain[depth]

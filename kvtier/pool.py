@@ -265,16 +265,30 @@ class BlockPool:
 
     # --- offload -------------------------------------------------------------------------------------------
 
-    def pick(self, limit: int, now: float) -> list[Dirty]:
+    def pick(self, limit: int, now: float, *, ahead: int | None = None) -> list[Dirty]:
         """Take up to `limit` dirty blocks to copy out: first those in the eviction horizon, then those dirty for
-        longer than `dirty_max_age_s` at monotonic time `now`; ancestors before descendants.
+        longer than `dirty_max_age_s` at monotonic time `now`; ancestors before descendants. `ahead` is the length of
+        the horizon where it must differ, as before a large `allocate`.
 
         The copy holds a reference: the slots keep their bytes and their place in the queue until `settle`.
         """
-        picked = self._dirty.pick(islice(self._free, self.horizon), limit, now - self.dirty_max_age_s)
+        picked = self._dirty.pick(
+            islice(self._free, self.horizon if ahead is None else ahead), limit, now - self.dirty_max_age_s
+        )
         for dirty in picked:
             self._copying[dirty.slot] = self._copying.get(dirty.slot, 0) + 1
         return picked
+
+    def clean_ahead(self, count: int) -> int:
+        """How many of the next `count` slots `allocate` can hand out before the first whose block is dirty."""
+        if not self._dirty:
+            return min(count, self.free_blocks)
+        clean = 0
+        for slot in self._free:
+            if clean == count or self._dirty.at(slot):
+                break
+            clean += slot not in self._copying
+        return clean
 
     def holds(self, dirty: Dirty) -> bool:
         """Whether the slot still carries this very block: ask before committing a copy of it."""
