@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from kvtier import integrity
 from kvtier.block import SCOPE_BYTES, BlockKey, Scope
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, TierTimeout
+from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, TierFull, TierTimeout
 from kvtier.namespace import Namespace
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
@@ -257,6 +257,8 @@ class DiskTier:
                 return await self._write(store, blocks, deadline)
             except TierTimeout:
                 return [Stored.FAILED] * len(blocks)
+            except TierFull:
+                return [Stored.FULL] * len(blocks)
 
     async def _write(self, store: Store, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
         now = self._clock.wall()
@@ -267,7 +269,7 @@ class DiskTier:
             return [self._reserve(ledger, blocks[place], now) for place in by_depth]
 
         def undo(given: Sequence[Reservation | Stored]) -> None:
-            _release(store, [one for one in given if isinstance(one, Reservation)])
+            store.give_back([one for one in given if isinstance(one, Reservation)])
 
         given = await self._transact(store, reserve, deadline, undo=undo)
         results = [Stored.FAILED] * len(blocks)
@@ -288,7 +290,7 @@ class DiskTier:
                     results[place] = outcome
                 held = [(place, one) for place, one in held if place in failed]
         finally:
-            _release(store, [one for _place, one in held])
+            store.give_back([one for _place, one in held])
         return results
 
     def _reserve(self, ledger: Ledger, block: Sealed, now: float) -> Reservation | Stored:
@@ -450,20 +452,6 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 def _abandon(job: Job, undo: Callable[[Any], None]) -> None:
     if not job.future.cancel():
         job.future.add_done_callback(lambda done: undo(done.result()) if done.exception() is None else None)
-
-
-def _release(store: Store, reservations: Sequence[Reservation]) -> None:
-    """Give slots back, some time. If the store is quarantined, its reopening does."""
-    if reservations:
-        try:
-            store.submit(partial(_release_all, reservations=reservations))
-        except TierError:
-            pass
-
-
-def _release_all(ledger: Ledger, reservations: Sequence[Reservation]) -> None:
-    for one in reservations:
-        ledger.release(one)
 
 
 def _outcome_of(store: Store, error: OSError) -> Stored:

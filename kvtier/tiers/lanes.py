@@ -49,7 +49,7 @@ class Batch:
 
 class Lanes:
     """`threads` threads; a free one takes the oldest read, else the oldest write while fewer than
-    `writers_max` writes run. Built stopped."""
+    `writers_max` writes run. Threads start as they are needed."""
 
     def __init__(self, threads: int, writers_max: int, name: str) -> None:
         self._threads_max = threads
@@ -61,10 +61,6 @@ class Lanes:
         self._writing = 0
         self._idle = 0
         self._threads: list[threading.Thread] = []
-        self._stopping = False
-
-    def start(self) -> None:
-        """Threads come as they are needed."""
         self._stopping = False
 
     def read(self, jobs: Sequence[Work]) -> Batch:
@@ -128,13 +124,11 @@ class Lanes:
                     if is_write and self._writes:
                         self._lock.notify()
 
-    def stop(self, timeout: float) -> bool:
-        """Let the threads end once nothing is queued. Returns whether all did within `timeout` seconds."""
+    def stop(self) -> None:
+        """Let the threads end once nothing is queued, and wait for that."""
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
         for thread in self._threads:
-            thread.join(timeout)
-        stopped = not any(thread.is_alive() for thread in self._threads)
+            thread.join()
         self._threads.clear()
-        return stopped

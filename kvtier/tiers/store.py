@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ClosedError, ConfigError, CorruptError, FormatError, TierError
+from kvtier.errors import ClosedError, ConfigError, CorruptError, FormatError, TierError, TierFull
 from kvtier.tiers.directory import DirectoryLock, Marker, move_aside, prepare, read_marker, write_marker
-from kvtier.tiers.entry import SLOT_ALIGN
+from kvtier.tiers.entry import SLOT_ALIGN, Reservation
 from kvtier.tiers.index import Index, Unusable, map_bytes_for
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import Geometry, Ledger
@@ -40,7 +40,9 @@ IDLE_S = 0.5
 RECLAIM_EVERY_S = 5.0
 PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
 GROWTH_PAUSE_S = 30.0
+FREE_BYTES_MIN = 1 << 20  # with less than this on the volume, a failed commit is taken for want of room
 TOUCHES_MAX = 1 << 18
+_CLOSED = "it is closed"
 USES_MAX = 16  # of one block between two transactions; the latest replaces the last
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
@@ -69,6 +71,7 @@ class Store:
         self._grow_at = 0.0
         self._writing = 0
         self._touches: dict[bytes, list[float]] = {}
+        self._returned: list[Reservation] = []
         self._writer = Writer(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
 
     # Life.
@@ -89,6 +92,8 @@ class Store:
                     f"{parts[0]} was opened by the process that forked this one; open it after the fork, or start "
                     "processes by spawn"
                 )
+            if store is not None and store.users == 0:
+                raise TierError("g3", "open", f"{parts[0]} is still being closed by this process")
             if store is None:
                 store = cls._open(parts, capacity, block_bytes, calls)
                 _open_stores[key] = store
@@ -124,31 +129,36 @@ class Store:
             raise
 
     def release(self, timeout_s: float) -> None:
-        """One user less; the last one closes everything, within `timeout_s` or not at all.
+        """One user less; the last one closes everything. Returns after `timeout_s` at the latest.
 
-        A thread that is stuck below LMDB's write lock or in the device keeps what it needs; it ends with the process.
+        A thread that is stuck below LMDB's write lock or in the device is waited for in the background; until it
+        comes back this process cannot open the store again.
         """
         with _open_lock:
             self.users -= 1
             if self.users:
                 return
-            end = time.monotonic() + timeout_s
-            for key in [key for key, store in _open_stores.items() if store is self]:
-                del _open_stores[key]
         if self.owner.pid != os.getpid():
             return
-        stopped = self._writer.stop(max(0.05, end - time.monotonic()))
-        stopped &= self.lanes.stop(max(0.05, end - time.monotonic()))
-        if not stopped:
-            log.warning("g3: %s: closed with a thread still waiting for the device or a stopped process", self.parts[0])
-            return
+        closer = threading.Thread(target=self._close, name="kvtier-g3-close", daemon=True)
+        closer.start()
+        closer.join(timeout_s)
+        if closer.is_alive():
+            log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
+
+    def _close(self) -> None:
+        self._writer.stop()
+        self.lanes.stop()
         with self._state:
-            if self._index is not None:
-                self._index.close()
-                self._index = None
-                self._quarantine = "it is closed"
+            self._quarantine = _CLOSED
+            index, self._index = self._index, None
+        if index is not None:
+            index.close()
         self.slab.close()
         self._lock.release()
+        with _open_lock:
+            for key in [key for key, store in _open_stores.items() if store is self]:
+                del _open_stores[key]
 
     # Use.
 
@@ -182,6 +192,13 @@ class Store:
         with self._state:
             return tuple(self._touches.get(name, ()))
 
+    def give_back(self, reservations: Sequence[Reservation]) -> None:
+        """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
+        if reservations:
+            with self._state:
+                self._returned.extend(reservations)
+            self._writer.wake()
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """While inside, slots of this process may be written to: the store is not opened anew."""
@@ -214,7 +231,6 @@ class Store:
     # On the writer thread.
 
     def _commit(self, jobs: Sequence[Job]) -> None:
-        import lmdb
 
         index = self._index
         if index is None:
@@ -225,37 +241,54 @@ class Store:
             return
         running: list[Job] = []
         results: list[Any] = []
+        with self._state:
+            returned, self._returned = self._returned, []
 
         def started() -> bool:
             running.extend(job for job in jobs if job.future.set_running_or_notify_cancel())
-            return bool(running)
+            return True
 
         def work(ledger: Ledger) -> None:
+            for reservation in returned:
+                ledger.release(reservation)
             for name, uses in self._take_touches().items():
                 ledger.renew(name, uses)
             results.extend(job.work(ledger) for job in running)
 
         try:
             index.transact(work, started=started, may_grow=time.monotonic() >= self._grow_at)
-        except lmdb.MapFullError as error:
-            index.forget_dead_readers()
-            _fail(running, TierError("g3", "commit", str(error)))
-        except lmdb.Error as error:
-            self._suspect(error)
-            _fail(running, TierError("g3", "commit", str(error)))
-        except Exception as error:  # what a damaged record makes of the code that reads it
-            log.exception("g3: %s: a transaction failed", self.parts[0])
-            self.quarantine(f"{type(error).__name__}: {error}", damaged=True)
-            _fail(running, TierError("g3", "commit", str(error)))
+        except Exception as error:
+            with self._state:
+                self._returned = returned + self._returned
+            _fail(running, self._suspect(index, error))
         else:
             for job, result in zip(running, results, strict=True):
                 job.future.set_result(result)
 
-    def _suspect(self, error: Exception) -> None:
+    def _suspect(self, index: Index, error: Exception) -> TierError:
+        """What a failed transaction says about the store; returns what to tell those who waited for it."""
         import lmdb
 
-        damage = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.BadDbiError)
-        self.quarantine(f"{type(error).__name__}: {error}", damaged=isinstance(error, damage))
+        detail = f"{type(error).__name__}: {error}"
+        if isinstance(error, lmdb.MapFullError):
+            index.forget_dead_readers()
+            return TierFull("g3", "commit", detail)
+        if isinstance(error, lmdb.Error) and self._volume_is_full():
+            # Only the new pages found no room; what is there can be read, and written to once there is.
+            self.volume_full()
+            return TierFull("g3", "commit", detail)
+        if not isinstance(error, (lmdb.Error, OSError)):
+            log.error("g3: %s: a transaction failed", self.parts[0], exc_info=error)
+        damage = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError)
+        self.quarantine(detail, damaged=isinstance(error, damage) or not isinstance(error, (lmdb.Error, OSError)))
+        return TierError("g3", "commit", detail)
+
+    def _volume_is_full(self) -> bool:
+        try:
+            status = os.statvfs(self.parts[0])
+        except OSError:
+            return False
+        return status.f_bavail * status.f_frsize < FREE_BYTES_MIN
 
     def _take_touches(self) -> dict[bytes, list[float]]:
         with self._state:
@@ -267,9 +300,9 @@ class Store:
         now = time.monotonic()
         if self._index is None:
             self._probe()
-        elif now >= self._reclaim_at or self._touches:
+        elif now >= self._reclaim_at or self._touches or self._returned:
             due, self._reclaim_at = now >= self._reclaim_at, now + RECLAIM_EVERY_S
-            if due and not self._touches and not self._index.has_reservations():
+            if not self._touches and not self._returned and not self._index.has_reservations():
                 return
             self._commit([Job(lambda ledger: ledger.reclaim() if due else 0)])
             if due and self._index is not None:
@@ -278,7 +311,7 @@ class Store:
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once none of our own writes is under way."""
         with self._state:
-            if self._quarantine == "it is closed" or time.monotonic() < self._probe_at or self._writing:
+            if self._quarantine == _CLOSED or time.monotonic() < self._probe_at or self._writing:
                 return
             alone = self._lock.try_exclusive()
             try:

@@ -31,7 +31,7 @@ class Writer:
     """A queue of jobs and the thread that commits them.
 
     `commit(jobs)` is called on that thread; it must settle every job's future or leave it to be settled later,
-    and must not raise. `idle()` is called there when nothing came for `idle_s`.
+    and must not raise. `idle()` is called there when nothing came for `idle_s`, and once at the end.
     """
 
     def __init__(
@@ -59,13 +59,17 @@ class Writer:
                 self._lock.notify()
         return job
 
-    def stop(self, timeout: float) -> bool:
-        """Commit what is queued and end. Returns whether that was done within `timeout` seconds."""
+    def wake(self) -> None:
+        """Call `idle` soon."""
+        with self._lock:
+            self._lock.notify()
+
+    def stop(self) -> None:
+        """Commit what is queued and end. Blocks until that is done, for as long as the write lock is not to be had."""
         with self._lock:
             self._stopping = True
             self._lock.notify()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -77,6 +81,7 @@ class Writer:
             if jobs:
                 self._commit(jobs)
             elif stopping:
+                self._idle()
                 return
             else:
                 self._idle()

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvtier.block import BlockKey
+from kvtier.clock import Clock
 from kvtier.namespace import Namespace
 from kvtier.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, payload_of, sample_namespace, seal
@@ -24,7 +25,7 @@ async def opened(
     blocks: int = 16,
     *,
     block_bytes: int = BLOCK,
-    clock: VirtualClock | None = None,
+    clock: Clock | None = None,
     namespace: Namespace | None = None,
     calls: Calls | None = None,
 ) -> AsyncIterator[DiskTier]:
