@@ -104,9 +104,10 @@ class Index:
 
     @classmethod
     def create(cls, path: Path, uuid: bytes, geometry: Geometry, map_bytes: int, owner: Owner) -> Index:
-        """Make a new, empty index at `path`, which must not exist. The caller uses the store alone."""
-        import lmdb
+        """Make a new, empty index at `path`, which must not exist. The caller uses the store alone.
 
+        Raises OSError or lmdb.Error.
+        """
         draft = path.with_name(path.name + ".new")
         if draft.exists():
             for file in draft.iterdir():
@@ -120,8 +121,6 @@ class Index:
                 txn.put(UUID_KEY, uuid)
                 txn.put(GEOMETRY_KEY, geometry.encode())
                 txn.put(COUNTERS_KEY, COUNTERS.pack(0, 0, 0, 0, 0))
-        except lmdb.Error as error:
-            raise TierError("g3", "create", str(error)) from None
         finally:
             env.close()
         os.truncate(draft / "data.mdb", map_bytes)

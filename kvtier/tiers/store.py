@@ -110,6 +110,8 @@ class Store:
 
     @classmethod
     def _open(cls, parts: Sequence[Path], capacity: int, block_bytes: int, calls: Calls) -> Store:
+        import lmdb
+
         owner = Owner.current(secrets.randbits(63))
         slot_bytes = -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
         if capacity < slot_bytes:
@@ -121,9 +123,15 @@ class Store:
         try:
             index = open_index(parts, capacity, slot_bytes, owner, alone=alone)
             if alone:
-                index.transact(Ledger.reclaim)
+                if not _take_back(index):
+                    index.close()
+                    log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
+                    index = open_index(parts, capacity, slot_bytes, owner, alone=True)
                 lock.share()
             return cls(parts, lock, index, owner, calls)
+        except (OSError, Unusable, lmdb.Error) as error:
+            lock.release()
+            raise TierError("g3", "open", str(error)) from error
         except BaseException:
             lock.release()
             raise
@@ -310,6 +318,8 @@ class Store:
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once none of our own writes is under way."""
+        import lmdb
+
         with self._state:
             if self._quarantine == _CLOSED or time.monotonic() < self._probe_at or self._writing:
                 return
@@ -321,7 +331,7 @@ class Store:
                 probe(self.parts)
                 self.owner, self._index, self._quarantine, self._damaged = owner, index, None, False
                 log.warning("g3: %s: in use again", self.parts[0])
-            except (Unusable, TierError, FormatError, ConfigError, CorruptError, OSError) as error:
+            except (Unusable, TierError, FormatError, ConfigError, CorruptError, OSError, lmdb.Error) as error:
                 self._quarantine = str(error)
                 self._probe_wait_s = min(2 * self._probe_wait_s, PROBE_LAST_S)
                 self._probe_at = time.monotonic() + self._probe_wait_s
@@ -344,6 +354,22 @@ class Store:
                 )
                 index = open_index(self.parts, geometry.capacity, geometry.segment_bytes, owner, alone=True)
         return index
+
+
+def _take_back(index: Index) -> bool:
+    """Free the slots of dead owners. False: the index is damaged.
+
+    A full or failing volume does not keep a store from being opened: it can be read, and the writer thread tries again.
+    """
+    import lmdb
+
+    try:
+        index.transact(Ledger.reclaim)
+    except lmdb.Error as error:
+        log.warning("g3: slots of ended processes are not free yet: %s", error)
+    except Exception:  # whatever damaged records make of the code that reads them
+        return False
+    return True
 
 
 def _fail(jobs: Sequence[Job], error: Exception) -> None:
