@@ -34,6 +34,7 @@ COMMANDS = (
     Command("config schema", "kvtier.cli.config:schema", "Print every key, what it takes and what it means."),
     Command("doctor", "kvtier.cli.doctor:doctor", "Check this machine against a configuration, or explain misses."),
     Command("bench index", "kvtier.cli.bench_index:index", "Cost per block of hashing, matching and the pool."),
+    Command("bench retention", "kvtier.cli.bench_retention:retention", "What keeping KV longer is worth on a trace."),
     Command("top", "kvtier.cli.top:top", "Show what a running cache does."),
 )
 

@@ -1,0 +1,147 @@
+"""Each trace format is read as it is published, and a bad line is named, never skipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.bench.traces import load_trace
+from kvtier.errors import InvalidRequest
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [7, 9]},
+    {"timestamp": 1500, "input_length": 1536, "output_length": 5, "hash_ids": [7, 9, 30, 9]},
+]
+BAILIAN = [
+    {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 48, "output_length": 1, "type": "text",
+     "turn": 1, "hash_ids": [5, 6, 5]},
+    {"chat_id": 2, "parent_chat_id": 1, "timestamp": 2.0, "input_length": 64, "output_length": 1, "type": "text",
+     "turn": 2, "hash_ids": [5, 6, 5, 8]},
+    {"chat_id": 3, "parent_chat_id": -1, "timestamp": 3.0, "input_length": 16, "output_length": 1, "type": "text",
+     "turn": 1, "hash_ids": [6]},
+]  # fmt: skip
+SESSION = {
+    "id": "a", "block_size": 64, "hash_id_scope": "local",
+    "requests": [
+        {"t": 0.0, "type": "s", "in": 128, "out": 3, "hash_ids": [1, 2]},
+        {"type": "subagent", "t": 4.0, "requests": [{"t": 5.0, "type": "s", "in": 64, "out": 3, "hash_ids": [9]}]},
+        {"t": 9.0, "type": "s", "in": 192, "out": 3, "hash_ids": [1, 2, 3]},
+    ],
+}  # fmt: skip
+
+
+def lines(path: Path, entries: list[Any]) -> Path:
+    path.write_text("\n".join(e if isinstance(e, str) else json.dumps(e) for e in entries) + "\n")
+    return path
+
+
+def test_mooncake_repeated_ids_count_once(tmp_path: Path) -> None:
+    trace = load_trace(lines(tmp_path / "m.jsonl", MOONCAKE))
+    assert (trace.format, trace.block_tokens, trace.unique, trace.references) == ("mooncake", 512, 3, 5)
+    assert [(r.at, r.blocks) for r in trace.requests] == [(0.0, [0, 1]), (1.5, [0, 1, 2])]
+
+
+def test_bailian_ids_name_blocks_only_with_what_came_before(tmp_path: Path) -> None:
+    trace = load_trace(lines(tmp_path / "b.jsonl", BAILIAN))
+    first, second, third = trace.requests
+    assert (trace.format, trace.block_tokens) == ("bailian", 16)
+    assert len(set(first.blocks)) == 3 and second.blocks[:3] == first.blocks
+    assert third.blocks[0] not in second.blocks  # equal bytes after another prefix are another block
+    assert first.session == second.session != third.session
+
+
+def test_sessions_keep_local_ids_apart_and_read_sub_agents(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(SESSION))
+    (tmp_path / "b.json").write_text(json.dumps(SESSION | {"id": "b"}))
+    alone = load_trace(tmp_path / "a.json")
+    assert [len(r.blocks) for r in alone.requests] == [2, 1, 3] and alone.block_tokens == 64
+    both = load_trace(tmp_path)
+    assert both.unique == 2 * alone.unique and {r.session for r in both.requests} == {0, 1}
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(json.dumps(SESSION | {"hash_id_scope": "global"}))
+    assert load_trace(tmp_path).unique == alone.unique
+
+
+def test_prompts_share_the_blocks_they_begin_with(tmp_path: Path) -> None:
+    words = [f"w{n}" for n in range(64)]
+    same, other = " ".join(words), " ".join(words[:40] + ["else"] * 24)
+    trace = load_trace(
+        lines(tmp_path / "p.jsonl", [{"timestamp": 1, "prompt": same}, {"timestamp": 2, "prompt": other}])
+    )
+    one, two = trace.requests
+    assert trace.format == "prompts" and one.blocks[0] == two.blocks[0] and one.blocks[-1] != two.blocks[-1]
+    tokens = load_trace(lines(tmp_path / "t.jsonl", [{"timestamp": 0, "tokens": list(range(40))}]))
+    assert len(tokens.requests[0].blocks) == 2
+    text = tmp_path / "p.txt"
+    text.write_text(f"{same}\n\n{other}\n")
+    assert [r.blocks for r in load_trace(text).requests] == [one.blocks, two.blocks]
+
+
+def test_arrays(tmp_path: Path) -> None:
+    arrays = {
+        "t": [5.0, 6.0], "session": [1, 1], "input_tokens": [1024, 1536], "output_tokens": [1, 1],
+        "block_ids": [0, 1, 0, 1, 2], "offsets": [0, 2, 5], "block_tokens": 512,
+    }  # fmt: skip
+    np.savez(tmp_path / "c.npz", **{name: np.array(value) for name, value in arrays.items()})
+    trace = load_trace(tmp_path / "c.npz")
+    assert [(r.at, r.blocks) for r in trace.requests] == [(0.0, [0, 1]), (1.0, [0, 1, 2])]
+    np.savez(tmp_path / "d.npz", **{name: np.array(value) for name, value in arrays.items() if name != "session"})
+    with pytest.raises(InvalidRequest, match=r"d\.npz: array .*session"):
+        load_trace(tmp_path / "d.npz")
+
+
+BAD = [
+    ("{", r"m\.jsonl:2: not JSON"),
+    ("[1]", r"m\.jsonl:2: expected a JSON object, got list"),
+    ({"timestamp": 1, "input_length": 3, "output_length": 1}, r"m\.jsonl:2: hash_ids: expected a list of integers"),
+    ({**MOONCAKE[0], "hash_ids": [1, "2"]}, r"m\.jsonl:2: hash_ids"),
+    ({**MOONCAKE[0], "hash_ids": [1, True]}, r"m\.jsonl:2: hash_ids"),
+    ({**MOONCAKE[0], "timestamp": "now"}, r"m\.jsonl:2: timestamp: expected a number of at least 0, got 'now'"),
+    ({**MOONCAKE[0], "timestamp": -1}, r"m\.jsonl:2: timestamp"),
+    ({**MOONCAKE[0], "input_length": None}, r"m\.jsonl:2: input_length"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD)
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        load_trace(lines(tmp_path / "m.jsonl", [MOONCAKE[0], line, MOONCAKE[1]]))
+
+
+def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no such trace"):
+        load_trace(tmp_path / "none.jsonl")
+    with pytest.raises(InvalidRequest, match="without requests"):
+        load_trace(lines(tmp_path / "empty.jsonl", [""]))
+    with pytest.raises(InvalidRequest, match=r"no known trace: expected hash_ids .* got color"):
+        load_trace(lines(tmp_path / "odd.jsonl", [{"color": 1}]))
+    (tmp_path / "noise.npz").write_bytes(b"PK\3\4 nothing")
+    with pytest.raises(InvalidRequest, match="not a trace of arrays"):
+        load_trace(tmp_path / "noise.npz")
+    (tmp_path / "noise.jsonl").write_bytes(bytes(range(256)))
+    with pytest.raises(InvalidRequest, match=r"noise\.jsonl"):
+        load_trace(tmp_path / "noise.jsonl")
+
+
+def test_squeezing_moves_starts_and_nothing_else(made: Any) -> None:
+    trace = made(1)
+    tight = trace.squeezed(60.0, seed=7)
+    assert tight.references == trace.references and tight.unique == trace.unique
+    for user in range(15):
+        before = [r.at for r in trace.requests if r.session == user]
+        after = [r.at for r in tight.requests if r.session == user]
+        assert np.allclose(np.diff(before), np.diff(after))
+    assert trace.squeezed(60.0, seed=7) == tight != trace.squeezed(60.0, seed=8)
+
+
+def test_a_sample_has_whole_sessions(made: Any) -> None:
+    trace = made(2)
+    part = trace.sampled(0.4, seed=1)
+    kept = {r.session for r in part.requests}
+    assert 0 < len(kept) < 15
+    assert len(part.requests) == sum(r.session in kept for r in trace.requests)
+    assert {b for r in part.requests for b in r.blocks} == set(range(part.unique))
