@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,20 @@ def _file_system_class(protocol: str) -> Any:
 
 
 def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, timeouts: Timeouts) -> Bucket:
+    """obstore if it is asked for, or if it is installed and knows all the options; else s3fs."""
+    if client != "s3fs":
+        from kvtier.tiers.bucket_obstore import ObstoreBucket, translated
+
+        config = translated(options)
+        installed = importlib.util.find_spec("obstore") is not None
+        if client == "obstore" and not installed:
+            raise ConfigError("tiers.g4.client is obstore, which is not installed: pip install 'kvtier[s3]'")
+        if client == "obstore" and config is None:
+            raise ConfigError("tiers.g4.options has some that only s3fs knows: remove them, or set client: s3fs")
+        if installed and config is not None:
+            return ObstoreBucket(
+                bucket, config, connect_timeout_s=timeouts.connect_s, read_timeout_s=timeouts.read_s
+            )  # fmt: skip
     from kvtier.tiers.bucket_s3 import S3Bucket
 
     return S3Bucket(

@@ -630,18 +630,28 @@ class ObjectTier:
         if self._bucket.renewable:
             stat = await self._bucket.renew(name, unit.etag, used)
         else:
-            data = bytearray(unit.size)
-            there = await self._bucket.read(name, 0, [memoryview(data)])
-            if there is None or there.etag != unit.etag:
-                stat = None
-            else:
-                header = replace(unit.frame, life=unit.life).encode()
-                data[: len(header)] = header
-                stat = await self._bucket.replace(name, data, used, unit.etag)
-        if stat is None:
+            stat = await self._rewrite(unit, used)
+        if stat is None or stat.size != unit.size:
             self._units.drop(unit.last)
             return
-        self._units.put(replace(unit, etag=stat.etag, renewed=used, seen=self._clock.monotonic()))
+        self._units.put(replace(unit, etag=stat.etag, renewed=used))
+
+    async def _rewrite(self, unit: Unit, used: float) -> Stat | None:
+        """The same payload under a header with the unit's present life; None if it is not there as it should be."""
+        data = bytearray(unit.size)
+        view = memoryview(data)
+        try:
+            there = await self._bucket.read(self._names.unit(unit.last), 0, [view])
+        except CorruptError:
+            return None
+        if there is None or there.etag != unit.etag:
+            return None
+        for index, digest in enumerate(unit.frame.digests):
+            if not integrity.matches(digest, [view[slice(*unit.frame.span(index, index + 1))]]):
+                return None
+        header = replace(unit.frame, life=unit.life).encode()
+        data[: len(header)] = header
+        return await self._bucket.replace(self._names.unit(unit.last), data, used, unit.etag)
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
