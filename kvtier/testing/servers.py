@@ -134,7 +134,7 @@ class S3Server:
             return
         os.killpg(process.pid, how)
         try:
-            process.wait(10)
+            process.wait(2)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)

@@ -158,7 +158,10 @@ class ObjectTier:
             async with asyncio.timeout(budget_s):
                 return await work
 
-        return await self._loop.run(bounded())
+        try:
+            return await self._loop.run(bounded())
+        finally:
+            work.close()  # in case it was cancelled before it began
 
     async def _within(self, deadline: float, work: Coroutine[Any, Any, Any]) -> Any:
         """`work` on the loop thread until the injected clock's `deadline`. Raises TimeoutError."""

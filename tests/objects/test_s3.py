@@ -17,7 +17,7 @@ async def test_seaweedfs_passes_the_contract(seaweedfs: S3Server, client: str) -
     )
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize("client", ["obstore", pytest.param("s3fs", marks=pytest.mark.long)])
 async def test_a_server_that_ignores_conditions_passes_too(rclone: S3Server, client: str) -> None:
     clock, url = VirtualClock(), f"{rclone.new_bucket()}/some/prefix"
     await check_tier(
