@@ -161,6 +161,8 @@ class FaultyS3:
                     break
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
+        except asyncio.CancelledError:
+            pass  # the server ends: asyncio would log a traceback for each open connection
         finally:
             writer.close()
 

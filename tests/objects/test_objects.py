@@ -129,7 +129,7 @@ async def test_lookup_in_a_long_chain_takes_two_rounds_of_few_probes(bench: Benc
     chain = chain_of(NS, 64 * S)
     await bench.store(one, chain[: 40 * S])
     probes = []
-    inner = two._bucket
+    inner = two._store.bucket
     original = inner.read
 
     async def counting(name: str, start: int, into: object) -> object:
