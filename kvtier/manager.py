@@ -322,6 +322,8 @@ class Manager:
         """
         self._usable()
         now = self._clock.wall()
+        life = Lifetime.of(terms, now)
+        ends = life.ends(Depth.G2)
         slots: list[Slot] = []
         present: list[int] = []
         widened: set[int] = set()
@@ -334,16 +336,14 @@ class Manager:
                     self.host.drop(key)
                     found = None
                 if found is not None:
-                    before = found.stamps
-                    found.life = found.life.add(terms, now)
                     present.append(index)
-                    if found.stamps != before:
+                    if found.extend(terms, now):
                         widened.add(index)
                 elif self.host.peek(key, now) is not Miss.PENDING:
                     slot = self.host.reserve(key, index, keep, insist=insist)
                     if slot is None:
                         break
-                    slot.life = Lifetime.of(terms, now)
+                    slot.stamp(life, ends)
                     slots.append(slot)
                 index += 1
         self.demote(chain, sorted(widened | self._lacking(chain, present)))
@@ -375,12 +375,12 @@ class Manager:
                 if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
                     self.host.stale_messages += 1
                     continue
-                life = slot.life
-                purged_at = self._tombstones.get(scope_of_key(slot.key), -1.0)
-                if life.stamps and life.stamps[-1].created <= purged_at:
-                    self.host.abort(slot, generation)
-                    continue
-                self.host.commit(slot, generation, life)
+                if self._tombstones and slot.stamps:
+                    purged_at = self._tombstones.get(scope_of_key(slot.key), -1.0)
+                    if slot.stamps[-1].created <= purged_at:
+                        self.host.abort(slot, generation)
+                        continue
+                self.host.commit(slot, generation)
                 published.append(slot)
             self.accounts.accepted += len(published)
         return self.demote(chain, [slot.index for slot in published])

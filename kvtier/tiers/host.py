@@ -18,7 +18,7 @@ from enum import Enum
 from kvtier.arena import Arena
 from kvtier.block import BlockKey
 from kvtier.policy import Policy
-from kvtier.terms import Depth, Lifetime, Stamp
+from kvtier.terms import Depth, Lifetime, Stamp, Terms
 from kvtier.tier import Miss, Pieces
 
 
@@ -58,6 +58,22 @@ class Slot:
     def life(self, life: Lifetime) -> None:
         self.last_use, self.stamps = life.last_use, life.stamps
         self.expires_at = life.ends(Depth.G2)
+
+    def stamp(self, life: Lifetime, ends: float) -> None:
+        """Set a life whose end in G2 is known: one computation for all blocks of a request."""
+        self.last_use, self.stamps, self.expires_at = life.last_use, life.stamps, ends
+
+    def extend(self, terms: Terms, now: float) -> bool:
+        """Add a request's terms, renewing the idle clock. True if they allow more than the block was allowed before.
+        The caller has checked that the block has not expired."""
+        stamps = self.stamps
+        if len(stamps) == 1 and stamps[0].max_age is None and terms.max_age is None:
+            only = stamps[0]
+            if only.ttl == terms.ttl and only.ceiling == terms.ceiling:
+                self.use(now)
+                return False
+        self.life = self.life.add(terms, now)
+        return self.stamps != stamps
 
     def use(self, now: float) -> None:
         """Renew the idle clock. The caller has checked that the block has not expired."""
@@ -174,13 +190,16 @@ class HostTier:
         self._filling[key] = slot
         return slot
 
-    def commit(self, slot: Slot, generation: int, life: Lifetime, digest: bytes | None = None) -> bool:
-        """Publish a FILLING slot's block. False, and counted, if the generation is stale."""
+    def commit(self, slot: Slot, generation: int, life: Lifetime | None = None, digest: bytes | None = None) -> bool:
+        """Publish a FILLING slot's block; `life` None: the one it was stamped with. False, and counted, if the
+        generation is stale."""
         if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
             self.stale_messages += 1
             return False
         del self._filling[slot.key]
-        slot.state, slot.digest, slot.life = State.READY, digest, life
+        slot.state, slot.digest = State.READY, digest
+        if life is not None:
+            slot.life = life
         self.index[slot.key] = slot
         self._policy.insert(slot.key)
         return True
