@@ -108,13 +108,13 @@ def publish_too_early() -> None:
     DiskTier._put = put_later  # type: ignore[method-assign]
 
 
-async def work(path: Path, seed: int, report: int) -> None:
+async def work(path: Path, seed: int, report: int, steps: int = 200) -> None:
     """Store, read, touch and evict until killed; say what is durable when it is, and what may go before it does."""
     rng = random.Random(seed)
     async with opened(path, CAPACITY) as tier:
 
         async def one(mine: list[int]) -> None:
-            for _ in range(200):
+            for _ in range(steps):
                 number = rng.choice(mine)
                 chain = CHAINS[number]
                 dice = rng.random()

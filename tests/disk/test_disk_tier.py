@@ -199,3 +199,26 @@ async def test_a_forked_child_may_not_use_the_parents_tier(tmp_path: Path) -> No
         child.join(20)
         assert ours.recv() == "refused"
         assert await get(tier, chain_of(NAMESPACE, 2)) == [True] * 2
+
+
+async def test_churn_of_twenty_times_the_capacity_grows_nothing(tmp_path: Path) -> None:
+    def memory() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    blocks, length = 64, 16
+    async with opened(tmp_path / "g3", blocks) as tier:
+        sizes = []
+        for turn in range(20 * blocks // length):
+            chain = chain_of(NAMESPACE, length, seed=turn)
+            assert await put(tier, chain) == [Stored.STORED] * length
+            assert await get(tier, chain) == [True] * length
+            if turn in (2 * blocks // length, 20 * blocks // length - 1):
+                index = (tmp_path / "g3" / "index" / "data.mdb").stat()
+                slab = sum(file.stat().st_blocks for file in slabs(tmp_path / "g3"))
+                sizes.append((memory(), len(list(Path("/proc/self/fd").iterdir())), slab, 512 * index.st_blocks))
+        (memory_1, files_1, slab_1, index_1), (memory_2, files_2, slab_2, index_2) = sizes
+        assert memory_2 - memory_1 < 8 << 20
+        assert files_2 <= files_1 + 1
+        assert slab_2 == slab_1
+        assert index_2 - index_1 <= 128 << 10
+        assert tier.usage().blocks == blocks
