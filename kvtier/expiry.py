@@ -1,0 +1,82 @@
+"""What time it is for expiry, when the wall clock may jump.
+
+Wall time is what leaves the process, and it can be set. So it is compared with the last trusted wall time plus the
+time that has passed since by the monotonic clock, which counts suspension (`kvtier.clock`). While the two agree
+within a skew there is one time. While they do not:
+
+    serving    goes by the later of the two, so that nothing expired is served whichever is right
+    stamping   goes by the earlier, so that nothing made now outlives its terms whichever is right
+    deletion   waits: what looks dead may be alive again once an operator has set the clock right
+
+A new time that keeps its pace for `settle_s` is adopted. What carries a stamp from its future then was stamped by a
+clock that was wrong, and has to be dropped by the owner: it could come back to life when that time is reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.clock import Clock
+
+SKEW_S = 120.0
+SETTLE_S = 600.0
+SLEW = 0.001
+"""Share of elapsed time by which the trusted time follows the wall clock: NTP slews by at most half of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A wall time that was trusted at a monotonic time. Worth storing together with the boot's id: within one boot
+    it carries the rule over a restart."""
+
+    wall: float
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The time, for three purposes, in seconds since the epoch. `delete` None: delete nothing now.
+
+    `adopted`: a jump has just been accepted. Drop what carries a stamp later than `serve` plus the skew.
+    """
+
+    serve: float
+    stamp: float
+    delete: float | None
+    adopted: bool = False
+
+
+class ExpiryClock:
+    """The rule above over an injected clock. Not thread-safe; `read` never blocks."""
+
+    def __init__(
+        self, clock: Clock, anchor: Anchor | None = None, *, skew_s: float = SKEW_S, settle_s: float = SETTLE_S
+    ) -> None:
+        """`anchor`: of an earlier process of this boot; without, the wall clock is trusted as it is now."""
+        self._clock = clock
+        self._skew_s = skew_s
+        self._settle_s = settle_s
+        self._trusted = anchor or Anchor(clock.wall(), clock.monotonic())
+        self._other: Anchor | None = None  # a time that disagrees, and since when it has kept its pace
+
+    @property
+    def anchor(self) -> Anchor:
+        """What to store for the next process of this boot."""
+        return self._trusted
+
+    def read(self) -> Reading:
+        """The time now. Call it at least once in `settle_s`, or a jump is adopted later."""
+        monotonic, wall = self._clock.monotonic(), self._clock.wall()
+        passed = monotonic - self._trusted.monotonic
+        expected = self._trusted.wall + passed
+        if abs(wall - expected) <= self._skew_s:
+            self._other = None
+            follow = max(-SLEW * passed, min(SLEW * passed, wall - expected))
+            self._trusted = Anchor(expected + follow, monotonic)
+            return Reading(max(wall, expected), min(wall, expected), min(wall, expected))
+        if self._other is None or abs(wall - self._other.wall - (monotonic - self._other.monotonic)) > self._skew_s:
+            self._other = Anchor(wall, monotonic)
+        if monotonic - self._other.monotonic >= self._settle_s:
+            self._trusted, self._other = Anchor(wall, monotonic), None
+            return Reading(wall, wall, wall, adopted=True)
+        return Reading(max(wall, expected), min(wall, expected), None)

@@ -1,0 +1,159 @@
+"""Named pins, quotas and guarantees as state machines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.block import BlockKey, Scope
+from kvtier.errors import CorruptError, InvalidRequest
+from kvtier.pins import Pins
+from kvtier.quota import Guarantees, Quota
+
+SCOPES = [Scope(bytes([number]) * 16) for number in range(3)]
+
+
+def key(scope: int, number: int) -> BlockKey:
+    return BlockKey(SCOPES[scope] + number.to_bytes(32, "big"))
+
+
+def test_a_pin_holds_until_its_time_and_extends() -> None:
+    pins = Pins(10)
+    pins.create("docs/manual", [key(0, 1), key(0, 2)], now=0.0, ttl=60.0, tokens=32)
+    assert pins.held(key(0, 1)) and not pins.held(key(0, 3))
+    pins.extend("docs/manual", now=50.0, ttl=60.0)
+    assert pins.expire(100.0) == [] and pins.expire(111.0) == [key(0, 1), key(0, 2)]
+    assert pins.listed() == []
+
+
+def test_shared_blocks_stay_until_the_last_pin_ends() -> None:
+    pins = Pins(10)
+    pins.create("a", [key(0, 1), key(0, 2)], 0.0, 60.0)
+    pins.create("b", [key(0, 1), key(0, 3)], 0.0, 60.0)
+    assert pins.delete("a") == [key(0, 2)] and pins.held(key(0, 1))
+    assert pins.delete("a") == []
+    assert pins.delete("b") == [key(0, 1), key(0, 3)]
+
+
+def test_refusals_change_nothing() -> None:
+    pins = Pins(2)
+    pins.create("a", [key(0, 1)], 0.0, 60.0)
+    for name, chain, ttl, message in (
+        ("a", [key(0, 2)], 60.0, "exists already"),
+        ("../a b", [key(0, 2)], 60.0, "a name has"),
+        ("b", [], 60.0, "at least one block"),
+        ("b", [key(0, 2)], 0.0, "ttl above 0"),
+        ("b", [key(0, 2), key(0, 3)], 60.0, "1 of 2 are pinned"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            pins.create(name, chain, 0.0, ttl)
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        pins.extend("b", 0.0, 60.0)
+    assert [pin.name for pin in pins.listed()] == ["a"]
+    pins.check()
+
+
+def test_pins_survive_a_restart_and_damage_is_seen() -> None:
+    pins = Pins(10)
+    pins.create("a", [key(0, 1), key(1, 2)], 1.0, 60.0, tokens=7)
+    raw = pins.encode()
+    assert Pins.decode(raw, 10).listed() == pins.listed()
+    for bad in (b"", raw[:-1], b"\0" + raw[1:], raw[:12] + b"\xff" + raw[13:]):
+        with pytest.raises(CorruptError):
+            Pins.decode(bad, 10)
+
+
+def test_a_purge_is_stronger_than_a_pin() -> None:
+    pins = Pins(10)
+    pins.create("a", [key(0, 1)], 0.0, 60.0)
+    pins.create("b", [key(1, 1)], 0.0, 60.0)
+    assert pins.purge(SCOPES[0]) == [key(0, 1)]
+    assert [pin.name for pin in pins.listed()] == ["b"]
+
+
+def test_one_scope_cannot_fill_the_tier() -> None:
+    quota = Quota(limit_bytes=3 * 4096 + 100, block_bytes=4096)
+    assert [quota.take(key(0, n)) for n in range(4)] == [True, True, True, False]
+    assert quota.take(key(1, 0)) and quota.refused == {SCOPES[0]: 1}
+    quota.give(key(0, 1))
+    assert quota.take(key(0, 9)) and quota.used(SCOPES[0]) == 3 * 4096
+    with pytest.raises(ValueError, match="holds none"):
+        quota.give(key(2, 0))
+    free = Quota(0, 4096)
+    assert all(free.take(key(0, n)) for n in range(100))
+
+
+def test_an_over_full_promise_is_refused_at_once() -> None:
+    promised = Guarantees(limit_bytes=3 * 4096, block_bytes=4096)
+    promised.reserve([key(0, 1), key(0, 2)], until=100.0, now=0.0)
+    with pytest.raises(InvalidRequest, match="2 of 3 are promised"):
+        promised.reserve([key(0, 3), key(0, 4)], until=100.0, now=0.0)
+    assert not promised.held(key(0, 3), 0.0) and promised.refused == 1
+    promised.reserve([key(0, 1)], until=50.0, now=0.0)  # a shorter promise never shortens one
+    assert promised.held(key(0, 1), 100.0) and not promised.held(key(0, 1), 100.5)
+    promised.reserve([key(0, 3), key(0, 4), key(0, 5)], until=300.0, now=200.0)
+    promised.drop(key(0, 3))
+    assert len(promised) == 2
+
+
+class PinsAgainstAModel(RuleBasedStateMachine):
+    """Any order of verbs, purges and time leaves holds equal to what the living pins name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pins, self.now = Pins(12), 0.0
+        self.model: dict[str, tuple[set[BlockKey], float]] = {}
+
+    @rule(
+        name=st.sampled_from("abcd"),
+        scope=st.integers(0, 2),
+        numbers=st.sets(st.integers(0, 5), min_size=1),
+        ttl=st.floats(1, 50),
+    )
+    def create(self, name: str, scope: int, numbers: set[int], ttl: float) -> None:
+        self._tick()
+        chain = [key(scope, number) for number in sorted(numbers)]
+        held = set().union(*(keys for keys, _ in self.model.values()))
+        allowed = name not in self.model and len(held | set(chain)) <= 12
+        try:
+            self.pins.create(name, chain, self.now, ttl)
+        except InvalidRequest:
+            assert not allowed
+        else:
+            assert allowed
+            self.model[name] = (set(chain), self.now + ttl)
+
+    @rule(name=st.sampled_from("abcd"))
+    def delete(self, name: str) -> None:
+        self.pins.delete(name)
+        self.model.pop(name, None)
+
+    @rule(scope=st.integers(0, 2))
+    def purge(self, scope: int) -> None:
+        self.pins.purge(SCOPES[scope])
+        self.model = {n: v for n, v in self.model.items() if not any(k.startswith(SCOPES[scope]) for k in v[0])}
+
+    @rule(seconds=st.floats(0, 30))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self._tick()
+        self.pins.expire(self.now)
+
+    @rule()
+    def restart(self) -> None:
+        self.pins = Pins.decode(self.pins.encode(), 12)
+
+    def _tick(self) -> None:
+        self.model = {n: v for n, v in self.model.items() if v[1] >= self.now}
+
+    @invariant()
+    def holds(self) -> None:
+        self.pins.check()
+        held = set().union(*(keys for keys, _ in self.model.values()))
+        assert all(self.pins.held(key(s, n)) == (key(s, n) in held) for s in range(3) for n in range(6))
+
+
+TestPinsAgainstAModel = PinsAgainstAModel.TestCase
+TestPinsAgainstAModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,71 @@
+"""Token ranges become terms of blocks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import InvalidRequest
+from kvtier.ranges import RANGES_MAX, BlockTerms, TokenRange, block_terms, isolated_class
+from kvtier.terms import BUILTIN, Depth, Terms
+
+DAY, HOUR = BUILTIN["24h"], BUILTIN["1h"]
+KEEP = Terms("keep", ttl=1000.0, guarantee=True)
+FORGET = Terms("forget", ttl=500.0, max_age=50.0, ceiling=Depth.G3)
+
+
+def test_a_range_covers_a_block_by_its_last_token() -> None:
+    got = block_terms([TokenRange(0, 31, DAY)], HOUR, blocks=3, block_tokens=16)
+    assert [b.terms for b in got] == [DAY, HOUR, HOUR]
+    assert [b.terms for b in block_terms([TokenRange(0, 32, DAY)], HOUR, 3, 16)] == [DAY, DAY, HOUR]
+
+
+def test_overlaps_keep_longest_and_forget_soonest() -> None:
+    (block,) = block_terms([TokenRange(0, 16, KEEP), TokenRange(0, 16, FORGET)], HOUR, 1, 16)
+    assert (block.terms.ttl, block.terms.max_age, block.terms.ceiling) == (1000.0, 50.0, Depth.G3)
+    assert block.terms.guarantee and block.guarantee_s == 1000.0
+
+
+def test_a_guarantee_reaches_the_root_and_not_beyond_its_end() -> None:
+    got = block_terms([TokenRange(32, 48, KEEP)], Terms("short", ttl=10.0), blocks=5, block_tokens=16)
+    assert [b.guarantee_s for b in got] == [1000.0, 1000.0, 1000.0, 0.0, 0.0]
+    assert [b.terms.ttl for b in got] == [1000.0, 1000.0, 1000.0, 10.0, 10.0]
+
+
+def test_isolation_is_of_the_whole_request() -> None:
+    alone = BUILTIN["in_memory"]
+    assert isolated_class([TokenRange(0, 16, alone)], DAY) == "in_memory"
+    assert isolated_class([], DAY) == ""
+    with pytest.raises(InvalidRequest, match="several classes: in_memory, other"):
+        block_terms([TokenRange(0, 16, alone)], Terms("other", isolate=True), 1, 16)
+
+
+def test_bad_ranges_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="empty or negative"):
+        TokenRange(5, 5, DAY)
+    with pytest.raises(InvalidRequest, match=f"at most {RANGES_MAX}"):
+        block_terms([TokenRange(0, 1, DAY)] * (RANGES_MAX + 1), DAY, 1, 16)
+
+
+RANGE = st.builds(
+    lambda start, length, terms: TokenRange(start, start + length, terms),
+    st.integers(0, 100),
+    st.integers(1, 100),
+    st.sampled_from([DAY, HOUR, KEEP, FORGET]),
+)
+
+
+@given(st.lists(RANGE, max_size=6), st.integers(1, 12))
+def test_guarantees_never_grow_along_the_chain(ranges: list[TokenRange], blocks: int) -> None:
+    got: list[BlockTerms] = block_terms(ranges, HOUR, blocks, 16)
+    assert len(got) == blocks
+    strengths = [b.guarantee_s for b in got]
+    assert strengths == sorted(strengths, reverse=True)
+    for index, block in enumerate(got):
+        last = index * 16 + 15
+        for r in ranges:
+            if r.start <= last < r.stop and r.terms.max_age is not None:
+                assert block.terms.max_age is not None and block.terms.max_age <= r.terms.max_age
+        assert block.terms.guarantee == (block.guarantee_s > 0)
+        assert block.terms.ttl is None or block.terms.ttl >= block.guarantee_s
