@@ -7,6 +7,7 @@ touch is a SIGBUS that no handler survives.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -98,6 +99,8 @@ class Arena:
         mapping = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._maps.append(mapping)
         self._views.append(memoryview(mapping))
+        with contextlib.suppress(OSError):  # worth having where the system's shmem_enabled allows it
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, length, _POPULATE_STEP_BYTES):
             step = min(_POPULATE_STEP_BYTES, length - start)
             try:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.block import BlockKey, Scope, scope_of_key
+from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.demotion import Batch, QueueLimits, WriteBehind
 from kvtier.errors import ClosedError, TierError
@@ -29,7 +29,7 @@ from kvtier.plan import Costs, Where, make_plan
 from kvtier.rate import TokenBucket
 from kvtier.terms import Depth, Lifetime, Terms
 from kvtier.tier import Miss, Stored, Tier
-from kvtier.tiers.host import HostTier, Slot, State
+from kvtier.tiers.host import HostTier, Slot
 from kvtier.tiers.wrap import Guarded, Metered
 from kvtier.transfer import Transfers
 
@@ -89,7 +89,6 @@ class Manager:
         self._queues: dict[str, WriteBehind] = {}
         self._feeder: Feeder | None = None
         self._touched: dict[BlockKey, float] = {}
-        self._tombstones: dict[Scope, float] = {}
         self._room: deque[asyncio.Future[None]] = deque()
         self.room_told = 0  # times that room may have appeared: read it before looking, give it to `wait_room`
         self._tasks: list[asyncio.Task[None]] = []
@@ -372,16 +371,8 @@ class Manager:
         published: list[Slot] = []
         with self.lock:
             for slot, generation in zip(slots, generations, strict=True):
-                if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
-                    self.host.stale_messages += 1
-                    continue
-                if self._tombstones and slot.stamps:
-                    purged_at = self._tombstones.get(scope_of_key(slot.key), -1.0)
-                    if slot.stamps[-1].created <= purged_at:
-                        self.host.abort(slot, generation)
-                        continue
-                self.host.commit(slot, generation)
-                published.append(slot)
+                if self.host.commit(slot, generation):
+                    published.append(slot)
             self.accounts.accepted += len(published)
         return self.demote(chain, [slot.index for slot in published])
 
@@ -550,17 +541,8 @@ class Manager:
         return count
 
     def _bury(self, tombstones: Mapping[Scope, float]) -> int:
-        """Drop what is older than these tombstones from G2, and remember them. Returns how many blocks went."""
         with self.lock:
-            news = {s: t for s, t in tombstones.items() if t > self._tombstones.get(s, -1.0)}
-            self._tombstones.update(news)
-            doomed = [
-                key
-                for key, slot in self.host.index.items()
-                if (before := news.get(scope_of_key(key))) is not None
-                and max((stamp.created for stamp in slot.stamps), default=0.0) <= before
-            ]
-            return sum(self.host.drop(key) for key in doomed) if news else 0
+            return self.host.bury(tombstones)
 
     async def _keep_house(self) -> None:
         """Hand touches down and learn of purges by other processes, now and then."""

@@ -137,13 +137,14 @@ class Transfers:
                 now = self._clock.wall()
                 for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
                     self._under_way.pop(chain[index], None)
-                    if isinstance(result, Loaded):
-                        self._host.commit(slot, generation, result.life.used(now), result.digest)
+                    if not isinstance(result, Loaded):
+                        self._host.abort(slot, generation, in_flight=in_flight)
+                        outcomes[index] = result
+                    elif self._host.commit(slot, generation, result.life.used(now), result.digest):
                         slot.pins += 1
                         outcomes[index] = slot
                     else:
-                        self._host.abort(slot, generation, in_flight=in_flight)
-                        outcomes[index] = result
+                        outcomes[index] = Miss.PURGED
         return outcomes
 
     def _abandon(self, task: asyncio.Task[dict[int, Outcome]]) -> None:

@@ -20,7 +20,7 @@ class Fault:
     """What happens to calls of `verb` ("read", "write", "lookup", "*" …).
 
     `kind`: "error" raises TierError, "crash" raises a bare OSError, "hang" never returns, "slow" waits `seconds`
-    first, "drop" answers ABSENT / FAILED without asking, "scribble" damages what was read after its check.
+    first, "linger" waits after, "drop" answers ABSENT / FAILED without asking, "scribble" damages what was read after its check.
     `rate` of calls are hit, drawn from the tier's seed; after `times` hits (None: never) the fault is over.
     """
 
@@ -91,6 +91,8 @@ class FaultyTier:
         if fault is not None and fault.kind == "drop":
             return [Miss.ABSENT] * len(targets)
         results = await self.inner.read(chain, targets, deadline)
+        if fault is not None and fault.kind == "linger":
+            await asyncio.sleep(fault.seconds)
         if fault is not None and fault.kind == "scribble":
             for target in targets:
                 target.into[0][0] ^= 1

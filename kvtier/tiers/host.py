@@ -12,11 +12,11 @@ lookup and pin one critical section.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from kvtier.arena import Arena
-from kvtier.block import BlockKey
+from kvtier.block import BlockKey, Scope, scope_of_key
 from kvtier.policy import Policy
 from kvtier.terms import Depth, Lifetime, Stamp, Terms
 from kvtier.tier import Miss, Pieces
@@ -102,6 +102,7 @@ class HostTier:
         self._free: deque[Slot] = deque()
         self._filling: dict[BlockKey, Slot] = {}
         self.index: dict[BlockKey, Slot] = {}
+        self._tombstones: dict[Scope, float] = {}
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
@@ -191,15 +192,21 @@ class HostTier:
         return slot
 
     def commit(self, slot: Slot, generation: int, life: Lifetime | None = None, digest: bytes | None = None) -> bool:
-        """Publish a FILLING slot's block; `life` None: the one it was stamped with. False, and counted, if the
-        generation is stale."""
+        """Publish a FILLING slot's block; `life` None: the one it was stamped with.
+
+        False if it must not be seen: the generation is stale (counted), or its scope was purged since the block was
+        made (the slot is free again). Every block that becomes visible in G2 passes here.
+        """
         if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
             self.stale_messages += 1
             return False
         del self._filling[slot.key]
-        slot.state, slot.digest = State.READY, digest
         if life is not None:
             slot.life = life
+        if self._tombstones and self._buried(slot.key, slot.stamps):
+            self._release(slot)
+            return False
+        slot.state, slot.digest = State.READY, digest
         self.index[slot.key] = slot
         self._policy.insert(slot.key)
         return True
@@ -235,6 +242,22 @@ class HostTier:
         else:
             self._release(slot)
         return True
+
+    def bury(self, tombstones: Mapping[Scope, float]) -> int:
+        """Drop the blocks of these scopes that were made before the given wall times, and let none of them in again.
+        Returns how many went."""
+        news = {scope: t for scope, t in tombstones.items() if t > self._tombstones.get(scope, -1.0)}
+        if not news:
+            return 0
+        self._tombstones.update(news)
+        doomed = [
+            key for key, slot in self.index.items() if scope_of_key(key) in news and self._buried(key, slot.stamps)
+        ]
+        return sum(self.drop(key) for key in doomed)
+
+    def _buried(self, key: BlockKey, stamps: Sequence[Stamp]) -> bool:
+        before = self._tombstones.get(scope_of_key(key), -1.0)
+        return max((stamp.created for stamp in stamps), default=0.0) <= before
 
     def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """A request named `chain`, whose first `resident` blocks are here: renew their order of eviction."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -346,3 +347,21 @@ def test_two_ranks_are_gathered_in_order() -> None:
         cache.flush()
         cache.evict("g2")
         expect(cache, keys, ["g3"] * 4)
+
+
+def test_a_load_under_way_does_not_undo_a_purge() -> None:
+    """A block read from G3 before a purge and arriving in G2 after it stays a miss."""
+    clock, store = VirtualClock(), MemoryStore.empty()
+    slow = FaultyTier(MemoryTier(NS, clock, store=store))
+    keys = list(chain_of(NS, 4))
+    with kvtier.open(config(), NS, clock=clock, tiers=[slow]) as cache:
+        put(cache, keys)
+        cache.flush()
+        cache.evict("g2")
+        slow.faults.append(Fault("read", "linger", seconds=0.3))
+        with cache.get(keys, timeout=0.1) as hit:
+            assert (len(hit), hit.miss) == (0, Miss.LATE)
+        cache.purge()
+        time.sleep(0.4)
+        assert cache.match(keys) == 0
+        cache.check()
