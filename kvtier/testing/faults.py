@@ -20,7 +20,8 @@ class Fault:
     """What happens to calls of `verb` ("read", "write", "lookup", "*" …).
 
     `kind`: "error" raises TierError, "crash" raises a bare OSError, "hang" never returns, "slow" waits `seconds`
-    first, "linger" waits after, "drop" answers ABSENT / FAILED without asking, "scribble" damages what was read after its check.
+    first, "linger" afterwards, "drop" answers ABSENT / FAILED without asking, "scribble" damages what was read after
+    its check.
     `rate` of calls are hit, drawn from the tier's seed; after `times` hits (None: never) the fault is over.
     """
 

@@ -1,0 +1,107 @@
+"""Frames: what was written comes back, anything else is one error, and no size is believed before it is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.block import Scope
+from kvtier.errors import CorruptError
+from kvtier.frame import COUNT_MAX, HEADER_BYTES_MAX, Frame, decode
+from kvtier.terms import BUILTIN, LIFETIME_BYTES, Depth, Lifetime, Stamp
+from kvtier.testing import sample_namespace
+
+NOW = 1.8e9
+GOLDEN_SHA256 = "9061068ebed94329a959da932368737a2270c9521b91c8337590b8c2adb9e822"
+
+stamps = st.builds(
+    Stamp,
+    created=st.floats(0, 2**35),
+    ttl=st.none() | st.integers(1, 2**31).map(float),
+    max_age=st.none() | st.integers(1, 2**31).map(float),
+    ceiling=st.sampled_from(Depth),
+)
+lives = st.builds(Lifetime, st.floats(0, 2**35), st.lists(stamps, max_size=4).map(tuple))
+
+
+def frame(blocks: int = 2, life: Lifetime | None = None) -> Frame:
+    rng = random.Random(blocks)
+    return Frame(
+        sample_namespace().digest, Scope(bytes(16)), 4, 4096, tuple(rng.randbytes(32) for _ in range(blocks)),
+        tuple(rng.randbytes(16) for _ in range(blocks)), life or Lifetime.of(BUILTIN["1h"], NOW),
+    )  # fmt: skip
+
+
+def test_golden_bytes() -> None:
+    """Objects of this release stay readable: their bytes may only change with the version."""
+    golden = Frame(
+        sample_namespace().digest, Scope(bytes(16)), 4, 4096, (bytes(range(32)), bytes(32)),
+        (bytes(16), bytes(range(16))), Lifetime.of(BUILTIN["1h"], NOW),
+    )  # fmt: skip
+    assert hashlib.sha256(golden.encode()).hexdigest() == GOLDEN_SHA256
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 16, COUNT_MAX])
+def test_round_trip(blocks: int) -> None:
+    header = frame(blocks)
+    raw = header.encode()
+    assert len(raw) == header.header_bytes <= HEADER_BYTES_MAX
+    assert decode(raw) == header
+    assert decode(memoryview(raw + b"payload")) == header
+    assert header.span(0, blocks) == (header.header_bytes, header.total_bytes)
+
+
+@given(lives)
+def test_lifetimes_round_trip(life: Lifetime) -> None:
+    raw = life.encode()
+    assert len(raw) == LIFETIME_BYTES
+    assert Lifetime.decode(raw) == life
+
+
+def test_every_flipped_bit_is_found() -> None:
+    raw = bytearray(frame().encode())
+    for offset in range(len(raw)):
+        for bit in range(8):
+            raw[offset] ^= 1 << bit
+            with pytest.raises(CorruptError):
+                decode(raw)
+            raw[offset] ^= 1 << bit
+    assert decode(raw) == frame()
+
+
+@pytest.mark.parametrize("length", [0, 1, 159, 160, 300, 4095])
+def test_short_headers_are_refused(length: int) -> None:
+    with pytest.raises(CorruptError):
+        decode(frame().encode()[:length])
+
+
+@given(st.binary(max_size=5000))
+def test_hostile_bytes_raise_one_class(raw: bytes) -> None:
+    with pytest.raises(CorruptError):
+        decode(b"KVTFRAME\x01\x00" + raw)
+
+
+@given(st.binary(min_size=LIFETIME_BYTES, max_size=LIFETIME_BYTES))
+def test_hostile_lifetimes_raise_one_class_or_are_lifetimes(raw: bytes) -> None:
+    try:
+        Lifetime.decode(raw)
+    except CorruptError:
+        pass
+
+
+def test_declared_sizes_are_not_believed() -> None:
+    """A header that claims 65,535 blocks of 2**63 bytes allocates nothing of the sort."""
+    raw = bytearray(frame().encode())
+    raw[10:12] = b"\xff\xff"
+    raw[16:24] = (2**63).to_bytes(8, "little")
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match="impossible sizes"):
+        decode(raw)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20

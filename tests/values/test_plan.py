@@ -1,0 +1,44 @@
+"""Planning is a pure function: checked against a search through all prefixes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.plan import Costs, Where, make_plan
+from kvtier.tier import Miss
+
+places: st.SearchStrategy[list[Where]] = st.lists(
+    st.sampled_from(["g2", "g3", "g4", Miss.ABSENT, Miss.EXPIRED]), max_size=30
+)
+
+
+@given(places, st.integers(0, 30))
+def test_a_hit_is_the_longest_prefix_that_fits(where: list[Where], room: int) -> None:
+    plan = make_plan(where, room)
+    loads = sorted(index for indices in plan.loads.values() for index in indices)
+    assert all(not isinstance(place, Miss) for place in where[: plan.hit])
+    assert loads == [index for index in range(plan.hit) if where[index] != "g2"]
+    assert len(loads) <= room
+    assert all(where[index] == tier for tier, indices in plan.loads.items() for index in indices)
+    if plan.hit == len(where):
+        assert plan.miss is None
+    elif isinstance(where[plan.hit], Miss):
+        assert plan.miss is where[plan.hit]
+    else:
+        assert plan.miss is Miss.NO_ROOM
+        assert len(loads) == room
+
+
+@given(places, st.integers(1, 9), st.integers(0, 30), st.integers(0, 30))
+def test_what_is_slower_than_computing_is_not_loaded(where: list[Where], compute: int, g3: int, g4: int) -> None:
+    plan = make_plan(where, len(where), costs=Costs(compute, {"g3": g3, "g4": g4}))
+    free = make_plan(where, len(where))
+
+    def gain(hit: int) -> int:
+        slowest = max(where[:hit].count("g3") * g3, where[:hit].count("g4") * g4)
+        return hit * compute - slowest
+
+    best = max(range(free.hit + 1), key=lambda hit: (gain(hit), -hit))
+    assert plan.hit == best
+    assert plan.hit == free.hit or plan.miss is Miss.SLOWER

@@ -1,0 +1,94 @@
+"""Two clocks per term, several terms per block: nothing is served past its end, no request shortens another's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import InvalidRequest
+from kvtier.terms import BUILTIN, STAMPS_MAX, Depth, Lifetime, Terms, parse_duration, resolve
+
+T0 = 1.8e9
+terms = st.builds(
+    Terms,
+    name=st.just("t"),
+    ttl=st.none() | st.integers(1, 1000).map(float),
+    max_age=st.none() | st.integers(1, 1000).map(float),
+    ceiling=st.sampled_from([Depth.G2, Depth.G3, Depth.G4]),
+)
+
+
+def test_ttl_is_renewed_by_use_and_max_age_is_not() -> None:
+    life = Lifetime.of(Terms("t", ttl=100, max_age=250), T0)
+    for now in (90, 180, 240):
+        assert life.servable(Depth.G4, T0 + now)
+        life = life.used(T0 + now)
+    assert not life.servable(Depth.G4, T0 + 251)
+    assert not Lifetime.of(Terms("t", ttl=100), T0).servable(Depth.G4, T0 + 101)
+
+
+def test_a_use_does_not_revive() -> None:
+    life = Lifetime.of(Terms("t", ttl=100), T0).used(T0 + 500)
+    assert not life.servable(Depth.G2, T0 + 500)
+    joined = Lifetime.of(Terms("t", ttl=100), T0).join(Lifetime.of(Terms("u", ttl=10), T0 + 500), T0 + 500)
+    assert not joined.servable(Depth.G2, T0 + 511), "the young term's use revived the old one"
+
+
+def test_ceilings_bound_each_term_by_itself() -> None:
+    life = Lifetime.of(Terms("deep", ttl=100, ceiling=Depth.G4), T0).add(Terms("ram", ttl=900, ceiling=Depth.G2), T0)
+    assert life.servable(Depth.G4, T0 + 100)
+    assert not life.servable(Depth.G4, T0 + 101)
+    assert life.servable(Depth.G2, T0 + 900)
+    assert (life.ceiling(T0), life.ceiling(T0 + 200)) == (Depth.G4, Depth.G2)
+
+
+@given(terms, terms, st.integers(0, 2000))
+def test_adding_a_term_never_shortens(first: Terms, second: Terms, later: int) -> None:
+    one = Lifetime.of(first, T0)
+    both = one.add(second, T0)
+    for depth in (Depth.G2, Depth.G3, Depth.G4):
+        alone = one.servable(depth, T0 + later) or Lifetime.of(second, T0).servable(depth, T0 + later)
+        assert both.servable(depth, T0 + later) == alone
+
+
+@given(st.lists(terms, max_size=9), st.integers(0, 2000))
+def test_stamps_are_bounded_and_ends_is_the_end(many: list[Terms], later: int) -> None:
+    life = Lifetime(T0)
+    for term in many:
+        life = life.add(term, T0)
+    assert len(life.stamps) <= STAMPS_MAX
+    for depth in (Depth.G2, Depth.G4):
+        assert life.servable(depth, T0 + later) == (T0 + later <= life.ends(depth))
+
+
+@given(st.lists(terms, min_size=1, max_size=4))
+def test_the_encoding_never_lengthens(many: list[Terms]) -> None:
+    life = Lifetime(T0)
+    for term in many:
+        life = life.add(Terms("t", term.ttl and term.ttl + 0.7, term.max_age, ceiling=term.ceiling), T0)
+    assert Lifetime.decode(life.encode()).ends(Depth.G2) <= life.ends(Depth.G2)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10m", 600), ("24h", 86400), ("1.5s", 1.5), ("250ms", 0.25), ("7d", 604800)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "m", "-1s", "1y", "1h30m", "nan s"])
+def test_bad_durations_say_what_is_expected(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="such as 24h"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("bad", [{"ttl": 0}, {"ttl": -1}, {"max_age": float("nan")}, {"priority": 101}])
+def test_impossible_terms_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(bad))):
+        Terms("t", **bad)  # type: ignore[arg-type]
+
+
+def test_an_unknown_class_lists_the_known() -> None:
+    with pytest.raises(InvalidRequest, match="known: 1h, 24h, 5m, in_memory"):
+        resolve("2h", BUILTIN.values())
