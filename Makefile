@@ -12,7 +12,7 @@ READY := .venv/.ready
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test test-long check types bench clean
+.PHONY: help setup demo test test-long check types bench gpu-check clean
 
 help:
 	@echo "make setup      .venv with everything the other targets need"
@@ -20,6 +20,7 @@ help:
 	@echo "make test       the quick tests        make test-long   all of them"
 	@echo "make check      style, types, direction of imports"
 	@echo "make bench      what the tiers and the index cost; writes benchmarks/results/"
+	@echo "make gpu-check  all that needs a GPU, in eight minutes; GPU_PYTHON names the interpreter"
 
 setup: $(READY)
 
@@ -53,6 +54,12 @@ types:
 bench: $(READY)
 	$(BIN)/kvtier bench index
 	$(BIN)/kvtier bench tiers
+
+# Runs with the interpreter that has CUDA torch and CuPy; kvtier itself need not be installed there.
+GPU_PYTHON ?= python3
+GPU_RESULTS ?= benchmarks/results
+gpu-check: types
+	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR)/benchmarks $(GPU_PYTHON) benchmarks/gpu_check.py --results $(GPU_RESULTS) $(GPU_OPTIONS)
 
 clean:
 	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -24,7 +24,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _BATCH_ABI = 12080  # the version whose cuMemcpyBatchAsync has the nine arguments below
 _SRC_ACCESS_ORDER_STREAM = 1
-_HOST_PORTABLE = 1
+_HOST_PORTABLE_AND_MAPPED = 3  # for every context of the process, and for kernels
 
 
 class DeviceError(KVTierError):
@@ -90,6 +90,8 @@ class _CopyAttributes(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDeviceGet": (ctypes.c_void_p, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
     "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
@@ -140,8 +142,10 @@ class CudaDriver:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._lib, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
-        self._context = ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        self._device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(self._device), ordinal)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
         self._batch = self._find_batch()
         self._attributes = _CopyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._first_index = ctypes.c_size_t(0)
@@ -158,7 +162,7 @@ class CudaDriver:
     def name(self) -> str:
         """Model and driver version: what a calibration is valid for."""
         text, version = ctypes.create_string_buffer(128), ctypes.c_int()
-        self._call("cuDeviceGetName", text, len(text), self.ordinal)
+        self._call("cuDeviceGetName", text, len(text), self._device)
         self._call("cuDriverGetVersion", ctypes.byref(version))
         return f"{text.value.decode('utf-8', 'replace')}, driver {version.value}"
 
@@ -240,13 +244,13 @@ class CudaDriver:
     def pinned_memory(self, nbytes: int) -> int:
         address = ctypes.c_void_p()
         with self._current():
-            self._call("cuMemHostAlloc", ctypes.byref(address), nbytes, _HOST_PORTABLE)
+            self._call("cuMemHostAlloc", ctypes.byref(address), nbytes, _HOST_PORTABLE_AND_MAPPED)
         self._pinned_memory.append(address.value or 0)
         return address.value or 0
 
     def register(self, address: int, nbytes: int) -> None:
         with self._current():
-            self._call("cuMemHostRegister_v2", address, nbytes, _HOST_PORTABLE)
+            self._call("cuMemHostRegister_v2", address, nbytes, _HOST_PORTABLE_AND_MAPPED)
 
     def unregister(self, address: int) -> None:
         with self._current():
@@ -255,7 +259,7 @@ class CudaDriver:
     def pci_bus_id(self) -> str:
         """Like "0000:1b:00.0"; names the device's directory in sysfs."""
         text = ctypes.create_string_buffer(32)
-        self._call("cuDeviceGetPCIBusId", text, len(text), self.ordinal)
+        self._call("cuDeviceGetPCIBusId", text, len(text), self._device)
         return text.value.decode("ascii").lower()
 
     def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
@@ -270,7 +274,7 @@ class CudaDriver:
                 self._call("cuMemFreeHost", address)
         self._device_memory, self._pinned_memory = [], []
         self._kernels = {}
-        self._call("cuDevicePrimaryCtxRelease_v2", self.ordinal)
+        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._lib, name)(*args)

@@ -15,7 +15,7 @@ struct Attributes {  // CUmemcpyAttributes
 };
 
 static std::string calls;
-static int depth = 0, handles = 0, pending = 0, has_batch = 1, refuse_memory = 0;
+static int initialized = 0, depth = 0, handles = 0, pending = 0, has_batch = 1, refuse_memory = 0;
 static void note(const char* name) { calls += name; calls += ' '; }
 #define NEEDS_CONTEXT \
     note(__func__);   \
@@ -29,7 +29,9 @@ void fake_reset(int batch, int pend, int no_memory) {
 }
 int fake_depth() { return depth; }
 
-Result cuDevicePrimaryCtxRetain(void** context, int) { *context = (void*)0x77; return SUCCESS; }
+Result cuInit(unsigned flags) { initialized = 1; return flags ? INVALID : SUCCESS; }
+Result cuDeviceGet(int* device, int ordinal) { *device = 30 + ordinal; return initialized ? SUCCESS : 3; }
+Result cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)0x77; return device == 30 ? SUCCESS : INVALID; }
 Result cuDevicePrimaryCtxRelease_v2(int) { note(__func__); return SUCCESS; }
 Result cuCtxPushCurrent_v2(void* context) { ++depth; return context == (void*)0x77 ? SUCCESS : INVALID; }
 Result cuCtxPopCurrent_v2(void**) { --depth; return SUCCESS; }
@@ -71,13 +73,13 @@ Result cuMemAlloc_v2(uint64_t* address, size_t nbytes) {
 Result cuMemFree_v2(uint64_t address) { NEEDS_CONTEXT; free((void*)address); return SUCCESS; }
 Result cuMemHostAlloc(void** address, size_t nbytes, unsigned flags) {
     NEEDS_CONTEXT;
-    if (refuse_memory || flags != 1) return OUT_OF_MEMORY;
+    if (refuse_memory || flags != 3) return OUT_OF_MEMORY;
     return (*address = aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096)) ? SUCCESS : OUT_OF_MEMORY;
 }
 Result cuMemFreeHost(void* address) { NEEDS_CONTEXT; free(address); return SUCCESS; }
 Result cuMemHostRegister_v2(void*, size_t nbytes, unsigned flags) {
     NEEDS_CONTEXT;
-    return nbytes && flags == 1 ? SUCCESS : INVALID;
+    return nbytes && flags == 3 ? SUCCESS : INVALID;
 }
 Result cuMemHostUnregister(void*) { NEEDS_CONTEXT; return SUCCESS; }
 

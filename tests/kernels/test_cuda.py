@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from simulated import COMPUTE, SimulatedDriver
+from walk import Walk
 
 from kvtier.errors import InvalidRequest
 from kvtier.kernels.arena import pin, unpin
@@ -17,7 +18,7 @@ from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome
 from kvtier.kernels.cuda import MAX_CTAS, CudaMover, _Scratch
 from kvtier.kernels.engine import open_engine
 from kvtier.kernels.faults import Delayed
-from kvtier.kernels.layout import Order, Paged, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
+from kvtier.kernels.layout import Order, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
 from kvtier.kernels.method import Method, Table
 
 SMALL = Limits(chunk_bytes=128)
@@ -256,148 +257,46 @@ def test_pageable_memory_never_sees_a_kernel(kernel_library: ctypes.CDLL) -> Non
     assert "launch" not in driver.names() and bytes(arena[192:256]) == pool[0].numpy().tobytes()
 
 
-class Walk:
-    """A random engine: computes into blocks, stores, loads, cancels, and reads blocks behind fences.
-
-    It trusts acknowledgements and fences only, and checks every byte that they make it trust.
-    """
-
-    BLOCKS, SLOTS = 12, 9
-
-    def __init__(self, seed: int, kernels: ctypes.CDLL, method: Method | None, delayed: bool, forget: bool) -> None:
-        self.random = Random(seed)
+class SimulatedWalk(Walk):
+    def __init__(self, seed: int, kernels: ctypes.CDLL, method: Method, delayed: bool, forget: bool = False) -> None:
         self.driver = SimulatedDriver(kernels, Random(seed + 1000))
         self.driver.trouble.forget_waits = forget
-        shape = Shape(layers=2, kv=2, tokens=2, heads=1, channels=6, element_bytes=1)
         self.layers = [torch.zeros(2, self.BLOCKS, 2, 1, 6, dtype=torch.uint8) for _ in range(2)]
-        self.slot_bytes = 64
-        self.arena = arena_of(self.SLOTS * self.slot_bytes)
-        device: Paged = of_tensors(self.layers, "KBNHC", shape)
-        host = of_slots(self.arena, self.slot_bytes, shape, Order.HND)
+        self.arena = arena_of(self.SLOTS * self.SLOT_BYTES)
+        shape = Shape(layers=2, kv=2, tokens=2, heads=1, channels=6, element_bytes=1)
+        device = of_tensors(self.layers, "KBNHC", shape)
+        host = of_slots(self.arena, self.SLOT_BYTES, shape, Order.HND)
         driver = Delayed(self.driver, Random(seed)) if delayed else self.driver
-        mover = CudaMover(driver, device, host, shape, NO_TABLE, method=method, staging_bytes=2 * self.slot_bytes)
-        limits = Limits(
-            chunk_bytes=48, load_window_bytes=96, store_window_bytes=96, store_window_while_loading_bytes=48
-        )
-        self.engine = CopyEngine(mover, limits)
-        self.generation = [0] * self.SLOTS
-        self.ready: dict[int, int] = {}  # slot → value
-        self.filling: dict[int, int] = {}
-        self.value = dict.fromkeys(range(self.BLOCKS), 0)  # block → value, once the stream has caught up
-        self.loading: dict[int, int] = {}
-        self.reading = [0] * self.SLOTS
-        self.storing = [0] * self.BLOCKS
-        self.tickets: list[int] = []
-        self.cancelled: set[int] = set()
-        self.loads: dict[int, list[int]] = {}
-        self.mismatches: list[str] = []
-        self.checked = 0
+        mover = CudaMover(driver, device, host, shape, NO_TABLE, method=method, staging_bytes=2 * self.SLOT_BYTES)
+        limits = Limits(48, load_window_bytes=96, store_window_bytes=96, store_window_while_loading_bytes=48)
+        super().__init__(Random(seed), CopyEngine(mover, limits))
 
     def fill(self, block: int, value: int) -> None:
-        for layer in self.layers:
-            layer[:, block] = value
+        def work() -> None:
+            for layer in self.layers:
+                layer[:, block] = value
 
-    def expect(self, block: int, value: int, where: str) -> None:
-        self.checked += 1
-        if not all(bool((layer[:, block] == value).all()) for layer in self.layers):
-            self.mismatches.append(where)
+        self.driver.compute(work)
 
-    def settle(self) -> None:
-        for ack in self.engine.poll():
-            self.loads.pop(ack.ticket, None)
-            for block, slot, generation in ack.moves.triples():
-                assert generation == self.generation[slot] and ack.outcome is not Outcome.REFUSED
-                if ack.lane is Lane.STORE:
-                    self.storing[block] -= 1
-                    value = self.filling.pop(slot)
-                    if ack.outcome is Outcome.DONE:
-                        self.ready[slot] = value
-                        self.checked += 1
-                        start = slot * self.slot_bytes
-                        if bytes(self.arena[start : start + 48]) != bytes([value]) * 48:
-                            self.mismatches.append("slot")
-                else:
-                    self.reading[slot] -= 1
-                    value = self.loading.pop(block)
-                    if ack.outcome is Outcome.DONE:
-                        self.value[block] = value
-                        self.expect(block, value, "block")
-        self.engine.check()
+    def expect_block(self, block: int, value: int, where: str) -> None:
+        def work() -> None:
+            self.note(all(bool((layer[:, block] == value).all()) for layer in self.layers), where)
+
+        self.driver.compute(work)
+
+    def expect_slot(self, slot: int, value: int) -> None:
+        start = slot * self.SLOT_BYTES
+        self.note(bytes(self.arena[start : start + 48]) == bytes([value]) * 48, "slot")
+
+    def breathe(self) -> None:
         self.driver.step(self.random.randrange(12))
-
-    def act(self) -> None:
-        action = self.random.random()
-        if action < 0.25:
-            self.store()
-        elif action < 0.5 and self.ready:
-            self.load()
-        elif action < 0.55 and self.tickets:
-            ticket = self.random.choice(self.tickets[-3:])
-            self.cancelled.add(ticket)
-            self.engine.cancel(ticket)
-        elif action < 0.75:
-            self.compute()
-        elif action < 0.9 and self.loads:
-            self.fence_and_read()
-        self.settle()
-
-    def store(self) -> None:
-        free = [slot for slot in range(self.SLOTS) if slot not in self.filling and not self.reading[slot]]
-        blocks = self.random.sample(sorted(self.value), min(3, len(self.value)))
-        triples = []
-        for block, slot in zip(blocks, self.random.sample(free, min(3, len(free))), strict=False):
-            self.generation[slot] += 1
-            self.ready.pop(slot, None)
-            self.filling[slot] = self.value[block]
-            self.storing[block] += 1
-            triples.append((block, slot, self.generation[slot]))
-        if triples:
-            self.tickets.append(self.engine.store(Moves.of(triples)))
-
-    def load(self) -> None:
-        blocks = [block for block in range(self.BLOCKS) if block not in self.loading]
-        triples = []
-        for block in self.random.sample(blocks, min(3, len(blocks))):
-            slot = self.random.choice(sorted(self.ready))
-            self.reading[slot] += 1
-            self.loading[block] = self.ready[slot]
-            self.value.pop(block, None)
-            triples.append((block, slot, self.generation[slot]))
-        if triples:
-            ticket = self.engine.load(Moves.of(triples), expedited=self.random.random() < 0.3)
-            self.tickets.append(ticket)
-            self.loads[ticket] = [block for block, _, _ in triples]
-
-    def compute(self) -> None:
-        """A kernel of the model writes a block; the host does not wait for it, nor for what is still stored: it
-        fences the stores that read the block."""
-        idle = sorted(self.value)
-        if not idle:
-            return
-        block, value = self.random.choice(idle), self.random.randrange(1, 256)
-        if self.storing[block]:
-            for ticket in self.tickets:
-                self.engine.fence(ticket)
-        self.driver.compute(lambda: self.fill(block, value))
-        self.value[block] = value
-
-    def fence_and_read(self) -> None:
-        """Attention reads loaded blocks on the compute stream, behind a fence, before any acknowledgement."""
-        ticket = self.random.choice(sorted(self.loads))
-        blocks = self.loads.pop(ticket)
-        if ticket in self.cancelled or not all(block in self.loading for block in blocks):
-            return
-        self.engine.fence(ticket)
-        for block in blocks:
-            value = self.loading[block]
-            self.driver.compute(lambda b=block, v=value: self.expect(b, v, "fenced block"))  # type: ignore[misc]
 
     def finish(self) -> None:
         for _ in range(300):
             self.settle()
         self.driver.drain()
         self.settle()
-        self.settle()
+        self.driver.drain()
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
@@ -406,7 +305,7 @@ class Walk:
 def test_whatever_order_the_device_chooses_no_byte_is_wrong(
     kernel_library: ctypes.CDLL, seed: int, method: Method, delayed: bool
 ) -> None:
-    walk = Walk(seed, kernel_library, method, delayed, forget=False)
+    walk = SimulatedWalk(seed, kernel_library, method, delayed)
     for _ in range(300):
         walk.act()
     walk.finish()
@@ -421,7 +320,7 @@ def test_the_walk_sees_a_mover_that_does_not_wait(kernel_library: ctypes.CDLL) -
     """The negative control: the same walk over a device that ignores every wait."""
     wrong = 0
     for seed in range(4):
-        walk = Walk(seed, kernel_library, Method.DMA, delayed=True, forget=True)
+        walk = SimulatedWalk(seed, kernel_library, Method.DMA, delayed=True, forget=True)
         for _ in range(300):
             walk.act()
         wrong += len(walk.mismatches)
