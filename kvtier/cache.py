@@ -112,27 +112,33 @@ class _Store:
     def steps(self, terms: Terms, wait: bool) -> Generator[int, None, int]:
         """Returns how many blocks, from `start` on, are in the cache now."""
         manager, chain, reached = self._manager, self._chain, self._start
-        fragile: set[BlockKey] = set()  # ours, and in no lower tier's hands: not to be evicted by our own tail
+        fragile: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
+        tried: set[int] = set()
+        depth_of = {key: index for index, key in enumerate(chain)}
+
+        def keep(key: BlockKey) -> bool:
+            return depth_of.get(key, -1) in fragile
+
         while reached < len(chain):
             seen = manager.room_told
             wait = wait and manager.sinks()
             stop = min(len(chain), reached + self._step)
             if wait:
-                room = manager.queue_room()
-                if room == 0:
-                    yield seen
-                    fragile = {chain[index] for index in manager.demote_rest(chain, reached)}
-                    continue
-                stop = min(stop, reached + room)
-            slots, reached = manager.reserve(chain, reached, stop, terms, fragile.__contains__, insist=wait)
-            self._fill(slots)
-            refused = manager.commit(chain, slots, [slot.generation for slot in slots])
-            fragile.update(chain[index] for index in refused)
+                stop = min(stop, reached + manager.queue_room())
             if reached < stop:
-                if not wait:
-                    break
-                yield seen
-                fragile = {chain[index] for index in manager.demote_rest(chain, reached)}
+                slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
+                self._fill(slots)
+                refused = manager.commit(chain, slots, [slot.generation for slot in slots])
+                fragile.update(refused)
+                tried.update({slot.index for slot in slots}.difference(refused))
+                if reached == stop:
+                    continue
+            if not wait:
+                break
+            yield seen
+            alone = manager.demote_rest(chain, reached, tried)
+            fragile.clear()
+            fragile.update(alone)
         manager.settle(chain)
         return reached - self._start
 

@@ -348,11 +348,20 @@ class Manager:
         self.demote(chain, sorted(widened | self._lacking(chain, present)))
         return slots, index
 
-    def demote_rest(self, chain: Sequence[BlockKey], stop: int) -> list[int]:
-        """Queue what is READY before depth `stop` and not below yet. Returns the depths that no queue accepted."""
+    def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int]) -> set[int]:
+        """Queue what is READY before depth `stop`, not below yet and not `tried`; adds to `tried` what was accepted.
+
+        Returns the depths that are in G2 alone and will be until somebody stores them again: what no queue accepted,
+        and what a tier was given before and did not keep.
+        """
         with self.lock:
             here = [index for index in range(stop) if chain[index] in self.host.index]
-        return self.demote(chain, sorted(self._lacking(chain, here)))
+        lacking = self._lacking(chain, here)
+        fresh = sorted(lacking - tried)
+        refused = set(self.demote(chain, fresh))
+        alone = (lacking & tried) | refused
+        tried.update(set(fresh) - refused)
+        return alone
 
     def _lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
         """Those depths whose blocks are neither in the nearest lower tier nor on their way there."""
