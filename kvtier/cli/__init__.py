@@ -35,6 +35,10 @@ COMMANDS = (
     Command("doctor", "kvtier.cli.doctor:doctor", "Check this machine against a configuration, or explain misses."),
     Command("bench index", "kvtier.cli.bench_index:index", "Cost per block of hashing, matching and the pool."),
     Command("bench retention", "kvtier.cli.bench_retention:retention", "What keeping KV longer is worth on a trace."),
+    Command("inspect", "kvtier.cli.disk:inspect", "Show what a G3 directory holds."),
+    Command("verify", "kvtier.cli.disk:verify", "Read a G3 directory against its digests; change nothing."),
+    Command("scrub", "kvtier.cli.disk:scrub", "Verify a G3 directory and delete what is damaged."),
+    Command("gc", "kvtier.cli.disk:gc", "Free expired, purged and abandoned room of a G3 directory; resize it."),
     Command("top", "kvtier.cli.top:top", "Show what a running cache does."),
 )
 

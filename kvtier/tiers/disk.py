@@ -29,7 +29,7 @@ from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, Tie
 from kvtier.namespace import Namespace
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
-from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, Reservation, slot_class
+from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, Reservation, born, slot_class
 from kvtier.tiers.ledger import Ledger, renewed
 from kvtier.tiers.slab import Calls, ShortIO, SystemCalls
 from kvtier.tiers.store import Store
@@ -130,8 +130,8 @@ class DiskTier:
                 if raw is None or len(raw) < span:
                     answers.append(Miss.ABSENT)
                     continue
-                ends, born = unpack(raw)
-                if born <= purged:
+                ends, birth = unpack(raw)
+                if birth <= purged:
                     answers.append(Miss.PURGED)
                 else:
                     expired = now > ends and self._expired(store, prefix + chain[i], raw, now)
@@ -181,8 +181,8 @@ class DiskTier:
                 except CorruptError:
                     block.suspect = True
                     continue
-                ends, born = SPAN.unpack_from(raw)
-                if born <= purged:
+                ends, birth = SPAN.unpack_from(raw)
+                if birth <= purged:
                     block.result = Miss.PURGED
                 elif now > ends and self._expired(store, block.name, raw, now):
                     block.result = Miss.EXPIRED
@@ -440,7 +440,7 @@ def _drop(ledger: Ledger, names: Sequence[bytes]) -> int:
 
 
 def _drop_range(ledger: Ledger, start: bytes, prefix: bytes, born_until: float) -> tuple[int, bytes | None]:
-    return ledger.drop_range(start, prefix, DROP_CHUNK, born_until=born_until)
+    return ledger.drop_range(start, prefix, DROP_CHUNK, lambda _name, entry: born(entry.life) <= born_until)
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

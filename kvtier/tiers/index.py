@@ -206,6 +206,10 @@ class Index:
             _serial, _tick, blocks, size, _segments = COUNTERS.unpack(txn.get(COUNTERS_KEY))
         return blocks, size
 
+    def disk_bytes(self) -> int:
+        """What the sparse data file occupies."""
+        return 512 * (self._path / "data.mdb").stat().st_blocks
+
     def has_reservations(self) -> bool:
         """Whether slots are being written to, or were when their owner died."""
         with self.reading() as txn:

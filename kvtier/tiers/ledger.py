@@ -16,7 +16,7 @@ commit that took them from their old owner.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,7 +144,7 @@ class Ledger:
 
         A block that is here gets the join of both lifetimes and counts as used.
         """
-        if not life.servable(Depth.G3, now) or born(life) <= self._purged_until(name):
+        if not life.servable(Depth.G3, now) or born(life) <= self.purged_until(name):
             return Stored.REFUSED
         if self._join(name, length, life, now):
             return Stored.PRESENT
@@ -163,7 +163,7 @@ class Ledger:
         """Make a written block visible. FAILED if the reservation is not ours any more."""
         if not self._withdraw(reservation):
             return Stored.FAILED
-        if born(life) <= self._purged_until(name):
+        if born(life) <= self.purged_until(name):
             self._give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.REFUSED
         if self._join(name, length, life, now):  # somebody else stored it meanwhile
@@ -186,7 +186,7 @@ class Ledger:
     def renew(self, name: bytes, uses: Sequence[float]) -> None:
         """`name` was used at these times, in order. Unknown, dead and purged blocks stay what they are."""
         entry = self.find(name)
-        if entry is not None and not self._is_purged(name, entry) and entry.life.servable(Depth.G3, uses[0]):
+        if entry is not None and not self.is_purged(name, entry) and entry.life.servable(Depth.G3, uses[0]):
             self._move(name, entry, renewed(entry.life, uses))
 
     def drop(self, name: bytes) -> bool:
@@ -218,25 +218,28 @@ class Ledger:
         self.drop(name)
         return True
 
-    def drop_range(self, start: bytes, prefix: bytes, limit: int, *, born_until: float) -> tuple[int, bytes | None]:
-        """Remove up to `limit` blocks, from the name `start` on, whose names start with `prefix` and that were born
-        until then; looks at ten times as many at most. Returns how many went and where to go on, if there is more.
+    def drop_range(
+        self, start: bytes, prefix: bytes, limit: int, doomed: Callable[[bytes, Entry], bool]
+    ) -> tuple[int, bytes | None]:
+        """Remove up to `limit` blocks, from the name `start` on, whose names start with `prefix` and that are `doomed`,
+        or cannot be read; looks at ten times as many at most. Returns how many went and where to go on, if there
+        is more.
         """
-        doomed: list[bytes] = []
+        going: list[bytes] = []
         following: bytes | None = None
         for seen, (key, raw) in enumerate(rows(self._txn, BLOCKS + prefix, BLOCKS + start)):
             name = key[len(BLOCKS) :]
-            if len(doomed) == limit or seen == 10 * limit:
+            if len(going) == limit or seen == 10 * limit:
                 following = name
                 break
             try:
-                if born(Entry.decode(name, raw).life) <= born_until:
-                    doomed.append(name)
+                if doomed(name, Entry.decode(name, raw)):
+                    going.append(name)
             except CorruptError:
-                doomed.append(name)
-        for name in doomed:
+                going.append(name)
+        for name in going:
             self.drop(name)
-        return len(doomed), following
+        return len(going), following
 
     # Namespaces and scopes.
 
@@ -248,6 +251,14 @@ class Ledger:
         """Set the tombstone of namespace ‖ scope; it only ever moves forward."""
         if before > purged_until(self._txn, scoped):
             self._txn.put(PURGED_KEY + scoped, _TIME.pack(before))
+
+    def purged_until(self, name: bytes) -> float:
+        """The time of the tombstone that a block's name falls under; -inf for none."""
+        return purged_until(self._txn, name[:_SCOPED])
+
+    def is_purged(self, name: bytes, entry: Entry) -> bool:
+        """Whether a tombstone covers the block."""
+        return born(entry.life) <= self.purged_until(name)
 
     # Reservations and segments.
 
@@ -262,20 +273,41 @@ class Ledger:
             self.release(reservation)
         return len(dead)
 
+    def resize(self, capacity: int) -> None:
+        """Cut the store to another capacity, evicting what lies beyond it. The caller uses the store alone and has
+        reclaimed; files are cut after the commit (`Store`). Reads the whole index."""
+        geometry = replace(self.geometry, capacity=capacity)
+
+        def lost(slot_cls: int, segment: int, slot: int) -> bool:
+            return (slot + 1) * slot_cls * SLOT_ALIGN > geometry.size_of(segment)
+
+        for key, name in list(rows(self._txn, ORDER)):
+            slot_cls, _tick, segment, slot = order_parts(key)
+            if lost(slot_cls, segment, slot):
+                self.drop(name)
+        for key in [key for key, _ in rows(self._txn, FREE) if lost(*free_parts(key))]:
+            self._txn.delete(key)
+        for number in range(self._segment_count):
+            record = self._segment(number)
+            if record.slot_class:
+                slots = geometry.size_of(number) // (record.slot_class * SLOT_ALIGN)
+                self._segments[number] = replace(record, slots=slots, fresh=min(record.fresh, slots))
+        for number in range(geometry.segments, self._segment_count):
+            del self._segments[number]
+            self._txn.delete(number_key(SEGMENTS, number))
+            self._txn.delete(number_key(SPARE, number))
+        self._segment_count = min(self._segment_count, geometry.segments)
+        self._txn.put(GEOMETRY_KEY, geometry.encode())
+        self.geometry = geometry
+
     # Inside.
-
-    def _purged_until(self, name: bytes) -> float:
-        return purged_until(self._txn, name[:_SCOPED])
-
-    def _is_purged(self, name: bytes, entry: Entry) -> bool:
-        return born(entry.life) <= self._purged_until(name)
 
     def _join(self, name: bytes, length: int, life: Lifetime, now: float) -> bool:
         """Join `life` to the block called `name`, if there is one that may be served once it has it."""
         entry = self.find(name)
         if entry is None:
             return False
-        if entry.length != length or self._is_purged(name, entry):
+        if entry.length != length or self.is_purged(name, entry):
             self.drop(name)
             return False
         self._move(name, entry, entry.life.join(life, now))

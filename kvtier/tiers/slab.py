@@ -126,6 +126,19 @@ class Slab:
         with self._open(segment) as file:
             self._calls.fdatasync(file.fd)
 
+    def cut(self) -> None:
+        """Shorten files that are longer than their segment may be, and remove those of no segment. The caller uses
+        the store alone. Raises OSError."""
+        for folder in self._parts:
+            for path in folder.glob("[0-9a-f]" * 8 + ".slab"):
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    continue  # nobody's work of ours; reading and writing it fails, and says so
+                size = self._size_of(int(path.stem, 16))
+                if size == 0:
+                    path.unlink()
+                elif path.lstat().st_size > size:
+                    os.truncate(path, size)
+
     def close(self) -> None:
         """Let go of the files. No other call may run."""
         with self._lock:

@@ -26,7 +26,7 @@ from kvtier.tiers.index import Index, Unusable, map_bytes_for
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import Geometry, Ledger
 from kvtier.tiers.owner import Owner
-from kvtier.tiers.slab import Calls, Slab
+from kvtier.tiers.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.writer import Job, Writer
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Store:
         self.lanes = Lanes(THREADS, WRITERS_MAX, "kvtier-g3-io")
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
         self.users = 0
+        self._tends = True  # whether the writer thread cleans up and reopens by itself
         self._lock = lock
         self._index: Index | None = index
         self._calls = calls
@@ -83,7 +84,28 @@ class Store:
         Raises ConfigError, FormatError or TierError.
         """
         prepare(parts)
-        status = parts[0].stat()
+        store = cls._share(parts, lambda: cls._open(parts, capacity, block_bytes, calls))
+        slot_bytes = -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
+        if store.geometry.size_of(0) < slot_bytes:
+            store.release(LOCK_TIMEOUT_S)
+            raise ConfigError(
+                f"tiers.g3: {parts[0]} has segments of {store.geometry.size_of(0)} bytes, too small for blocks of "
+                f"{block_bytes}; raise tiers.g3.capacity, or remove the directory"
+            )
+        return store
+
+    @classmethod
+    def visit(cls, parts: Sequence[Path], *, capacity: int | None = None) -> Store:
+        """Open a store that exists, as it is, for looking after it. Nothing is created or repaired; with `capacity` it
+        is resized, which nobody else may use it for. Blocks. Raises FormatError, ConfigError or TierError."""
+        return cls._share(parts, lambda: cls._visit(parts, capacity))
+
+    @classmethod
+    def _share(cls, parts: Sequence[Path], opener: Callable[[], Store]) -> Store:
+        try:
+            status = parts[0].stat()
+        except OSError as error:
+            raise ConfigError(f"{parts[0]}: {error.strerror}") from None
         key = (status.st_dev, status.st_ino)
         with _open_lock:
             store = _open_stores.get(key)
@@ -95,18 +117,41 @@ class Store:
             if store is not None and store.users == 0:
                 raise TierError("g3", "open", f"{parts[0]} is still being closed by this process")
             if store is None:
-                store = cls._open(parts, capacity, block_bytes, calls)
+                store = opener()
                 _open_stores[key] = store
                 store._writer.start()
             store.users += 1
-        slot_bytes = -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
-        if store.geometry.size_of(0) < slot_bytes:
-            store.release(LOCK_TIMEOUT_S)
-            raise ConfigError(
-                f"tiers.g3: {parts[0]} has segments of {store.geometry.size_of(0)} bytes, too small for blocks of "
-                f"{block_bytes}; raise tiers.g3.capacity, or remove the directory"
-            )
-        return store
+            return store
+
+    @classmethod
+    def _visit(cls, parts: Sequence[Path], capacity: int | None) -> Store:
+        markers = [read_marker(part) for part in parts]
+        for part, marker in zip(parts, markers, strict=True):
+            if marker is None:
+                raise FormatError(f"{part} is not a G3 store: it has no readable STORE.json")
+        if len({(marker.uuid, marker.parts) for marker in markers if marker}) > 1 or (
+            markers[0] is not None and markers[0].parts != len(parts)
+        ):
+            raise ConfigError(f"{', '.join(map(str, parts))}: not all parts of one store; give them all, in order")
+        owner = Owner.current(secrets.randbits(63))
+        lock = DirectoryLock(parts[0])
+        alone = lock.acquire(owner, LOCK_TIMEOUT_S)
+        try:
+            if capacity is not None and not alone:
+                raise TierError("g3", "resize", f"{parts[0]} is in use by another process; stop it first")
+            index = Index.attach(parts[0] / "index", owner, alone=alone)
+            store = cls(parts, lock, index, owner, SystemCalls())
+            store._tends = False
+            if capacity is not None:
+                store._resize(index, capacity)
+            lock.share()
+            return store
+        except Unusable as error:
+            lock.release()
+            raise TierError("g3", "open", f"the index of {parts[0]} is unusable: {error}") from None
+        except BaseException:
+            lock.release()
+            raise
 
     @classmethod
     def _open(cls, parts: Sequence[Path], capacity: int, block_bytes: int, calls: Calls) -> Store:
@@ -122,19 +167,39 @@ class Store:
         alone = lock.acquire(owner, LOCK_TIMEOUT_S)
         try:
             index = open_index(parts, capacity, slot_bytes, owner, alone=alone)
+            if alone and not _take_back(index):
+                index.close()
+                log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
+                index = open_index(parts, capacity, slot_bytes, owner, alone=True)
+            store = cls(parts, lock, index, owner, calls)
             if alone:
-                if not _take_back(index):
-                    index.close()
-                    log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
-                    index = open_index(parts, capacity, slot_bytes, owner, alone=True)
+                store._resize(index, capacity)
                 lock.share()
-            return cls(parts, lock, index, owner, calls)
+            elif capacity != store.geometry.capacity:
+                log.warning(
+                    "g3: %s has a capacity of %d bytes, not %d, for as long as others use it",
+                    parts[0], store.geometry.capacity, capacity,
+                )  # fmt: skip
+            return store
         except (OSError, Unusable, lmdb.Error) as error:
             lock.release()
             raise TierError("g3", "open", str(error)) from error
         except BaseException:
             lock.release()
             raise
+
+    def _resize(self, index: Index, capacity: int) -> None:
+        """While alone: to `capacity`, index first, then the files; an interrupted one is completed here too."""
+        if capacity != self.geometry.capacity:
+
+            def work(ledger: Ledger) -> None:
+                ledger.reclaim()
+                ledger.resize(capacity)
+
+            index.transact(work)
+            self.geometry = index.geometry()
+            self.slab = Slab(self.parts, self.geometry.size_of, self._calls)
+        self.slab.cut()
 
     def release(self, timeout_s: float) -> None:
         """One user less; the last one closes everything. Returns after `timeout_s` at the latest.
@@ -305,6 +370,8 @@ class Store:
 
     def _rest(self) -> None:
         """Nothing to do: bring touches to the medium, take back what dead owners left, probe."""
+        if not self._tends:
+            return
         now = time.monotonic()
         if self._index is None:
             self._probe()
@@ -321,7 +388,7 @@ class Store:
         import lmdb
 
         with self._state:
-            if self._quarantine == _CLOSED or time.monotonic() < self._probe_at or self._writing:
+            if not self._tends or self._quarantine == _CLOSED or time.monotonic() < self._probe_at or self._writing:
                 return
             alone = self._lock.try_exclusive()
             try:
