@@ -145,8 +145,9 @@ class Feeder:
         stride, stop = self._tier.stride, len(chain)
         ends = [min(start + stride, stop) for start in range(0, stop, stride)]
         deadline = self._clock.monotonic() + _STEP_S
+        queued = set(self._queued)  # before asking: a unit that is answered for meanwhile is there
         answers = await self._tier.lookup(chain, [end - 1 for end in ends], deadline)
-        here = [miss is None or chain[end - 1] in self._queued for miss, end in zip(answers, ends, strict=True)]
+        here = [miss is None or chain[end - 1] in queued for miss, end in zip(answers, ends, strict=True)]
         present = here.index(False) if False in here else len(ends)
         for end in ends[present:]:
             start = (end - 1) // stride * stride

@@ -368,10 +368,12 @@ class Manager:
         name = next(iter(self.lower), None)
         if name is None or not indices:
             return set()
-        misses = self.lower[name].peek(chain, indices)
         with self.lock:
             has = self._feeder.has if self._feeder and self.lower[name].stride > 1 else self._queues[name].has
-            return {i for i, miss in zip(indices, misses, strict=True) if miss is not None and not has(chain[i])}
+            idle = [index for index in indices if not has(chain[index])]
+        # Asked in this order: what is on its way now has arrived, or failed, by the time the tier is asked.
+        misses = self.lower[name].peek(chain, idle)
+        return {index for index, miss in zip(idle, misses, strict=True) if miss is not None}
 
     def commit(self, chain: Sequence[BlockKey], slots: Sequence[Slot], generations: Sequence[int]) -> list[int]:
         """Publish filled slots and queue them for the lower tiers. Returns the depths that no queue accepted: they
