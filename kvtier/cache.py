@@ -505,6 +505,7 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock) -> list[Tier
 
         out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock))
     if g4 is not None:
+        from kvtier.tiers.bucket_url import Limits
         from kvtier.tiers.objects import ObjectTier
 
         out.append(
@@ -515,6 +516,11 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock) -> list[Tier
                 options=g4.options,
                 client=g4.client,
                 stride=None if g4.stride == "auto" else g4.stride,
+                limits=Limits(
+                    concurrency=g4.concurrency,
+                    read_rate=float(g4.read_rate or 0),
+                    write_rate=float(g4.write_rate or 0),
+                ),
             )
         )
     return out

@@ -19,16 +19,19 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 @dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Bounds of one request, in seconds, and how many run at once."""
+class Limits:
+    """What a tier may ask of a server: seconds until a connection stands, seconds without a byte, transfers at once
+    (a transfer holds one unit in memory), bytes per second each way (0: no bound)."""
 
     connect_s: float = 3.0
     read_s: float = 10.0
     concurrency: int = 8
+    read_rate: float = 0.0
+    write_rate: float = 0.0
 
 
 def open_bucket(
-    url: str, options: Mapping[str, Any], client: Client, clock: Clock, timeouts: Timeouts
+    url: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: Limits
 ) -> tuple[Bucket, str]:
     """The bucket that `url` names and the prefix inside it. Imports the library, makes no request.
 
@@ -46,7 +49,7 @@ def open_bucket(
         bucket, _, prefix = place.partition("/")
         if not bucket:
             raise ConfigError(f"{_KEY} names no bucket: write {protocol}://bucket/prefix")
-        return _s3(bucket, options, client, clock, timeouts), prefix.strip("/")
+        return _s3(bucket, options, client, clock, limits), prefix.strip("/")
     from kvtier.tiers.bucket_files import AnyFiles, Files, MemoryFiles, Threaded
 
     try:
@@ -57,7 +60,7 @@ def open_bucket(
         ) from None
     root = str(fs._strip_protocol(url))
     files: Files = MemoryFiles(fs, root) if protocol == "memory" else AnyFiles(fs, root)
-    return Threaded(files, timeouts.concurrency), ""
+    return Threaded(files, limits.concurrency), ""
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -95,7 +98,7 @@ def _file_system_class(protocol: str) -> Any:
         raise ConfigError(f"{_KEY}: the package for {protocol}:// is not installed: {fix}") from None
 
 
-def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, timeouts: Timeouts) -> Bucket:
+def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: Limits) -> Bucket:
     """obstore if it is asked for, or if it is installed and knows all the options; else s3fs."""
     if client != "s3fs":
         from kvtier.tiers.bucket_obstore import ObstoreBucket, translated
@@ -108,11 +111,11 @@ def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, t
             raise ConfigError("tiers.g4.options has some that only s3fs knows: remove them, or set client: s3fs")
         if installed and config is not None:
             return ObstoreBucket(
-                bucket, config, connect_timeout_s=timeouts.connect_s, read_timeout_s=timeouts.read_s
+                bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s
             )  # fmt: skip
     from kvtier.tiers.bucket_s3 import S3Bucket
 
     return S3Bucket(
         bucket, options, clock,
-        connections=4 * timeouts.concurrency + 16, connect_timeout_s=timeouts.connect_s, read_timeout_s=timeouts.read_s,
+        connections=4 * limits.concurrency + 16, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from kvtier.namespace import Namespace
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.tiers.bucket import TIER, Patient
-from kvtier.tiers.bucket_url import Client, Timeouts, open_bucket
+from kvtier.tiers.bucket_url import Client, Limits, open_bucket
 from kvtier.tiers.loopthread import LoopThread
 from kvtier.tiers.strides import (
     Names,
@@ -76,7 +76,7 @@ class ObjectTier:
         options: Mapping[str, object] | None = None,
         client: Client = "auto",
         stride: int | None = None,
-        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
         attempts: int = 4,
         seed: int | None = None,
     ) -> None:
@@ -86,12 +86,12 @@ class ObjectTier:
             raise ConfigError(f"tiers.g4.stride must lie in 1 … {COUNT_MAX} blocks, got {self.stride}")
         self._url = url
         self._clock = clock
-        self._timeouts = timeouts or Timeouts()
+        self._limits = limits or Limits()
         self._random = random.Random(seed)
-        bucket, prefix = open_bucket(url, options or {}, client, clock, self._timeouts)
+        bucket, prefix = open_bucket(url, options or {}, client, clock, self._limits)
         self._store = UnitStore(
             Patient(bucket, attempts=attempts, seed=seed), Names(prefix, namespace.digest), self.block_bytes,
-            self.stride, clock, concurrency=self._timeouts.concurrency,
+            self.stride, clock, self._limits,
         )  # fmt: skip
         self._loop = LoopThread("kvtier-g4")
         self._pid = 0

@@ -16,9 +16,11 @@ from kvtier.block import SCOPE_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.frame import COUNT_MAX, Frame, decode, header_bytes_of
+from kvtier.rate import TokenBucket
 from kvtier.terms import Depth, Lifetime
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.bucket import LIST_PAGE, Bucket, Stat
+from kvtier.tiers.bucket_url import Limits
 from kvtier.tiers.strides import Names, born, common_life, renewal_due, runs
 from kvtier.tiers.unit_index import Unit, UnitIndex
 
@@ -29,11 +31,11 @@ REWRITES_MAX = 3
 
 
 class UnitStore:
-    """The units of one namespace. Lives on one event loop; `concurrency` transfers and four times as many probes at
-    once. `tombstones`: scope → the time until which what it wrote is gone; its keeper keeps it fresh."""
+    """The units of one namespace, on one event loop and within `limits`; probes may be four times as many as
+    transfers. `tombstones`: scope → the time until which what it wrote is gone; its keeper keeps it fresh."""
 
     def __init__(
-        self, bucket: Bucket, names: Names, block_bytes: int, stride: int, clock: Clock, *, concurrency: int
+        self, bucket: Bucket, names: Names, block_bytes: int, stride: int, clock: Clock, limits: Limits
     ) -> None:
         self.bucket = bucket
         self.names = names
@@ -43,8 +45,11 @@ class UnitStore:
         self._block_bytes = block_bytes
         self.stride = stride
         self._clock = clock
-        self._gate = asyncio.Semaphore(concurrency)
-        self._probes = asyncio.Semaphore(4 * concurrency)
+        self._gate = asyncio.Semaphore(limits.concurrency)
+        self._probes = asyncio.Semaphore(4 * limits.concurrency)
+        unit_bytes = float(stride * block_bytes)
+        self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, unit_bytes))
+        self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, unit_bytes))
         self._suspect: dict[BlockKey, None] = {}
 
     def why_not(self, unit: Unit, now: float) -> Miss | None:
@@ -188,6 +193,7 @@ class UnitStore:
 
     async def _get(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
         async with self._gate:
+            await self._read_rate.take(sum(len(buffer) for buffer in into))
             return await self.bucket.read(name, start, into)
 
     def acceptable(self, unit: Sequence[Sealed]) -> Sequence[Sealed]:
@@ -203,6 +209,7 @@ class UnitStore:
         """Make one unit durable with at least these blocks' life. A tier's failure is FAILED."""
         try:
             async with self._gate:
+                await self._write_rate.take(len(blocks) * self._block_bytes)
                 return await self._admit(blocks)
         except TierError:
             return Stored.FAILED

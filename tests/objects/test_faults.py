@@ -14,7 +14,7 @@ from kvtier.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule, every_fault
 from kvtier.tier import Loaded, Miss, Stored, Target
-from kvtier.tiers.bucket_url import Timeouts
+from kvtier.tiers.bucket_url import Limits
 from kvtier.tiers.objects import ObjectTier
 
 NS = sample_namespace(8192)
@@ -36,7 +36,7 @@ class Scene:
     def _tier(self, client: str, seed: int) -> ObjectTier:
         return ObjectTier(
             "s3://bucket/p", NS, clock=self.clock, stride=S, options=self.server.options, client=client,  # type: ignore[arg-type]
-            timeouts=Timeouts(connect_s=0.5, read_s=0.3), attempts=ATTEMPTS, seed=seed,
+            limits=Limits(connect_s=0.5, read_s=0.3), attempts=ATTEMPTS, seed=seed,
         )  # fmt: skip
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.block import BlockKey, scope_of
+from kvtier.clock import SystemClock
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError
 from kvtier.terms import Depth, Terms
 from kvtier.testing import (
@@ -22,6 +23,7 @@ from kvtier.testing import (
     verification_off,
 )
 from kvtier.tier import Loaded, Miss, Stored, Target
+from kvtier.tiers.bucket_url import Limits
 from kvtier.tiers.objects import ObjectTier
 
 NS = sample_namespace(4096)
@@ -378,3 +380,20 @@ async def test_a_forked_child_is_told_so(bench: Bench) -> None:
     child.start()
     child.join(10)
     assert ours.poll(5) and ours.recv() == "refused"
+
+
+async def test_transfers_keep_to_their_rates(bench: Bench) -> None:
+    """Ten units at five units per second take the better part of two seconds; one burst is free."""
+    unit_bytes = S * NS.block_bytes
+    limits = Limits(read_rate=5.0 * unit_bytes, write_rate=5.0 * unit_bytes)
+    clock = bench.clock = SystemClock()  # type: ignore[assignment]
+    tier = ObjectTier(f"file://{bench.root}", NS, clock=clock, stride=S, limits=limits)
+    await tier.open()
+    chain = chain_of(NS, 10 * S)
+    began = clock.monotonic()
+    await tier.write(seal(chain, range(len(chain)), NS.block_bytes, clock.wall()), began + 30)
+    between = clock.monotonic()
+    assert between - began > 1.5
+    assert all(loaded(await bench.read(tier, chain)))
+    assert clock.monotonic() - between > 1.5
+    await tier.close(clock.monotonic() + 5)
