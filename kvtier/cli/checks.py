@@ -14,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from kvtier.arena import available_bytes
+from kvtier.cli.objects import findings
 from kvtier.config import G3, Config
 from kvtier.tiers.directory import NETWORK_FILE_SYSTEMS, file_system_of
 from kvtier.units import format_size
@@ -145,6 +146,7 @@ def _objects(config: Config) -> Iterator[Finding]:
         yield Finding("g4", Level.OK, f"{scheme}:// with client {g4.client}")
     else:
         yield Finding("g4", Level.FAIL, f"no client for {scheme}:// is installed", "pip install 'kvtier[s3]'")
+    yield from (Finding(what, Level[level.upper()], found, advice) for what, level, found, advice in findings(g4))
     if config.security.scope_secret is None and scheme not in ("file", "memory"):
         advice = "set security.scope_secret, the same on every replica"
         yield Finding("g4 scopes", Level.WARN, "without a secret, who can list the store can test for a salt", advice)

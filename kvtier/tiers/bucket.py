@@ -34,12 +34,14 @@ class Stat:
 
     `size` in bytes, of the whole object. `etag` names this version of its bytes ("" if the server has no such
     thing). `used`: wall time of the last use that was recorded with it, None where that cannot be recorded.
+    `modified`: the server's own stamp of this version, None if it has none that can be trusted.
     """
 
     name: str
     size: int
     etag: str = ""
     used: float | None = None
+    modified: float | None = None
 
 
 class Bucket(Protocol):

@@ -194,7 +194,7 @@ class ObstoreBucket:
             except Exception as error:
                 raise _mapped("list", error) from None
             found = [
-                Stat(each["path"], each["size"], each["e_tag"] or "")
+                Stat(each["path"], each["size"], each["e_tag"] or "", None, each["last_modified"].timestamp())
                 for each in page
                 if each["path"].startswith(prefix) and each["path"] > after
             ]
@@ -211,7 +211,7 @@ def _stat(name: str, answer: Any) -> Stat:
         used = float(answer.attributes[USED])
     except (KeyError, ValueError):
         used = None
-    return Stat(name, meta["size"], meta["e_tag"] or "", used)
+    return Stat(name, meta["size"], meta["e_tag"] or "", used, meta["last_modified"].timestamp())
 
 
 def _mapped(operation: str, error: Exception) -> TierError:

@@ -193,7 +193,7 @@ class S3Bucket:
                 raise _mapped("list", error) from None
             # A server that ignores Prefix or StartAfter must not make us take others' objects for ours.
             page = [
-                Stat(entry["Key"], entry["Size"], entry.get("ETag", ""))
+                Stat(entry["Key"], entry["Size"], entry.get("ETag", ""), None, _stamp(entry.get("LastModified")))
                 for entry in answer.get("Contents", [])
                 if entry["Key"].startswith(prefix) and entry["Key"] > after
             ]
@@ -209,7 +209,7 @@ class S3Bucket:
             await client.close()
 
     def _stat(self, name: str, answer: Mapping[str, Any], size: int) -> Stat:
-        return Stat(name, size, answer.get("ETag", ""), self._used(answer))
+        return Stat(name, size, answer.get("ETag", ""), self._used(answer), _stamp(answer.get("LastModified")))
 
     def _used(self, answer: Mapping[str, Any]) -> float | None:
         """The recorded use, but no later than the server's own stamp allows: age by the server's clock alone."""
@@ -227,6 +227,10 @@ class S3Bucket:
             return used
         believed: float = self._clock.wall() - age + SKEW_S
         return min(used, believed)
+
+
+def _stamp(modified: Any) -> float | None:
+    return modified.timestamp() if modified is not None else None
 
 
 def _content_range(answer: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,0 +1,87 @@
+"""What `kvtier doctor` says of a bucket, and the lifecycle rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli.objects import RULE, _put_rule, backstop, exam_of, findings
+from kvtier.config import Config
+from kvtier.errors import ConfigError
+from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
+from kvtier.testing.servers import S3Server
+
+
+def config(url: str, options: Mapping[str, object] | None = None, **more: Any) -> Config:
+    return Config.parse({"tiers": {"g4": {"url": url, "options": dict(options or {}), **more.pop("g4", {})}}, **more})
+
+
+def levels(found: Config) -> dict[str, str]:
+    assert found.tiers.g4 is not None
+    return {subject: level for subject, level, _, _ in findings(found.tiers.g4)}
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_a_good_server_is_found_good(seaweedfs: S3Server, client: str) -> None:
+    good = config(f"{seaweedfs.new_bucket()}/p", seaweedfs.options, g4={"client": client})
+    assert good.tiers.g4 is not None
+    exam = exam_of(good.tiers.g4)
+    assert exam.shareable, [trait for trait in exam.traits if trait.ok is False]
+    assert exam.skew_s is not None and abs(exam.skew_s) < 30
+    assert exam.read_bytes_per_s and exam.write_bytes_per_s
+    assert levels(good) == {"g4": "ok", "g4 clock": "ok", "g4 break-even": "ok"}
+
+
+def test_a_directory_is_found_good(tmp_path: Path) -> None:
+    assert set(levels(config(f"file://{tmp_path}/g4")).values()) == {"ok"}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing stays"
+
+
+def test_a_server_that_ignores_conditions_is_refused_for_sharing(rclone: S3Server) -> None:
+    bad = config(f"{rclone.new_bucket()}/p", rclone.options, g4={"client": "s3fs"})
+    found = levels(bad)
+    assert found["g4 create-only writes (If-None-Match)"] == "fail"
+    assert "g4" not in found
+
+
+def test_an_unreachable_server_is_said_so_without_secrets() -> None:
+    options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "topsecret"}
+    bad = config("s3://bucket/p", options, g4={"client": "s3fs"})
+    assert bad.tiers.g4 is not None
+    (found,) = findings(bad.tiers.g4)
+    assert found[1] == "fail" and "topsecret" not in "".join(found)
+
+
+@pytest.mark.parametrize("fault", [S3Fault.STATUS_403, S3Fault.STATUS_503, S3Fault.RESET, S3Fault.GARBAGE])
+def test_a_sick_server_is_a_finding_not_a_crash(fault: S3Fault) -> None:
+    with FaultyS3().running() as server:
+        server.rules = [S3Rule("*", fault)]
+        assert "fail" in levels(config("s3://bucket/p", server.options)).values()
+
+
+def test_the_backstop_outlives_every_class() -> None:
+    rule = backstop(config("s3://bucket/some/prefix", retention={"classes": {"week": {"ttl": "7d"}}}))
+    assert rule["Filter"] == {"Prefix": "some/prefix/"}
+    assert rule["Expiration"]["Days"] == 12, "a week, half of it for uses not yet recorded, and a day"
+    with pytest.raises(ConfigError, match=r"retention\.classes\.ever"):
+        backstop(config("s3://bucket", retention={"classes": {"ever": {"priority": 9}}}))
+    with pytest.raises(ConfigError, match=r"tiers\.g4\.url"):
+        backstop(config("file:///tmp/g4"))
+
+
+def test_the_rule_is_put_beside_others(seaweedfs: S3Server) -> None:
+    import s3fs
+
+    url = seaweedfs.new_bucket()
+    there = config(f"{url}/p", seaweedfs.options)
+    assert there.tiers.g4 is not None
+    bucket, fs = url.removeprefix("s3://"), s3fs.S3FileSystem(skip_instance_cache=True, **seaweedfs.options)
+    other = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 3}}
+    fs.call_s3("put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [other]})
+    for _ in range(2):
+        _put_rule(there.tiers.g4, backstop(there))
+    rules = fs.call_s3("get_bucket_lifecycle_configuration", Bucket=bucket)["Rules"]
+    assert sorted(rule["ID"] for rule in rules) == [RULE, "theirs"]
