@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from kvtier.kernels import cpu
-from kvtier.kernels.arena import pin, unpin
 from kvtier.kernels.copy import CopyEngine, Limits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver
 from kvtier.kernels.engine import measurement
 from kvtier.kernels.layout import Paged, Region, Shape
 from kvtier.kernels.method import Method, Table, calibrate
+from kvtier.kernels.pin import pin, unpin
 from kvtier.kernels.plan import Planner, Runs
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.kernels.arena import populate
 from kvtier.kernels.copy import CopyEngine, Moves, Outcome
 from kvtier.kernels.engine import open_pool_engine
+from kvtier.kernels.memory import populate
 
 BLOCK_TOKENS = 16
 SUFFIX_TOKENS = 16

@@ -2,9 +2,10 @@
 
 engine   opening a copy engine on the device that holds a pool, or on the CPU
 copy     the engine: queues, order, priority, cancellation, acknowledgements
+mover    what the engine asks of what makes its copies
 layout   where a block's bytes lie, in engine tensors, pools and host slots
 plan     from (blocks, slots) to the fewest runs of bytes; pure
-arena    host memory: mapped, populated near the GPU, page-locked
+memory   host memory: mapped, populated near the GPU; pin locks its pages
 cpu      the mover without a device
 cuda     the mover on an NVIDIA GPU; driver, grid, method and copy.cu are its parts
 faults   a driver that delays, for tests

@@ -21,26 +21,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
-from typing import Protocol
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
 from kvtier.kernels.layout import Indices
+from kvtier.kernels.mover import Event, Flight, Gate, Lane, Mover, Moves, State
+
+__all__ = ["Ack", "CopyEngine", "Event", "Lane", "Limits", "Moves", "Outcome", "Stats"]
 
 MIB = 1 << 20
-
-
-class Lane(IntEnum):
-    """One queue each; copies of one lane complete in the order in which they were launched."""
-
-    STORE = 0
-    LOAD = 1
-    EXPEDITED = 2  # loads that overtake other loads
 
 
 _LOADS_FIRST = (Lane.EXPEDITED, Lane.LOAD, Lane.STORE)
@@ -55,39 +49,6 @@ class Outcome(Enum):
     REFUSED = "refused"  # stale generation, or slot or block taken; nothing was touched
 
 
-class State(Enum):
-    """Of one flight."""
-
-    PENDING = "pending"
-    DONE = "done"
-    FAILED = "failed"  # failed, and over: its memory is free to use
-    LOST = "lost"  # failed, and nobody can know whether it is over: its memory stays in quarantine
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moves:
-    """Which block goes with which slot: three int64 arrays of one length."""
-
-    blocks: Indices
-    slots: Indices
-    generations: Indices
-
-    @classmethod
-    def of(cls, triples: Iterable[tuple[int, int, int]]) -> Moves:
-        """From (block, slot, generation) triples."""
-        rows = np.array(list(triples), dtype=np.int64).reshape(-1, 3)
-        return cls(rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy())
-
-    def triples(self) -> list[tuple[int, int, int]]:
-        return list(zip(self.blocks.tolist(), self.slots.tolist(), self.generations.tolist(), strict=True))
-
-    def take(self, which: npt.NDArray[np.bool_] | slice) -> Moves:
-        return Moves(self.blocks[which], self.slots[which], self.generations[which])
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Ack:
     """`moves` of `ticket` are over. A ticket gets one or more, the last of them with `last` set."""
@@ -97,50 +58,6 @@ class Ack:
     moves: Moves
     outcome: Outcome
     last: bool
-
-
-class Event(Protocol):
-    """A point in the device's work that a copy waits for. `torch.cuda.Event` is one."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Gate(Protocol):
-    """What a mover waits for before a copy starts; taken when the command arrives."""
-
-    def close(self) -> None:
-        """No further copy will wait for it."""
-
-
-class Flight(Protocol):
-    """A launched copy."""
-
-    def state(self) -> State:
-        """Never blocks. Once it is not PENDING it does not change."""
-
-    def fence(self) -> None:
-        """Order what the caller's current stream does next behind this copy, without waiting on the host
-        where the device can do so."""
-
-
-class Mover(Protocol):
-    """Makes copies between one device pool and one set of host slots. Used from one thread."""
-
-    block_bytes: int
-    blocks: int
-    slots: int
-
-    def gate(self, after: Event | None) -> Gate:
-        """A gate that opens with `after`; None: with all work enqueued so far on the caller's current stream."""
-
-    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
-        """Start copying, behind the gate and the given flights. Never waits for the device and never raises for it:
-        a refusal becomes a flight that is FAILED once what was already under way is over, or LOST."""
-
-    def close(self) -> None:
-        """Give streams, events and memory back. Only when no flight is pending."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.kernels.copy import MIB, CopyEngine, Event, Flight, Gate, Lane, Limits, Moves, State
+from kvtier.kernels.copy import MIB, CopyEngine, Limits
 from kvtier.kernels.layout import Paged, Shape
+from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
 from kvtier.kernels.plan import Planner, Runs
 
 LIMITS = Limits(chunk_bytes=4 * MIB, load_window_bytes=256 * MIB, store_window_bytes=64 * MIB)

@@ -21,11 +21,11 @@ from functools import partial
 import numpy as np
 
 from kvtier.errors import InvalidRequest, TierError
-from kvtier.kernels.copy import Event, Flight, Gate, Lane, Moves, State
 from kvtier.kernels.driver import DeviceError, Driver
 from kvtier.kernels.grid import grid_of
 from kvtier.kernels.layout import Addresses, Indices, Paged, Region, Shape
 from kvtier.kernels.method import Method, Table
+from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
 from kvtier.kernels.plan import Planner, Runs
 
 log = logging.getLogger(__name__)

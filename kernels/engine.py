@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from kvtier.kernels import cpu
-from kvtier.kernels.arena import Progress, pin, unpin
-from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, State
+from kvtier.kernels.copy import CopyEngine, Limits
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver, DeviceError, Driver
 from kvtier.kernels.layout import Paged, Region, Shape, of_arenas, of_pool
+from kvtier.kernels.memory import Progress, Reporter
 from kvtier.kernels.method import COUNTS, Method, Table, calibrate, load_table, parse
+from kvtier.kernels.mover import Lane, Moves, State
+from kvtier.kernels.pin import pin, unpin
 from kvtier.kernels.plan import Planner
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ def open_engine(
         if table is None and fixed is None:
             fragment = Planner(device, host, shape).fragment_bytes
             table = _table(ordinal, cuda.name, calibration, fragment)
-    chunks = pin(driver, host.regions, host.stride, progress=progress)
+    chunks = pin(driver, host.regions, host.stride, progress=progress or Reporter())
     mover = CudaMover(
         driver,
         device,
@@ -115,6 +117,7 @@ def measurement(
             mover = _scratch_mover(driver, method, fragment_bytes, max(counts) // _FRAGMENTS_PER_BLOCK)
         except DeviceError as error:
             log.warning("%s was not measured: %s", method.value, error)
+            driver.close((), ())
             return seconds
         for store in (True, False):
             for count in counts:

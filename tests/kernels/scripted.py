@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.kernels.copy import Event, Flight, Gate, Lane, Moves, State
+from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
 
 
 class ManualEvent:

@@ -8,7 +8,8 @@ import pytest
 from scripted import ManualEvent, ManualMover
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
-from kvtier.kernels.copy import Ack, CopyEngine, Lane, Limits, Moves, Outcome, State
+from kvtier.kernels.copy import Ack, CopyEngine, Lane, Limits, Moves, Outcome
+from kvtier.kernels.mover import State
 
 SMALL = Limits(
     chunk_bytes=200, load_window_bytes=10_000, store_window_bytes=1_000, store_window_while_loading_bytes=400

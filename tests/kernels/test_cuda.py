@@ -13,13 +13,13 @@ from simulated import COMPUTE, SimulatedDriver
 from walk import Walk
 
 from kvtier.errors import InvalidRequest
-from kvtier.kernels.arena import pin, unpin
 from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome
 from kvtier.kernels.cuda import MAX_CTAS, CudaMover, _Scratch
 from kvtier.kernels.engine import open_engine
 from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import Order, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
 from kvtier.kernels.method import Method, Table
+from kvtier.kernels.pin import pin, unpin
 
 SMALL = Limits(chunk_bytes=128)
 NO_TABLE = Table("simulated", {})

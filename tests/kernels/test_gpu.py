@@ -16,14 +16,15 @@ import pytest
 import torch
 from walk import Walk
 
-from kvtier.kernels.arena import pin, populate, unpin
 from kvtier.kernels.copy import Ack, CopyEngine, Limits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver
 from kvtier.kernels.engine import open_engine, open_pool_engine
 from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import Order, Paged, Shape, of_arenas, of_pool, of_slots, of_tensors, slot_bytes_for
+from kvtier.kernels.memory import populate
 from kvtier.kernels.method import Method, Table, load_table
+from kvtier.kernels.pin import pin, unpin
 
 pytestmark = [
     pytest.mark.gpu,

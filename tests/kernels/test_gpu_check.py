@@ -94,6 +94,7 @@ def test_without_a_device_nothing_is_claimed(tmp_path: Path, capsys: pytest.Capt
     assert "Nothing was run" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_run_of_the_gpu_tests_that_all_skip_is_not_a_pass() -> None:
     import gpu_check
     import torch

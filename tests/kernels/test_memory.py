@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.kernels import arena as arena_module
-from kvtier.kernels.arena import attach, node_cpus, populate
+from kvtier.kernels import memory
 from kvtier.kernels.copy import Moves, Outcome
 from kvtier.kernels.engine import open_pool_engine
+from kvtier.kernels.memory import attach, node_cpus, populate
 
 MIB = 1 << 20
 
@@ -39,7 +40,7 @@ def test_attached_memory_is_shared_with_every_holder_of_the_fd() -> None:
 
 
 def test_populating_faults_every_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "POPULATE_STEP_BYTES", MIB)
+    monkeypatch.setattr(memory, "POPULATE_STEP_BYTES", MIB)
     fd = memfd(5 * MIB + 4096)
     view = attach(fd)
     assert resident_pages(fd) == 0
@@ -62,12 +63,31 @@ def test_populating_from_given_cpus_leaves_the_caller_where_it_was() -> None:
 
 def test_missing_memory_is_a_smaller_arena_not_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file ends before the mapping does: its last pages cannot be had."""
-    monkeypatch.setattr(arena_module, "POPULATE_STEP_BYTES", MIB)
+    monkeypatch.setattr(memory, "POPULATE_STEP_BYTES", MIB)
     fd = memfd(4 * MIB)
     view = attach(fd)
     os.ftruncate(fd, 2 * MIB)
     assert populate(view) == 2 * MIB
     os.close(fd)
+
+
+def test_a_kernel_that_cannot_populate_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = memfd(MIB)
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)  # what an older kernel answers to an unknown advice
+    with pytest.raises(OSError) as caught:
+        populate(attach(fd))
+    assert caught.value.errno == errno.EINVAL
+    assert populate(memoryview(bytearray(0))) == 0
+    os.close(fd)
+
+
+def test_progress_is_logged_by_tenths(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    reporter = memory.Reporter(least_bytes=1000)
+    for done in range(0, 1001, 50):
+        reporter("register", done, 1000)
+        reporter("populate", done // 2, 500)
+    assert len(caplog.messages) == 10 and "register" in caplog.messages[0]
 
 
 def test_the_cpus_near_a_device_come_from_sysfs(tmp_path: Path) -> None:

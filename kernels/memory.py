@@ -1,7 +1,6 @@
-"""Host memory that a GPU copies to and from: mapped, populated near the GPU, page-locked in chunks.
+"""Host memory that a GPU copies to and from: mapped from a memfd, populated near the GPU.
 
-Every rank does this for its own memfd, with its own device. Registering costs about 0.1 s per GB, holds locks of
-the driver that other processes wait for, and fails for a single call of 512 GiB and more; hence chunks.
+Imports nothing but the standard library, so that whoever only allocates need not load more.
 """
 
 from __future__ import annotations
@@ -11,23 +10,13 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
-from kvtier.errors import InvalidRequest
-from kvtier.kernels.driver import DeviceError, Driver
-from kvtier.kernels.layout import Region
-
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
-CHUNK_BYTES = 64 * GIB
-"""The most that one registration covers."""
-
-POPULATE_STEP_BYTES = GIB // 4
+POPULATE_STEP_BYTES = 1 << 28
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 
 Progress = Callable[[str, int, int], None]
@@ -55,9 +44,13 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
     """Fault every page in, in parallel, from `cpus` (a page lands on the node of the thread that touches it first).
 
     Returns how many leading bytes have memory behind them: less than all where it ran out, and then the rest must
-    not be touched. Blocks for seconds per 10 GiB. Other threads' affinity is left alone.
+    not be touched. Blocks for seconds per 10 GiB. Raises OSError (EINVAL) from a kernel before 5.14, which cannot.
     """
-    address, length = _address(arena), arena.nbytes
+    length = arena.nbytes
+    if not length:
+        return 0
+    held = (ctypes.c_char * length).from_buffer(arena)
+    address = ctypes.addressof(held)
     steps = range(0, length, POPULATE_STEP_BYTES)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes, libc.madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
@@ -65,7 +58,7 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
 
     def settle() -> None:
         if near:
-            os.sched_setaffinity(0, near)  # of this worker thread alone
+            os.sched_setaffinity(0, near)  # of this worker thread alone; the caller's stays
 
     def fault(start: int) -> int:
         nbytes = min(POPULATE_STEP_BYTES, length - start)
@@ -75,8 +68,7 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
     with ThreadPoolExecutor(max_workers=threads, initializer=settle, thread_name_prefix="kvtier-populate") as pool:
         for start, code in zip(steps, pool.map(fault, steps), strict=True):
             if code == errno.EINVAL:
-                log.warning("this kernel cannot populate memory ahead of use (needs Linux 5.14); pages come on demand")
-                return length
+                raise OSError(code, "this kernel cannot populate memory ahead of use (Linux 5.14 can)")
             if code:
                 log.warning("the kernel gave %d of %d bytes (%s)", start, length, os.strerror(code))
                 return done
@@ -86,50 +78,18 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
     return done
 
 
-def pin(
-    driver: Driver,
-    regions: Sequence[Region],
-    slot_bytes: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    progress: Progress | None = None,
-) -> tuple[Region, ...]:
-    """Page-lock host memory in chunks of whole slots. Returns the chunks, to be undone by `unpin`.
+class Reporter:
+    """A `Progress` that logs a line when a tenth more is done, of memory large enough for it to take a while."""
 
-    All or nothing: where the driver refuses a chunk, the ones before are released and the result is empty, with a
-    warning. Copies then take the slower way through pageable memory, and stay right.
-    """
-    step = chunk_bytes // slot_bytes * slot_bytes
-    if step < 1:
-        raise InvalidRequest(f"pin: a chunk of {chunk_bytes} bytes does not hold one slot of {slot_bytes}")
-    chunks = list[Region]()
-    done, total = 0, sum(region.nbytes for region in regions)
-    for region in regions:
-        for start in range(region.start, region.end, step):
-            chunk = Region(start, min(step, region.end - start))
-            try:
-                driver.register(chunk.start, chunk.nbytes)
-            except DeviceError as error:
-                log.warning("host memory stays pageable, copies are slower and may wait: %s (memlock limit?)", error)
-                unpin(driver, chunks)
-                return ()
-            chunks.append(chunk)
-            done += chunk.nbytes
-            if progress is not None:
-                progress("register", done, total)
-    return tuple(chunks)
+    def __init__(self, least_bytes: int = 8 << 30) -> None:
+        self._least_bytes = least_bytes
+        self._said = dict[str, int]()
 
-
-def unpin(driver: Driver, chunks: Iterable[Region]) -> None:
-    """Undo `pin`. No copy may be in flight. A chunk that the driver does not let go is left to the process's end."""
-    for chunk in chunks:
-        try:
-            driver.unregister(chunk.start)
-        except DeviceError as error:
-            log.warning("could not unregister host memory: %s", error)
-
-
-def _address(arena: memoryview) -> int:
-    return int(np.frombuffer(arena, dtype=np.uint8).ctypes.data)
+    def __call__(self, what: str, done: int, total: int) -> None:
+        tenth = 10 * done // total if total else 10
+        if total >= self._least_bytes and tenth > self._said.get(what, 0):
+            self._said[what] = tenth
+            log.info("%s host memory: %d of %d GiB", what, done >> 30, total >> 30)
 
 
 def _cpu_list(text: str) -> frozenset[int]:
