@@ -8,7 +8,6 @@ touch is a SIGBUS that no handler survives.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -16,14 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.kernels.memory import Reporter, populate
 
 log = logging.getLogger(__name__)
 
 SLOT_ALIGN = 4096
 """O_DIRECT wants page-aligned memory, and so does a DMA engine."""
 
-_POPULATE_STEP_BYTES = 1 << 30
-_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 _HEADROOM_FRACTION = 0.05
 
 
@@ -101,17 +99,13 @@ class Arena:
         self._views.append(memoryview(mapping))
         with contextlib.suppress(OSError):  # worth having where the system's shmem_enabled allows it
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        for start in range(0, length, _POPULATE_STEP_BYTES):
-            step = min(_POPULATE_STEP_BYTES, length - start)
-            try:
-                mapping.madvise(_MADV_POPULATE_WRITE, start, step)
-            except OSError as error:
-                if error.errno == errno.EINVAL:  # a kernel before 5.14: reserve the pages, which faults none
-                    os.posix_fallocate(fd, start, step)
-                    continue
-                raise ConfigError(
-                    f"tiers.g2.capacity: the kernel gave {start} of {length} bytes ({error.strerror}); ask for less"
-                ) from None
+        try:
+            given = populate(self._views[-1], progress=Reporter())
+        except OSError:  # a kernel before 5.14: reserve the pages, which faults none
+            os.posix_fallocate(fd, 0, length)
+            return
+        if given < length:
+            raise ConfigError(f"tiers.g2.capacity: the kernel gave {given} of {length} bytes; ask for less")
 
     def pieces(self, slot: int) -> tuple[memoryview, ...]:
         """The slot's bytes, one writable view per rank, each `piece_bytes` long and page-aligned."""
