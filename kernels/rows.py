@@ -38,12 +38,17 @@ class RowCopier:
             raise TierError("g1", "open", str(error)) from error
         self._pinned: list[Region] = []
 
-    def pin(self, region: Region, slot_bytes: int) -> bool:
-        """Page-lock host memory that pieces will lie in, until `close`: 0.1 s per GB. False, with a warning, where that
-        is refused."""
-        chunks = pin(self._driver, [region], slot_bytes)
+    def pin(self, start: int, nbytes: int, slot_bytes: int) -> bool:
+        """Page-lock host memory that pieces will lie in, slots from the address `start` on: 0.1 s per GB. Undo with
+        `unpin`. False, with a warning, where that is refused."""
+        chunks = pin(self._driver, [Region(start, nbytes)], slot_bytes)
         self._pinned = sorted([*self._pinned, *chunks], key=lambda chunk: chunk.start)
         return bool(chunks)
+
+    def unpin(self) -> None:
+        """Unlock all of it, which must still be mapped. Idempotent."""
+        unpin(self._driver, self._pinned)
+        self._pinned = []
 
     def out(self, rows: Sequence[int], into: Sequence[Pieces]) -> None:
         """Copy each row into its pieces, which together are as long. Returns when the bytes are there."""
@@ -56,10 +61,10 @@ class RowCopier:
         self._copy(host, device, nbytes, pageable=not self._all_pinned(host))
 
     def close(self) -> None:
-        """Unlock the host memory, which must still be mapped, and let go of the device."""
-        unpin(self._driver, self._pinned)
+        """Unlock the host memory and let go of the device."""
+        self.unpin()
         self._driver.close([self._stream], [self._event])
-        self._pinned, self._rows = [], None
+        self._rows = None
 
     def _addresses(self, rows: Sequence[int], hosts: Sequence[Pieces]) -> tuple[Addresses, Addresses, Addresses]:
         """Of every piece: where it lies on the device and on the host, and its length."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 from simulated import COMPUTE, SimulatedDriver
 
-from kvtier.errors import TierError
-from kvtier.kernels.layout import Region
+from kvtier.arena import Arena
+from kvtier.errors import InvalidRequest, TierError
 from kvtier.kernels.rows import RowCopier
+from kvtier.tiers.device import DevicePool
 
 ROW, RANKS = 96, 2
 
@@ -69,7 +70,7 @@ def test_neighbours_travel_as_one_run_and_pinned_memory_as_a_batch(driver: Simul
     copier.out([1, 2, 3], slots[4:7])
     assert [call.detail for call in driver.calls if call.name == "copy"] == [1] and seen == [True]
     address = np.frombuffer(arena, np.uint8).ctypes.data
-    assert copier.pin(Region(address, arena.nbytes), 64)
+    assert copier.pin(address, arena.nbytes, 64)
     copier.out([1, 2, 3], slots[4:7])
     foreign = memoryview(bytearray(64))
     copier.out([1, 2], [slots[0], (foreign,)])
@@ -90,3 +91,26 @@ def test_a_refused_copy_raises_once_its_part_is_over(driver: SimulatedDriver) ->
     driver.trouble.dead = True
     with pytest.raises(TierError):
         copier.out([0], [pieces(arenas, 0)])
+
+
+def test_a_device_pool_copies_through_it(driver: SimulatedDriver) -> None:
+    """A pool on a GPU, played by one in RAM, and an arena of two ranks."""
+    pool = DevicePool(6, ROW)
+    arena = Arena(ROW, RANKS, 1 << 16)
+    assert not pool.lock_host(arena), "a pool in RAM has no bus to lock memory for"
+    pool._copier = RowCopier(pool.rows, driver, sleep=lambda _: None)
+    pool.rows[:] = torch.arange(6, dtype=torch.uint8)[:, None] + torch.arange(ROW, dtype=torch.uint8)
+    before = pool.rows.clone()
+    arena.open()
+    assert pool.lock_host(arena) and len(driver.registered) == RANKS
+    pool.copy_out([4, 1], [arena.pieces(0), arena.pieces(3)])
+    assert b"".join(map(bytes, arena.pieces(0))) == before[4].numpy().tobytes()
+    assert b"".join(map(bytes, arena.pieces(3))) == before[1].numpy().tobytes()
+    pool.copy_in([arena.pieces(3)], [5])
+    assert torch.equal(pool.rows[5], before[1]) and torch.equal(pool.rows[:5], before[:5])
+    with pytest.raises(InvalidRequest):
+        pool.copy_out([0], [(memoryview(bytearray(ROW - 1)),)])
+    pool.unlock_host()
+    pool.unlock_host()
+    assert not driver.registered
+    arena.close()
