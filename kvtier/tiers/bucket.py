@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -150,6 +151,14 @@ class Patient:
 
     async def close(self) -> None:
         await self._inner.close()
+
+
+async def first_page(bucket: Bucket, prefix: str, after: str = "") -> list[Stat]:
+    """The first page of a listing, and no request for a second; empty if nothing is there."""
+    async with aclosing(bucket.list(prefix, after)) as pages:  # type: ignore[type-var]
+        async for page in pages:
+            return page
+    return []
 
 
 def scatter(source: memoryview, into: Sequence[memoryview]) -> None:

@@ -13,6 +13,7 @@ FRESH_S before anything is served, so a purge takes effect everywhere within tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.tiers.bucket import TIER, Patient
 from kvtier.tiers.bucket_url import Client, Limits, open_bucket
+from kvtier.tiers.deltas import Deltas
 from kvtier.tiers.loopthread import LoopThread
 from kvtier.tiers.strides import (
     Names,
@@ -36,6 +38,7 @@ from kvtier.tiers.strides import (
     renewal_due,
     spread,
 )
+from kvtier.tiers.sweeper import Sweeper
 from kvtier.tiers.unit_index import Unit
 from kvtier.tiers.unit_store import UnitStore
 
@@ -52,6 +55,7 @@ RETRY_S = 2.0
 """After the server could not be reached, calls fail at once for about this long."""
 
 OPEN_S = 10.0
+CHORES_S = 30.0
 ROUNDS_MAX = 2
 REWRITES_MAX = 3
 
@@ -93,6 +97,10 @@ class ObjectTier:
             Patient(bucket, attempts=attempts, seed=seed), Names(prefix, namespace.digest), self.block_bytes,
             self.stride, clock, self._limits,
         )  # fmt: skip
+        self._deltas = Deltas(self._store.bucket, self._store.names, self._store.index, clock)
+        self._store.announce = self._deltas.add
+        self._sweeper = Sweeper(self._store, self._deltas, clock, self._random)
+        self._chores: asyncio.Task[None] | None = None
         self._loop = LoopThread("kvtier-g4")
         self._pid = 0
         self._started = False
@@ -131,13 +139,32 @@ class ObjectTier:
         finally:
             self._pid = 0
             try:
-                await self._run(self._store.bucket.close(), budget)
+                await self._run(self._let_go(), budget)
             except (TierError, TimeoutError, OSError):
                 pass
             finally:
                 await asyncio.get_running_loop().run_in_executor(None, self._loop.stop, budget)
                 self._started, self._synced, self._retry_at = False, float("-inf"), float("-inf")
                 self._store.index.clear()
+
+    async def _let_go(self) -> None:
+        if self._chores is not None:
+            self._chores.cancel()
+            await asyncio.wait([self._chores])
+        await self._store.bucket.close()
+
+    def _begin_chores(self) -> None:
+        """Publish and sweep beside the caller's work when it is time to; never more than one round at once."""
+        if (self._chores is None or self._chores.done()) and (self._deltas.publishing_due or self._sweeper.due):
+            self._chores = asyncio.get_running_loop().create_task(self._do_chores())
+
+    async def _do_chores(self) -> None:
+        with contextlib.suppress(TierError, TimeoutError):
+            async with asyncio.timeout(CHORES_S):
+                if self._deltas.publishing_due:
+                    await self._deltas.publish()
+                if self._sweeper.due:
+                    await self._sweeper.page()
 
     def _usable(self) -> None:
         if self._pid != os.getpid():
@@ -233,6 +260,11 @@ class ObjectTier:
         end = wanted[-1] // size + 1
         while low < end and self._known(chain, low):
             low += 1
+        if low < end:
+            with contextlib.suppress(TierError):
+                await self._deltas.poll()
+            while low < end and self._known(chain, low):
+                low += 1
         now = self._clock.monotonic()
         absent = (s for s in range(low, high) if self._store.index.missing(chain[s * size + size - 1], now))
         high = next(absent, max(low, high))
@@ -246,6 +278,7 @@ class ObjectTier:
             rounds += 1
         if low < end and rounds < ROUNDS_MAX:
             await self._probe_tails(chain, low)
+        self._begin_chores()
 
     def _known(self, chain: Sequence[BlockKey], stride: int) -> bool:
         """Whether the index has all that `chain` names of a stride, fit to be served."""
@@ -364,6 +397,7 @@ class ObjectTier:
         async with asyncio.TaskGroup() as group:
             for start in range(0, len(blocks), self.stride):
                 group.create_task(one(start, blocks[start : start + self.stride]))
+        self._begin_chores()
 
     # -- renewal --------------------------------------------------------------------------------------------------
 
@@ -372,20 +406,31 @@ class ObjectTier:
         self._store.index.touch(keys, now)
 
     async def flush(self, deadline: float) -> None:
+        """Renew what was used and is due, and tell other replicas what was written."""
         self._usable()
         now = self._clock.wall()
         due = [unit for unit in self._store.index.take_touched() if renewal_due(unit.life, unit.renewed, now)]
-        if due:
-            try:
-                await self._within(deadline, self._renew_all(due))
-            except (TimeoutError, asyncio.CancelledError) as error:
-                self._store.index.touch([unit.last for unit in due], now)  # for the next flush
-                if isinstance(error, asyncio.CancelledError):
-                    raise
+        try:
+            await self._within(deadline, self._flush(due))
+        except TimeoutError:
+            self._store.index.touch([unit.last for unit in due], now)  # for the next flush
+        except asyncio.CancelledError:
+            self._store.index.touch([unit.last for unit in due], now)
+            raise
 
-    async def _renew_all(self, units: Iterable[Unit]) -> None:
-        await self._ready()
-        await asyncio.gather(*(self._store.renew(unit, unit.life.last_use) for unit in units))
+    async def _flush(self, due: Sequence[Unit]) -> None:
+        if self._chores is not None and not self._chores.done():
+            await asyncio.wait([self._chores])  # it may hold what is to be published
+        if due or self._deltas.pending:
+            await self._ready()
+            done = await asyncio.gather(
+                self._deltas.publish(),
+                *(self._store.renew(unit, unit.life.last_use) for unit in due),
+                return_exceptions=True,
+            )
+            for outcome in done:
+                if isinstance(outcome, BaseException):
+                    raise outcome
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
@@ -437,8 +482,10 @@ class ObjectTier:
         blocks = 0
         async for page in self._store.bucket.list(self._store.names.scope(scope)):
             lasts = [last for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
-            covered = await asyncio.gather(*(self._store.covered(last) for last in lasts))
             sizes = {stat.name: stat.size for stat in page}
+            covered = await asyncio.gather(
+                *(self._store.covered(last, sizes[self._store.names.unit(last)]) for last in lasts)
+            )
             doomed = [last for last, gone in zip(lasts, covered, strict=True) if gone]
             blocks += sum(self._store.blocks_in(sizes[self._store.names.unit(last)]) for last in doomed)
             await self._store.delete(doomed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvtier.block import BlockKey, scope_of_key
 from kvtier.frame import Frame
@@ -111,6 +113,12 @@ class UnitIndex:
                 if unit.holds(key, depth) and (best is None or unit.blocks > best.blocks):
                     best = unit
             return best
+
+    def some(self, rng: random.Random) -> Unit | None:
+        """Any unit, by chance among those that were learnt of last; None if there is none."""
+        with self._lock:
+            place = rng.randrange(min(len(self._by_last), 256)) if self._by_last else 0
+            return next(islice(reversed(self._by_last.values()), place, None), None)
 
     def holding(self, keys: Iterable[BlockKey]) -> list[Unit]:
         """All units that hold any of `keys`. Searches the whole index: for administration."""

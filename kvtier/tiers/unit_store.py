@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtier import integrity
@@ -41,6 +41,7 @@ class UnitStore:
         self.names = names
         self.index = UnitIndex()
         self.tombstones: dict[Scope, float] = {}
+        self.announce: Callable[[Unit], None] = lambda unit: None
         self._namespace = names.namespace
         self._block_bytes = block_bytes
         self.stride = stride
@@ -276,7 +277,9 @@ class UnitStore:
         if self.purged(frame.scope, born(life)):
             await self.bucket.delete(name, stat.etag)
             return Stored.REFUSED
-        self.index.put(Unit(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic()))
+        unit = Unit(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
+        self.index.put(unit)
+        self.announce(unit)
         return outcome
 
     def _frame(self, blocks: Sequence[Sealed], life: Lifetime) -> Frame:
@@ -331,18 +334,30 @@ class UnitStore:
         guess = min(size // self._block_bytes, COUNT_MAX)
         return next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * self._block_bytes == size), 0)
 
-    async def covered(self, last: BlockKey) -> bool:
+    async def header_of(self, last: BlockKey, size: int) -> Unit | None:
+        """The unit called by `last`, of which nothing else is known but its object's size; None if it is gone.
+
+        Raises CorruptError, and condemns nothing.
+        """
+        raw = bytearray(min(size, header_bytes_of(self.stride)))
+        async with self._probes:
+            stat = await self.bucket.read(self.names.unit(last), 0, [memoryview(raw)])
+        if stat is None:
+            return None
+        frame = decode(memoryview(raw))
+        keys = [frame.key(index) for index in range(len(frame.hashes))]
+        if keys[-1] != last:
+            raise CorruptError("another unit's frame under this name")
+        return self._unit(raw, stat, keys, frame.depth)
+
+    async def covered(self, last: BlockKey, size: int) -> bool:
         """Whether the unit is older than its scope's tombstone; what cannot be read is taken for it."""
         known = self.index.get(last)
-        if known is not None:
-            return self.purged(known.frame.scope, born(known.frame.life))
-        raw = bytearray(header_bytes_of(self.stride))
         try:
-            async with self._probes:
-                stat = await self.bucket.read(self.names.unit(last), 0, [memoryview(raw)])
-            return stat is not None and self.purged(scope_of_key(last), born(decode(memoryview(raw)).life))
+            unit = known if known is not None else await self.header_of(last, size)
         except CorruptError:
             return True
+        return unit is not None and self.purged(unit.frame.scope, born(unit.frame.life))
 
 
 def _encode(frame: Frame, blocks: Sequence[Sealed]) -> bytearray:

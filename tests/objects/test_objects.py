@@ -68,7 +68,7 @@ class Bench:
         return results
 
     def objects(self) -> list[Path]:
-        return sorted(p for p in self.root.rglob("*") if p.is_file() and "purged" not in p.parts)
+        return sorted(p for p in self.root.rglob("*") if p.is_file() and not {"purged", "delta"} & {*p.parts})
 
     def flip(self, path: Path, offset: int) -> None:
         times = path.stat()

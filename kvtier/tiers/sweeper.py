@@ -1,0 +1,97 @@
+"""Deleting what nobody may be served any more: a page at a time, from a random place, without any lease.
+
+Every replica walks the namespace in the order of names, each from a place of its own and slowly; together they see
+everything. Deleting twice is harmless, and a unit that is deleted although it was renewed a moment ago is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from kvtier.block import BlockKey
+from kvtier.clock import Clock
+from kvtier.errors import CorruptError
+from kvtier.tier import Miss
+from kvtier.tiers.bucket import first_page
+from kvtier.tiers.deltas import Deltas
+from kvtier.tiers.unit_store import UnitStore
+
+SWEEP_S = 60.0
+"""Between two pages of one replica."""
+
+HEADERS_MAX = 200
+"""Headers read per page: what this replica does not know for alive."""
+
+GRACE_S = 60.0
+"""How long a unit must have been dead: another replica's clock may be behind."""
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a sweeper deleted since it was made."""
+
+    units: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    deltas: int = 0
+
+
+class Sweeper:
+    """One replica's share of the sweeping. Lives on the tier's event loop."""
+
+    def __init__(self, store: UnitStore, deltas: Deltas, clock: Clock, rng: random.Random) -> None:
+        self._store = store
+        self._deltas = deltas
+        self._clock = clock
+        self._random = rng
+        self._cursor: str | None = None
+        self._next = clock.monotonic() + rng.uniform(0, SWEEP_S)
+        self.swept = Swept()
+
+    @property
+    def due(self) -> bool:
+        return self._clock.monotonic() >= self._next
+
+    async def page(self, headers_max: int = HEADERS_MAX) -> bool:
+        """Sweep from the cursor on, at most one page and `headers_max` headers; whether the walk came to the end
+        of the namespace and begins anew. Raises TierError."""
+        self._next = self._clock.monotonic() + SWEEP_S * self._random.uniform(0.5, 1.5)
+        root = self._store.names.root
+        if self._cursor is None:
+            self._cursor = self._somewhere()
+        page = await first_page(self._store.bucket, root, self._cursor)
+        unknown = [(last, stat) for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
+        unknown = [(last, stat) for last, stat in unknown if not self._alive(last)][:headers_max]
+        dead = await asyncio.gather(*(self._dead(last, stat.size) for last, stat in unknown))
+        doomed = [(last, stat) for (last, stat), gone in zip(unknown, dead, strict=True) if gone]
+        await self._store.delete([last for last, _ in doomed])
+        self.swept.units += len(doomed)
+        self.swept.blocks += sum(self._store.blocks_in(stat.size) for _, stat in doomed)
+        self.swept.bytes += sum(stat.size for _, stat in doomed)
+        self._cursor = unknown[-1][1].name if len(unknown) == headers_max else page[-1].name if page else ""
+        if not page:
+            self.swept.deltas += await self._deltas.sweep()
+        return not page
+
+    def _somewhere(self) -> str:
+        """A random place among the scopes that this replica knows."""
+        names = self._store.names
+        known = self._store.index.some(self._random)
+        return f"{names.scope(known.frame.scope)}{self._random.randrange(256):02x}/" if known is not None else ""
+
+    def _alive(self, last: BlockKey) -> bool:
+        known = self._store.index.get(last)
+        return known is not None and self._store.why_not(known, self._clock.wall()) is None
+
+    async def _dead(self, last: BlockKey, size: int) -> bool:
+        """By the header that is there now. What cannot be read is left to whoever asks for it by name."""
+        try:
+            unit = await self._store.header_of(last, size)
+        except CorruptError:
+            return False
+        if unit is None:
+            return False
+        verdict = self._store.why_not(unit, self._clock.wall() - GRACE_S)
+        return verdict in (Miss.EXPIRED, Miss.PURGED)

@@ -1,0 +1,217 @@
+"""What replicas tell one another, and how they sweep together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.block import BlockKey, scope_of
+from kvtier.errors import CorruptError
+from kvtier.terms import Terms
+from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
+from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
+from kvtier.tier import Loaded, Miss, Stored, Target
+from kvtier.tiers import deltas
+from kvtier.tiers.objects import ObjectTier
+
+NS = sample_namespace(4096)
+S = 4
+
+
+class Site:
+    """Replicas on one directory, or on a faulty server."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.clock = VirtualClock()
+        self.tiers: list[ObjectTier] = []
+
+    async def replica(self, url: str = "", **more: object) -> ObjectTier:
+        url = url or f"file://{self.root}"
+        tier = ObjectTier(url, NS, clock=self.clock, stride=S, seed=len(self.tiers), **more)  # type: ignore[arg-type]
+        await tier.open()
+        self.tiers.append(tier)
+        return tier
+
+    @property
+    def deadline(self) -> float:
+        return self.clock.monotonic() + 30
+
+    async def store(self, tier: ObjectTier, chain: Sequence[BlockKey], ttl: float = 86400) -> None:
+        blocks = seal(chain, range(len(chain)), NS.block_bytes, self.clock.wall(), Terms("t", ttl=ttl))
+        assert all(r.durable for r in await tier.write(blocks, self.deadline))
+
+    async def read(self, tier: ObjectTier, chain: Sequence[BlockKey]) -> list[Loaded | Miss]:
+        buffers = [bytearray(NS.block_bytes) for _ in chain]
+        targets = [Target(i, (memoryview(b),)) for i, b in enumerate(buffers)]
+        results = await tier.read(chain, targets, self.deadline)
+        for key, buffer, result in zip(chain, buffers, results, strict=True):
+            assert not isinstance(result, Loaded) or buffer == payload_of(key, NS.block_bytes)
+        return results
+
+    def units(self) -> int:
+        return sum(p.is_file() and len(p.name) == 64 for p in self.root.rglob("*"))
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path / "g4")
+    yield site
+    for tier in site.tiers:
+        tier.check()
+        await tier.close(site.deadline)
+
+
+async def test_a_delta_tells_of_units_and_their_tails(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    chain = chain_of(NS, 3 * S + 2)
+    await site.store(one, chain)
+    await one.flush(site.deadline)
+    site.clock.advance(deltas.POLL_S + 1)
+    other = chain_of(NS, S, seed=5)
+    await two.lookup(other, [0], site.deadline)  # any miss makes it look
+    assert two.peek(chain, range(len(chain))) == [None] * len(chain)
+    assert all(isinstance(r, Loaded) for r in await site.read(two, chain))
+
+
+async def test_a_lookup_after_a_delta_needs_no_probe(site: Site) -> None:
+    with FaultyS3().running() as server:
+        one = await site.replica("s3://bucket/p", options=server.options, client="obstore")
+        two = await site.replica("s3://bucket/p", options=server.options, client="obstore")
+        chain = chain_of(NS, 64 * S)
+        await site.store(one, chain)
+        await one.flush(site.deadline)
+        site.clock.advance(deltas.POLL_S + 1)
+        before = server.requests.copy()
+        assert await two.lookup(chain, range(len(chain)), site.deadline) == [None] * len(chain)
+        asked = server.requests - before
+        assert asked["get"] == 1 and asked["head"] == 0, f"one delta, no probes: {asked}"
+        for tier in site.tiers:
+            await tier.close(site.deadline)
+        site.tiers.clear()
+
+
+async def test_a_replica_that_was_not_told_finds_it_all_the_same(site: Site) -> None:
+    """The control: without deltas it takes probes."""
+    with FaultyS3().running() as server:
+        one = await site.replica("s3://bucket/p", options=server.options, client="obstore")
+        chain = chain_of(NS, 64 * S)
+        server.rules = [S3Rule("list", S3Fault.EMPTY_200)]
+        await site.store(one, chain)
+        two = await site.replica("s3://bucket/p", options=server.options, client="obstore")
+        server.rules = []
+        site.clock.advance(60)
+        for name in [name for name in server.objects if "/delta/" in name]:
+            del server.objects[name]
+        before = server.requests["get"]
+        assert await two.lookup(chain, range(len(chain)), site.deadline) == [None] * len(chain)
+        assert 8 <= server.requests["get"] - before <= 16
+        for tier in site.tiers:
+            await tier.close(site.deadline)
+        site.tiers.clear()
+
+
+def test_deltas_survive_the_way_and_nothing_else_does() -> None:
+    from kvtier.terms import Lifetime
+    from kvtier.tiers.unit_index import Unit
+
+    chain = chain_of(NS, S)
+    from kvtier.frame import Frame
+
+    life = Lifetime.of(Terms("t", ttl=60), 1_800_000_000.0)
+    frame = Frame(NS.digest, scope_of(None), 0, 4096, tuple(k[16:] for k in chain), (bytes(16),) * S, life)
+    unit = Unit(frame, frame.total_bytes, '"etag"', life, life.last_use, float("-inf"))
+    raw = deltas.encode([unit, unit])
+    assert deltas.parse(raw, NS.digest) == [unit, unit]
+    with pytest.raises(CorruptError):
+        deltas.parse(raw, bytes(32))
+    rng = random.Random(3)
+    for _ in range(300):
+        damaged = bytearray(raw)
+        damaged[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        with pytest.raises(CorruptError):
+            deltas.parse(damaged, NS.digest)
+    for length in (0, 10, 16, 32, len(raw) - 1):
+        with pytest.raises(CorruptError):
+            deltas.parse(raw[:length], NS.digest)
+
+
+async def test_a_damaged_delta_is_skipped(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    chain = chain_of(NS, S)
+    await site.store(one, chain)
+    await one.flush(site.deadline)
+    for path in site.root.rglob("delta/*"):
+        path.write_bytes(b"junk")
+    site.clock.advance(deltas.POLL_S + 1)
+    assert await two.lookup(chain, range(S), site.deadline) == [None] * S
+
+
+async def sweep_all(tier: ObjectTier) -> None:
+    """Two whole walks, whatever place the first began at."""
+
+    async def walk() -> None:
+        ends = 0
+        while ends < 2:
+            ends += await tier._sweeper.page()
+
+    await tier._run(walk())
+
+
+async def test_replicas_sweep_what_is_dead_and_nothing_else(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    short, long = chain_of(NS, 3 * S, seed=1), chain_of(NS, 3 * S, seed=2)
+    tenant = chain_of(NS, S, seed=3, scope=scope_of("tenant"))
+    await site.store(one, short, ttl=300)
+    await site.store(one, long)
+    await site.store(one, tenant)
+    assert site.units() == 7
+    await sweep_all(two)
+    assert site.units() == 7, "nothing is dead yet"
+    site.clock.advance(330)
+    await sweep_all(two)
+    assert site.units() == 7, "a minute's grace for clocks that are behind"
+    site.clock.advance(60)
+    await sweep_all(two)
+    assert site.units() == 4
+    assert two._sweeper.swept.blocks == 3 * S
+    assert all(isinstance(r, Loaded) for r in await site.read(two, long))
+    assert set(await site.read(two, short)) == {Miss.ABSENT}
+
+
+async def test_what_slipped_past_a_purge_is_swept(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    tenant = scope_of("tenant")
+    chain = chain_of(NS, S, scope=tenant)
+    old = seal(chain, range(S), NS.block_bytes, site.clock.wall())
+    site.clock.advance(1)
+    await one.purge(tenant, site.clock.wall())
+    assert await two.write(old, site.deadline) == [Stored.STORED] * S
+    assert site.units() == 1
+    await sweep_all(one)
+    assert site.units() == 0
+
+
+async def test_a_renewed_unit_is_not_swept(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    chain = chain_of(NS, S)
+    await site.store(one, chain, ttl=300)
+    for _ in range(3):
+        site.clock.advance(200)
+        one.touch(chain, site.clock.wall())
+        await one.flush(site.deadline)
+        await sweep_all(two)
+    assert site.units() == 1
+
+
+async def test_old_deltas_are_swept(site: Site) -> None:
+    one = await site.replica()
+    await site.store(one, chain_of(NS, S))
+    await one.flush(site.deadline)
+    assert len(list(site.root.rglob("delta/*"))) == 1
+    site.clock.advance(2 * deltas.KEEP_S)
+    await sweep_all(one)
+    assert len(list(site.root.rglob("delta/*"))) == 0
