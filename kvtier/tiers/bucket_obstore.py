@@ -77,7 +77,8 @@ class ObstoreBucket:
                 },
                 retry_config={"max_retries": 0, "retry_timeout": 12 * self._read_timeout},
                 credential_provider=credentials,
-                config=self._config,
+                # Frames carry their own digests, and TLS guards the way; signing every byte costs more than sending it.
+                config={"unsigned_payload": not plain, **self._config},
             )
         except Exception as error:
             raise ConfigError(f"tiers.g4.options: obstore does not take them ({type(error).__name__})") from None
