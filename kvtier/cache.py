@@ -112,34 +112,36 @@ class _Store:
     def steps(self, terms: Terms, wait: bool) -> Generator[int, None, int]:
         """Returns how many blocks, from `start` on, are in the cache now."""
         manager, chain, reached = self._manager, self._chain, self._start
-        fragile: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
+        alone: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
+        waiting: set[int] = set()  # those of them that found no room in a queue
         tried: set[int] = set()
         depth_of = {key: index for index, key in enumerate(chain)}
 
         def keep(key: BlockKey) -> bool:
-            return depth_of.get(key, -1) in fragile
+            return depth_of.get(key, -1) in alone
 
-        while reached < len(chain):
+        while True:
             seen = manager.room_told
-            wait = wait and manager.sinks()
+            wait = wait and manager.demoter.well()
             stop = min(len(chain), reached + self._step)
             if wait:
-                stop = min(stop, reached + manager.queue_room())
+                stop = min(stop, reached + manager.demoter.room())
             if reached < stop:
                 slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
                 self._fill(slots)
-                refused = manager.commit(chain, slots, [slot.generation for slot in slots])
-                fragile.update(refused)
+                refused = manager.commit(chain, slots, [slot.generation for slot in slots], again=True)
+                alone.update(refused)
+                waiting.update(index for index in refused if index < manager.demoter.sinkable(len(chain)))
                 tried.update({slot.index for slot in slots}.difference(refused))
-                if reached == stop:
+                if reached == stop < len(chain):
                     continue
-            if not wait:
+            if not wait or (reached == len(chain) and not waiting):
                 break
             yield seen
-            alone = manager.demote_rest(chain, reached, tried)
-            fragile.clear()
-            fragile.update(alone)
-        manager.settle(chain)
+            now_alone, waiting = manager.demoter.demote_rest(chain, reached, tried)
+            alone.clear()
+            alone.update(now_alone)
+        manager.settle(chain, dropped=len(waiting) if manager.lower else 0)
         return reached - self._start
 
     def _fill(self, slots: Sequence[Slot]) -> None:

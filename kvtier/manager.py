@@ -5,7 +5,7 @@ what an engine's step thread may call. Async verbs (`match`, `promote`, `flush`,
 event loop the manager was started on. Everything that changes a slot happens under one lock, held for microseconds.
 
     tokens → keys → match / promote → lease          kvtier.plan decides, kvtier.transfer moves
-    reserve → (copy) → commit → write-behind         kvtier.demotion queues, one queue per lower tier
+    reserve → (copy) → commit → write-behind         kvtier.demoter decides, kvtier.demotion queues
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from typing import Any
 
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
-from kvtier.demotion import Batch, QueueLimits, WriteBehind
+from kvtier.demoter import Demoter
 from kvtier.errors import ClosedError, TierError
-from kvtier.feeder import Feeder
-from kvtier.health import Health
 from kvtier.lease import Hold, Lease
 from kvtier.plan import Costs, Where, make_plan
-from kvtier.rate import TokenBucket
 from kvtier.terms import Depth, Lifetime, Terms
-from kvtier.tier import Miss, Stored, Tier
+from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
 from kvtier.tiers.wrap import Guarded, Metered
 from kvtier.transfer import Transfers
@@ -68,10 +65,7 @@ class Accounts:
     lookups: int = 0
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[Miss] = field(default_factory=Counter)
-    puts: int = 0
     accepted: int = 0
-    dropped: int = 0
-    durable: Counter[str] = field(default_factory=Counter)
 
 
 class Manager:
@@ -86,8 +80,6 @@ class Manager:
         self._compute_s_per_block: float | None = None
         self._clock = clock
         self._settings = settings or Settings()
-        self._queues: dict[str, WriteBehind] = {}
-        self._feeder: Feeder | None = None
         self._touched: dict[BlockKey, float] = {}
         self._room: deque[asyncio.Future[None]] = deque()
         self.room_told = 0  # times that room may have appeared: read it before looking, give it to `wait_room`
@@ -120,28 +112,10 @@ class Manager:
         self.transfers = Transfers(
             self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
         )
-        for name, tier in self.lower.items():
-            self._queues[name] = self._queue_for(tier, slots)
-            self._queues[name].start(self._loop)
-        deepest = next((tier for tier in self.lower.values() if tier.stride > 1), None)
-        if deepest is not None:
-            self._feeder = Feeder(self, deepest, self._queues[deepest.name], self._clock)
-            self._feeder.start(self._loop)
+        self.demoter = Demoter(self, self._clock, self._settings)
+        self.demoter.start(self._loop)
         self._tasks.append(self._loop.create_task(self._keep_house()))
         self.closed = False
-
-    def _queue_for(self, tier: Metered, slots: int) -> WriteBehind:
-        settings = self._settings
-        budget = settings.write_budget_per_day if tier.depth is Depth.G3 else 0.0
-        return WriteBehind(
-            tier,
-            self._clock,
-            QueueLimits(blocks_max=max(tier.stride, 1, int(slots * settings.queue_fraction))),
-            lock=self.lock,
-            rate=TokenBucket(self._clock, settings.write_rate, max(settings.write_rate, tier.block_bytes)),
-            budget=TokenBucket(self._clock, budget / 86_400, budget),
-            finished=lambda batch, results: self._demoted(tier, batch, results),
-        )
 
     async def close(self) -> Flushed:
         """Flush within `close_s`, then let go of everything. Idempotent; leases still out keep their bytes."""
@@ -153,11 +127,7 @@ class Manager:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._feeder is not None:
-            await self._feeder.close()
-        for queue in self._queues.values():
-            for batch in await queue.close():
-                self._unpin_batch(batch)
+        await self.demoter.close()
         await self.transfers.close(deadline)
         for tier in self.lower.values():
             await tier.close(deadline)
@@ -276,7 +246,7 @@ class Manager:
         nearest = next(iter(self.lower), None)
         indices = [i for i, out in loaded.items() if isinstance(out, Slot) and where[i] != nearest]
         if nearest is not None and indices:
-            self.demote(chain, sorted(indices))
+            self.demoter.demote(chain, sorted(indices))
 
     def count(self, lease: Lease, asked: int) -> None:
         """Book a request for `asked` blocks that was served by `lease`."""
@@ -345,47 +315,29 @@ class Manager:
                     slot.stamp(life, ends)
                     slots.append(slot)
                 index += 1
-        self.demote(chain, sorted(widened | self._lacking(chain, present)))
+        self.demoter.demote(chain, sorted(widened | self.demoter.lacking(chain, present)))
         return slots, index
 
-    def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int]) -> set[int]:
-        """Queue what is READY before depth `stop`, not below yet and not `tried`; adds to `tried` what was accepted.
+    def commit(
+        self, chain: Sequence[BlockKey], slots: Sequence[Slot], generations: Sequence[int], *, again: bool = False
+    ) -> list[int]:
+        """Publish filled slots, ascending in depth, and queue them for the lower tiers.
 
-        Returns the depths that are in G2 alone and will be until somebody stores them again: what no queue accepted,
-        and what a tier was given before and did not keep.
+        Returns the depths that no queue accepted: they are readable in G2 and nowhere else, and count as dropped,
+        unless the caller will see to them `again`.
         """
-        with self.lock:
-            here = [index for index in range(stop) if chain[index] in self.host.index]
-        lacking = self._lacking(chain, here)
-        fresh = sorted(lacking - tried)
-        refused = set(self.demote(chain, fresh))
-        alone = (lacking & tried) | refused
-        tried.update(set(fresh) - refused)
-        return alone
-
-    def _lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
-        """Those depths whose blocks are neither in the nearest lower tier nor on their way there."""
-        name = next(iter(self.lower), None)
-        if name is None or not indices:
-            return set()
-        with self.lock:
-            has = self._feeder.has if self._feeder and self.lower[name].stride > 1 else self._queues[name].has
-            idle = [index for index in indices if not has(chain[index])]
-        # Asked in this order: what is on its way now has arrived, or failed, by the time the tier is asked.
-        misses = self.lower[name].peek(chain, idle)
-        return {index for index, miss in zip(idle, misses, strict=True) if miss is not None}
-
-    def commit(self, chain: Sequence[BlockKey], slots: Sequence[Slot], generations: Sequence[int]) -> list[int]:
-        """Publish filled slots and queue them for the lower tiers. Returns the depths that no queue accepted: they
-        are readable in G2 and nowhere else."""
         self._usable()
         published: list[Slot] = []
         with self.lock:
             for slot, generation in zip(slots, generations, strict=True):
                 if self.host.commit(slot, generation):
+                    slot.pins += 1  # at once: nobody may evict it before it is queued
                     published.append(slot)
             self.accounts.accepted += len(published)
-        return self.demote(chain, [slot.index for slot in published])
+        refused = self.demoter.demote_pinned(chain, published)
+        if self.lower and not again:
+            self.demoter.dropped += len(refused)
+        return refused
 
     def abort(self, slots: Sequence[Slot], generations: Sequence[int], *, in_flight: bool = False) -> None:
         """Give up FILLING slots; with `in_flight`, until `acknowledge` their memory is left alone."""
@@ -400,75 +352,13 @@ class Manager:
             self.host.acknowledge(slot, generation)
         self._tell_room()
 
-    def demote(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> list[int]:
-        """Queue blocks that are READY in G2 for the nearest lower tier. Returns the depths it did not accept."""
-        if not self.lower or not indices:
-            return [] if self.lower else list(indices)
-        name = next(iter(self.lower))
-        if self._feeder is not None and self.lower[name].stride > 1:
-            return self._hold_strides(self._feeder, chain, indices)
-        if indices[0] > 0 and self._lacking(chain, [indices[0] - 1]):
-            indices = [*self._missing_parents(chain, indices[0]), *indices]
-        queue, now = self._queues[name], self._clock.wall()
+    def settle(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
+        """A put of `chain` is over, and `dropped` of its blocks found no queue: give the others their order of
+        eviction, tail coldest."""
         with self.lock:
-            slots = []
-            for index in indices:
-                slot = self.host.index.get(chain[index])
-                if slot is None or not slot.life.servable(self.lower[name].depth, now):
-                    continue
-                slot.pins += 1
-                slots.append(slot)
-            taken = queue.offer(Batch(chain, tuple(slots)))
-            for slot in slots[taken:]:
-                self.host.unpin(slot, slot.generation)
-            self.accounts.dropped += len(slots) - taken
-        return [slot.index for slot in slots[taken:]]
-
-    def _hold_strides(self, feeder: Feeder, chain: Sequence[BlockKey], indices: Sequence[int]) -> list[int]:
-        """Pin the complete strides that reach into `indices` for a feeder right below G2. Returns what is not held."""
-        stride, stop = self.lower[next(iter(self.lower))].stride, indices[-1] + 1
-        start, complete = indices[0] // stride * stride, stop // stride * stride
-        now, holds = self._clock.wall(), list[Hold]()
-        with self.lock:
-            complete = min(complete, start + (self._hold_max() - feeder.held()) // stride * stride)
-            for key in chain[start:complete]:
-                if (slot := self.host.pin(key, now)) is not None:
-                    holds.append((slot, slot.generation))
-            feeder.offer(chain, stop, holds)
-        return [index for index in indices if index >= complete]
-
-    def _hold_max(self) -> int:
-        stride = max(tier.stride for tier in self.lower.values())
-        return max(stride, int(self.host.capacity * self._settings.queue_fraction))
-
-    def _missing_parents(self, chain: Sequence[BlockKey], first: int) -> list[int]:
-        """Depths just before `first` that G2 has and the nearest lower tier lacks: without them a write of `first`
-        would leave a tail without its head."""
-        start = first
-        while start > 0 and chain[start - 1] in self.host.index and self._lacking(chain, [start - 1]):
-            start -= 1
-        return list(range(start, first))
-
-    def settle(self, chain: Sequence[BlockKey]) -> None:
-        """A put of `chain` is over: give its blocks their order of eviction, tail coldest."""
-        with self.lock:
+            self.demoter.dropped += dropped
             resident = self.host.prefix(chain, self._clock.wall())
             self.host.settle(chain, resident, self._clock.monotonic())
-
-    def queue_room(self) -> int:
-        """Blocks that demotion would accept now; all of G2 where there is no lower tier."""
-        name = next(iter(self.lower), None)
-        if name is None:
-            return self.host.capacity
-        with self.lock:
-            if self._feeder is not None and self.lower[name].stride > 1:
-                return max(0, self._hold_max() - self._feeder.held())
-            return self._queues[name].room()
-
-    def sinks(self) -> bool:
-        """Whether there is a lower tier, well enough to wait for."""
-        nearest = next(iter(self.lower.values()), None)
-        return nearest is not None and nearest.inner.breaker.health is Health.WELL
 
     async def wait_room(self, deadline: float, seen: int) -> bool:
         """Wait until a slot or a queue may have room that it had not when `room_told` was `seen`. False at the
@@ -498,41 +388,18 @@ class Manager:
             if not future.done():
                 future.set_result(None)
 
-    def _demoted(self, tier: Metered, batch: Batch, results: Sequence[Stored]) -> None:
-        """A lower tier has answered for a batch. On the loop."""
-        durable = sum(result.durable for result in results)
-        with self.lock:
-            self.accounts.durable[tier.name] += durable
-            if tier.name == next(iter(self.lower)):
-                self.accounts.dropped += len(results) - durable
-        self._unpin_batch(batch)
-        if self._feeder is None:
-            return
-        if tier.stride > 1:
-            self._feeder.answered(batch)
-        elif durable:
-            self._feeder.offer(batch.chain, batch.slots[-1].index + 1)
-
-    def _unpin_batch(self, batch: Batch) -> None:
-        self.release([(slot, slot.generation) for slot in batch.slots if isinstance(slot, Slot)])
-
     # ── whole tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def flush(self, deadline: float) -> Flushed:
         """Wait until what was put is as deep as it may go, tails of strides included, and on its medium."""
         self._usable()
-        for name, queue in self._queues.items():
-            if self.lower[name].stride == 1:
-                await queue.drained(deadline)
-        if self._feeder is not None:
-            await self._feeder.flush(deadline)
+        await self.demoter.drain(deadline)
         self._flush_touches()
         for tier in self.lower.values():
             await tier.flush(deadline)
         with self.lock:
-            pending = sum(queue.pending() for queue in self._queues.values())
-            durable = {name: self.accounts.durable[name] for name in self.lower}
-            return Flushed(durable, self.accounts.dropped, pending)
+            durable = {name: self.demoter.durable[name] for name in self.lower}
+            return Flushed(durable, self.demoter.dropped, self.demoter.pending())
 
     async def evict(self, name: str) -> int:
         """Drop one tier's copies of this namespace; returns how many. Blocks under a lease stay until it ends."""
@@ -590,7 +457,7 @@ class Manager:
                     "hits": sum(accounts.hits.values()),
                     "misses": {str(miss): n for miss, n in accounts.misses.items()},
                     "accepted": accounts.accepted,
-                    "dropped": accounts.dropped,
+                    "dropped": self.demoter.dropped,
                 },
                 "g2": {
                     "blocks": len(self.host.index),
@@ -610,7 +477,7 @@ class Manager:
         return out
 
     def _tier_stats(self, name: str, tier: Metered) -> dict[str, Any]:
-        usage, queue = tier.usage(), self._queues[name]
+        usage, queue = tier.usage(), self.demoter.queues[name]
         return {
             "blocks": usage.blocks,
             "bytes": usage.bytes,
