@@ -129,6 +129,16 @@ _BATCH_SIGNATURE = ctypes.CFUNCTYPE(
 )
 
 
+class _Stream:
+    """A stream's handle under the CUDA stream protocol, by which CuPy takes it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._handle)  # version of the protocol, cudaStream_t
+
+
 class CudaDriver:
     """libcuda for device `ordinal`, in its primary context, which torch and CuPy use as well.
 
@@ -228,7 +238,7 @@ class CudaDriver:
         try:
             import cupy
 
-            with cupy.cuda.Device(self.ordinal), cupy.cuda.ExternalStream(stream, self.ordinal):
+            with cupy.cuda.Device(self.ordinal), cupy.cuda.Stream.from_external(_Stream(stream)):
                 self._kernel(kernel)((ctas,), (threads,), tuple(args))
         except Exception as error:  # no CuPy, no compiler, no such architecture, a refused launch: one answer to all
             raise DeviceError(f"launch of {kernel} ({error})", int(getattr(error, "status", -1))) from error
