@@ -360,6 +360,10 @@ class Manager:
             resident = self.host.prefix(chain, self._clock.wall())
             self.host.settle(chain, resident, self._clock.monotonic())
 
+    def queue_room(self) -> int:
+        """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
+        return self.demoter.room()
+
     async def wait_room(self, deadline: float, seen: int) -> bool:
         """Wait until a slot or a queue may have room that it had not when `room_told` was `seen`. False at the
         deadline, and at once when nothing holds a slot of G2: then no room is on its way."""
