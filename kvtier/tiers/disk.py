@@ -12,10 +12,8 @@ exactly that entry is deleted (CORRUPT).
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +27,7 @@ from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, Tie
 from kvtier.namespace import Namespace
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.tiers.deposit import Deposit, neighbours
 from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, Reservation, born, slot_class
 from kvtier.tiers.ledger import Ledger, renewed
 from kvtier.tiers.slab import Calls, ShortIO, SystemCalls
@@ -37,9 +36,7 @@ from kvtier.tiers.writer import Job
 
 T = TypeVar("T")
 
-RUN_BYTES_MAX = 4 << 20  # neighbouring blocks are moved by one system call up to this size
 DROP_CHUNK = 1024  # blocks per transaction in `evict` and `purge`
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -82,7 +79,6 @@ class DiskTier:
         self._clock = clock
         self._calls: Calls = calls if calls is not None else SystemCalls()
         self._slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
-        self._dense = self._slot_bytes == namespace.block_bytes
         self._opened: Store | None = None
         self._pid = 0
 
@@ -192,7 +188,7 @@ class DiskTier:
     async def _fetch(self, store: Store, blocks: Sequence[_Wanted], deadline: float) -> None:
         """Read and verify; sets `result` or `suspect`."""
         readable = [block for block in blocks if block.entry is not None]
-        runs = _runs(readable, _place_of_wanted, self.block_bytes if self._dense else 0)
+        runs = neighbours(readable, _place_of_wanted, self.block_bytes)
         jobs = [partial(self._read_run, store, run, deadline) for run in runs]
         await store.lanes.read(jobs).wait(store.lanes.cancel)
 
@@ -273,31 +269,32 @@ class DiskTier:
 
         given = await self._transact(store, reserve, deadline, undo=undo)
         results = [Stored.FAILED] * len(blocks)
-        held: list[tuple[int, Reservation]] = []
+        held: dict[int, Reservation] = {}
         for place, one in zip(by_depth, given, strict=True):
             if isinstance(one, Reservation):
-                held.append((place, one))
+                held[place] = one
             else:
                 results[place] = one
         try:
-            failed = await self._put(store, blocks, held, deadline)
-            whole = [(place, one) for place, one in held if place not in failed]
-            for place in failed:
-                results[place] = failed[place]
+            deposit = Deposit(store, blocks, held, self._clock)
+            await store.lanes.write(deposit.jobs(deadline)).wait(store.lanes.cancel)
+            whole = [place for place in held if place not in deposit.failed]
             if whole:
-                published = await self._publish(store, blocks, whole, deadline)
-                for (place, _one), outcome in zip(whole, published, strict=True):
+                published = await self._publish(store, [(blocks[place], held[place]) for place in whole], deadline)
+                for place, outcome in zip(whole, published, strict=True):
                     results[place] = outcome
-                held = [(place, one) for place, one in held if place in failed]
+                    del held[place]
+            for place, outcome in deposit.failed.items():
+                results[place] = outcome
         finally:
-            store.give_back([one for _place, one in held])
+            store.give_back(list(held.values()))
         return results
 
     def _reserve(self, ledger: Ledger, block: Sealed, now: float) -> Reservation | Stored:
         return ledger.reserve(self._prefix + block.key, self.block_bytes, block.life, now)
 
     async def _publish(
-        self, store: Store, blocks: Sequence[Sealed], held: Sequence[tuple[int, Reservation]], deadline: float
+        self, store: Store, written: Sequence[tuple[Sealed, Reservation]], deadline: float
     ) -> list[Stored]:
         now = self._clock.wall()
 
@@ -306,59 +303,10 @@ class DiskTier:
                 ledger.publish(
                     one, self._prefix + block.key, self.block_bytes, block.index, block.digest, block.life, now
                 )
-                for block, one in ((blocks[place], one) for place, one in held)
+                for block, one in written
             ]
 
         return await self._transact(store, publish, deadline)
-
-    async def _put(
-        self, store: Store, blocks: Sequence[Sealed], held: Sequence[tuple[int, Reservation]], deadline: float
-    ) -> dict[int, Stored]:
-        """Bytes into their slots, durably. Returns what became of those for which that failed, by place."""
-        failed: dict[int, Stored] = {}
-        runs = _runs(held, _place_of_held, self.block_bytes if self._dense else 0)
-        writes = [partial(self._write_run, store, blocks, run, failed, deadline) for run in runs]
-        await store.lanes.write(writes).wait(store.lanes.cancel)
-        by_segment: dict[int, list[int]] = defaultdict(list)
-        for place, one in held:
-            if place not in failed:
-                by_segment[one.segment].append(place)
-        syncs = [partial(self._sync, store, segment, places, failed) for segment, places in by_segment.items()]
-        await store.lanes.write(syncs).wait(store.lanes.cancel)
-        return failed
-
-    def _write_run(
-        self,
-        store: Store,
-        blocks: Sequence[Sealed],
-        run: Sequence[tuple[int, Reservation]],
-        failed: dict[int, Stored],
-        deadline: float,
-    ) -> None:
-        """On an I/O thread: neighbouring slots by one call."""
-        outcome: Stored | None = None
-        if self._clock.monotonic() > deadline:
-            outcome = Stored.FAILED
-        else:
-            segment, slot = _place_of_held(run[0])
-            try:
-                store.slab.write(
-                    segment, slot * self._slot_bytes, [piece for place, _ in run for piece in blocks[place].pieces]
-                )
-            except OSError as error:
-                outcome = _outcome_of(store, error)
-        if outcome is not None:
-            failed.update((place, outcome) for place, _ in run)
-
-    def _sync(self, store: Store, segment: int, places: Sequence[int], failed: dict[int, Stored]) -> None:
-        """On an I/O thread. A sync that failed says nothing about the next one: the store is opened anew."""
-        try:
-            store.slab.sync(segment)
-        except OSError as error:
-            outcome = _outcome_of(store, error)
-            failed.update((place, outcome) for place in places)
-            if outcome is Stored.FAILED:
-                store.quarantine(f"fdatasync of segment {segment}: {error}")
 
     # Everything else.
 
@@ -454,13 +402,6 @@ def _abandon(job: Job, undo: Callable[[Any], None]) -> None:
         job.future.add_done_callback(lambda done: undo(done.result()) if done.exception() is None else None)
 
 
-def _outcome_of(store: Store, error: OSError) -> Stored:
-    if error.errno in _NO_ROOM:
-        store.volume_full()
-        return Stored.FULL
-    return Stored.FAILED
-
-
 def _by_scope(chain: Sequence[BlockKey], wanted: Sequence[int]) -> Iterator[tuple[bytes, list[int]]]:
     """Runs of `wanted` whose keys share a scope; in practice one."""
     run: list[int] = []
@@ -478,23 +419,3 @@ def _by_scope(chain: Sequence[BlockKey], wanted: Sequence[int]) -> Iterator[tupl
 def _place_of_wanted(block: _Wanted) -> tuple[int, int]:
     assert block.entry is not None
     return block.entry.segment, block.entry.slot
-
-
-def _place_of_held(held: tuple[int, Reservation]) -> tuple[int, int]:
-    return held[1].segment, held[1].slot
-
-
-def _runs(items: Sequence[T], place_of: Callable[[T], tuple[int, int]], dense_bytes: int) -> Iterator[list[T]]:
-    """Items in neighbouring slots, up to RUN_BYTES_MAX together; one by one if slots have padding (0)."""
-    run: list[T] = []
-    last = (-1, -1)
-    limit = max(1, RUN_BYTES_MAX // dense_bytes) if dense_bytes else 1
-    for item in sorted(items, key=place_of):
-        segment, slot = place_of(item)
-        if run and ((segment, slot) != (last[0], last[1] + 1) or len(run) == limit):
-            yield run
-            run = []
-        run.append(item)
-        last = segment, slot
-    if run:
-        yield run

@@ -27,7 +27,7 @@ from typing import Any
 import numpy  # noqa: F401  (before the forks, so that no worker has to)
 
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tier import Miss, Stored
+from kvtier.tier import Miss
 from kvtier.tiers import index as index_module
 from kvtier.tiers import ledger as ledger_module
 from kvtier.tiers import slab as slab_module
@@ -97,15 +97,16 @@ def plant(point: str, hit: int) -> None:
 
 def publish_too_early() -> None:
     """The mistake that the order of a write is there to avoid."""
-    from kvtier.tiers.disk import DiskTier
+    from kvtier.tiers.deposit import Deposit
 
-    put = DiskTier._put
+    jobs = Deposit.jobs
 
-    async def put_later(self: DiskTier, *args: Any) -> dict[int, Stored]:
-        asyncio.get_running_loop().call_later(0.002, lambda: asyncio.ensure_future(put(self, *args)))
-        return {}
+    def jobs_later(self: Deposit, deadline: float) -> list[Any]:
+        for job in jobs(self, deadline):
+            asyncio.get_running_loop().call_later(0.002, job)
+        return []
 
-    DiskTier._put = put_later  # type: ignore[method-assign]
+    Deposit.jobs = jobs_later  # type: ignore[method-assign]
 
 
 async def work(path: Path, seed: int, report: int, steps: int = 200) -> None:
