@@ -4,6 +4,7 @@
             every block evicts another, and was written through once, so no extent is new
     get     index, read, digest; O_DIRECT, so from the disk
     raw     the same blocks by THREADS threads into a file that was written through before, one sync at the end
+    synced  raw writes that are as durable as puts: a sync per batch, IN_FLIGHT batches at a time
 
 The first fill, which allocates, is a figure of its own. Latency is that of one block at a time.
 """
@@ -39,7 +40,7 @@ from kvtier.tiers.slab import SystemCalls
 from kvtier.tiers.store import THREADS, Store
 
 BATCH_BYTES = 32 << 20
-IN_FLIGHT = 3
+IN_FLIGHT = 4
 DEADLINE_S = 120.0
 LATENCY_READS = 200
 _ENTRIES_PER_COMMIT = 20_000
@@ -165,6 +166,22 @@ class Bench:
             os.fdatasync(self._raw)
         return self._pass(time.perf_counter() - began, time.process_time() - cpu)
 
+    async def synced_write(self) -> Pass:
+        """Every block of the raw file, a sync per batch."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(THREADS) as pool:
+
+            async def one(batch: int, lane: int) -> None:
+                offset = batch * self._batch * self._block
+                writes = [
+                    loop.run_in_executor(pool, os.pwritev, self._raw, [block], offset + number * self._block)
+                    for number, block in enumerate(self._blocks(lane))
+                ]
+                await asyncio.gather(*writes)
+                await loop.run_in_executor(pool, os.fdatasync, self._raw)
+
+            return await self._all(one)
+
     async def latencies(self, *, writing: bool) -> list[float]:
         """Milliseconds of single gets, with or without puts at full rate beside them."""
         rng = random.Random(2)
@@ -202,11 +219,12 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
     async with bench.opened():
         first = await bench.put()
         await bench.put()
-        passes: dict[str, list[Pass]] = {"raw_write": [], "put": [], "raw_read": [], "get": []}
+        passes: dict[str, list[Pass]] = {"raw_write": [], "synced_write": [], "put": [], "raw_read": [], "get": []}
         loop = asyncio.get_running_loop()
         for _ in range(rounds):
             passes["raw_write"].append(await loop.run_in_executor(None, bench.raw_write))
             passes["put"].append(await bench.put())
+            passes["synced_write"].append(await bench.synced_write())
             passes["raw_read"].append(await loop.run_in_executor(None, bench.raw_read))
             passes["get"].append(await bench.get())
         idle = await bench.latencies(writing=False)
@@ -223,6 +241,7 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
     ratio = partial(_ratio, passes)
     figures["ratios"] = {
         "put_over_raw": ratio("put", "raw_write"),
+        "put_over_synced": ratio("put", "synced_write"),
         "get_over_raw": ratio("get", "raw_read"),
         "put_cpu_s_per_gb": figures["put"]["cpu_s_per_gb"]["median"],
         "get_cpu_s_per_gb": figures["get"]["cpu_s_per_gb"]["median"],
@@ -245,7 +264,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure(folder: Path, block_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
-    """All figures for one block size. Writes total_bytes × (2 × rounds + 4) into `folder`, which must exist, and needs
+    """All figures for one block size. Writes total_bytes × (3 × rounds + 4) into `folder`, which must exist, and needs
     room for total_bytes twice; leaves a store of its own there, for the caller to delete. Blocks for minutes."""
     return asyncio.run(_rounds(Bench(folder, block_bytes, total_bytes), rounds))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 
-Tier = Annotated[str, typer.Option("--tier", help="g4: object storage.")]
+Tier = Annotated[str, typer.Option("--tier", help="g3: local disk; g4: object storage.")]
 File = Annotated[
     Path | None, typer.Option("--config", help="Measure on its tiers; default: a server started on loopback.")
 ]
@@ -25,16 +25,27 @@ Rounds = Annotated[int, typer.Option("--rounds", min=1, max=100, help="Interleav
 Units = Annotated[int, typer.Option("--units", min=0, help="Strides in the index for the warm lookup.")]
 PutPrice = Annotated[float, typer.Option("--put-price", help="Dollars per 1,000 PUT, COPY and LIST requests.")]
 GetPrice = Annotated[float, typer.Option("--get-price", help="Dollars per 1,000 GET requests.")]
+Folder = Annotated[Path, typer.Option("--path", help="g3: a directory on the disk to measure.")]
+Size = Annotated[str, typer.Option("--size", help="g3: bytes per pass; twice that must be free.")]
+Blocks = Annotated[list[str], typer.Option("--block", help="g3: block size; may be given several times.")]
+Restart = Annotated[bool, typer.Option("--restart", help="g3: also open a store of a million blocks.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 
 
 def tiers(
     tier: Tier = "g4", config: File = None, rounds: Rounds = 3, units: Units = 100_000,
-    put_price: PutPrice = 0.005, get_price: GetPrice = 0.0004, folder: Save = None, json: Json = False,
+    put_price: PutPrice = 0.005, get_price: GetPrice = 0.0004, path: Folder = Path(), size: Size = "4GiB",
+    block: Blocks = ["2MiB"], restart: Restart = False,  # noqa: B006 (typer's way to have a default)
+    folder: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Measure a tier beside the library it stands on and beside no library at all, in the same run."""
+    if tier == "g3":
+        from kvtier.cli.bench_disk import disk_results, show_disk
+
+        _deliver("tiers_g3", disk_results(path, size, block, rounds, restart), show_disk, folder, as_json=json)
+        return
     if tier != "g4":
-        raise ConfigError(f"--tier is {tier!r}: this command measures g4")
+        raise ConfigError(f"--tier is {tier!r}: this command measures g3 and g4")
     entry = record("tiers_g4", ["kvtier", *sys.argv[1:]], _objects(config, rounds, units, put_price, get_price))
     if folder is not None:
         save(entry, folder)
@@ -60,6 +71,18 @@ def tiers(
         f"{cost['tokens']:,} tokens: stored with {cost['store']['requests']} for ${cost['store']['dollars']}, "
         f"loaded with {cost['load']['requests']} for ${cost['load']['dollars']}"
     )
+
+
+def _deliver(
+    name: str, results: dict[str, Any], show: Callable[[dict[str, Any]], None], folder: Path | None, *, as_json: bool
+) -> None:
+    entry = record(name, ["kvtier", *sys.argv[1:]], results)
+    if folder is not None:
+        save(entry, folder)
+    if as_json:
+        write_json(entry)
+    else:
+        show(results)
 
 
 def _two(figure: float) -> float:

@@ -36,6 +36,8 @@ from kvtier.tiers.writer import Job
 
 T = TypeVar("T")
 
+STREAM_BYTES_MIN = 8 << 20  # from this size on a write reserves for the next one, too,
+STREAM_SHARE = 32  # unless it is more than this part of the capacity
 DROP_CHUNK = 1024  # blocks per transaction in `evict` and `purge`
 
 
@@ -267,7 +269,8 @@ class DiskTier:
         def undo(given: Sequence[Reservation | Stored]) -> None:
             store.give_back([one for one in given if isinstance(one, Reservation)])
 
-        given = await self._transact(store, reserve, deadline, undo=undo)
+        ahead = self._take_ahead(store, blocks, now)
+        given = ahead or await self._transact(store, reserve, deadline, undo=undo)
         results = [Stored.FAILED] * len(blocks)
         held: dict[int, Reservation] = {}
         for place, one in zip(by_depth, given, strict=True):
@@ -293,20 +296,46 @@ class DiskTier:
     def _reserve(self, ledger: Ledger, block: Sealed, now: float) -> Reservation | Stored:
         return ledger.reserve(self._prefix + block.key, self.block_bytes, block.life, now)
 
+    def _take_ahead(self, store: Store, blocks: Sequence[Sealed], now: float) -> Sequence[Reservation | Stored]:
+        """Slots that the publishing of an earlier write kept for this one, if nothing keeps its blocks out: a stream of
+        writes then commits once per write, not twice. Empty if a transaction must decide."""
+        if not self._streams(store, len(blocks)):
+            return []
+        for scope, places in _by_scope([block.key for block in blocks], range(len(blocks))):
+            names = [self._prefix + blocks[place].key for place in places]
+            purged, found = store.index.find_in_scope(self._prefix + scope, names)
+            lives = [blocks[place].life for place in places]
+            if found.count(None) < len(found):
+                return []
+            if not all(life.servable(Depth.G3, now) and born(life) > purged for life in lives):
+                return []
+        return store.take_ahead(slot_class(self.block_bytes), len(blocks))
+
+    def _streams(self, store: Store, count: int) -> bool:
+        """Whether a write is so large that more like it will come, and small beside the store."""
+        return STREAM_BYTES_MIN <= count * self._slot_bytes <= store.geometry.capacity // STREAM_SHARE
+
     async def _publish(
         self, store: Store, written: Sequence[tuple[Sealed, Reservation]], deadline: float
     ) -> list[Stored]:
         now = self._clock.wall()
+        count = len(written) if self._streams(store, len(written)) and store.wants_ahead(len(written)) else 0
 
-        def publish(ledger: Ledger) -> list[Stored]:
-            return [
+        def publish(ledger: Ledger) -> tuple[list[Stored], list[Reservation]]:
+            outcomes = [
                 ledger.publish(
                     one, self._prefix + block.key, self.block_bytes, block.index, block.digest, block.life, now
                 )
                 for block, one in written
             ]
+            return outcomes, ledger.reserve_ahead(slot_class(self.block_bytes), count)
 
-        return await self._transact(store, publish, deadline)
+        def undo(result: tuple[list[Stored], list[Reservation]]) -> None:
+            store.give_back(result[1])
+
+        outcomes, ahead = await self._transact(store, publish, deadline, undo=undo)
+        store.keep_ahead(ahead)
+        return outcomes
 
     # Everything else.
 

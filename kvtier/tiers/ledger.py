@@ -148,14 +148,12 @@ class Ledger:
             return Stored.REFUSED
         if self._join(name, length, life, now):
             return Stored.PRESENT
-        slot_cls = slot_class(length)
-        place = self._take(slot_cls)
-        if place is None:
-            return Stored.FULL
-        self._serial += 1
-        reservation = Reservation(self._serial, self.tick, slot_cls, *place, self._owner)
-        self._txn.put(reservation.place, reservation.encode())
-        return reservation
+        return self._claim(slot_class(length)) or Stored.FULL
+
+    def reserve_ahead(self, slot_cls: int, count: int) -> list[Reservation]:
+        """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
+        claimed = (self._claim(slot_cls) for _ in range(count))
+        return [one for one in claimed if one is not None]
 
     def publish(
         self, reservation: Reservation, name: bytes, length: int, depth: int, digest: bytes, life: Lifetime, now: float
@@ -301,6 +299,15 @@ class Ledger:
         self.geometry = geometry
 
     # Inside.
+
+    def _claim(self, slot_cls: int) -> Reservation | None:
+        place = self._take(slot_cls)
+        if place is None:
+            return None
+        self._serial += 1
+        reservation = Reservation(self._serial, self.tick, slot_cls, *place, self._owner)
+        self._txn.put(reservation.place, reservation.encode())
+        return reservation
 
     def _join(self, name: bytes, length: int, life: Lifetime, now: float) -> bool:
         """Join `life` to the block called `name`, if there is one that may be served once it has it."""

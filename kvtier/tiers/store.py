@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SEGMENT_BYTES_MAX = 1 << 30
 SEGMENT_BYTES_SMALL = 64 << 20  # below this a segment is cut smaller only if the capacity is
 THREADS = 8
-WRITERS_MAX = 4
+WRITERS_MAX = 6  # of them at once, so that a read soon finds a free one
 LOCK_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 RECLAIM_EVERY_S = 5.0
@@ -73,6 +73,7 @@ class Store:
         self._writing = 0
         self._touches: dict[bytes, list[float]] = {}
         self._returned: list[Reservation] = []
+        self._ahead: list[Reservation] = []
         self._writer = Writer(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
 
     # Life.
@@ -272,6 +273,25 @@ class Store:
                 self._returned.extend(reservations)
             self._writer.wake()
 
+    def keep_ahead(self, reservations: Sequence[Reservation]) -> None:
+        """Slots for writes to come; given back when none comes for a while."""
+        with self._state:
+            self._ahead.extend(reservations)
+
+    def take_ahead(self, slot_cls: int, count: int) -> list[Reservation]:
+        """`count` slots of the class that were kept ahead, neighbours first; none if there are fewer."""
+        with self._state:
+            fit = sorted((r for r in self._ahead if r.slot_class == slot_cls), key=lambda r: (r.segment, r.slot))
+            taken = fit[:count] if len(fit) >= count else []
+            gone = {one.serial for one in taken}
+            self._ahead = [one for one in self._ahead if one.serial not in gone]
+        return taken
+
+    def wants_ahead(self, count: int) -> bool:
+        """Whether so many slots may be kept ahead, too, without holding much of the store."""
+        with self._state:
+            return len(self._ahead) < 2 * count
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """While inside, slots of this process may be written to: the store is not opened anew."""
@@ -298,6 +318,7 @@ class Store:
             self._damaged |= damaged
             self._probe_at = time.monotonic() + self._probe_wait_s
             index, self._index = self._index, None
+            self._ahead.clear()  # the next owner takes them back
         if index is not None:
             index.close()
 
@@ -373,6 +394,9 @@ class Store:
         if not self._tends:
             return
         now = time.monotonic()
+        with self._state:
+            self._returned += self._ahead
+            self._ahead = []
         if self._index is None:
             self._probe()
         elif now >= self._reclaim_at or self._touches or self._returned:

@@ -13,7 +13,9 @@ from kvtier.errors import ClosedError, ConfigError, TierError
 from kvtier.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, chain_of, check_tier, sample_namespace, seal
 from kvtier.tier import Miss, Stored, Target
+from kvtier.tiers import disk, store
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.index import Index
 from tests.disk.support import BLOCK, FAR_S, get, opened, put, slabs
 
 NAMESPACE = sample_namespace(BLOCK)
@@ -199,6 +201,29 @@ async def test_a_forked_child_may_not_use_the_parents_tier(tmp_path: Path) -> No
         child.join(20)
         assert ours.recv() == "refused"
         assert await get(tier, chain_of(NAMESPACE, 2)) == [True] * 2
+
+
+async def test_a_stream_of_writes_commits_once_each_and_gives_back_what_it_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "STREAM_BYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(store, "IDLE_S", 0.02)
+    async with opened(tmp_path / "g3", 256) as tier:
+        transact, count = Index.transact, []
+        monkeypatch.setattr(Index, "transact", lambda self, *a, **k: (count.append(1), transact(self, *a, **k))[1])
+        for seed in range(60):
+            assert await put(tier, chain_of(NAMESPACE, 8, seed)) == [Stored.STORED] * 8
+        assert 60 <= len(count) <= 90
+        assert await put(tier, chain_of(NAMESPACE, 8, 59)) == [Stored.PRESENT] * 8
+        for seed in range(30, 60):
+            assert False not in await get(tier, chain_of(NAMESPACE, 8, seed))
+        assert await get(tier, chain_of(NAMESPACE, 8, 59)) == [True] * 8
+        for _ in range(200):
+            if not tier._store.index.has_reservations():
+                break
+            await asyncio.sleep(0.02)
+        assert not tier._store.index.has_reservations(), "slots kept for a stream that ended"
+        tier.check()
 
 
 async def test_churn_of_twenty_times_the_capacity_grows_nothing(tmp_path: Path) -> None:
