@@ -45,7 +45,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.deep = bool(tiers)
         self.cache = kvtier.open(
             kvtier.Config.parse(
-                {"tiers": {"g2": {"capacity": 12 * 4096}}, "deadlines": {"close": "2s", "put": "2s", "lookup": "2s"}}
+                {"tiers": {"g2": {"capacity": 12 * 4096}}, "deadlines": {"close": "2s", "put": "20s", "lookup": "5s"}}
             ),
             NS,
             clock=self.clock,
