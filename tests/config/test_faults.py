@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,27 @@ SECONDS_MAX = 0.1
 MEGABYTE = "x" * 1_000_000
 
 
-def refuse(text: str | bytes) -> str:
-    """Parse a text that must be refused within the time allowed; returns the message."""
-    begin = time.process_time()
-    with pytest.raises(ConfigError) as caught:
-        Config.parse(read_document(text), {})
-    assert time.process_time() - begin < SECONDS_MAX
-    assert len(str(caught.value)) < 2000
-    return str(caught.value)
-
-
 def load(raw: Any) -> str:
-    begin = time.process_time()
-    with pytest.raises(ConfigError) as caught:
-        Config.parse(raw, {})
-    assert time.process_time() - begin < SECONDS_MAX
+    """Parse values that must be refused within the time allowed; returns the message."""
+    return refused(lambda: Config.parse(raw, {}))
+
+
+def refuse(text: str | bytes) -> str:
+    """Like `load`, from a document."""
+    return refused(lambda: Config.parse(read_document(text), {}))
+
+
+def refused(attempt: Callable[[], object]) -> str:
+    seconds = []
+    # The best of three: a garbage collection of what other tests left is not the parser's.
+    for _ in range(3):
+        begin = time.process_time()
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        seconds.append(time.process_time() - begin)
+        if seconds[-1] < SECONDS_MAX:
+            break
+    assert min(seconds) < SECONDS_MAX
     assert len(str(caught.value)) < 2000
     return str(caught.value)
 
@@ -180,19 +187,49 @@ placed = st.builds(
 )
 
 
-@settings(derandomize=True, max_examples=700, deadline=None)
-@given(plain | placed)
-def test_any_values_give_a_configuration_or_its_error(raw: Any) -> None:
+QUICK = settings(derandomize=True, max_examples=700, deadline=None)
+LONG = settings(max_examples=50_000, deadline=None)
+
+texts = st.text(alphabet=st.sampled_from("abg:{}[],&*!|>-'\"# \n\t%@~?<$1.0x"), max_size=60) | st.binary(max_size=40)
+
+
+def parses_or_explains(raw: Any) -> None:
     try:
         Config.parse(raw, {})
     except ConfigError as wrong:
         assert str(wrong)
 
 
-@settings(derandomize=True, max_examples=500, deadline=None)
-@given(st.text(alphabet=st.sampled_from("abg:{}[],&*!|>-'\"# \n\t%@~?<$1.0x"), max_size=60) | st.binary(max_size=40))
-def test_any_text_gives_a_mapping_or_its_error(text: str | bytes) -> None:
+def reads_or_explains(text: str | bytes) -> None:
     try:
         assert isinstance(read_document(text), dict)
     except ConfigError as wrong:
         assert str(wrong)
+
+
+@QUICK
+@given(plain | placed)
+def test_any_values_give_a_configuration_or_its_error(raw: Any) -> None:
+    parses_or_explains(raw)
+
+
+@QUICK
+@given(texts)
+def test_any_text_gives_a_mapping_or_its_error(text: str | bytes) -> None:
+    reads_or_explains(text)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@LONG
+@given(plain | placed)
+def test_very_many_values(raw: Any) -> None:
+    parses_or_explains(raw)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@LONG
+@given(texts)
+def test_very_many_texts(text: str | bytes) -> None:
+    reads_or_explains(text)
