@@ -203,7 +203,7 @@ class G4(_Section):
     options: dict[str, Any] = Field(
         default={}, repr=False, description="Passed to the client as they are; ${NAME} allowed."
     )
-    concurrency: int = Field(default=16, ge=1, le=1024, description="Requests in flight at once.")
+    concurrency: int = Field(default=8, ge=1, le=1024, description="Requests in flight at once.")
     read_rate: Rate | None = Field(default=None, description="Upper bound of bytes read per second; none: no bound.")
     write_rate: Rate | None = Field(
         default=None, description="Upper bound of bytes written per second; none: no bound."
@@ -224,7 +224,7 @@ class Tiers(_Section):
 
 
 class Offload(_Section):
-    """When blocks leave G1 and which are worth writing."""
+    """When blocks leave G1."""
 
     mode: Literal["auto", "lazy", "eager"] = Field(
         default="auto",
@@ -234,7 +234,6 @@ class Offload(_Section):
     dirty_max_age: Duration = Field(
         default=5.0, description="A confirmed block is copied out at this age at the latest."
     )
-    store_threshold: int = Field(default=1, ge=1, le=255, description="References before a block is written below G2.")
 
 
 class RetentionClass(_Section):
@@ -270,7 +269,6 @@ class Retention(_Section):
 
     default: str = Field(default="24h", description="Class of requests that name none.")
     classes: dict[str, RetentionClass] = Field(default={}, description="Own classes by name.")
-    quota: Size | None = Field(default=None, description="Bytes that one scope may hold in a tier; none: no bound.")
 
     @model_validator(mode="after")
     def _named(self) -> Self:

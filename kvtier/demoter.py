@@ -47,13 +47,15 @@ class Demoter:
         self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of room in its queue
 
     def _queue_for(self, tier: Metered, settings: Settings) -> WriteBehind:
-        budget = settings.write_budget_per_day if tier.depth is Depth.G3 else 0.0
+        rate, budget = settings.write_rate, settings.write_budget_per_day
+        if tier.depth is not Depth.G3:
+            rate = budget = 0.0  # G4 keeps to rates of its own
         return WriteBehind(
             tier,
             self._clock,
             QueueLimits(blocks_max=max(tier.stride, self._hold_max)),
             lock=self._lock,
-            rate=TokenBucket(self._clock, settings.write_rate, max(settings.write_rate, tier.block_bytes)),
+            rate=TokenBucket(self._clock, rate, max(rate, tier.block_bytes)),
             budget=TokenBucket(self._clock, budget / 86_400, budget),
             finished=lambda batch, results: self._finished(tier, batch, results),
         )

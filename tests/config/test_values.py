@@ -86,7 +86,7 @@ def test_a_dump_reads_back_as_the_same_configuration() -> None:
             "tiers": {
                 "g3": {"path": ["/a", "/b"], "capacity": "3GiB", "write_rate": "1MB/s", "write_budget": "0.5DWPD"}
             },
-            "retention": {"classes": {"own": {"ttl": "90s"}}, "quota": "7kB"},
+            "retention": {"classes": {"own": {"ttl": "90s"}}},
             "deadlines": {"lookup": "150ms"},
         }
     )
