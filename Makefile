@@ -35,7 +35,7 @@ demo: $(READY)
 	$(BIN)/kvtier demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not long and not gpu" $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST)
