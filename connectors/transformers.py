@@ -80,7 +80,6 @@ class PrefixCache:
         )
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers)
-        self.pool.lock_host(self.cache.manager.host.arena)
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -273,7 +272,6 @@ class PrefixCache:
         """Offload, flush, let go of everything. Idempotent."""
         if not self.cache.manager.closed:
             self.flush(self._config.deadlines.close)
-            self.pool.unlock_host()
         return self.cache.close()
 
     def _terms(self, retention: str | None) -> Terms:

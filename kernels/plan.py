@@ -8,12 +8,11 @@ so fewer and longer runs are what makes a copy fast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.kernels.layout import Addresses, Indices, Paged, Region, Shape
+from kvtier.kernels.layout import Addresses, Indices, Paged, Shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +40,7 @@ class Planner:
 
     def __init__(self, src: Paged, dst: Paged, shape: Shape) -> None:
         self._src, self._dst = src, dst
-        self._seams = seams(src.regions), seams(dst.regions)
+        self._src_seams, self._dst_seams = _seams(src), _seams(dst)
         rows = Runs(
             src=src.rows(shape).ravel(),
             dst=dst.rows(shape).ravel(),
@@ -49,7 +48,7 @@ class Planner:
         )
         # In the order of the destination, contiguous rows of it follow one another whatever the source's order.
         order = np.argsort(rows.dst, kind="stable")
-        self._pattern = merge(Runs(rows.src[order], rows.dst[order], rows.nbytes[order]), *self._seams)
+        self._pattern = self._merge(Runs(rows.src[order], rows.dst[order], rows.nbytes[order]))
         self.fragment_bytes = int(self._pattern.nbytes.min())
         self.fragments = len(self._pattern)
 
@@ -68,26 +67,24 @@ class Planner:
             dst=(dst_at[:, None] + pattern.dst[None, :]).ravel(),
             nbytes=np.tile(pattern.nbytes, len(order)),
         )
-        return merge(runs, *self._seams)
+        return self._merge(runs)
+
+    def _merge(self, runs: Runs) -> Runs:
+        """Join each run with its predecessor where both sides continue and neither crosses a seam."""
+        if len(runs) < 2:
+            return runs
+        follows = (runs.src[:-1] + runs.nbytes[:-1] == runs.src[1:]) & (
+            runs.dst[:-1] + runs.nbytes[:-1] == runs.dst[1:]
+        )
+        if not follows.any():
+            return runs
+        for address, seams in ((runs.src, self._src_seams), (runs.dst, self._dst_seams)):
+            if len(seams) > 1:
+                home = np.searchsorted(seams, address, side="right")
+                follows &= home[:-1] == home[1:]
+        heads = np.flatnonzero(np.concatenate([[True], ~follows]))
+        return Runs(runs.src[heads], runs.dst[heads], np.add.reduceat(runs.nbytes, heads))
 
 
-def merge(runs: Runs, src_seams: Addresses, dst_seams: Addresses) -> Runs:
-    """Join each run with its predecessor where both sides continue and neither crosses a seam: an address, in
-    ascending order, at which another allocation or registration begins. Pure."""
-    if len(runs) < 2:
-        return runs
-    ends = runs.src[:-1] + runs.nbytes[:-1], runs.dst[:-1] + runs.nbytes[:-1]
-    follows = (ends[0] == runs.src[1:]) & (ends[1] == runs.dst[1:])
-    if not follows.any():
-        return runs
-    for address, seams in ((runs.src, src_seams), (runs.dst, dst_seams)):
-        if len(seams) > 1:
-            home = np.searchsorted(seams, address, side="right")
-            follows &= home[:-1] == home[1:]
-    heads = np.flatnonzero(np.concatenate([[True], ~follows]))
-    return Runs(runs.src[heads], runs.dst[heads], np.add.reduceat(runs.nbytes, heads))
-
-
-def seams(regions: Sequence[Region]) -> Addresses:
-    """Where regions, in ascending order, begin."""
-    return np.array([region.start for region in regions], dtype=np.uint64)
+def _seams(paged: Paged) -> Addresses:
+    return np.array([region.start for region in paged.regions], dtype=np.uint64)

@@ -11,8 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 from kvtier.bench.traces import Trace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class CapacityCurve:
@@ -82,6 +87,44 @@ def _distances(trace: Trace) -> Iterable[tuple[int, int]]:
         live.add(number, new)
         seen += new
         last.update(dict.fromkeys(request.blocks, number))
+
+
+class Reuse:
+    """Every stretch of references that could be served from a cache: whose it is, how deep and how old.
+
+    Arrays of equal length. `served` answers for any capacity and ttl at once; requests stay apart, so that a stack of
+    tiers, an hour of the day or a request's idle gap can be asked for.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        """One pass over the trace."""
+        import numpy as np
+
+        rows: list[tuple[int, int, int, float]] = []
+        last: dict[int, float] = {}
+        segments = iter(_distances(trace))
+        for number, request in enumerate(trace.requests):
+            longest, place = 0.0, 0
+            known = sum(block in last for block in request.blocks)
+            while place < known:
+                distance, count = next(segments)
+                longest = max(longest, request.at - last.get(request.blocks[place], request.at))
+                rows.append((number, distance, count, longest))
+                place += count
+            last.update(dict.fromkeys(request.blocks, request.at))
+        self.requests = len(trace.requests)
+        columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
+        self.request = np.array(columns[0], dtype=np.int64)
+        self.distance = np.array(columns[1], dtype=np.int64)
+        self.count = np.array(columns[2], dtype=np.int64)
+        self.gap = np.array(columns[3], dtype=np.float64)
+
+    def served(self, blocks: int, ttl: float = float("inf")) -> NDArray[np.float64]:
+        """Per request: prefix blocks that a leaf-first LRU of this capacity serves within a sliding ttl."""
+        import numpy as np
+
+        reach = np.clip(blocks - self.distance, 0, self.count) * (self.gap <= ttl)
+        return np.bincount(self.request, weights=reach, minlength=self.requests)
 
 
 class TtlCurve:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import cast
 
 from kvtier.arena import Arena
 from kvtier.bench.traces import Request, Trace
@@ -208,3 +209,30 @@ def _bring(tier: HostTier, chain: Sequence[BlockKey], terms: Terms, request: Req
         written += 1
     tier.learn()
     return written
+
+
+def drive(trace: Trace, policy: Policy, capacity: int) -> int:
+    """Prefix hits of a policy alone, without manager, slots or terms: what comparing many of them can afford."""
+    blocks = cast("Sequence[list[BlockKey]]", [request.blocks for request in trace.requests])  # any hashable name does
+    resident: set[BlockKey] = set()
+    hits = 0
+    for request, chain in zip(trace.requests, blocks, strict=True):
+        hit = 0
+        while hit < len(chain) and chain[hit] in resident:
+            hit += 1
+        hits += hit
+        policy.reference(chain, hit, request.at)
+        for key in chain[hit:]:
+            if key in resident:
+                continue
+            if len(resident) >= capacity:
+                victim = policy.victim(key, lambda _: True)
+                if victim is None:
+                    break
+                policy.remove(victim)
+                resident.remove(victim)
+            policy.insert(key)
+            resident.add(key)
+        policy.learn()
+    policy.check(resident)
+    return hits

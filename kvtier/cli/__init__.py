@@ -41,6 +41,7 @@ COMMANDS = (
     Command("gc", "kvtier.cli.disk:gc", "Free expired, purged and abandoned room of a G3 directory; resize it."),
     Command("bench tiers", "kvtier.cli.bench_tiers:tiers", "Throughput and cost of a tier beside what it stands on."),
     Command("g4 lifecycle", "kvtier.cli.objects:lifecycle", "The bucket rule that deletes what was missed."),
+    Command("plan", "kvtier.cli.plan:plan", "Which tier sizes reach which hit rate, and at what price."),
     Command("top", "kvtier.cli.top:top", "Show what a running cache does."),
 )
 

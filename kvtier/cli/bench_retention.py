@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvtier.bench.shapes import shape_of
+from kvtier.bench.curves import Reuse
+from kvtier.bench.record import record
+from kvtier.bench.replay import Replayed, Setup, replay
+from kvtier.bench.report import write_report
+from kvtier.bench.shapes import Shape, shape_of
 from kvtier.bench.simulate import FOREVER, Level, capacity_of, simulate, simulate_stack
 from kvtier.bench.traces import Trace, load_trace
+from kvtier.bench.worth import PRICES, SPEEDS_GB_S, Assumptions, Store, appraise
 from kvtier.cli.output import Json, write_json, write_table
 from kvtier.errors import InvalidRequest
 from kvtier.terms import Terms, parse_duration
-from kvtier.units import parse_size
+from kvtier.units import format_duration, parse_size
 
 TracePath = Annotated[
     Path,
@@ -33,6 +41,22 @@ Model = Annotated[str, typer.Option("--model", help="Shape that sizes are reckon
 TokenBytes = Annotated[int | None, typer.Option("--bytes-per-token", help="Instead of a known shape.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Only the first requests of the trace.")]
 Simulate = Annotated[bool, typer.Option("--simulate", help="Without bytes, in the time of the trace.")]
+Report = Annotated[Path | None, typer.Option("--report", help="Write an HTML report here, with PNG files beside it.")]
+Ttls = Annotated[str, typer.Option("--ttls", help="Replay: retentions to compare.")]
+Sample = Annotated[float, typer.Option("--sample", help="Replay: share of the sessions.")]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Replay: where G3 lies; a temporary folder if absent.")]
+G2 = Annotated[
+    str | None, typer.Option("--g2", help="Replay: RAM; a twentieth of the sample's KV, or room for its two longest.")
+]
+G3 = Annotated[str | None, typer.Option("--g3", help="Replay: SSD; twice the sample's KV if absent.")]
+G4 = Annotated[str | None, typer.Option("--g4", help="Replay: an fsspec URL; off if absent.")]
+Kill = Annotated[
+    bool, typer.Option("--kill/--no-kill", help="Replay: kill the process halfway and go on with another.")
+]
+
+REPLAY_BYTES_PER_TOKEN = 8
+REPORT_TIERS = "60GB,256GB,4TB"
+SEED = 3
 
 
 def retention(
@@ -45,11 +69,21 @@ def retention(
     model: Model = "llama-3.1-8b",
     bytes_per_token: TokenBytes = None,
     limit: Limit = None,
+    report: Report = None,
+    ttls: Ttls = "10m,24h",
+    sample: Sample = 0.05,
+    folder: Folder = None,
+    g2: G2 = None,
+    g3: G3 = None,
+    g4: G4 = None,
+    kill: Kill = True,
     json: Json = False,
 ) -> None:
-    """Replay a trace and say what a cache of this size, policy and retention would have served."""
-    if not simulate:
-        raise InvalidRequest("only --simulate is here yet")
+    """Replay a trace and say what a cache of this size, policy and retention would have served.
+
+    With --simulate without bytes, in the trace's own time; otherwise with real ones through kvtier over RAM, SSD and,
+    if asked, object storage, KV scaled and every byte compared.
+    """
     loaded = load_trace(trace, limit=limit)
     head = {
         "trace": loaded.name,
@@ -59,15 +93,102 @@ def retention(
         "unique_blocks": loaded.unique,
         "block_tokens": loaded.block_tokens,
     }
-    if tiers is not None:
-        per_token = bytes_per_token or shape_of(model).bytes_per_token
+    per_token = bytes_per_token or shape_of(model).bytes_per_token
+    replays: list[Replayed] = []
+    if not simulate:
+        sizes = (g2 and parse_size(g2), g3 and parse_size(g3))
+        scale = bytes_per_token or REPLAY_BYTES_PER_TOKEN
+        replays = _replays(loaded.sampled(sample, SEED) if sample < 1 else loaded, ttls, scale, sizes, folder, g4, kill)
+        results = {"sample": sample, **_told(replays)}
+        per_token = shape_of(model).bytes_per_token
+    elif tiers is not None:
         results = _stack(loaded, policy, tiers, per_token)
+    elif report is not None and capacity_fraction is None and ttl is None:
+        results = {}
     else:
         results = _single(loaded, policy, capacity_fraction, ttl)
+    if report is not None:
+        shape = Shape(model, per_token, shape_of(model).prefill_tokens_s)
+        seconds = float("inf") if ttl is None else _seconds(ttl)
+        results |= _report(report, loaded, shape, tiers or REPORT_TIERS, seconds, replays)
     if json:
         write_json(head | results)
     else:
-        write_table(["", loaded.name], [(key.replace("_", " "), value) for key, value in (head | results).items()])
+        write_table(["", loaded.name], _rows(head | results))
+
+
+def _rows(results: dict[str, Any], above: str = "") -> list[tuple[str, object]]:
+    """Nested results as lines."""
+    out: list[tuple[str, object]] = []
+    for key, value in results.items():
+        name = f"{above} {key}".strip().replace("_", " ")
+        if isinstance(value, dict):
+            out += _rows(value, name)
+        elif value is not None:
+            out.append((name, value))
+    return out
+
+
+def _replays(
+    trace: Trace,
+    ttls: str,
+    scale: int,
+    sizes: Sequence[int | str | None],
+    folder: Path | None,
+    g4: str | None,
+    kill: bool,
+) -> list[Replayed]:
+    if not trace.requests:
+        raise InvalidRequest("--sample: not one session was drawn; take a larger share")
+    whole = trace.unique * trace.block_tokens * scale
+    longest = max(len(request.blocks) for request in trace.requests) * trace.block_tokens * scale
+    g2, g3 = sizes
+    out = []
+    for text in ttls.split(","):
+        with tempfile.TemporaryDirectory(prefix="kvtier-", dir=folder) as place:
+            setup = Setup(
+                folder=Path(place),
+                ttl=_seconds(text.strip()),
+                bytes_per_token=scale,
+                g2_bytes=int(g2 or max(whole // 20, 2 * longest)),
+                g3_bytes=int(g3 or max(2 * whole, 2**30)),
+                g4_url=g4,
+                kill=kill,
+            )
+            out.append(replay(trace, setup))
+    return out
+
+
+def _told(replays: Sequence[Replayed]) -> dict[str, Any]:
+    out: dict[str, Any] = {"references_replayed": replays[0].references, "requests_replayed": len(replays[0].served)}
+    for done in replays:
+        loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
+        out[format_duration(done.setup.ttl)] = {
+            "prefill_left_percent": round(done.prefill_left_percent, 3),
+            "tiers_percent": done.tier_percent,
+            "gb_checked": round(done.bytes_checked / 1e9, 3),
+            "wrong_bytes": 0,
+            "killed_before_request": done.killed_at,
+            "load_p50_ms": round(loads[len(loads) // 2], 3) if loads else None,
+            "load_p99_ms": round(loads[int(len(loads) * 0.99)], 3) if loads else None,
+            "seconds": round(done.seconds, 1),
+        }
+    if len(replays) > 1:
+        out["prefill_ratio"] = round(replays[-1].prefill_left_percent / replays[0].prefill_left_percent, 4)
+    return out
+
+
+def _report(
+    path: Path, trace: Trace, shape: Shape, tiers: str, ttl: float, replays: Sequence[Replayed]
+) -> dict[str, Any]:
+    sizes = [parse_size(part.strip()) for part in tiers.split(",")]
+    stores = [
+        Store(name, size, SPEEDS_GB_S[name], PRICES[name]) for name, size in zip(SPEEDS_GB_S, sizes, strict=False)
+    ]
+    worth = appraise(trace, Reuse(trace), stores, Assumptions(shape), ttl)
+    origin = record("retention", ["kvtier", *sys.argv[1:]], {})
+    written = write_report(path, worth, origin, replays)
+    return {"report": [str(part) for part in written]}
 
 
 def _single(trace: Trace, policy: str, fraction: float | None, ttl: str | None) -> dict[str, Any]:

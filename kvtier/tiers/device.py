@@ -18,9 +18,6 @@ from kvtier.tier import Pieces
 if TYPE_CHECKING:
     import torch
 
-    from kvtier.arena import Arena
-    from kvtier.kernels.rows import RowCopier
-
 
 class DevicePool(BlockPool):
     """`blocks` slots of `block_bytes` bytes on `device`, uninitialised.
@@ -44,11 +41,6 @@ class DevicePool(BlockPool):
             self.rows: torch.Tensor = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:  # torch has no narrower type for a failed allocation on the CPU
             raise CapacityError(f"g1: {blocks} blocks of {block_bytes} bytes do not fit on {device}: {error}") from None
-        self._copier: RowCopier | None = None
-        if self.rows.is_cuda:
-            from kvtier.kernels.rows import RowCopier
-
-            self._copier = RowCopier(self.rows)
         super().__init__(blocks, horizon=horizon, dirty_max_age_s=dirty_max_age_s)
 
     @property
@@ -68,59 +60,41 @@ class DevicePool(BlockPool):
             raise InvalidRequest(f"{dtype} {tuple(shape)} has {wanted} bytes, a block {self.block_bytes}")
         return self.rows.view(dtype).view(self.blocks, *shape)
 
-    def lock_host(self, arena: Arena) -> bool:
-        """Page-lock the open arena's memory, so that copies reach the speed of the bus. True when it is locked, False
-        for a pool in RAM or where that is refused, with a warning. Takes 0.1 s per GB. Undo with `unlock_host`."""
-        if self._copier is None:
-            return False
-        length = arena.slots * arena.slot_bytes
-        starts = [_host_array(piece).ctypes.data for piece in arena.pieces(0)]
-        return all(self._copier.pin(start, length, arena.slot_bytes) for start in starts)
-
-    def unlock_host(self) -> None:
-        """Before the arena is closed: its memory must still be mapped. Idempotent."""
-        if self._copier is not None:
-            self._copier.unpin()
-
     def copy_out(self, slots: Sequence[int], into: Sequence[Pieces]) -> None:
         """Copy each block to its host pieces, which must be writable. Returns when the bytes are there.
 
         The caller holds the slots (a reference, or `pick`) and owns `into`. Raises InvalidRequest for pieces of
         another length.
         """
-        self._check(slots, into)
-        if self._copier is not None:
-            self._copier.out(slots, into)
-            return
         for row, piece in self._pairs(slots, into):
-            _host_array(piece)[:] = row
+            _host_array(piece)[:] = row if isinstance(row, np.ndarray) else row.cpu().numpy()
 
     def copy_in(self, source: Sequence[Pieces], slots: Sequence[int]) -> None:
         """Copy host pieces into freshly allocated slots. Returns when `source` may be reused.
 
         Raises InvalidRequest for pieces of another length.
         """
-        self._check(slots, source)
-        if self._copier is not None:
-            self._copier.into(source, slots)
-            return
+        import torch
+
         for row, piece in self._pairs(slots, source):
-            row[:] = _host_array(piece)
+            if isinstance(row, np.ndarray):
+                row[:] = _host_array(piece)
+            else:
+                row.copy_(torch.from_numpy(_host_array(piece).copy()))
 
     def pieces(self, slot: int) -> Pieces:
         """The block in `slot` as host bytes: the slot itself for a pool in RAM, else a copy. Read-only."""
         row = self.rows[slot]
         return (memoryview(row.cpu().numpy()).toreadonly(),)
 
-    def _check(self, slots: Sequence[int], hosts: Sequence[Pieces]) -> None:
+    def _pairs(self, slots: Sequence[int], hosts: Sequence[Pieces]) -> list[tuple[Any, memoryview]]:
+        """(part of a row, host piece) for every piece; parts as NumPy views where the pool is in RAM."""
         if len(slots) != len(hosts) or any(sum(map(len, pieces)) != self.block_bytes for pieces in hosts):
             raise InvalidRequest(
                 f"{len(slots)} blocks of {self.block_bytes} bytes need as many host pieces of that size"
             )
-
-    def _pairs(self, slots: Sequence[int], hosts: Sequence[Pieces]) -> list[tuple[Any, memoryview]]:
-        """(part of a row, host piece) for every piece, of a pool in RAM."""
-        rows, pairs = self.rows.numpy(), []
+        rows: Any = self.rows.numpy() if self.rows.device.type == "cpu" else self.rows
+        pairs = []
         for slot, pieces in zip(slots, hosts, strict=True):
             start = 0
             for piece in pieces:

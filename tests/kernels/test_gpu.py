@@ -25,7 +25,6 @@ from kvtier.kernels.layout import Order, Paged, Shape, of_arenas, of_pool, of_sl
 from kvtier.kernels.memory import populate
 from kvtier.kernels.method import Method, Table, load_table
 from kvtier.kernels.pin import pin, unpin
-from kvtier.kernels.rows import RowCopier
 
 pytestmark = [
     pytest.mark.gpu,
@@ -315,24 +314,3 @@ def test_two_ranks_pieces_go_to_their_own_arena() -> None:
         halves = [np.frombuffer(arena, np.uint8)[: 16 * 12288].reshape(16, 12288)[::-1] for arena in arenas]
         assert np.array_equal(np.concatenate(halves, axis=1), pool.cpu().numpy())
         assert engine.close(10.0)
-
-
-def test_rows_come_back_as_they_went(pool_and_arena: tuple[torch.Tensor, memoryview]) -> None:
-    pool, arena = pool_and_arena
-    copier = RowCopier(pool)
-    slots = [(arena[i * MIB : (i + 1) * MIB],) for i in range(128)]
-    order = Random(1).sample(range(128), 100)
-    for locked in (False, True):
-        if locked:
-            assert copier.pin(np.frombuffer(arena, np.uint8).ctypes.data, arena.nbytes, MIB)
-        pool.random_(0, 256)
-        before = pool.cpu()
-        copier.out(order, slots[:100])
-        for row, (piece,) in zip(order, slots[:100], strict=True):
-            assert np.array_equal(np.frombuffer(piece, np.uint8), before[row].numpy())
-        pool.zero_()
-        copier.into(slots[:100], order)
-        after = pool.cpu()
-        assert torch.equal(after[order], before[order])
-        assert not after[sorted(set(range(128)) - set(order))].any()
-    copier.close()

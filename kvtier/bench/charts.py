@@ -1,0 +1,109 @@
+"""Charts as SVG text, coloured by the page's CSS variables so that one file is right in light and in dark."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from math import log10
+
+WIDTH, HEIGHT = 760, 300
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 16, 44
+
+
+def _frame(body: str, label: str, height: int = HEIGHT) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(label)}">'
+        f"<title>{html.escape(label)}</title>{body}</svg>"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", kind: str = "tick") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{html.escape(text)}</text>'
+
+
+def _grid(top: float, unit: str, height: int = HEIGHT) -> str:
+    """Four horizontal lines up to `top`, which is at the upper edge."""
+    out = []
+    for step in range(5):
+        y = height - BOTTOM - (height - TOP - BOTTOM) * step / 4
+        out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        out.append(_text(LEFT - 8, y + 4, f"{top * step / 4:g}{unit}", "end"))
+    return "".join(out)
+
+
+def nice(value: float) -> float:
+    """The next round number at or above `value`. Pure."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** int(log10(value) if value >= 1 else log10(value) - 1)
+    return next(step * power for step in (1, 2, 4, 5, 6, 8, 10) if step * power >= value - 1e-9)
+
+
+def line(points: Sequence[tuple[float, float]], ticks: Mapping[float, str], label: str, unit: str = " %") -> str:
+    """y over x on a logarithmic axis; every point is marked and lettered."""
+    low, high = log10(points[0][0]), log10(points[-1][0])
+    top = nice(max(y for _, y in points))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (log10(x) - low) / (high - low or 1)
+        return LEFT + 20 + across * (WIDTH - LEFT - RIGHT - 44), HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
+
+    body = [_grid(top, unit)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
+    body.append(f'<polyline points="{path}" class="line"/>')
+    for x, y in points:
+        cx, cy = place(x, y)
+        body.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="4" class="dot"/>')
+        body.append(_text(cx, cy - 10, f"{y:.3g}", kind="value"))
+        if x in ticks:
+            body.append(_text(cx, HEIGHT - BOTTOM + 20, ticks[x]))
+    return _frame("".join(body), label)
+
+
+def stacked(columns: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
+    """One column per entry, parts in percent stacked from below; at most 24 columns are lettered."""
+    step = (WIDTH - LEFT - RIGHT) / max(1, len(columns))
+    every = -(-len(columns) // 24)
+    body = [_grid(100, " %")]
+    for number, (name, parts) in enumerate(columns):
+        x, y = LEFT + number * step, float(HEIGHT - BOTTOM)
+        for kind, share in parts.items():
+            tall = share / 100 * (HEIGHT - TOP - BOTTOM)
+            y -= tall
+            hint = f"<title>{html.escape(f'{name}: {kind} {share:.1f} %')}</title>"
+            body.append(
+                f'<rect x="{x + step * 0.08:.1f}" y="{y:.2f}" width="{step * 0.84:.1f}" height="{tall:.2f}" '
+                f'class="{html.escape(kind)}">{hint}</rect>'
+            )
+        if number % every == 0:
+            body.append(_text(x + step / 2, HEIGHT - BOTTOM + 20, name))
+    return _frame("".join(body), label)
+
+
+def dumbbells(rows: Sequence[tuple[str, float, float]], label: str, unit: str = " s") -> str:
+    """Per row a value with (filled) and one without (hollow), on a logarithmic axis, joined by a line."""
+    height = TOP + BOTTOM + 44 * len(rows)
+    values = [max(v, 1e-3) for _, a, b in rows for v in (a, b)]
+    low, high = int(log10(min(values)) - 1), int(log10(max(values)) + 1)
+    start = 110
+
+    def place(value: float) -> float:
+        across = (log10(max(value, 1e-3)) - low) / (high - low or 1)
+        return start + across * (WIDTH - start - RIGHT - 40)
+
+    body = []
+    for power in range(low, high + 1):
+        x = place(10.0**power)
+        body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="grid"/>')
+        body.append(_text(x, height - BOTTOM + 20, f"{10.0**power:g}{unit}"))
+    for number, (name, ours, without) in enumerate(rows):
+        y = TOP + 22 + 44 * number
+        a, b = place(ours), place(without)
+        body.append(_text(start - 14, y + 4, name, "end", "name"))
+        body.append(f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{y}" y2="{y}" class="span"/>')
+        body.append(f'<circle cx="{b:.1f}" cy="{y}" r="6" class="hollow"/>')
+        body.append(f'<circle cx="{a:.1f}" cy="{y}" r="6" class="dot"/>')
+        body.append(_text(a, y - 11, f"{ours:.2g}", kind="value"))
+        if abs(a - b) > 40:
+            body.append(_text(b, y - 11, f"{without:.2g}", kind="value"))
+    return _frame("".join(body), label, height)

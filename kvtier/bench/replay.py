@@ -1,0 +1,203 @@
+"""A trace replayed with real bytes: `kvtier.open` over G2, G3 and, if asked, G4, every byte checked.
+
+The wall clock is that of the trace, so retention means what it says while I/O takes the time it takes. KV is scaled:
+a block has `block_tokens` × `bytes_per_token` bytes that are a pure function of its key. A worker process serves
+requests; halfway it is killed (SIGKILL) and another goes on with the same directory, so what the second finds has
+been through the disk. G4's idle expiry goes by the server's clock, which the trace does not move.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.simulate import keys_of
+from kvtier.bench.traces import Trace
+from kvtier.block import BlockKey
+from kvtier.clock import SystemClock
+from kvtier.errors import CorruptError, KVTierError
+
+EPOCH_S = 1_800_000_000.0
+SILENCE_S_MAX = 120.0
+TOUCHES_PER_TTL = 5
+"""Uses reach the disk every two seconds of real time, which the trace's time outruns: so the replay flushes this often
+in the time of the trace, or blocks used in RAM would seem idle to the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Where and how large. `ttl` in seconds of the trace; `kill` replaces the worker halfway."""
+
+    folder: Path
+    ttl: float
+    bytes_per_token: int = 8
+    g2_bytes: int = 64 * 2**20
+    g3_bytes: int = 4 * 2**30
+    g4_url: str | None = None
+    policy: str = "auto"
+    kill: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request: blocks found per tier, and how long it took to have their bytes at hand."""
+
+    number: int
+    tiers: Mapping[str, int]
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A whole replay. `killed_at`: number of the first request of the second worker; -1 without."""
+
+    setup: Setup
+    served: tuple[Served, ...]
+    references: int
+    bytes_checked: int
+    killed_at: int
+    seconds: float
+    stats: Mapping[str, Any]
+
+    @property
+    def prefill_left_percent(self) -> float:
+        """References that no tier served."""
+        hits = sum(sum(one.tiers.values()) for one in self.served)
+        return 100 - 100 * hits / self.references
+
+    @property
+    def tier_percent(self) -> dict[str, float]:
+        """References served, by tier."""
+        total: Counter[str] = Counter()
+        for one in self.served:
+            total.update(one.tiers)
+        return {name: round(100 * count / self.references, 3) for name, count in sorted(total.items())}
+
+
+class TraceWallClock(SystemClock):
+    """Wall time of the trace; waits and deadlines in real time."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def wall(self) -> float:
+        return EPOCH_S + self.at
+
+
+def replay(trace: Trace, setup: Setup) -> Replayed:
+    """Serve every request of `trace`. Blocks for minutes; leaves its files in `setup.folder`.
+
+    Raises CorruptError on the first wrong byte, and KVTierError when a worker dies by itself.
+    """
+    began, total = time.perf_counter(), len(trace.requests)
+    served: list[Served] = []
+    stats: Mapping[str, Any] = {}
+    killed_at = -1
+    halves = [(0, total // 2), (total // 2, total)] if setup.kill else [(0, total)]
+    for start, stop in halves:
+        last_half = stop == total
+        for answer in _work(trace, setup, start, stop, kill=not last_half):
+            if isinstance(answer, Served):
+                served.append(answer)
+            else:
+                stats = answer
+        if not last_half:
+            killed_at = stop
+    checked = sum(sum(one.tiers.values()) for one in served) * trace.block_tokens * setup.bytes_per_token
+    spent = time.perf_counter() - began
+    return Replayed(setup, tuple(served), trace.references, checked, killed_at, spent, stats)
+
+
+def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> Iterator[Served | Mapping[str, Any]]:
+    """Run one worker over requests start … stop-1; with `kill`, end it with SIGKILL after its last answer."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=_serve, args=(trace, setup, start, stop, kill, theirs), daemon=True)
+    worker.start()
+    theirs.close()
+    try:
+        while True:
+            if not ours.poll(SILENCE_S_MAX):
+                raise KVTierError(f"the replay's worker said nothing for {SILENCE_S_MAX:g} s")
+            try:
+                answer = ours.recv()
+            except EOFError:
+                raise KVTierError(f"the replay's worker died with exit status {worker.exitcode}") from None
+            if answer is None:
+                return
+            if isinstance(answer, str):
+                raise CorruptError(answer)
+            yield answer
+    finally:
+        if worker.is_alive() and not kill:
+            worker.join(SILENCE_S_MAX)
+        worker.kill()
+        worker.join()
+        ours.close()
+
+
+def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: Connection) -> None:
+    """The worker: answers per request, then its statistics, then None. With `kill` it waits there for its end."""
+    import kvtier
+
+    clock, names = TraceWallClock(), keys_of(trace)
+    block_bytes = trace.block_tokens * setup.bytes_per_token
+    namespace = kvtier.Namespace(
+        model="replay", weights="replay:1", dtype="uint8", layout="flat",
+        block_tokens=trace.block_tokens, block_bytes=block_bytes,
+    )  # fmt: skip
+    with kvtier.open(_config(setup), namespace, clock=clock) as cache:
+        flushed_at = trace.requests[start].at if start < stop else 0.0
+        for number, request in islice(enumerate(trace.requests), start, stop):
+            if request.at - flushed_at > setup.ttl / TOUCHES_PER_TTL:
+                cache.flush()
+                flushed_at = request.at
+            clock.at = request.at
+            chain = [names[block] for block in request.blocks]
+            try:
+                out.send(_one(cache, number, chain, block_bytes))
+            except CorruptError as wrong:
+                out.send(str(wrong))
+                return
+        out.send(cache.stats())
+        if kill:
+            out.send(None)
+            time.sleep(SILENCE_S_MAX)
+        cache.flush()
+    out.send(None)
+
+
+def _one(cache: Any, number: int, chain: Sequence[BlockKey], block_bytes: int) -> Served:
+    from kvtier.testing import payload_of
+
+    began = time.perf_counter()
+    with cache.get(chain) as hit:
+        load_s = time.perf_counter() - began
+        for key, block in zip(chain, hit.blocks, strict=False):
+            if block != payload_of(key, block_bytes):
+                raise CorruptError(f"request {number}: block {key.hex()[-8:]} has other bytes than were stored")
+        tiers = Counter(hit.tiers)
+        found = len(hit)
+    if found < len(chain):
+        cache.put(chain, [payload_of(key, block_bytes) for key in chain[found:]], start=found)
+    return Served(number, dict(tiers), load_s)
+
+
+def _config(setup: Setup) -> Any:
+    import kvtier
+
+    tiers: dict[str, Any] = {
+        "g2": {"capacity": setup.g2_bytes},
+        "g3": {"path": str(setup.folder / "g3"), "capacity": setup.g3_bytes},
+    }
+    if setup.g4_url is not None:
+        tiers["g4"] = {"url": setup.g4_url}
+    retention = {"default": "replayed", "classes": {"replayed": {"ttl": f"{int(setup.ttl)}s"}}}
+    return kvtier.Config.parse({"version": 1, "tiers": tiers, "policy": setup.policy, "retention": retention})

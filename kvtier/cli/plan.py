@@ -1,0 +1,83 @@
+"""`kvtier plan`: which tier sizes reach which hit rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.bench.capacity import CapacityPlan, Rates, plan_capacity
+from kvtier.bench.shapes import Shape, shape_of
+from kvtier.bench.traces import load_trace
+from kvtier.bench.worth import Assumptions
+from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.errors import InvalidRequest
+from kvtier.terms import parse_duration
+
+BAR = 24
+
+
+def plan(
+    trace: Annotated[Path | None, typer.Option(help="A trace, as for `kvtier bench retention`.")] = None,
+    sessions_per_hour: Annotated[float | None, typer.Option(help="Instead of a trace: sessions that start.")] = None,
+    turns: Annotated[int, typer.Option(help="Requests of a session.")] = 10,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of its first request.")] = 2000,
+    shared_tokens: Annotated[int, typer.Option(help="Of these, equal in all sessions.")] = 1000,
+    turn_tokens: Annotated[int, typer.Option(help="Tokens by which each request is longer.")] = 800,
+    pause: Annotated[str, typer.Option(help="Mean pause between requests of a session.")] = "2m",
+    model: Annotated[
+        str, typer.Option(help="Model shape: llama-3.1-8b, llama-3.1-70b or deepseek-v3.")
+    ] = "llama-3.1-8b",
+    bytes_per_token: Annotated[int | None, typer.Option(help="KV bytes per token, instead of the shape's.")] = None,
+    prefill_rate: Annotated[float | None, typer.Option(help="Tokens/s that a GPU prefills.")] = None,
+    gpu_hour: Annotated[float, typer.Option(help="$ per GPU-hour.")] = 3.0,
+    ttl: Annotated[str, typer.Option(help="Retention.")] = "24h",
+    budget: Annotated[float | None, typer.Option(help="$ per month for G3 at most.")] = None,
+    json: Json = False,
+) -> None:
+    """Say which sizes of RAM and SSD serve how much of a workload, and which are worth their price."""
+    if (trace is None) == (sessions_per_hour is None):
+        raise InvalidRequest("give --trace FILE or --sessions-per-hour N")
+    began = time.perf_counter()
+    if trace is not None:
+        loaded = load_trace(trace)
+    else:
+        rates = Rates(sessions_per_hour or 0, turns, prompt_tokens, shared_tokens, turn_tokens, parse_duration(pause))
+        loaded = rates.trace()
+    known = shape_of(model)
+    shape = Shape(model, bytes_per_token or known.bytes_per_token, prefill_rate or known.prefill_tokens_s)
+    made = plan_capacity(loaded, Assumptions(shape, gpu_hour), parse_duration(ttl), budget)
+    spent = round(time.perf_counter() - began, 2)
+    if json:
+        write_json(
+            {"trace": loaded.name, "shape": dataclasses.asdict(shape), **dataclasses.asdict(made), "seconds": spent}
+        )
+        return
+    _print(loaded.name, shape, made, spent)
+
+
+def _print(name: str, shape: Shape, made: CapacityPlan, seconds: float) -> None:
+    out = console()
+    out.print(
+        f"{name}, {shape.name} at {shape.bytes_per_token:,} bytes per token: all of it is {made.footprint_gb:,} GB; "
+        f"{made.reachable_percent} % of block references could be served at all."
+    )
+    rows = [
+        (f"{p.size_gb:,.0f}" if p.size_gb >= 10 else f"{p.size_gb:g}", p.hit_percent, p.prefill_left_percent,
+         p.gpu_hours_per_day, "█" * round(BAR * p.hit_percent / 100))
+        for p in made.curve[:: max(1, len(made.curve) // 16)]
+    ]  # fmt: skip
+    write_table(["GB", "hit %", "prefill left %", "GPU h/day", ""], rows)
+    for share, size in made.targets.items():
+        out.print(f"{share} of what can be served: {size:,} GB")
+    out.print(f"Advice: G2 {made.sizes_gb['g2']:,} GB, G3 {made.sizes_gb['g3']:,} GB: {made.hit_percent} % served.")
+    for reason in made.reasons:
+        out.print(f"  {reason}")
+    cost = made.cost
+    out.print(
+        f"Per month: GPU {cost['gpu_nothing_kept']:,} $ with nothing kept, {cost['gpu_left']:,} $ so; "
+        f"G2 {cost['g2']:,} $, G3 {cost['g3']:,} $ (prices are assumptions; {seconds} s)"
+    )

@@ -1,0 +1,136 @@
+"""Figures of the report and the planner, against the simulator and by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from kvtier.bench.capacity import Rates, plan_capacity
+from kvtier.bench.charts import dumbbells, line, nice, stacked
+from kvtier.bench.curves import CapacityCurve, Reuse
+from kvtier.bench.report import render, write_report
+from kvtier.bench.shapes import SHAPES, Shape, shape_of
+from kvtier.bench.simulate import Level, simulate_stack
+from kvtier.bench.traces import Trace
+from kvtier.bench.worth import Assumptions, Store, appraise
+from kvtier.cli import main
+from kvtier.errors import InvalidRequest
+
+GIVEN = Assumptions(Shape("toy", 100, 1000.0))
+BLOCK = 16 * 100
+
+
+def stores(*blocks: int) -> list[Store]:
+    return [Store(f"g{n}", count * BLOCK, 10.0, 0.1) for n, count in enumerate(blocks, 1)]
+
+
+def test_shapes_are_the_published_ones() -> None:
+    assert {name: shape.bytes_per_token for name, shape in SHAPES.items()} == {
+        "llama-3.1-8b": 131_072, "llama-3.1-70b": 327_680, "deepseek-v3": 70_272,
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest, match=r"known: llama-3\.1-8b"):
+        shape_of("gpt")
+
+
+def test_the_split_and_the_writes_are_the_simulators(made: Callable[..., Trace]) -> None:
+    trace = made(1)
+    worth = appraise(trace, Reuse(trace), stores(100, 200, 400), GIVEN)
+    split = simulate_stack(trace, "lru", [Level("g1", 100), Level("g2", 200), Level("g3", 400)])
+    assert worth.percent == pytest.approx(dict(split.hit_percent))
+    assert worth.ssd["written_gb"] == pytest.approx(split.written["g3"] * BLOCK / 1e9)
+    for hour in worth.hours:
+        assert 0 <= sum(hour[name] for name in ("g1", "g2", "g3")) <= 100 + 1e-9
+    total = sum(hour["references"] for hour in worth.hours)
+    assert total == trace.references
+
+
+def test_break_even_is_bytes_per_token_times_prefill_rate(made: Callable[..., Trace]) -> None:
+    trace = made(1, requests=60)
+    worth = appraise(trace, Reuse(trace), stores(10), Assumptions(shape_of("llama-3.1-8b")))
+    assert worth.break_even[0]["needed_gb_s"] == pytest.approx(1.31072)
+    assert not worth.ssd  # no G3 in this stack
+
+
+def test_a_larger_stack_never_waits_longer(made: Callable[..., Trace]) -> None:
+    trace = made(2)
+    worth = appraise(trace, Reuse(trace), stores(50, 300, trace.unique), GIVEN)
+    assert sum(gap["requests"] for gap in worth.gaps) <= len(trace.requests)
+    for gap in worth.gaps:
+        assert gap["ttft_p50_s"] <= gap["without_p50_s"] and gap["ttft_p90_s"] <= gap["without_p90_s"]
+    assert worth.cost["gpu_with"] <= worth.cost["gpu_without"]
+
+
+def test_the_page_stands_alone_and_shows_names_as_text(made: Callable[..., Trace], tmp_path: Path) -> None:
+    trace = replace(made(3), name="<script>alert(1)</script>")
+    worth = appraise(trace, Reuse(trace), stores(50, 300, 900), GIVEN)
+    page = render(worth, {"command": "kvtier bench retention", "commit": "abc", "date": "2026-01-01"})
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"(src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)", page)
+    assert "prefers-color-scheme: dark" in page
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(svg)  # well-formed
+    assert page.count("<svg") == 3
+    written = write_report(tmp_path / "r.html", worth, {})
+    assert all(path.stat().st_size > 1000 for path in written) and len(written) == 4
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written[1:])
+
+
+def test_charts_cope_with_little() -> None:
+    for svg in (
+        line([(60.0, 5.0), (600.0, 3.0)], {60.0: "1m"}, "a"),
+        line([(60.0, 0.0), (60.0, 0.0)], {}, "flat"),
+        stacked([("0", {"g1": 0.0, "left": 100.0})], "b"),
+        stacked([], "none"),
+        dumbbells([("x", 0.5, 0.5)], "c"),
+    ):
+        ElementTree.fromstring(svg)
+    assert [nice(x) for x in (0, 0.3, 1, 3.9, 20.4, 96)] == [1.0, 0.4, 1, 4, 40, 100]
+
+
+def test_the_planner_agrees_with_the_curve(made: Callable[..., Trace]) -> None:
+    trace = made(4)
+    plan = plan_capacity(trace, GIVEN, ttl=float("inf"))
+    percents = [point.hit_percent for point in plan.curve]
+    assert percents == sorted(percents)
+    assert plan.curve[-1].hit_percent == pytest.approx(CapacityCurve(trace).percent(trace.unique), abs=1e-3)
+    assert plan.reachable_percent == plan.curve[-1].hit_percent
+    sizes = list(plan.targets.values())
+    assert sizes == sorted(sizes) and plan.sizes_gb["g2"] <= plan.sizes_gb["g3"]
+    shorter = plan_capacity(trace, GIVEN, ttl=30.0)
+    assert shorter.reachable_percent < plan.reachable_percent
+
+
+def test_a_budget_bounds_the_ssd(made: Callable[..., Trace]) -> None:
+    trace = made(5)
+    given = Assumptions(Shape("large", 10_000_000, 1000.0))
+    free, bound = (plan_capacity(trace, given, float("inf"), budget) for budget in (None, 5.0))
+    assert bound.cost["g3"] <= 5.0 < free.cost["g3"]
+    with pytest.raises(InvalidRequest, match="buys not one block"):
+        plan_capacity(trace, given, float("inf"), budget=0.001)
+
+
+def test_rates_make_a_trace() -> None:
+    trace = Rates(sessions_per_hour=20, turns=4, hours=2.0).trace(block_tokens=512)
+    assert trace == Rates(sessions_per_hour=20, turns=4, hours=2.0).trace(block_tokens=512)
+    assert len(trace.requests) == 40 * 4
+    assert {r.blocks[0] for r in trace.requests} == {0}  # what all sessions share
+    with pytest.raises(InvalidRequest, match="positive"):
+        Rates(sessions_per_hour=0).trace()
+
+
+def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "--sessions-per-hour", "5", "--turns", "3", "--json"])
+    assert not done.value.code
+    made = json.loads(capsys.readouterr().out)
+    assert made["sizes_gb"]["g3"] > 0 and made["curve"] and made["seconds"] < 60
+    with pytest.raises(SystemExit) as done:
+        main(["plan"])
+    assert done.value.code == 2
+    assert "--trace FILE or --sessions-per-hour" in capsys.readouterr().err
