@@ -124,7 +124,7 @@ class Reuse:
         import numpy as np
 
         reach = np.clip(blocks - self.distance, 0, self.count) * (self.gap <= ttl)
-        return np.bincount(self.request, weights=reach, minlength=self.requests)
+        return np.bincount(self.request, weights=reach, minlength=self.requests).astype(np.float64)
 
 
 class TtlCurve:
