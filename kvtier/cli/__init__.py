@@ -29,6 +29,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command("demo", "kvtier.cli.demo:demo", "Show four tiers on a real model, over two processes."),
     Command("config check", "kvtier.cli.config:check", "Say whether a configuration is right."),
     Command("config show", "kvtier.cli.config:show", "Print a configuration with all defaults, secrets hidden."),
     Command("config schema", "kvtier.cli.config:schema", "Print every key, what it takes and what it means."),

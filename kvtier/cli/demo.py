@@ -1,0 +1,126 @@
+"""`kvtier demo`: the four tiers on a real model, twice."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.demo.job import TIERS, Job
+from kvtier.demo.stage import Act, perform, result, turns_in
+from kvtier.errors import ConfigError
+
+Model = Annotated[
+    Path | None, typer.Option("--model", metavar="PATH", help="A checkpoint instead of a small random Llama.")
+]
+Bucket = Annotated[
+    str | None, typer.Option("--g4", metavar="URL", help="G4, such as s3://bucket/prefix, instead of a directory.")
+]
+Endpoint = Annotated[str | None, typer.Option("--g4-endpoint", metavar="URL", help="Endpoint of an S3 server.")]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Where to work; by default a temporary directory.")]
+
+
+def demo(
+    model: Model = None, g4: Bucket = None, g4_endpoint: Endpoint = None, folder: Folder = None, json: Json = False
+) -> None:
+    """Replay conversations through four tiers, end the process, start another, compare bytes and tokens."""
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the demo runs a model and needs {' and '.join(missing)}: pip install 'kvtier[transformers]'"
+        )
+    with ExitStack() as stack:
+        parent = _parent(folder)
+        work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=parent))
+        job = Job(
+            folder=work,
+            g4=f"{g4.rstrip('/')}/kvtier-demo-{uuid.uuid4().hex[:12]}" if g4 else f"file://{work}/g4",
+            g4_options={"endpoint_url": g4_endpoint} if g4_endpoint else {},
+            model=str(model.absolute()) if model else None,
+        )
+        first, second = _watched(job)
+    outcome = result(first, second)
+    if json:
+        write_json(outcome)
+    else:
+        _show(first, second)
+    acts = (first, second)
+    if not all(act.bytes_identical and act.tokens_identical for act in acts):
+        raise typer.Exit(1)
+
+
+def _parent(folder: Path | None) -> Path | None:
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--folder {folder}: {error.strerror}") from None
+    return folder
+
+
+def _watched(job: Job) -> tuple[Act, Act]:
+    """Both processes, with a progress bar on standard error where somebody can see it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task("loading the model", total=turns_in([job, replace(job, resume=True)]))
+
+        def watch(name: str, turn: Mapping[str, Any]) -> None:
+            progress.update(task, advance=1, description=f"{name} process: {turn['conversation']}")
+
+        return perform(job, watch)
+
+
+def _show(first: Act, second: Act) -> None:
+    out = console()
+    for title, act in (("First process", first), ("Second process, same store", second)):
+        columns = ["turn", "prompt", *TIERS, "computed", "saved", "first token", "recomputed", "bytes", "tokens"]
+        write_table(columns, [_row(turn, act.end["gap"]) for turn in act.turns], title=title)
+        out.print(_verdict(act) + "\n")
+
+
+def _row(turn: Mapping[str, Any], tolerance: float) -> list[object]:
+    served = turn["served"]
+    computed = served.get("recomputed", 0)
+    return [
+        turn["conversation"],
+        turn["prompt_tokens"],
+        *(served.get(tier, 0) for tier in TIERS),
+        computed,
+        f"{1 - computed / turn['prompt_tokens']:.0%}",
+        f"{turn['ttft_hit_ms']:.0f} ms",
+        f"{turn['ttft_recompute_ms']:.0f} ms",
+        ("same" if turn["bytes_same"] else "DIFFER") if turn["blocks_restored"] else "-",
+        "same" if turn["tokens_same"] and turn["gap"] < tolerance else "DIFFER",
+    ]
+
+
+def _verdict(act: Act) -> str:
+    summary = act.summary()
+    served, ttft, checks = summary["served_tokens"], summary["ttft_ms"], summary["checks"]
+    total = sum(served.values())
+    same = {True: "identical", False: "NOT identical"}
+    said = [
+        f"{total - served['recomputed']:,} of {total:,} prompt tokens were not computed",
+        f"{checks['blocks_compared']:,} blocks restored, bytes {same[act.bytes_identical]}",
+        f"tokens {same[act.tokens_identical]}",
+    ]
+    if ttft["hit"] is not None:
+        said.append(f"first token after {ttft['hit']:.0f} ms, recomputed {ttft['recompute']:.0f} ms (medians)")
+    if checks["turns_parting_from_prefill"]:
+        said.append(
+            f"{checks['turns_parting_from_prefill']} turns part from a full prefill at a near-tie (gap at most "
+            f"{checks['largest_gap']:.2g}, tolerance {checks['gap_tolerance']:g})"
+        )
+    return "; ".join(said) + "."

@@ -1,0 +1,46 @@
+"""What one process of the demo is to do, and what it reports of a turn: values that travel as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TIERS = ("g1", "g2", "g3", "g4")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`folder` holds G3, the reference and the prompts; `g4` is a URL with a prefix of its own.
+
+    The first process follows the script; the second takes up its last turns again (`resume`).
+    """
+
+    folder: str
+    g4: str
+    g4_options: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    resume: bool = False
+    conversations: int = 4
+    turns: int = 4
+    new_tokens: int = 16
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn: where its prompt's tokens came from, how long the first token took, what the comparisons said.
+
+    `tokens_same`: as after an in-memory hit at the same boundary. `gap`: 0.0 if also as after a full prefill, else
+    how close the two best logits were where they part.
+    """
+
+    conversation: str
+    prompt_tokens: int
+    served: dict[str, int]
+    ttft_hit_ms: float
+    ttft_recompute_ms: float
+    blocks_restored: int
+    bytes_same: bool
+    tokens_same: bool
+    gap: float

@@ -1,0 +1,72 @@
+"""Who says what, and in which order: the conversations shipped in kvtier/data, and the turns of both processes.
+
+The order gives every tier something to do. Conversations open in pairs of turns, so that the second finds the first
+in G1; all come back once; then they come back in reverse, so that each has been idle for longer than the one before,
+and lies deeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from kvtier.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A name and what the user says, turn by turn."""
+
+    name: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The text before every conversation, and the conversations."""
+
+    system: str
+    conversations: tuple[Conversation, ...]
+
+
+def read() -> Script:
+    """The script in the package. Reads one file."""
+    return parse(files("kvtier").joinpath("data/conversations.txt").read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Script:
+    """Sections `== name`, paragraphs between blank lines; the first section is `== system`. Raises FormatError."""
+    sections = []
+    for part in text.split("== ")[1:]:
+        name, _, body = part.partition("\n")
+        turns = tuple(" ".join(paragraph.split()) for paragraph in body.split("\n\n") if paragraph.strip())
+        sections.append(Conversation(name.strip(), turns))
+    if not sections or sections[0].name != "system" or len(sections) < 2 or not all(s.turns for s in sections):
+        raise FormatError("a script begins with '== system' and has a conversation after it, each with its paragraphs")
+    return Script(" ".join(sections[0].turns), tuple(sections[1:]))
+
+
+def order(conversations: int, turns: int) -> list[int]:
+    """Which conversation speaks next, in the first process; each `turns` times. Pure."""
+    everyone = range(conversations)
+    out = [number for number in everyone for _ in range(min(2, turns))]
+    for turn in range(2, turns):
+        out += everyone if turn % 2 == 0 else reversed(everyone)
+    return out
+
+
+def user(text: str) -> str:
+    """A user's turn as the model reads it."""
+    return f"\n\nSkipper: {text}\n\nClerk: "
+
+
+def prompt_bytes_max(script: Script) -> int:
+    """Bytes of the longest conversation's last prompt, without the replies. Pure."""
+    return len(script.system) + max(sum(len(user(t)) for t in c.turns) for c in script.conversations)
+
+
+def shortened(script: Script, conversations: int, turns: int) -> Script:
+    """The first `conversations` of it, `turns` turns each. Pure."""
+    kept: Sequence[Conversation] = script.conversations[:conversations]
+    return Script(script.system, tuple(Conversation(c.name, c.turns[:turns]) for c in kept))
