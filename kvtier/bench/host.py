@@ -25,7 +25,7 @@ _PROMPTS = 3
 
 
 def measure(block_bytes: int, blocks: int = 64, rounds: int = 9) -> dict[str, dict[str, float]]:
-    """Bytes per second of copy, put and get, interleaved. Needs RAM for 4 prompts of `blocks` blocks."""
+    """Bytes per second of copy, put and get, interleaved, and ratios. Needs RAM for 4 prompts of `blocks` blocks."""
     namespace = Namespace("bench/model", "bench:1", "bfloat16", "L2HND", 16, block_bytes)
     source: list[Any] = [np.random.default_rng(i).integers(0, 255, block_bytes, np.uint8) for i in range(blocks)]
     target = [np.empty_like(block) for block in source]
@@ -39,12 +39,14 @@ def measure(block_bytes: int, blocks: int = 64, rounds: int = 9) -> dict[str, di
         for chain in chains:
             cache.put(chain, source)
         subjects: dict[str, Callable[[], float]] = {
-            "copy_in": lambda: _speed(lambda: _copy(target, source), block_bytes * blocks),
+            "copy_put": lambda: _speed(lambda: _copy(target, source), block_bytes * blocks),
             "put": lambda: _speed(lambda: _put(cache, chains, source), block_bytes * blocks),
-            "copy_out": lambda: _speed(lambda: _copy(target, source), block_bytes * blocks),
+            "copy_get": lambda: _speed(lambda: _copy(target, source), block_bytes * blocks),
             "get": lambda: _speed(lambda: _get(cache, chains, target), block_bytes * blocks),
         }
         figures = interleaved(rounds, subjects)
+    for verb in ("put", "get"):  # round by round: both halves of a ratio had the same neighbours
+        figures[f"{verb}_ratio"] = [a / b for a, b in zip(figures[verb], figures[f"copy_{verb}"], strict=True)]
     return {name: summary(values) for name, values in figures.items()}
 
 

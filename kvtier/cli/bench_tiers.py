@@ -16,8 +16,9 @@ from kvtier.bench.record import record, save
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.units import parse_size
 
-Tier = Annotated[str, typer.Option("--tier", help="g3: local disk; g4: object storage.")]
+Tier = Annotated[str, typer.Option("--tier", help="g2: host RAM; g3: local disk; g4: object storage.")]
 File = Annotated[
     Path | None, typer.Option("--config", help="Measure on its tiers; default: a server started on loopback.")
 ]
@@ -27,7 +28,7 @@ PutPrice = Annotated[float, typer.Option("--put-price", help="Dollars per 1,000 
 GetPrice = Annotated[float, typer.Option("--get-price", help="Dollars per 1,000 GET requests.")]
 Folder = Annotated[Path, typer.Option("--path", help="g3: a directory on the disk to measure.")]
 Size = Annotated[str, typer.Option("--size", help="g3: bytes per pass; twice that must be free.")]
-Blocks = Annotated[list[str], typer.Option("--block", help="g3: block size; may be given several times.")]
+Blocks = Annotated[list[str], typer.Option("--block", help="g2, g3: block size; may be given several times.")]
 Restart = Annotated[bool, typer.Option("--restart", help="g3: also open a store of a million blocks.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 
@@ -44,8 +45,11 @@ def tiers(
 
         _deliver("tiers_g3", disk_results(path, size, block, rounds, restart), show_disk, folder, as_json=json)
         return
+    if tier == "g2":
+        _deliver("tiers_g2", _host(block, rounds), _show_host, folder, as_json=json)
+        return
     if tier != "g4":
-        raise ConfigError(f"--tier is {tier!r}: this command measures g3 and g4")
+        raise ConfigError(f"--tier is {tier!r}: this command measures g2, g3 and g4")
     entry = record("tiers_g4", ["kvtier", *sys.argv[1:]], _objects(config, rounds, units, put_price, get_price))
     if folder is not None:
         save(entry, folder)
@@ -83,6 +87,25 @@ def _deliver(
         write_json(entry)
     else:
         show(results)
+
+
+def _host(blocks: list[str], rounds: int) -> dict[str, Any]:
+    from kvtier.bench import host
+
+    return {
+        "load_average_before": os.getloadavg(),
+        "target_ratio": host.TARGET_RATIO,
+        "blocks": {text: host.measure(parse_size(text), rounds=rounds) for text in blocks},
+    }
+
+
+def _show_host(results: dict[str, Any]) -> None:
+    rows = [
+        [text, verb, _two(f[verb]["median"] / 1e9), _two(f[f"copy_{verb}"]["median"] / 1e9), _two(f[ratio]["median"])]
+        for text, f in results["blocks"].items()
+        for verb, ratio in (("put", "put_ratio"), ("get", "get_ratio"))
+    ]
+    write_table(["block", "", "GB/s", "plain copy", f"ratio (≥ {results['target_ratio']})"], rows, title="G2")
 
 
 def _two(figure: float) -> float:
