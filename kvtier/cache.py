@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier import hashing
 from kvtier.arena import Arena
-from kvtier.block import BlockKey, check_keys, scope_of
+from kvtier.block import BlockKey, Scope, check_keys, scope_of
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
@@ -206,13 +206,17 @@ class _Face:
             raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
         return self._clock.monotonic() + (default if timeout is None else timeout)
 
-    def chain_hashes(self, tokens: Any, salt: str | bytes | None = None) -> list[bytes]:
-        """Keys of `tokens` in this cache's namespace, under its scope secret. Pure."""
-        return chain_hashes(tokens, self.namespace, salt, secret=self._secret)
+    def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: str | None = None) -> list[bytes]:
+        """Keys of `tokens` in this cache's namespace, under its scope secret; in a scope of its own if `retention` is
+        an isolated class, so that other classes neither find its blocks nor carry them to disk. Pure."""
+        terms = self._terms(retention)
+        scope = scope_of(salt, isolated=terms.name if terms.isolate else "", secret=self._secret)
+        return _keys(tokens, self.namespace, scope)
 
     async def _purge(self, salt: str | bytes | None) -> int:
-        # Keys may have been made without the secret (`kvtier.chain_hashes`): a purge means those too.
-        scopes = {scope_of(salt, secret=self._secret), scope_of(salt)}
+        # Keys may have been made without the secret (`kvtier.chain_hashes`), or for an isolated class.
+        classes = ["", *(terms.name for terms in self._classes if terms.isolate)]
+        scopes = {scope_of(salt, isolated=name, secret=secret) for name in classes for secret in (self._secret, b"")}
         return sum([await self.manager.purge(scope) for scope in scopes])
 
     def _tier_name(self, tier: str) -> str:
@@ -453,7 +457,10 @@ def chain_hashes(
     `tokens`: integers, as a sequence, array('I') or NumPy array. Keys of different salts share nothing. Where the
     configuration sets a scope secret, use `Cache.chain_hashes`, which applies it. Pure.
     """
-    scope = scope_of(salt, secret=secret)
+    return _keys(tokens, namespace, scope_of(salt, secret=secret))
+
+
+def _keys(tokens: Any, namespace: Namespace, scope: Scope) -> list[bytes]:
     root = hashing.chain_root(namespace.digest, scope)
     return [scope + digest for digest in hashing.chain_hashes(root, tokens, namespace.block_tokens)]
 

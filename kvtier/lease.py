@@ -17,7 +17,8 @@ class Lease:
 
     `slots[i]` holds block i of what was asked for; `tiers[i]` is where it was found ("g2", or below it).
     `miss` says why the chain is not served further; None if all of it is. While the lease lasts the bytes stay where
-    and what they are. Releasing twice does nothing; a lease that is forgotten is released with its last reference.
+    and what they are. Releasing twice does nothing; a lease that is forgotten is released some time after its
+    last reference.
     """
 
     def __init__(
@@ -26,12 +27,16 @@ class Lease:
         tiers: Sequence[str],
         miss: Miss | None,
         release: Callable[[Sequence[Hold]], None],
+        forget: Callable[[Sequence[Hold]], None],
     ) -> None:
+        """`forget` takes the pins of a lease that the garbage collector found: it must not lock, since that may
+        happen in the middle of anything."""
         self.slots = [slot for slot, _ in holds]
         self.tiers = list(tiers)
         self.miss = miss
         self._holds = list(holds)
         self._release = release
+        self._forget = forget
 
     def __len__(self) -> int:
         return len(self.tiers)
@@ -49,4 +54,5 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        self.release()
+        if self._holds:
+            self._forget(self._holds)

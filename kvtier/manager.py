@@ -81,6 +81,7 @@ class Manager:
         self._clock = clock
         self._settings = settings or Settings()
         self._touched: dict[BlockKey, float] = {}
+        self._forgotten: deque[Sequence[Hold]] = deque()  # pins of leases that nobody released
         self._room: deque[asyncio.Future[None]] = deque()
         self.room_told = 0  # times that room may have appeared: read it before looking, give it to `wait_room`
         self._tasks: list[asyncio.Task[None]] = []
@@ -163,7 +164,7 @@ class Manager:
                 holds.append((slot, slot.generation))
             self.host.reference(chain, start + len(holds), self._clock.monotonic())
             self._note_use(chain[: start + len(holds)], now)
-        return Lease(holds, [self.host.name] * len(holds), miss, self.release)
+        return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._forgotten.append)
 
     async def match(self, chain: Sequence[BlockKey], deadline: float | None = None) -> int:
         """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
@@ -227,7 +228,7 @@ class Manager:
         with self.lock:
             self._note_use(chain[:hit], now)
         self._sink(chain, where, loaded)
-        return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release)
+        return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release, self._forgotten.append)
 
     def computed(self, blocks: int, seconds: float) -> None:
         """The engine computed this many blocks in this time: the estimate that loading is weighed against."""
@@ -265,6 +266,10 @@ class Manager:
                 self.host.unpin(slot, generation)
         self._tell_room()
 
+    def _release_forgotten(self) -> None:
+        while self._forgotten:
+            self.release(self._forgotten.popleft())
+
     def _note_use(self, keys: Sequence[BlockKey], now: float) -> None:
         """Remember uses for the lower tiers. Under the lock."""
         if self.lower and len(self._touched) < self._settings.touched_max:
@@ -290,6 +295,7 @@ class Manager:
         are being filled by somebody else. The caller copies, then commits or aborts each slot.
         """
         self._usable()
+        self._release_forgotten()
         now = self._clock.wall()
         life = Lifetime.of(terms, now)
         ends = life.ends(Depth.G2)
@@ -431,6 +437,7 @@ class Manager:
         waited_s = 0.0
         while True:
             await asyncio.sleep(self._settings.housekeeping_s)
+            self._release_forgotten()
             self._flush_touches()
             with self.lock:
                 self.host.learn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -364,4 +365,34 @@ def test_a_load_under_way_does_not_undo_a_purge() -> None:
         cache.purge()
         time.sleep(0.4)
         assert cache.match(keys) == 0
+        cache.check()
+
+
+def test_an_isolated_class_shares_with_nobody(stack: Stack) -> None:
+    """Blocks of `in_memory` are not found by other classes, and do not reach the disk through their terms."""
+    private = stack.cache.chain_hashes(range(64), retention="in_memory")
+    common = stack.cache.chain_hashes(range(64))
+    assert common == kvtier.chain_hashes(range(64), NS)
+    put(stack.cache, private, retention="in_memory")
+    assert stack.cache.match(common) == 0
+    put(stack.cache, common, retention="24h")
+    assert stack.cache.flush().durable["g3"] == 4
+    assert {name[32:] for name in stack.g3.entries} == set(common)
+    assert stack.cache.purge() == 4 + 4 + 4 + 4
+    assert stack.cache.match(private) == 0
+
+
+def test_a_forgotten_hit_does_not_hold_its_blocks_for_ever() -> None:
+    """Nor does its collection lock anything: it may happen inside any critical section."""
+    with kvtier.open(config(8), NS) as cache:
+        keys = list(chain_of(NS, 8))
+        put(cache, keys)
+        hit = cache.get(keys)
+        cycle = [hit]
+        cycle.append(cycle)  # only the garbage collector finds it
+        del hit, cycle
+        with cache.manager.lock:
+            gc.collect()
+        other = list(chain_of(NS, 8, seed=1))
+        assert put(cache, other) == 8
         cache.check()
