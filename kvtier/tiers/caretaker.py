@@ -169,7 +169,8 @@ class Caretaker:
             if len(getattr(local, "buffer", b"")) < padded:
                 local.buffer = mmap.mmap(-1, padded)
             view = memoryview(local.buffer)[:padded]
-            self._store.slab.read(entry.segment, entry.slot * padded, [view])
+            with self._store.moving():
+                self._store.slab.read(entry.segment, entry.slot * padded, [view])
             if not integrity.matches(entry.digest, [view[: entry.length]]):
                 raise CorruptError("the payload does not match its digest")
             return entry.length

@@ -157,8 +157,9 @@ class DiskTier:
             pending = [block for block in blocks if block.result is None]
             if not pending:
                 break
-            self._resolve(store, pending)
-            await self._fetch(store, [block for block in pending if block.result is None], deadline)
+            with store.moving():
+                self._resolve(store, pending)
+                await self._fetch(store, [block for block in pending if block.result is None], deadline)
             await self._judge(store, [block for block in pending if block.suspect], deadline, last=attempt == 1)
         return [block.result if block.result is not None else Miss.RACED for block in blocks]
 
@@ -250,7 +251,7 @@ class DiskTier:
         for block in blocks:
             if sum(map(len, block.pieces)) != self.block_bytes:
                 raise TierError("g3", "write", f"a block has {self.block_bytes} bytes")
-        with store.writing():
+        with store.moving():
             try:
                 return await self._write(store, blocks, deadline)
             except TierTimeout:

@@ -52,16 +52,20 @@ _open_lock = threading.Lock()
 class Store:
     """Made by `attach`, given back by `release`. Thread-safe."""
 
-    def __init__(self, parts: Sequence[Path], lock: DirectoryLock, index: Index, owner: Owner, calls: Calls) -> None:
+    def __init__(
+        self, parts: Sequence[Path], lock: DirectoryLock, index: Index, owner: Owner, calls: Calls, slot_bytes: int = 0
+    ) -> None:
         self.parts = list(parts)
         self.owner = owner
         self.geometry = index.geometry()
         self.lanes = Lanes(THREADS, WRITERS_MAX, "kvtier-g3-io")
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
         self.users = 0
+        self._slot_bytes = slot_bytes or self.geometry.segment_bytes  # of whoever came first; a new index is cut for it
         self._tends = True  # whether the writer thread cleans up and reopens by itself
         self._lock = lock
         self._index: Index | None = index
+        self._stale: Index | None = None
         self._calls = calls
         self._state = threading.Lock()
         self._quarantine: str | None = None
@@ -70,7 +74,7 @@ class Store:
         self._probe_wait_s = PROBE_FIRST_S
         self._reclaim_at = 0.0
         self._grow_at = 0.0
-        self._writing = 0
+        self._moving = 0
         self._touches: dict[bytes, list[float]] = {}
         self._returned: list[Reservation] = []
         self._ahead: list[Reservation] = []
@@ -172,7 +176,7 @@ class Store:
                 index.close()
                 log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
                 index = open_index(parts, capacity, slot_bytes, owner, alone=True)
-            store = cls(parts, lock, index, owner, calls)
+            store = cls(parts, lock, index, owner, calls, slot_bytes)
             if alone:
                 store._resize(index, capacity)
                 lock.share()
@@ -225,7 +229,7 @@ class Store:
         self.lanes.stop()
         with self._state:
             self._quarantine = _CLOSED
-            index, self._index = self._index, None
+            index, self._index = self._index or self._stale, None
         if index is not None:
             index.close()
         self.slab.close()
@@ -293,16 +297,16 @@ class Store:
             return len(self._ahead) < 2 * count
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """While inside, slots of this process may be written to: the store is not opened anew."""
+    def moving(self) -> Iterator[None]:
+        """While inside, blocks may be read from or written to slots: the store is not opened anew."""
         with self._state:
             _ = self.index
-            self._writing += 1
+            self._moving += 1
         try:
             yield
         finally:
             with self._state:
-                self._writing -= 1
+                self._moving -= 1
 
     def volume_full(self) -> None:
         """The volume took no more bytes: use the segments there are for a while."""
@@ -317,10 +321,9 @@ class Store:
             self._quarantine = reason
             self._damaged |= damaged
             self._probe_at = time.monotonic() + self._probe_wait_s
-            index, self._index = self._index, None
+            # The writer thread may be inside a transaction: it closes the index, when it opens the next one.
+            self._stale, self._index = self._index or self._stale, None
             self._ahead.clear()  # the next owner takes them back
-        if index is not None:
-            index.close()
 
     # On the writer thread.
 
@@ -408,31 +411,45 @@ class Store:
                 self._index.forget_dead_readers()
 
     def _probe(self) -> None:
-        """Try to open the store again, at growing intervals, once none of our own writes is under way."""
+        """Try to open the store again, at growing intervals, once nothing of this process moves blocks.
+
+        While quarantined nothing can begin to move, so what is seen idle stays idle, without the lock.
+        """
         import lmdb
 
         with self._state:
-            if not self._tends or self._quarantine == _CLOSED or time.monotonic() < self._probe_at or self._writing:
+            if not self._tends or self._quarantine == _CLOSED or time.monotonic() < self._probe_at or self._moving:
                 return
-            alone = self._lock.try_exclusive()
-            try:
-                owner = Owner.current(secrets.randbits(63))
-                index = self._reopen(owner, alone=alone)
-                self.slab.close()
-                probe(self.parts)
-                self.owner, self._index, self._quarantine, self._damaged = owner, index, None, False
-                log.warning("g3: %s: in use again", self.parts[0])
-            except (Unusable, TierError, FormatError, ConfigError, CorruptError, OSError, lmdb.Error) as error:
+            stale, self._stale = self._stale, None
+        if stale is not None:
+            stale.close()
+        alone = self._lock.try_exclusive()
+        index = None
+        try:
+            self.slab.close()
+            probe(self.parts)
+            owner = Owner.current(secrets.randbits(63))
+            index = self._reopen(owner, alone=alone)
+            geometry = index.geometry()
+            with self._state:
+                self.owner, self.geometry = owner, geometry
+                self.slab = Slab(self.parts, geometry.size_of, self._calls)
+                self._index, self._quarantine, self._damaged = index, None, False
+            log.warning("g3: %s: in use again", self.parts[0])
+        except (Unusable, TierError, FormatError, ConfigError, CorruptError, OSError, lmdb.Error) as error:
+            if index is not None:
+                index.close()
+            with self._state:
                 self._quarantine = str(error)
                 self._probe_wait_s = min(2 * self._probe_wait_s, PROBE_LAST_S)
                 self._probe_at = time.monotonic() + self._probe_wait_s
-            finally:
-                if alone:
-                    self._lock.share()
+        finally:
+            if alone:
+                self._lock.share()
 
     def _reopen(self, owner: Owner, *, alone: bool) -> Index:
-        geometry = self.geometry
-        index = open_index(self.parts, geometry.capacity, geometry.segment_bytes, owner, alone=alone)
+        arguments = (self.parts, self.geometry.capacity, self._slot_bytes, owner)
+        index = open_index(*arguments, alone=alone)
         if self._damaged:
             try:
                 index.check()
@@ -443,7 +460,7 @@ class Store:
                 log.warning(
                     "g3: %s is damaged: %s; moved to %s", self.parts[0], error, move_aside(self.parts[0] / "index")
                 )
-                index = open_index(self.parts, geometry.capacity, geometry.segment_bytes, owner, alone=True)
+                index = open_index(*arguments, alone=True)
         return index
 
 
