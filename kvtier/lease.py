@@ -27,7 +27,7 @@ class Lease:
         tiers: Sequence[str],
         miss: Miss | None,
         release: Callable[[Sequence[Hold]], None],
-        forget: Callable[[Sequence[Hold]], None],
+        forget: Callable[[Sequence[Hold]], None] | None = None,
     ) -> None:
         """`forget` takes the pins of a lease that the garbage collector found: it must not lock, since that may
         happen in the middle of anything."""
@@ -36,7 +36,7 @@ class Lease:
         self.miss = miss
         self._holds = list(holds)
         self._release = release
-        self._forget = forget
+        self._forget = forget or release
 
     def __len__(self) -> int:
         return len(self.tiers)
