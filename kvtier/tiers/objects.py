@@ -30,6 +30,7 @@ from kvtier.tiers.bucket import TIER, Patient
 from kvtier.tiers.bucket_url import Client, Limits, open_bucket
 from kvtier.tiers.deltas import Deltas
 from kvtier.tiers.loopthread import LoopThread
+from kvtier.tiers.pins import Pin
 from kvtier.tiers.strides import (
     Names,
     default_stride,
@@ -205,6 +206,7 @@ class ObjectTier:
                     await self._store.bucket.start()
                     self._started = True
                 await self._read_tombstones()
+                await self._store.pins.refresh()
             except BaseException as error:
                 self.problem = str(error) if isinstance(error, TierError) else "no answer"
                 self._retry_at = now + RETRY_S * self._random.uniform(0.5, 1.5)
@@ -497,6 +499,43 @@ class ObjectTier:
         async for page in self._store.bucket.list(self._store.names.tombstones + scope.hex()):
             older += [stat.name for stat in page]
         await self._store.bucket.delete_many(older[:-1])
+
+    # -- pins -----------------------------------------------------------------------------------------------------
+
+    async def pin(self, name: str, chain: Sequence[BlockKey], until: float) -> int:
+        """Keep what the bucket holds of `chain` until wall time `until`, under `name`, for every replica; a pin of that
+        name is replaced. Returns how many leading blocks it keeps. Raises InvalidRequest or TierError."""
+        self._usable()
+        deadline = self._clock.monotonic() + OPEN_S
+        found = await self.lookup(chain, range(len(chain)), deadline) if chain else []
+        count = next((depth for depth, miss in enumerate(found) if miss is not None), len(found))
+        await self._run(self._put_pin(name, chain[:count], until))
+        return count
+
+    async def _put_pin(self, name: str, chain: Sequence[BlockKey], until: float) -> None:
+        await self._ready()
+        lasts = []
+        for first in range(0, len(chain), self.stride):
+            deepest = min(first + self.stride, len(chain)) - 1
+            known = self._store.index.find(chain[first], chain[deepest], deepest)
+            lasts.append(known.last if known is not None else chain[deepest])
+        await self._store.pins.put(Pin(name, until, tuple(lasts)))
+
+    async def unpin(self, name: str) -> bool:
+        """End a pin; whether there was one. Raises TierError."""
+        self._usable()
+
+        async def work() -> bool:
+            await self._ready()
+            return await self._store.pins.delete(name)
+
+        return bool(await self._run(work()))
+
+    async def pins(self) -> list[Pin]:
+        """The pins that have not ended, by name, at most FRESH_S old. Raises TierError."""
+        self._usable()
+        await self._run(self._ready())
+        return self._store.pins.list()
 
     # -- accounts -------------------------------------------------------------------------------------------------
 

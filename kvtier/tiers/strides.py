@@ -6,6 +6,7 @@ which starts at a multiple of S too.
     {prefix}/{namespace hex}/{scope hex}/{hh}/{hash hex}     a unit, named by the hash of its last block;
                                                              hh = the first two digits of that hash
     {prefix}/{namespace hex}/delta/{µs hex}-{replica hex}    what a replica wrote (kvtier.tiers.deltas)
+    {prefix}/{namespace hex}/pins/{hash of the name}         what is kept (kvtier.tiers.pins)
     {prefix}/{namespace hex}/purged/{scope hex}-{µs hex}     a tombstone: what the scope wrote until then is gone
 """
 
@@ -50,6 +51,10 @@ class Names:
     def scope(self, scope: Scope) -> str:
         """What every unit of `scope` starts with, slash included."""
         return f"{self.root}{scope.hex()}/"
+
+    @property
+    def pins(self) -> str:
+        return f"{self.root}pins/"
 
     @property
     def deltas(self) -> str:

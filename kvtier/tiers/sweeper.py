@@ -36,6 +36,7 @@ class Swept:
     blocks: int = 0
     bytes: int = 0
     deltas: int = 0
+    pins: int = 0
 
 
 class Sweeper:
@@ -58,6 +59,7 @@ class Sweeper:
         """Sweep from the cursor on, at most one page and `headers_max` headers; whether the walk came to the end
         of the namespace and begins anew. Raises TierError."""
         self._next = self._clock.monotonic() + SWEEP_S * self._random.uniform(0.5, 1.5)
+        await self._store.pins.refresh()  # nothing is deleted by an old list of what is kept
         root = self._store.names.root
         if self._cursor is None:
             self._cursor = self._somewhere()
@@ -73,6 +75,7 @@ class Sweeper:
         self._cursor = unknown[-1][1].name if len(unknown) == headers_max else page[-1].name if page else ""
         if not page:
             self.swept.deltas += await self._deltas.sweep()
+            self.swept.pins += await self._store.pins.sweep()
         return not page
 
     def _somewhere(self) -> str:

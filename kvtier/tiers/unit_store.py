@@ -21,6 +21,7 @@ from kvtier.terms import Depth, Lifetime
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.bucket import LIST_PAGE, Bucket, Stat
 from kvtier.tiers.bucket_url import Limits
+from kvtier.tiers.pins import Pins
 from kvtier.tiers.strides import Names, born, common_life, renewal_due, runs
 from kvtier.tiers.unit_index import Unit, UnitIndex
 
@@ -41,6 +42,7 @@ class UnitStore:
         self.names = names
         self.index = UnitIndex()
         self.tombstones: dict[Scope, float] = {}
+        self.pins = Pins(bucket, names, clock)
         self.announce: Callable[[Unit], None] = lambda unit: None
         self._namespace = names.namespace
         self._block_bytes = block_bytes
@@ -56,7 +58,8 @@ class UnitStore:
     def why_not(self, unit: Unit, now: float) -> Miss | None:
         if self.purged(unit.frame.scope, born(unit.frame.life)):
             return Miss.PURGED
-        return None if unit.life.servable(Depth.G4, now) else Miss.EXPIRED
+        alive = unit.life.servable(Depth.G4, now) or self.pins.kept(unit.last, now)
+        return None if alive else Miss.EXPIRED
 
     def purged(self, scope: Scope, created: float) -> bool:
         return created <= self.tombstones.get(scope, float("-inf"))

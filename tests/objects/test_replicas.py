@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.block import BlockKey, scope_of
-from kvtier.errors import CorruptError
+from kvtier.errors import CorruptError, InvalidRequest
 from kvtier.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.tier import Loaded, Miss, Stored, Target
 from kvtier.tiers import deltas
 from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.pins import Pin
 
 NS = sample_namespace(4096)
 S = 4
@@ -215,3 +216,58 @@ async def test_old_deltas_are_swept(site: Site) -> None:
     site.clock.advance(2 * deltas.KEEP_S)
     await sweep_all(one)
     assert len(list(site.root.rglob("delta/*"))) == 0
+
+
+async def test_a_pin_keeps_what_would_expire_for_every_replica(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    kept, lost = chain_of(NS, 2 * S + 1, seed=1), chain_of(NS, S, seed=2)
+    await site.store(one, kept, ttl=300)
+    await site.store(one, lost, ttl=300)
+    assert await one.pin("system prompt", kept, site.clock.wall() + 10_000) == len(kept)
+    site.clock.advance(2000)
+    await sweep_all(two)
+    assert all(isinstance(r, Loaded) for r in await site.read(two, kept))
+    assert set(await site.read(two, lost)) == {Miss.ABSENT}, "the control: what nobody pinned is gone"
+    assert [(pin.name, len(pin.lasts)) for pin in await two.pins()] == [("system prompt", 3)]
+    site.clock.advance(8100)
+    await sweep_all(two)
+    assert not any(isinstance(r, Loaded) for r in await site.read(one, kept))
+    assert site.units() == 0 and await one.pins() == []
+
+
+async def test_a_pin_can_be_extended_and_ended(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    chain = chain_of(NS, S)
+    await site.store(one, chain, ttl=300)
+    await one.pin("p", chain, site.clock.wall() + 400)
+    await one.pin("p", chain, site.clock.wall() + 5000)
+    site.clock.advance(1000)
+    assert all(isinstance(r, Loaded) for r in await site.read(two, chain))
+    assert await two.unpin("p") and not await two.unpin("p")
+    site.clock.advance(60)
+    assert await site.read(one, chain) == [Miss.EXPIRED] * S
+
+
+async def test_a_purge_ends_what_a_pin_keeps(site: Site) -> None:
+    one = await site.replica()
+    tenant = scope_of("tenant")
+    chain = chain_of(NS, S, scope=tenant)
+    await site.store(one, chain)
+    await one.pin("p", chain, site.clock.wall() + 5000)
+    site.clock.advance(1)
+    assert await one.purge(tenant, site.clock.wall()) == S
+    assert not any(isinstance(r, Loaded) for r in await site.read(one, chain))
+
+
+def test_damaged_pins_are_refused() -> None:
+    pin = Pin("näme", 1_800_000_000.5, tuple(chain_of(NS, 3)))
+    raw = pin.encode()
+    assert Pin.decode(raw) == pin
+    for place in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[place] ^= 4
+        with pytest.raises(CorruptError):
+            Pin.decode(damaged)
+    for wrong in (("", 1.0), ("x" * 1025, 1.0), ("x", float("nan")), ("x", -1.0)):
+        with pytest.raises(InvalidRequest):
+            Pin(*wrong, ())

@@ -1,0 +1,72 @@
+"""G4 under the whole cache: one replica's prompt is served to another that shares nothing with it but the bucket."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.testing import payload_of, sample_namespace
+from kvtier.testing.servers import S3Server
+
+BLOCK = 64 << 10
+NS = sample_namespace(BLOCK)
+TOKENS = list(range(16 * 32))
+
+WRITER = """
+import json, sys
+import kvtier
+from kvtier.testing import payload_of, sample_namespace
+ns = sample_namespace(64 << 10)
+config = kvtier.Config.parse(json.loads(sys.argv[1]))
+with kvtier.open(config, ns) as cache:
+    keys = kvtier.chain_hashes(list(range(16 * 32)), ns, salt="tenant")
+    accepted = cache.put(keys, [payload_of(key, ns.block_bytes) for key in keys], wait=True)
+    print(json.dumps([accepted, cache.flush(timeout=60).durable]))
+"""
+
+
+def config(folder: Path, url: str, options: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "tiers": {
+            "g2": {"capacity": "8MiB"},
+            "g3": {"path": str(folder), "capacity": "32MiB"},
+            "g4": {"url": url, "options": dict(options), "stride": 8},
+        },
+        "deadlines": {"lookup": "5s"},
+    }
+
+
+@pytest.mark.parametrize("place", ["directory", "seaweedfs"])
+def test_a_second_process_is_served_from_g4(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    url, options = f"file://{tmp_path}/bucket", {}
+    if place == "seaweedfs":
+        server: S3Server = request.getfixturevalue("seaweedfs")
+        url, options = f"{server.new_bucket()}/p", dict(server.options)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, json.dumps(config(tmp_path / "a", url, options))],
+        capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    accepted, durable = json.loads(done.stdout)
+    assert accepted == 32 and durable["g4"] == 32, (accepted, durable)
+    keys = kvtier.chain_hashes(TOKENS, NS, salt="tenant")
+    with kvtier.open(kvtier.Config.parse(config(tmp_path / "b", url, options)), NS) as cache:
+        assert cache.match(keys) == 32
+        with cache.get(keys, timeout=30) as hit:
+            assert list(hit.tiers) == ["g4"] * 32
+            assert [bytes(block) for block in hit.blocks] == [payload_of(key, BLOCK) for key in keys]
+        other = kvtier.chain_hashes(TOKENS, NS, salt="another")
+        assert cache.match(other) == 0
+        cache.purge(salt="tenant")
+        assert cache.match(keys) == 0
+    with kvtier.open(kvtier.Config.parse(config(tmp_path / "a", url, options)), NS) as cache:
+        assert cache.match(keys) == 0, "purged for the replica that stored it, on its own disk too"
