@@ -11,6 +11,7 @@ event loop the manager was started on. Everything that changes a slot happens un
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import Counter, deque
@@ -21,7 +22,7 @@ from typing import Any
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.demoter import Demoter
-from kvtier.errors import ClosedError, TierError
+from kvtier.errors import ClosedError, KVTierError, TierError
 from kvtier.lease import Hold, Lease
 from kvtier.plan import Costs, Where, make_plan
 from kvtier.terms import Depth, Lifetime, Terms
@@ -113,6 +114,7 @@ class Manager:
         self.transfers = Transfers(
             self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
         )
+        await self._learn_purges()
         self.demoter = Demoter(self, self._clock, self._settings)
         self.demoter.start(self._loop)
         self._tasks.append(self._loop.create_task(self._keep_house()))
@@ -444,8 +446,22 @@ class Manager:
             waited_s += self._settings.housekeeping_s
             if waited_s >= self._settings.tombstones_s:
                 waited_s = 0.0
-                for tier in self.lower.values():
-                    self._bury(await tier.tombstones())
+                await self._learn_purges()
+
+    async def _learn_purges(self) -> None:
+        """What one tier's store remembers of purges, all others learn: another process may share only one of them."""
+        known = {name: dict(await tier.tombstones()) for name, tier in self.lower.items()}
+        news: dict[Scope, float] = {}
+        for tombstones in known.values():
+            for scope, before in tombstones.items():
+                news[scope] = max(before, news.get(scope, 0.0))
+        self._bury(news)
+        for name, tier in self.lower.items():
+            for scope, before in news.items():
+                # Stores round the time up to what they can hold.
+                if before > known[name].get(scope, 0.0) + 0.001:
+                    with contextlib.suppress(KVTierError, OSError):  # said again next time
+                        await tier.purge(scope, before)
 
     def _flush_touches(self) -> None:
         with self.lock:
