@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from kvtier.cli.checks import Level, run_checks
 from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.clock import SystemClock
 from kvtier.config import Config
 from kvtier.document import TEXT_BYTES_MAX
 from kvtier.errors import IdentityError, InvalidRequest
@@ -21,7 +23,7 @@ Pair = Annotated[
     typer.Option(
         "--explain-namespace",
         metavar="A B",
-        help="Say which fields keep two namespaces apart; each is a JSON file of its fields.",
+        help="Say which fields keep two namespaces apart; each is a JSON file of its fields, or a G3 directory.",
     ),
 ]
 File = Annotated[Path | None, typer.Argument(help="The YAML file.", metavar="[CONFIG]")]
@@ -61,8 +63,23 @@ def read_namespace(path: Path) -> Namespace:
         raise IdentityError(f"{path}: {wrong}") from wrong
 
 
+def read_namespaces(path: Path) -> list[Namespace]:
+    """The namespaces that a G3 directory holds, or the one of a JSON file. Raises like `read_namespace`."""
+    if not path.is_dir():
+        return [read_namespace(path)]
+    from kvtier.tiers.caretaker import looking_after
+
+    with looking_after([path], SystemClock()) as caretaker:
+        held = [one["fields"] for one in caretaker.inspect()["namespaces"] if one["fields"]]
+    if not held:
+        raise InvalidRequest(f"{path} holds no namespace yet")
+    return [Namespace.parse(fields) for fields in held]
+
+
 def _explain(left: Path, right: Path, *, as_json: bool) -> None:
-    a, b = read_namespace(left), read_namespace(right)
+    # Of directories, the two namespaces that are nearest: the others were never meant to share.
+    pairs = product(read_namespaces(left), read_namespaces(right))
+    a, b = min(pairs, key=lambda pair: len(explain(*pair)))
     found = explain(a, b)
     if as_json:
         differences = [asdict(difference) for difference in found]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+import kvtier
 from kvtier.advice import known_keys
 from kvtier.config import Config
-from kvtier.testing import sample_namespace
+from kvtier.testing import chain_of, payloads_of, sample_namespace
 
 Run = Callable[..., Any]
 
@@ -96,6 +97,23 @@ def test_doctor_says_when_two_namespaces_are_one(run: Run, tmp_path: Path) -> No
     ran = run("doctor", "--explain-namespace", tmp_path / "a.json", tmp_path / "a.json", "--json")
     assert ran.status == 0
     assert ran.json()["same"] is True
+
+
+def test_doctor_explains_what_keeps_a_namespace_from_a_directory(run: Run, tmp_path: Path) -> None:
+    held = sample_namespace()
+    tiers = {"g2": {"capacity": "1MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1MiB"}}
+    for namespace in (held, sample_namespace(model="other/model", weights="other:1", dtype="float16")):
+        with kvtier.open(kvtier.Config.parse({"tiers": tiers}), namespace) as cache:
+            keys = chain_of(namespace, 1)
+            cache.put(keys, payloads_of(keys, namespace.block_bytes))
+    (tmp_path / "same.json").write_text(json.dumps(held.fields()))
+    (tmp_path / "near.json").write_text(json.dumps(held.fields() | {"rope": "theta=1e6"}))
+    assert (
+        run("doctor", "--explain-namespace", tmp_path / "g3", tmp_path / "same.json", "--json").json()["same"] is True
+    )
+    near = run("doctor", "--explain-namespace", tmp_path / "near.json", tmp_path / "g3", "--json")
+    assert [difference["field"] for difference in near.json()["differences"]] == ["rope"]
+    assert near.status == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": "m"}', "[" * 100_000, '{"models": 1}'])
