@@ -478,6 +478,8 @@ class Manager:
         with self.lock:
             accounts = self.accounts
             pinned = sum(slot.pins > 0 for slot in self.host.index.values())
+            missed = accounts.misses.copy()  # G2 lacks what a lower tier served, too
+            missed[Miss.ABSENT] += sum(n for name, n in accounts.hits.items() if name != self.host.name)
             out: dict[str, Any] = {
                 "requests": {
                     "lookups": accounts.lookups,
@@ -491,7 +493,7 @@ class Manager:
                     "bytes": len(self.host.index) * self.host.block_bytes,
                     "capacity_bytes": self.host.capacity_bytes,
                     "hits": accounts.hits[self.host.name],
-                    "misses": {str(m): n for m, n in accounts.misses.items()} if not self.lower else {},
+                    "misses": {str(miss): n for miss, n in missed.items() if n},
                     "evictions": self.host.evictions,
                     "latency": {},
                     "pinned": pinned,
