@@ -27,7 +27,7 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.connectors.hf_model import check_layers, namespace_of, probe
 from kvtier.dirty import Dirty
-from kvtier.errors import InvalidRequest
+from kvtier.errors import InvalidRequest, TierError
 from kvtier.hashing import chain_hashes, chain_root
 from kvtier.manager import Flushed
 from kvtier.terms import Depth, Lifetime, Terms, resolve
@@ -80,6 +80,7 @@ class PrefixCache:
         )
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers)
+        self.pool.attach(self.cache.manager.host.arena)
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -174,7 +175,10 @@ class PrefixCache:
     def _onboard(self, chain: Sequence[BlockKey], start: int, hit: byte_cache.Hit) -> list[int]:
         """Slots, the caller's, with the leading blocks of `hit`, as many as G1 has room for without a loss."""
         slots = self.pool.allocate(self._make_room(len(hit), wait_s=0.0))
-        self.pool.copy_in([(block,) for block in hit.blocks[: len(slots)]], slots)
+        arrived = self.pool.copy_in([(slot.number, slot.generation) for slot in hit.slots[: len(slots)]], slots)
+        whole = _leading(arrived)
+        self.pool.free(slots[whole:])
+        slots = slots[:whole]
         for depth, (slot, life) in enumerate(zip(slots, hit.lives, strict=False), start):
             self.pool.confirm([slot], chain, life, first=depth)
         return slots
@@ -236,11 +240,17 @@ class PrefixCache:
         lives = [self.pool.life(dirty.slot) for dirty in run]
         slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(lives[0]))
         generations = [slot.generation for slot in slots]
+        places = [(slot.number, slot.generation) for slot in slots]
         try:
-            self.pool.copy_out([run[slot.index - start].slot for slot in slots], [slot.pieces for slot in slots])
-        except BaseException:
-            manager.abort(slots, generations)
+            arrived = self.pool.copy_out([run[slot.index - start].slot for slot in slots], places)
+        except BaseException as error:
+            manager.abort(slots, generations, in_flight=isinstance(error, TierError))
             raise
+        whole = _leading(arrived)
+        if whole < len(slots):
+            reached = slots[whole].index
+            manager.abort(slots[whole:], generations[whole:])
+            slots, generations = slots[:whole], generations[:whole]
         for slot in slots:
             life = lives[slot.index - start]
             assert life is not None
@@ -272,6 +282,7 @@ class PrefixCache:
         """Offload, flush, let go of everything. Idempotent."""
         if not self.cache.manager.closed:
             self.flush(self._config.deadlines.close)
+        self.pool.detach()
         return self.cache.close()
 
     def _terms(self, retention: str | None) -> Terms:
@@ -344,6 +355,11 @@ class PrefixCache:
 
         flat = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(self.pool.device)
         return flat.view(self.shape.dtype).view(1, *self.shape.block(self.block_tokens))
+
+
+def _leading(arrived: Sequence[bool]) -> int:
+    """How many copies arrived before the first that did not."""
+    return next((index for index, good in enumerate(arrived) if not good), len(arrived))
 
 
 def _runs(picked: Sequence[Dirty]) -> Iterator[list[Dirty]]:

@@ -112,6 +112,10 @@ class Arena:
         start = slot * self.slot_bytes
         return tuple(view[start : start + self.piece_bytes] for view in self._views)
 
+    def views(self) -> tuple[memoryview, ...]:
+        """The whole memory of each rank, in rank order: slot i begins at i · slot_bytes. Valid until `close`."""
+        return tuple(self._views)
+
     def fds(self) -> tuple[int, ...]:
         """The memfds in rank order, for ranks in other processes to map. Owned by the arena."""
         return tuple(self._fds)

@@ -46,13 +46,14 @@ _TIER_NAMES = ("g2", "g3", "g4")
 class Hit:
     """The prefix that `get` found. A context manager: its blocks are valid inside the `with` and not after it.
 
-    `blocks[i]` is a read-only view of block i's bytes; `tiers[i]` names the tier it was in, `lives[i]` its terms;
-    `miss` says why the prefix is not longer (None: all keys were served).
+    `blocks[i]` is a read-only view of block i's bytes, which lie in `slots[i]`; `tiers[i]` names the tier it was in,
+    `lives[i]` its terms; `miss` says why the prefix is not longer (None: all keys were served).
     """
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self.tiers: list[str] = lease.tiers
+        self.slots: list[Slot] = lease.slots
         self.lives: list[Lifetime] = [slot.life for slot in lease.slots]
         self.miss: Miss | None = lease.miss
         self.blocks: list[memoryview] = [_view(slot) for slot in lease.slots]

@@ -1,22 +1,28 @@
 """G1: a block pool with its bytes, one row of a torch tensor per slot, on a GPU or in RAM.
 
-`BlockPool` says which rows mean what; this class holds the rows and moves them. Bytes go to and from the host
-through `copy_out` and `copy_in` alone. Torch is imported when a pool is made, not with this module.
+`BlockPool` says which rows mean what; this class holds the rows and moves them. Bytes go to and from G2 through
+`copy_out` and `copy_in` alone, by the copy engine of `kvtier.kernels`: on a GPU with page-locked host memory and
+streams of its own, elsewhere with memmove. Torch is imported when a pool is made, not with this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvtier.errors import CapacityError, InvalidRequest
+from kvtier.arena import Arena
+from kvtier.errors import CapacityError, InvalidRequest, TierError
 from kvtier.pool import BlockPool
-from kvtier.tier import Pieces
 
 if TYPE_CHECKING:
     import torch
+
+    from kvtier.kernels.copy import CopyEngine
+
+Place = tuple[int, int]
+"""A slot of G2: its number, and the generation in which it was reserved or pinned."""
+
+_COPY_TIMEOUT_S = 30.0
 
 
 class DevicePool(BlockPool):
@@ -42,6 +48,7 @@ class DevicePool(BlockPool):
         except (RuntimeError, MemoryError) as error:  # torch has no narrower type for a failed allocation on the CPU
             raise CapacityError(f"g1: {blocks} blocks of {block_bytes} bytes do not fit on {device}: {error}") from None
         super().__init__(blocks, horizon=horizon, dirty_max_age_s=dirty_max_age_s)
+        self._engine: CopyEngine | None = None
 
     @property
     def device(self) -> torch.device:
@@ -60,48 +67,60 @@ class DevicePool(BlockPool):
             raise InvalidRequest(f"{dtype} {tuple(shape)} has {wanted} bytes, a block {self.block_bytes}")
         return self.rows.view(dtype).view(self.blocks, *shape)
 
-    def copy_out(self, slots: Sequence[int], into: Sequence[Pieces]) -> None:
-        """Copy each block to its host pieces, which must be writable. Returns when the bytes are there.
+    def attach(self, arena: Arena) -> None:
+        """Copy to and from the slots of this open arena from now on, until `detach`. Page-locks it for a GPU."""
+        from kvtier.kernels.engine import open_pool_engine
 
-        The caller holds the slots (a reference, or `pick`) and owns `into`. Raises InvalidRequest for pieces of
-        another length.
+        self._engine = open_pool_engine(self.rows, arena.views(), arena.slot_bytes)
+
+    def detach(self) -> None:
+        """Let go of the arena, before it is closed. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close(_COPY_TIMEOUT_S)
+
+    def copy_out(self, slots: Sequence[int], into: Sequence[Place]) -> list[bool]:
+        """Copy blocks to slots of G2, behind what the current stream has been given. Says of each whether it arrived.
+
+        Blocks until done. The caller holds the blocks (a reference, or `pick`) and has reserved the places. Raises
+        TierError when the device does not finish: both sides belong to the copy then and must not be reused.
         """
-        for row, piece in self._pairs(slots, into):
-            _host_array(piece)[:] = row if isinstance(row, np.ndarray) else row.cpu().numpy()
+        from kvtier.kernels.mover import Moves
 
-    def copy_in(self, source: Sequence[Pieces], slots: Sequence[int]) -> None:
-        """Copy host pieces into freshly allocated slots. Returns when `source` may be reused.
+        engine = self._attached(slots, into)
+        return self._finish(engine.store(Moves.of(self._triples(slots, into))), slots)
 
-        Raises InvalidRequest for pieces of another length.
-        """
-        import torch
+    def copy_in(self, source: Sequence[Place], slots: Sequence[int]) -> list[bool]:
+        """Copy pinned slots of G2 into freshly allocated blocks. Else as `copy_out`."""
+        from kvtier.kernels.mover import Moves
 
-        for row, piece in self._pairs(slots, source):
-            if isinstance(row, np.ndarray):
-                row[:] = _host_array(piece)
-            else:
-                row.copy_(torch.from_numpy(_host_array(piece).copy()))
+        engine = self._attached(slots, source)
+        return self._finish(engine.load(Moves.of(self._triples(slots, source))), slots)
 
-    def pieces(self, slot: int) -> Pieces:
-        """The block in `slot` as host bytes: the slot itself for a pool in RAM, else a copy. Read-only."""
-        row = self.rows[slot]
-        return (memoryview(row.cpu().numpy()).toreadonly(),)
+    def block(self, slot: int) -> memoryview:
+        """The bytes of the block in `slot`: the slot itself for a pool in RAM, else a copy. Read-only."""
+        return memoryview(self.rows[slot].cpu().numpy()).toreadonly()
 
-    def _pairs(self, slots: Sequence[int], hosts: Sequence[Pieces]) -> list[tuple[Any, memoryview]]:
-        """(part of a row, host piece) for every piece; parts as NumPy views where the pool is in RAM."""
-        if len(slots) != len(hosts) or any(sum(map(len, pieces)) != self.block_bytes for pieces in hosts):
-            raise InvalidRequest(
-                f"{len(slots)} blocks of {self.block_bytes} bytes need as many host pieces of that size"
-            )
-        rows: Any = self.rows.numpy() if self.rows.device.type == "cpu" else self.rows
-        pairs = []
-        for slot, pieces in zip(slots, hosts, strict=True):
-            start = 0
-            for piece in pieces:
-                pairs.append((rows[slot, start : start + len(piece)], piece))
-                start += len(piece)
-        return pairs
+    def _attached(self, slots: Sequence[int], places: Sequence[Place]) -> CopyEngine:
+        if self._engine is None:
+            raise InvalidRequest("this pool is attached to no arena")
+        if len(slots) != len(places):
+            raise InvalidRequest(f"{len(slots)} blocks and {len(places)} places: one for each is needed")
+        return self._engine
 
+    def _triples(self, slots: Sequence[int], places: Sequence[Place]) -> list[tuple[int, int, int]]:
+        return [(slot, number, generation) for slot, (number, generation) in zip(slots, places, strict=True)]
 
-def _host_array(piece: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(piece, dtype=np.uint8)
+    def _finish(self, ticket: int, slots: Sequence[int]) -> list[bool]:
+        from kvtier.kernels.copy import Outcome
+
+        engine = self._engine
+        assert engine is not None
+        if not engine.wait([ticket], _COPY_TIMEOUT_S):
+            engine.cancel(ticket)
+            raise TierError("g1", "copy", f"the device did not finish {len(slots)} copies in {_COPY_TIMEOUT_S:.0f} s")
+        done: set[int] = set()
+        for ack in engine.poll():
+            if ack.ticket == ticket and ack.outcome is Outcome.DONE:
+                done.update(ack.moves.blocks.tolist())
+        return [slot in done for slot in slots]
