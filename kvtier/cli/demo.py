@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, console, write_json
 from kvtier.demo.job import TIERS, Job
 from kvtier.demo.stage import Act, perform, result, turns_in
 from kvtier.errors import ConfigError
@@ -83,24 +83,31 @@ def _watched(job: Job) -> tuple[Act, Act]:
 
 
 def _show(first: Act, second: Act) -> None:
+    from rich.table import Table
+
     out = console()
     for title, act in (("First process", first), ("Second process, same store", second)):
-        columns = ["turn", "prompt", *TIERS, "computed", "saved", "first token", "recomputed", "bytes", "tokens"]
-        write_table(columns, [_row(turn, act.end["gap"]) for turn in act.turns], title=title)
-        out.print(_verdict(act) + "\n")
+        table = Table(title=title, title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
+        table.add_column("turn", no_wrap=True, min_width=12)
+        for name in ("prompt", *TIERS, "saved", "hit ms", "full ms", "bytes", "tokens"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for turn in act.turns:
+            table.add_row(*_row(turn, act.end["gap"]))
+        out.print(table)
+        out.print(f"\n{_verdict(act)}\n")
+    out.print(
+        "prompt, g1 … g4, saved: prompt tokens, by the tier that had them; hit ms, full ms: time to the first token"
+    )
 
 
-def _row(turn: Mapping[str, Any], tolerance: float) -> list[object]:
-    served = turn["served"]
-    computed = served.get("recomputed", 0)
+def _row(turn: Mapping[str, Any], tolerance: float) -> list[str]:
+    served, prompt = turn["served"], turn["prompt_tokens"]
     return [
         turn["conversation"],
-        turn["prompt_tokens"],
-        *(served.get(tier, 0) for tier in TIERS),
-        computed,
-        f"{1 - computed / turn['prompt_tokens']:.0%}",
-        f"{turn['ttft_hit_ms']:.0f} ms",
-        f"{turn['ttft_recompute_ms']:.0f} ms",
+        *(str(count) for count in (prompt, *(served.get(tier, 0) for tier in TIERS))),
+        str(prompt - served.get("recomputed", 0)),
+        f"{turn['ttft_hit_ms']:.0f}",
+        f"{turn['ttft_recompute_ms']:.0f}",
         ("same" if turn["bytes_same"] else "DIFFER") if turn["blocks_restored"] else "-",
         "same" if turn["tokens_same"] and turn["gap"] < tolerance else "DIFFER",
     ]
