@@ -426,8 +426,14 @@ class Manager:
         self._usable()
         before = self._clock.wall()
         count = self._bury({scope: before})
+        failures: list[Exception] = []
         for tier in self.lower.values():
-            count += await tier.purge(scope, before)
+            try:
+                count += await tier.purge(scope, before)
+            except Exception as error:  # the other tiers' blocks must go all the same
+                failures.append(error)
+        if failures:
+            raise failures[0]
         return count
 
     def _bury(self, tombstones: Mapping[Scope, float]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from kvtier.tiers.bucket_url import Limits
 from kvtier.tiers.pins import Pins
 from kvtier.tiers.strides import Names, born, common_life, renewal_due, runs
 from kvtier.tiers.unit_index import Unit, UnitIndex
+
+log = logging.getLogger(__name__)
 
 TRUST_S = 60.0
 """How long the index alone may say "already there" to a writer."""
@@ -102,6 +105,7 @@ class UnitStore:
 
     async def _condemn(self, last: BlockKey, etag: str | None) -> None:
         """Delete the version that failed its check; the next write of this name does not ask what is there."""
+        log.warning("g4: unit %s failed its check twice and is deleted", last[SCOPE_BYTES:].hex()[:12])
         self.index.drop(last)
         self._suspect[last] = None
         while len(self._suspect) > LIST_PAGE:
