@@ -60,6 +60,10 @@ class DirtyList:
         """Whether the block in `slot` is dirty."""
         return slot in self._by_slot
 
+    def get(self, key: BlockKey) -> Dirty | None:
+        """The entry of a dirty block."""
+        return self._by_key.get(key)
+
     def add(self, slot: int, chain: Sequence[BlockKey], depth: int, now: float) -> None:
         """Append a block; one that is dirty already keeps its place and its age."""
         key = chain[depth]

@@ -150,6 +150,11 @@ class Manager:
         with self.lock:
             return self.host.prefix(chain, self._clock.wall())
 
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a block is READY in G2 or on its way there. Promises nothing."""
+        with self.lock:
+            return self.host.peek(key, self._clock.wall()) in (None, Miss.PENDING)
+
     def pin(self, chain: Sequence[BlockKey], start: int = 0) -> Lease:
         """Look up and pin, in one critical section, the blocks from `start` on that are READY in G2, up to the first
         that is not. Those before `start` the caller has (in G1); they count as used."""

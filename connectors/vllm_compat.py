@@ -1,0 +1,134 @@
+"""Every access to vLLM's objects that its authors do not call stable, in one place, by feature and not by version.
+
+Requests, block tables, the block pool, scheduler output: read here, nowhere else. Written against vLLM 0.26 … 0.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from kvtier.block import BlockKey
+from kvtier.hashing import HASH_BYTES
+
+_GROUP = 0  # one KV cache group is served
+
+
+class Scheduled(NamedTuple):
+    """One request of a step: `table` is its whole block table (new, resumed) or what was appended to it."""
+
+    name: str
+    table: list[int]
+    whole: bool
+    begin: int
+    end: int
+
+
+def scheduled(output: Any) -> Iterator[Scheduled]:
+    """The requests of a SchedulerOutput, in the order in which the scheduler took them: running ones first."""
+    tokens: Mapping[str, int] = output.num_scheduled_tokens
+    cached = output.scheduled_cached_reqs
+    for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        table = list(blocks[_GROUP]) if blocks is not None else []
+        yield Scheduled(name, table, name in cached.resumed_req_ids, computed, computed + tokens.get(name, 0))
+    for new in output.scheduled_new_reqs:
+        computed = new.num_computed_tokens
+        yield Scheduled(new.req_id, list(new.block_ids[_GROUP]), True, computed, computed + tokens.get(new.req_id, 0))
+
+
+def preempted(output: Any) -> set[str]:
+    """Requests whose blocks were taken away in this step."""
+    return getattr(output, "preempted_req_ids", None) or set()
+
+
+def table_of(blocks: Any) -> list[int]:
+    """Block ids of a KVCacheBlocks."""
+    ids: list[int] = list(blocks.get_block_ids()[_GROUP])
+    return ids
+
+
+def hashes_of(request: Any, start: int = 0) -> list[bytes]:
+    """The request's chain hashes from block `start` on, as far as its tokens are known."""
+    return [bytes(digest) for digest in request.block_hashes[start:]]
+
+
+def unwanted(request: Any) -> bool:
+    """The request must not read any cache (prompt log-probabilities, say)."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
+def control_of(request: Any) -> object:
+    """What the request's sender asked of kvtier; None for nothing."""
+    params = getattr(request, "kv_transfer_params", None)
+    return params.get("kvtier") if isinstance(params, Mapping) else None
+
+
+def adapter_of(request: Any) -> Any | None:
+    """The request's LoRARequest, or None."""
+    return getattr(request, "lora_request", None)
+
+
+def salt_of(request: Any) -> str | None:
+    return getattr(request, "cache_salt", None) or None
+
+
+def holds_foreign_state(request: Any) -> bool:
+    """Prompt embeddings are not tokens; older releases do not put them into the hash."""
+    return getattr(request, "prompt_embeds", None) is not None
+
+
+class Pool:
+    """vLLM's BlockPool, read only. Its blocks are named by `block_hash`: chain hash ‖ group index, a bytes object
+    that is made anew whenever a block is filled anew."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.blocks: int = pool.num_gpu_blocks
+        self.caching: bool = bool(pool.enable_caching)
+
+    def token_of(self, block: int) -> object | None:
+        return self._pool.blocks[block].block_hash  # type: ignore[no-any-return]
+
+    @staticmethod
+    def names(token: object, key: BlockKey) -> bool:
+        """Whether a name is the engine's for this key."""
+        assert isinstance(token, bytes)
+        return token[:HASH_BYTES] == key[-HASH_BYTES:]
+
+    def resident(self, chain: Sequence[BlockKey]) -> int:
+        """Leading blocks of a chain that the pool has under their names."""
+        find = self._pool.cached_block_hash_to_block.get_one_block
+        group = _GROUP.to_bytes(4, "big")
+        for index, key in enumerate(chain):
+            if find(key[-HASH_BYTES:] + group) is None:
+                return index
+        return len(chain)
+
+    def head(self, count: int) -> Iterator[int]:
+        """Numbers of the blocks that will be handed out next."""
+        return islice(self._walk(), count)
+
+    def _walk(self) -> Iterator[int]:
+        queue = self._pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not None and block is not queue.fake_free_list_tail:
+            yield block.block_id
+            block = block.next_free_block
+
+
+def hash_problem(algorithm: str, environ: Mapping[str, str]) -> str:
+    """Why the engine's block hashes cannot name stored blocks; "" if they can."""
+    if not algorithm.startswith("sha256"):
+        return (
+            f"prefix_caching_hash_algo is {algorithm!r}, which does not resist collisions: blocks that outlive the "
+            "process need a cryptographic name; start with --prefix-caching-hash-algo sha256_cbor"
+        )
+    from vllm.v1.core import kv_cache_utils
+
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and not environ.get("PYTHONHASHSEED"):
+        return (
+            "this vLLM seeds its block hashes at random in every process, so nothing stored would be found again; "
+            "set PYTHONHASHSEED=0 for the engine and all replicas"
+        )
+    return ""

@@ -1,0 +1,230 @@
+"""Which blocks of vLLM's pool hold KV that may be stored.
+
+A block is *confirmed* once the step that filled it has completed, and no failed load touched it or an earlier block
+of its request. vLLM names blocks when it plans a step, before anything is computed; it leaves blocks of failed
+loads, and what was computed after them, under valid names; and it frees named blocks of aborted requests while
+their forward still runs. So a name found in the pool is no evidence, and this module keeps its own:
+
+    step planned     → `plan`: a span of tokens per request
+    step completed   → `complete`: spans that continue trusted tokens make them grow, and full blocks are confirmed
+    load failed      → `fail`: nothing planned until now counts for the requests it touched
+
+A confirmed block is remembered by its number together with the pool's name *object*: once the pool hands the block
+out again the object is another, even for equal content.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvtier.block import BlockKey
+from kvtier.terms import Terms
+
+Token = object
+"""What tells this tenancy of a block from the next: the pool's name object, compared by identity."""
+
+
+class Chain(list[BlockKey]):
+    """A request's keys, head first; grows at its end. `terms` are the request's."""
+
+    __slots__ = ("terms",)
+
+    def __init__(self, keys: Iterable[BlockKey], terms: Terms) -> None:
+        super().__init__(keys)
+        self.terms = terms
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One request as far as its blocks go. Owned by the Confirmer between `start` and `finish`."""
+
+    name: str
+    request: Any  # the engine's object
+    chain: Chain
+    table: list[int] = field(default_factory=list)
+    trusted: int = 0  # leading tokens whose KV is computed or loaded, completed, and right
+    load_begin: int = 0  # tokens load_begin … loaded-1 were brought by a load
+    loaded: int = 0
+    confirmed: int = 0  # leading blocks that `complete` has told of
+    keep: bool = True  # whether its blocks may be stored, and up to which depth
+    keep_blocks: int = 1 << 62
+    life: int = 0  # changes when the engine takes all blocks away
+    void_until: int = -1  # steps up to this one do not count
+
+
+class Span(NamedTuple):
+    """Tokens begin … end-1 of a request are computed in a step."""
+
+    track: Track
+    life: int
+    begin: int
+    end: int
+
+
+class Confirmed(NamedTuple):
+    """Block `depth` of the track's chain lies in block number `block`, under `token`."""
+
+    track: Track
+    depth: int
+    block: int
+    token: Token
+    found: bool  # the request found it in the pool, confirmed for another
+
+
+class Confirmer:
+    """See the module. Pure state of one scheduler; not thread-safe; never blocks.
+
+    `token_of(block)` is the pool's current name object of a block, None if it has none; `names(token, key)` says
+    whether that name is the block's key. Without prefix caching there are no names: `token_of` is None, and a
+    block belongs to its track as long as the track's life lasts.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        token_of: Callable[[int], Token | None] | None,
+        names: Callable[[Token, BlockKey], bool],
+    ) -> None:
+        self.block_tokens = block_tokens
+        self._token_of = token_of
+        self._names = names
+        self._tracks: dict[str, Track] = {}
+        self._steps: deque[tuple[int, list[Span]]] = deque()
+        self._held: dict[int, Token] = {}
+        self._last = -1
+
+    def __len__(self) -> int:
+        return len(self._tracks)
+
+    def start(self, track: Track) -> None:
+        self._tracks[track.name] = track
+
+    def get(self, name: str) -> Track | None:
+        return self._tracks.get(name)
+
+    def finish(self, name: str) -> Track | None:
+        """The engine is done with the request. Its spans under way still count when they complete."""
+        return self._tracks.pop(name, None)
+
+    def place(self, track: Track, table: Sequence[int]) -> list[int]:
+        """The engine gave the request this whole block table. Returns blocks that lost what they held."""
+        if track.table and track.table != list(table[: len(track.table)]):
+            self.displace(track)
+        return self.extend(track, table[len(track.table) :])
+
+    def extend(self, track: Track, blocks: Sequence[int]) -> list[int]:
+        """The engine appended blocks to the request's table. Returns blocks that lost what they held."""
+        track.table.extend(blocks)
+        return [block for block in blocks if self._forget_stale(block)]
+
+    def displace(self, track: Track) -> None:
+        """The engine took all blocks away (preemption): what was planned before does not count."""
+        track.table = []
+        track.trusted = track.load_begin = track.loaded = track.confirmed = 0
+        track.life += 1
+
+    def plan(self, step: int, spans: list[Span]) -> None:
+        """A step was planned. Steps are numbered ascending and complete in this order."""
+        self._last = step
+        self._steps.append((step, spans))
+
+    def fail(self, blocks: Iterable[int]) -> None:
+        """A load left these blocks without content: distrust them and what was computed after them."""
+        bad = set(blocks)
+        if not bad:
+            return
+        for block in bad:
+            self._held.pop(block, None)
+        under_way = [span.track for _, spans in self._steps for span in spans]
+        for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
+            index = next((i for i, block in enumerate(track.table) if block in bad), None)
+            if index is not None:
+                tokens = index * self.block_tokens
+                track.trusted, track.loaded = min(track.trusted, tokens), min(track.loaded, tokens)
+                track.confirmed = min(track.confirmed, index)
+                track.void_until = self._last
+
+    def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:
+        """Everything up to `step` has run. `known(track)` are the tokens whose KV a completed step can have left:
+        one less than the request's tokens, since the last sampled one was never an input. Returns what is newly
+        confirmed, heads before tails."""
+        fresh: list[Confirmed] = []
+        while self._steps and self._steps[0][0] <= step:
+            number, spans = self._steps.popleft()
+            for span in spans:
+                track = span.track
+                if span.life == track.life and number > track.void_until:
+                    self._grow(span, known(track), fresh)
+        return fresh
+
+    def _grow(self, span: Span, known: int, fresh: list[Confirmed]) -> None:
+        track = span.track
+        if track.trusted < span.begin:
+            self._trust_head(track, span.begin, fresh)
+        if track.trusted < span.begin:
+            return  # computed after something that is not known to be right
+        track.trusted = max(track.trusted, min(span.end, known))
+        self._confirm(track, fresh)
+
+    def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:
+        """Extend trust over what the request found: blocks confirmed for others, then what its load brought."""
+        size = self.block_tokens
+        index = track.trusted // size
+        while (index + 1) * size <= begin and index < min(len(track.table), len(track.chain)):
+            token = self.token(track.table[index])
+            if token is None:
+                break
+            fresh.append(Confirmed(track, index, track.table[index], token, True))
+            index += 1
+        track.trusted = max(track.trusted, index * size)
+        track.confirmed = max(track.confirmed, index)  # confirmed, and handed out, for somebody else
+        if track.load_begin <= track.trusted < track.loaded:
+            track.trusted = track.loaded
+            self._confirm(track, fresh)
+
+    def _confirm(self, track: Track, fresh: list[Confirmed]) -> None:
+        full = min(track.trusted // self.block_tokens, len(track.chain), len(track.table))
+        while track.confirmed < full:
+            depth = track.confirmed
+            block = track.table[depth]
+            token: Token | None = (track, track.life) if self._token_of is None else self._token_of(block)
+            if token is None or (self._token_of is not None and not self._names(token, track.chain[depth])):
+                return
+            if self._token_of is not None:
+                self._held[block] = token
+            fresh.append(Confirmed(track, depth, block, token, False))
+            track.confirmed += 1
+
+    def holds(self, block: int, token: Token) -> bool:
+        """Whether the block is still in the tenancy it was confirmed in."""
+        if self._token_of is None:
+            track, life = token  # type: ignore[misc]
+            return bool(track.life == life)
+        return self._token_of(block) is token
+
+    def token(self, block: int) -> Token | None:
+        """The tenancy in which the block was confirmed, if it lasts."""
+        token = self._held.get(block)
+        return token if token is not None and self.holds(block, token) else None
+
+    def under_way(self, step: int) -> bool:
+        """Whether some step up to this one has not completed."""
+        return bool(self._steps) and self._steps[0][0] <= step
+
+    def _forget_stale(self, block: int) -> bool:
+        token = self._held.get(block)
+        if token is None or self.holds(block, token):
+            return False
+        del self._held[block]
+        return True
+
+    def check(self) -> None:
+        """Assert that trust never exceeds the table, and that steps are in order."""
+        numbers = [number for number, _ in self._steps]
+        assert numbers == sorted(numbers), "steps out of order"
+        for track in self._tracks.values():
+            assert track.confirmed * self.block_tokens <= max(track.trusted, track.confirmed * self.block_tokens)
+            assert track.confirmed <= len(track.table), "more blocks confirmed than held"

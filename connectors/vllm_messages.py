@@ -1,0 +1,91 @@
+"""What vLLM's scheduler process and its workers tell each other, once per step.
+
+All of it is plain data that pickles: numbers, bytes, tuples. Memory never travels; workers map the arena themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaHandle:
+    """How another process of this host finds the arena: slot i of rank r lies at i × slot_bytes of memfd r.
+
+    `files` are (fd of the process `pid`, inode) in rank order; the inode tells a recycled descriptor apart.
+    """
+
+    number: int
+    pid: int
+    files: tuple[tuple[int, int], ...]
+    slots: int
+    slot_bytes: int
+    piece_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Copies of one job: block ↔ (slot, generation), position by position."""
+
+    job: int
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A request's blocks that are to be filled. The request waits until every rank has answered."""
+
+    request: str
+    moves: Moves
+
+
+@dataclass
+class StepMeta(KVConnectorMetadata):
+    """Scheduler → workers."""
+
+    step: int
+    arena: ArenaHandle | None = None  # given once per arena
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Moves] = field(default_factory=list)
+    freed: list[str] = field(default_factory=list)  # finished requests whose blocks the engine may take back
+
+
+@dataclass
+class WorkerMeta(KVConnectorWorkerMetadata):
+    """Workers → scheduler: the step that has run, and per job how many ranks are done and which moves failed.
+
+    Jobs are done only when all ranks have reported them; the scheduler counts.
+    """
+
+    step: int
+    done: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, set[int]] = field(default_factory=dict)  # job → positions in its moves
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
+        assert isinstance(other, WorkerMeta)
+        done = dict(self.done)
+        for job, ranks in other.done.items():
+            done[job] = done.get(job, 0) + ranks
+        failed = {job: set(positions) for job, positions in self.failed.items()}
+        for job, positions in other.failed.items():
+            failed.setdefault(job, set()).update(positions)
+        return WorkerMeta(max(self.step, other.step), done, failed)
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """A worker → scheduler, once at start: what a block looks like on this rank, and where the rank runs."""
+
+    layout: str
+    dtype: str
+    piece_bytes: int
+    host: str
+    refusal: str = ""  # why these tensors cannot be served; "" if they can
