@@ -1,0 +1,166 @@
+"""Which of vLLM's blocks may be stored: those whose step has completed, over nothing that failed."""
+
+from __future__ import annotations
+
+from kvtier.block import BlockKey
+from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Span, Track
+from kvtier.terms import BUILTIN
+
+SIZE = 4
+
+
+class Pool:
+    """Names of blocks as vLLM keeps them: a new object whenever a block is filled anew."""
+
+    def __init__(self) -> None:
+        self.name: dict[int, bytearray] = {}
+
+    def fill(self, block: int, key: BlockKey) -> None:
+        self.name[block] = bytearray(key)
+
+    def token_of(self, block: int) -> object | None:
+        return self.name.get(block)
+
+
+def names(token: object, key: BlockKey) -> bool:
+    return bytes(token) == key  # type: ignore[call-overload]
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(48, "big"))
+
+
+class Engine:
+    """Plans and completes steps the way vLLM's scheduler does, naming blocks when they are planned."""
+
+    def __init__(self, caching: bool = True) -> None:
+        self.pool = Pool()
+        self.confirmer = Confirmer(SIZE, self.pool.token_of if caching else None, names)
+        self.step = 0
+        self.tokens: dict[str, int] = {}
+
+    def request(self, name: str, keys: list[int], tokens: int, table: list[int] | None = None) -> Track:
+        track = Track(name, None, Chain([key(k) for k in keys], BUILTIN["24h"]))
+        self.confirmer.start(track)
+        self.tokens[name] = tokens
+        if table:
+            self.confirmer.place(track, table)
+        return track
+
+    def plan(self, *spans: tuple[Track, int, int]) -> int:
+        self.step += 1
+        for track, begin, end in spans:
+            for depth in range(begin // SIZE, min(end // SIZE, len(track.chain))):
+                if names(self.pool.name.get(track.table[depth], b""), track.chain[depth]):
+                    continue  # its content is computed again under the name it has
+                self.pool.fill(track.table[depth], track.chain[depth])
+        self.confirmer.plan(self.step, [Span(track, track.life, begin, end) for track, begin, end in spans])
+        return self.step
+
+    def complete(self, step: int) -> list[tuple[str, int]]:
+        fresh = self.confirmer.complete(step, lambda track: self.tokens[track.name] - 1)
+        self.confirmer.check()
+        return [(c.track.name, c.depth) for c in fresh if not c.found]
+
+
+def test_a_block_counts_once_its_step_has_completed() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2, 3], 13, [5, 6, 7])
+    first, second = engine.plan((one, 0, 6)), engine.plan((one, 6, 12))
+    assert engine.complete(first) == [("one", 0)]
+    assert engine.complete(second) == [("one", 1), ("one", 2)]
+
+
+def test_the_last_sampled_token_has_no_kv_yet() -> None:
+    engine = Engine()
+    one = engine.request("one", [1], 4, [5])
+    assert engine.complete(engine.plan((one, 0, 4))) == []
+    engine.tokens["one"] = 5
+    assert engine.complete(engine.plan((one, 4, 5))) == [], "it was not computed in this step either"
+
+
+def test_what_another_request_is_computing_in_the_same_step_may_be_built_upon() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2], 9, [5, 6])
+    two = engine.request("two", [1, 3], 9, [5, 7])
+    assert engine.complete(engine.plan((one, 0, 8), (two, 4, 8))) == [("one", 0), ("one", 1), ("two", 1)]
+
+
+def test_a_failed_load_spoils_what_was_planned_over_it_until_it_is_computed_again() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2, 3], 13, [5, 6, 7])
+    engine.pool.fill(5, key(1))
+    first = engine.plan((one, 4, 8))  # block 5 was to be loaded before this step
+    second = engine.plan((one, 8, 12))
+    engine.confirmer.fail([5])
+    assert engine.complete(first) == [] and engine.complete(second) == []
+    again = engine.plan((one, 0, 12))
+    assert engine.complete(again) == [("one", 0), ("one", 1), ("one", 2)]
+
+
+def test_a_neighbour_on_a_spoiled_block_is_never_kept_not_even_after_the_repair() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2], 9, [5, 6])
+    engine.pool.fill(5, key(1))
+    spoiled = engine.plan((one, 4, 8))
+    engine.confirmer.fail([5])
+    engine.complete(spoiled)
+    two = engine.request("two", [1, 2, 3], 13, [5, 6, 7])  # found both blocks under their names
+    step = engine.plan((two, 8, 12))
+    repair = engine.plan((one, 0, 8))
+    assert engine.complete(step) == []
+    assert engine.complete(repair) == [("one", 0), ("one", 1)]
+    engine.tokens["two"] = 17
+    two.chain.append(key(4))
+    engine.confirmer.extend(two, [8])
+    assert engine.complete(engine.plan((two, 12, 16))) == []
+
+
+def test_an_aborted_requests_last_step_counts_only_for_blocks_that_nobody_took() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2], 9, [5, 6])
+    step = engine.plan((one, 0, 8))
+    engine.confirmer.finish("one")
+    engine.pool.fill(6, key(9))  # handed out while the forward ran
+    assert engine.complete(step) == [("one", 0)]
+
+
+def test_preemption_voids_what_was_planned_before() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2], 9, [5, 6])
+    step = engine.plan((one, 0, 8))
+    engine.confirmer.displace(one)
+    assert engine.complete(step) == []
+    engine.confirmer.place(one, [6, 5])
+    assert engine.complete(engine.plan((one, 0, 8))) == [("one", 0), ("one", 1)]
+
+
+def test_loaded_blocks_carry_trust_up_to_the_first_bad_one() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2, 3, 4], 17, [5, 6, 7, 8])
+    for block, number in zip((5, 6, 7, 8), (1, 2, 3, 4), strict=True):
+        engine.pool.fill(block, key(number))
+    one.load_begin, one.loaded = 0, 12
+    engine.confirmer.fail([7])
+    assert one.loaded == 8
+    assert engine.complete(engine.plan((one, 8, 16))) == [("one", 0), ("one", 1), ("one", 2), ("one", 3)]
+
+
+def test_the_same_content_filled_anew_is_another_tenancy() -> None:
+    engine = Engine()
+    one = engine.request("one", [1], 5, [5])
+    engine.plan((one, 0, 4))
+    (fresh,) = engine.confirmer.complete(1, lambda track: 4)
+    assert isinstance(fresh, Confirmed) and engine.confirmer.holds(5, fresh.token)
+    engine.pool.fill(5, key(1))
+    assert not engine.confirmer.holds(5, fresh.token) and engine.confirmer.token(5) is None
+
+
+def test_without_names_a_block_belongs_to_its_request_as_long_as_that_holds_it() -> None:
+    engine = Engine(caching=False)
+    one = engine.request("one", [1, 2], 9, [5, 6])
+    engine.plan((one, 0, 8))
+    fresh = engine.confirmer.complete(1, lambda track: 8)
+    assert all(engine.confirmer.holds(c.block, c.token) for c in fresh) and len(fresh) == 2
+    engine.confirmer.displace(one)
+    assert not any(engine.confirmer.holds(c.block, c.token) for c in fresh)

