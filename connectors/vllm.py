@@ -128,7 +128,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return guarded(self._scheduler.match, request, num_computed_tokens, fallback=(0, False))
+        nothing: tuple[int | None, bool] = (0, False)
+        return guarded(self._scheduler.match, request, num_computed_tokens, fallback=nothing)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         half = self._scheduler
@@ -154,7 +155,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
             return False, None
-        return guarded(self._scheduler.finish, request, fallback=(False, None))
+        nothing: tuple[bool, dict[str, Any] | None] = (False, None)
+        return guarded(self._scheduler.finish, request, fallback=nothing)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -55,6 +55,13 @@ class Track:
     void_until: int = -1  # steps up to this one do not count
 
 
+class _Held(NamedTuple):
+    """The token of a block without a name: its request, as long as that keeps its blocks."""
+
+    track: Track
+    life: int
+
+
 class Span(NamedTuple):
     """Tokens begin … end-1 of a request are computed in a step."""
 
@@ -190,7 +197,7 @@ class Confirmer:
         while track.confirmed < full:
             depth = track.confirmed
             block = track.table[depth]
-            token: Token | None = (track, track.life) if self._token_of is None else self._token_of(block)
+            token: Token | None = _Held(track, track.life) if self._token_of is None else self._token_of(block)
             if token is None or (self._token_of is not None and not self._names(token, track.chain[depth])):
                 return
             if self._token_of is not None:
@@ -201,8 +208,8 @@ class Confirmer:
     def holds(self, block: int, token: Token) -> bool:
         """Whether the block is still in the tenancy it was confirmed in."""
         if self._token_of is None:
-            track, life = token  # type: ignore[misc]
-            return bool(track.life == life)
+            assert isinstance(token, _Held)
+            return token.track.life == token.life
         return self._token_of(block) is token
 
     def token(self, block: int) -> Token | None:
