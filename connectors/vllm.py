@@ -12,7 +12,6 @@ answered as if there were no cache. Settings: docs/vllm.md.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -110,7 +109,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                     f"rank {rank} runs on {shake.host}, the scheduler on {here}: workers map the scheduler's memory, "
                     "so all ranks of one engine must share its host and PID namespace"
                 )
-        namespace = namespace_of(self._vllm_config, self._settings, self._pages, ranks, os.environ)
+        namespace = namespace_of(self._vllm_config, self._settings, self._pages, ranks)
         config = self._settings.config
         core = Core(self._settings, namespace)
         core.open()

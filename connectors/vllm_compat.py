@@ -117,8 +117,9 @@ class Pool:
             block = block.next_free_block
 
 
-def hash_problem(algorithm: str, environ: Mapping[str, str]) -> str:
-    """Why the engine's block hashes cannot name stored blocks; "" if they can."""
+def hash_problem(algorithm: str, randomised: bool) -> str:
+    """Why the engine's block hashes cannot name stored blocks; "" if they can. `randomised`: the interpreter's hashes
+    are (PYTHONHASHSEED is not 0), with which releases up to 0.28 seed their own."""
     if not algorithm.startswith("sha256"):
         return (
             f"prefix_caching_hash_algo is {algorithm!r}, which does not resist collisions: blocks that outlive the "
@@ -126,7 +127,7 @@ def hash_problem(algorithm: str, environ: Mapping[str, str]) -> str:
         )
     from vllm.v1.core import kv_cache_utils
 
-    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and not environ.get("PYTHONHASHSEED"):
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and randomised:
         return (
             "this vLLM seeds its block hashes at random in every process, so nothing stored would be found again; "
             "set PYTHONHASHSEED=0 for the engine and all replicas"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,10 @@ def block_tokens_of(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def namespace_of(
-    vllm_config: Any, settings: Settings, pages: Pages, ranks: Mapping[int, Handshake], environ: Mapping[str, str]
-) -> Namespace:
+def namespace_of(vllm_config: Any, settings: Settings, pages: Pages, ranks: Mapping[int, Handshake]) -> Namespace:
     """The identity of this engine's blocks. Reads the checkpoint. Raises IdentityError."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    if problem := hash_problem(cache.prefix_caching_hash_algo, environ):
+    if problem := hash_problem(cache.prefix_caching_hash_algo, bool(sys.flags.hash_randomization)):
         raise IdentityError(problem)
     if getattr(cache, "calculate_kv_scales", False):
         raise IdentityError("calculate_kv_scales: scales computed at run time are not stored; use static ones")

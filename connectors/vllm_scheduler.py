@@ -234,9 +234,9 @@ class SchedulerHalf:
         self._forget(self._confirmer.place(visit.track, compat.table_of(blocks)))
         lease, visit.lease = visit.lease, None
         if tokens == 0:
+            self._book(visit, lease, visit.lease_start, 0)
             if lease is not None:
                 lease.release()
-            self._book(visit, None, 0)
             return
         count, start = tokens // self._block_tokens, visit.lease_start
         if lease is None or len(lease) < count:
@@ -259,17 +259,15 @@ class SchedulerHalf:
         bad = tuple(table[-(tokens // self._block_tokens) :]) if tokens else ()
         self._loads.append(Load(request.request_id, Moves(self._jobs, tuple(table) or bad, (), ())))
 
-    def _book(self, visit: Visit, loading: _Loading | None, good: int) -> None:
-        """Account for what a request asked for, once per question."""
+    def _book(self, visit: Visit, lease: Lease | None, start: int, good: int) -> None:
+        """Account for what a request asked for, once per question: `good` blocks from `start` on were truly read."""
         manager, asked, visit.asked = self._manager, visit.asked, 0
-        if manager is None or not asked:
+        if manager is None or lease is None or not asked:
             return
-        lease = Lease([], [], None, manager.release) if loading is None else loading.lease
-        if loading is not None:
-            lease.tiers = [visit.sources.get(loading.start + i, "g2") for i in range(good)]
-            visit.read.update({tier: n * self._block_tokens for tier, n in Counter(lease.tiers).items()})
-            for tier, count in Counter(lease.tiers).items():
-                self.counters[f"tokens_read_{tier}"] += count * self._block_tokens
+        lease.tiers = [visit.sources.get(start + index, "g2") for index in range(good)]
+        for tier, count in Counter(lease.tiers).items():
+            visit.read[tier] += count * self._block_tokens
+            self.counters[f"tokens_read_{tier}"] += count * self._block_tokens
         manager.count(lease, asked)
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -420,7 +418,7 @@ class SchedulerHalf:
         track.load_begin = work.start * self._block_tokens
         track.loaded = (work.start + good) * self._block_tokens
         self.counters["load_failures"] += len(work.failed)
-        self._book(work.visit, work, good)
+        self._book(work.visit, work.lease, work.start, good)
         work.lease.release()
 
     def _stored(self, work: _Storing) -> None:
