@@ -20,7 +20,7 @@ Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON r
 def index(tokens: Tokens = 8192, rounds: Rounds = 9, folder: Save = None, json: Json = False) -> None:
     """Measure what naming, finding and making room cost per block, in microseconds."""
     figures = measure(tokens, rounds)
-    results = {"unit": "microseconds per block", "tokens": tokens, "targets": TARGETS_US, **figures}
+    results = {"unit": "microseconds of CPU time per block", "tokens": tokens, "targets": TARGETS_US, **figures}
     entry = record("index", ["kvtier", *sys.argv[1:]], results)
     if folder is not None:
         save(entry, folder)
@@ -28,5 +28,5 @@ def index(tokens: Tokens = 8192, rounds: Rounds = 9, folder: Save = None, json: 
         write_json(entry)
         return
     rows = [[name, f["median"], f["min"], f["max"], TARGETS_US.get(name, "")] for name, f in figures.items()]
-    write_table(["µs per block", "median", "min", "max", "at most"], rows)
+    write_table(["CPU µs per block", "median", "min", "max", "at most"], rows)
     console().print(f"{tokens} tokens, blocks of {BLOCK_TOKENS}; *_floor: the same work without kvtier")
