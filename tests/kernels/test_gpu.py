@@ -227,16 +227,11 @@ def test_cancelling_in_flight_ends_clean(pool_and_arena: tuple[torch.Tensor, mem
     before = pool.cpu()
     ticket = engine.load(Moves.of((i, i, 0) for i in range(100)))
     engine.cancel(ticket)
-    acks = engine.poll()
-    grounded = {block for ack in acks for block in ack.moves.blocks.tolist()}
-    assert {ack.outcome for ack in acks} <= {Outcome.ABORTED} and len(grounded) >= 60
-    assert engine.stats().quarantined == 100 - len(grounded)
-    acks += finish(engine, ticket)
-    assert {ack.outcome for ack in acks} <= {Outcome.ABORTED, Outcome.DONE}
+    assert engine.stats().quarantined == 32, "one window was launched, and nothing has been asked of it since"
+    acks = finish(engine, ticket)
+    assert {ack.outcome for ack in acks} == {Outcome.ABORTED}
     assert sum(len(ack.moves) for ack in acks) == 100 and engine.stats().quarantined == 0
-    after = pool.cpu()
-    for block in [*sorted(grounded), *range(100, 128)]:
-        assert torch.equal(after[block], before[block]), "a block that never flew, or was never named, is untouched"
+    assert torch.equal(pool.cpu()[32:], before[32:]), "what never flew, or was never named, is untouched"
     ticket = engine.store(Moves.of((i, i, 1) for i in range(128)))
     assert {ack.outcome for ack in finish(engine, ticket)} == {Outcome.DONE}
     assert np.array_equal(np.frombuffer(arena, np.uint8).reshape(128, MIB), pool.cpu().numpy())
