@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.errors import TierError
 from kvtier.kernels import cpu
 from kvtier.kernels.copy import CopyEngine, Limits
 from kvtier.kernels.cuda import CudaMover
@@ -56,31 +57,37 @@ def open_engine(
 
     On CUDA: page-locks the host memory (0.1 s per GB; pageable with a warning where that is refused) and, with
     method "auto", takes the table from the file `calibration`, or measures for up to 2 s and writes it there.
-    `driver` and `table` are for tests. Raises ConfigError for an unknown method, DeviceError without a working device.
+    `driver` and `table` are for tests. Raises ConfigError for an unknown method, TierError without a working device.
     """
     fixed = parse(method)
     ordinal = _ordinal(device)
     if driver is None and ordinal is None:
         return cpu.open_engine(device, host, shape, limits or cpu.LIMITS)
-    if driver is None:
-        assert ordinal is not None
-        cuda = CudaDriver(ordinal)
-        driver = cuda
-        if table is None and fixed is None:
-            fragment = Planner(device, host, shape).fragment_bytes
-            table = _table(ordinal, cuda.name, calibration, fragment)
-    chunks = pin(driver, host.regions, host.stride, progress=progress or Reporter())
-    mover = CudaMover(
-        driver,
-        device,
-        replace(host, regions=chunks or host.regions),
-        shape,
-        table or Table("", {}),
-        method=fixed,
-        pageable=not chunks,
-        on_close=partial(unpin, driver, chunks),
-    )
+    try:
+        if driver is None:
+            assert ordinal is not None
+            cuda = CudaDriver(ordinal)
+            driver = cuda
+            if table is None and fixed is None:
+                fragment = Planner(device, host, shape).fragment_bytes
+                table = _table(ordinal, cuda.name, calibration, fragment)
+        mover = _pinned_mover(driver, device, host, shape, table or Table("", {}), fixed, progress or Reporter())
+    except (DeviceError, OSError) as error:  # OSError: no libcuda
+        raise TierError("g1", "open", str(error)) from error
     return CopyEngine(mover, limits or Limits())
+
+
+def _pinned_mover(
+    driver: Driver, device: Paged, host: Paged, shape: Shape, table: Table, method: Method | None, progress: Progress
+) -> CudaMover:
+    chunks = pin(driver, host.regions, host.stride, progress=progress)
+    locked = replace(host, regions=chunks or host.regions)
+    release = partial(unpin, driver, chunks)
+    try:
+        return CudaMover(driver, device, locked, shape, table, method=method, pageable=not chunks, on_close=release)
+    except DeviceError:
+        release()
+        raise
 
 
 def _ordinal(device: Paged) -> int | None:

@@ -12,9 +12,10 @@ import torch
 from simulated import COMPUTE, SimulatedDriver
 from walk import Walk
 
-from kvtier.errors import InvalidRequest
+from kvtier.errors import ConfigError, InvalidRequest, TierError
 from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome
 from kvtier.kernels.cuda import MAX_CTAS, CudaMover, _Scratch
+from kvtier.kernels.driver import DeviceError
 from kvtier.kernels.engine import open_engine
 from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import Order, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
@@ -360,3 +361,18 @@ def test_an_engine_opens_pinned_and_falls_back_to_pageable_with_a_warning(
         assert [outcome for _, outcome in settle(engine, driver)] == [Outcome.DONE]
         assert bytes(arena[3 * 4096 : 4 * 4096]) == bytes([5]) * 4096
         assert engine.close(1.0) and not driver.registered
+
+
+def test_an_engine_that_cannot_open_leaves_nothing_locked(kernel_library: ctypes.CDLL) -> None:
+    class Streamless(SimulatedDriver):
+        def stream(self, priority: int) -> int:
+            raise DeviceError("cuStreamCreateWithPriority", 2)
+
+    driver = Streamless(kernel_library, Random(0))
+    pool = torch.zeros((8, 4096), dtype=torch.uint8)
+    device, shape = of_pool(pool)
+    with pytest.raises(TierError, match="cuStreamCreate"):
+        open_engine(device, of_arenas([arena_of(8 * 4096)], 4096, shape), shape, driver=driver, table=NO_TABLE)
+    assert not driver.registered
+    with pytest.raises(ConfigError, match="warp"):
+        open_engine(device, of_arenas([arena_of(8 * 4096)], 4096, shape), shape, method="warp")
