@@ -112,8 +112,8 @@ class _Job:
 class CopyEngine:
     """Queues, orders, launches and acknowledges copies. Used from one thread; no call but `wait` and `close` blocks.
 
-    After a LOST flight the engine is broken: it takes no further command, and what was in flight is never
-    acknowledged, because only the end of the process proves that nothing writes there any more.
+    After a LOST flight the engine is broken: it takes no further command, and what was in flight on that lane is
+    never acknowledged, because only the end of the process proves that nothing writes there any more.
     """
 
     def __init__(self, mover: Mover, limits: Limits = Limits()) -> None:
@@ -389,15 +389,24 @@ class CopyEngine:
                 chunk = flying[0]
                 assert chunk.flight is not None
                 state = chunk.flight.state()
-                if state is State.LOST:
+                if state is State.LOST and not chunk.lost:
                     chunk.lost = True
-                    self._broken = self._broken or f"a copy on lane {lane.name.lower()} was lost; restart the process"
+                    self._break(f"a copy on lane {lane.name.lower()} was lost; restart the process")
                 if state in (State.PENDING, State.LOST):
                     break
                 flying.popleft()
                 self._flying_moves[lane] -= len(chunk.moves)
                 failed = Outcome.FAILED if state is State.FAILED else Outcome.DONE
                 self._finish(chunk, Outcome.ABORTED if chunk.job.cancelled else failed)
+
+    def _break(self, reason: str) -> None:
+        """Take no more commands, and give back what no copy has touched."""
+        self._broken = self._broken or reason
+        for queue in self._waiting.values():
+            while queue:
+                chunk = queue.popleft()
+                self._unlaunched(chunk)
+                self._finish(chunk, Outcome.FAILED)
 
     def _finish(self, chunk: _Chunk, outcome: Outcome) -> None:
         """Let go of the chunk's blocks and slots and acknowledge it."""

@@ -229,6 +229,17 @@ def test_a_lost_copy_is_never_acknowledged_and_ends_the_engine() -> None:
     engine.check()
 
 
+def test_what_never_flew_is_given_back_when_the_engine_breaks() -> None:
+    mover = ManualMover()
+    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100))
+    engine.store(some(3))
+    mover.end(0, state=State.LOST)
+    acks = engine.poll()
+    assert outcomes(acks) == {Outcome.FAILED: 2} and not any(ack.last for ack in acks)
+    assert engine.stats().quarantined == 1 and len(mover.flights) == 1 and mover.gates[0].closed == 1
+    engine.check()
+
+
 def test_a_fence_launches_the_whole_ticket_and_orders_the_stream_behind_it() -> None:
     mover = ManualMover()
     engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100))
