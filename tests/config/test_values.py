@@ -134,7 +134,7 @@ def test_rates_and_budgets() -> None:
 
 def test_every_preset_is_valid_and_says_what_it_is() -> None:
     presets = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-    assert [preset.stem for preset in presets] == ["8xH100", "laptop", "shared-s3", "single-gpu"]
+    assert {"8xH100", "laptop", "shared-s3", "single-gpu"} <= {preset.stem for preset in presets}
     for preset in presets:
         assert preset.read_text().startswith("# ")
         environ = {"KVTIER_SECRET": "0123456789abcdef"}
