@@ -24,6 +24,12 @@ from tests.disk.support import BLOCK, get, opened, put, slabs
 
 NAMESPACE = sample_namespace(BLOCK)
 CHAIN = chain_of(NAMESPACE, 8)
+GOLDEN = (
+    "000000c00dcecd410000000065cdcd4107000000000000000100000002000000001000000000000003000000090000000000"
+    "0000000102030405060708090a0b0c0d0e0f0000000065cdcd41010000000065cdcd41805101000000000004000000000000"
+    "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000ed1500af0d"
+    "a22a3c"
+)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -83,6 +89,11 @@ def test_every_flipped_bit_of_an_index_entry_and_its_name_is_noticed() -> None:
         other[position // 8] ^= 1 << position % 8
         with pytest.raises(CorruptError):
             Entry.decode(bytes(other), raw)
+
+
+def test_an_entry_has_its_golden_bytes() -> None:
+    entry = Entry(7, 1, 2, BLOCK, 3, 9, bytes(range(16)), Lifetime.of(BUILTIN["24h"], 1e9))
+    assert entry.encode(bytes(range(80))).hex() == GOLDEN
 
 
 async def test_a_damaged_or_swapped_index_entry_is_a_miss_and_loses_no_slot(tmp_path: Path) -> None:
