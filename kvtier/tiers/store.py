@@ -8,6 +8,7 @@ found through a table of what is open. After an error that leaves the index or a
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import secrets
@@ -42,6 +43,7 @@ PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
 GROWTH_PAUSE_S = 30.0
 FREE_BYTES_MIN = 1 << 20  # with less than this on the volume, a failed commit is taken for want of room
 TOUCHES_MAX = 1 << 18
+TOUCHES_PER_COMMIT_MAX = 2048
 _CLOSED = "it is closed"
 USES_MAX = 16  # of one block between two transactions; the latest replaces the last
 
@@ -265,6 +267,10 @@ class Store:
                 del uses[USES_MAX - 1 :]
                 uses.append(now)
 
+    def has_touches(self) -> bool:
+        """Whether uses wait for a transaction."""
+        return bool(self._touches)
+
     def uses(self, name: bytes) -> Sequence[float]:
         """Uses of a block that no transaction has brought to the index yet."""
         with self._state:
@@ -388,27 +394,30 @@ class Store:
         return status.f_bavail * status.f_frsize < FREE_BYTES_MIN
 
     def _take_touches(self) -> dict[bytes, list[float]]:
+        """The oldest of them: a transaction must not hold the lock for long."""
         with self._state:
-            touches, self._touches = self._touches, {}
-        return touches
+            names = list(itertools.islice(self._touches, TOUCHES_PER_COMMIT_MAX))
+            return {name: self._touches.pop(name) for name in names}
 
-    def _rest(self) -> None:
+    def _rest(self) -> bool:
         """Nothing to do: bring touches to the medium, take back what dead owners left, probe."""
         if not self._tends:
-            return
+            return False
         now = time.monotonic()
         with self._state:
             self._returned += self._ahead
             self._ahead = []
-        if self._index is None:
+        index = self._index
+        if index is None:
             self._probe()
-        elif now >= self._reclaim_at or self._touches or self._returned:
-            due, self._reclaim_at = now >= self._reclaim_at, now + RECLAIM_EVERY_S
-            if not self._touches and not self._returned and not self._index.has_reservations():
-                return
+            return False
+        due = now >= self._reclaim_at
+        if due:
+            self._reclaim_at = now + RECLAIM_EVERY_S
+            index.forget_dead_readers()
+        if self._touches or self._returned or (due and index.has_reservations()):
             self._commit([Job(lambda ledger: ledger.reclaim() if due else 0)])
-            if due and self._index is not None:
-                self._index.forget_dead_readers()
+        return self._index is not None and self.has_touches()
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once nothing of this process moves blocks.

@@ -31,11 +31,12 @@ class Writer:
     """A queue of jobs and the thread that commits them.
 
     `commit(jobs)` is called on that thread; it must settle every job's future or leave it to be settled later,
-    and must not raise. `idle()` is called there when nothing came for `idle_s`, and once at the end.
+    and must not raise. `idle()` is called there when nothing came for `idle_s`, and at the end; it says whether it has
+    more to do, and is called again soon then.
     """
 
     def __init__(
-        self, commit: Callable[[Sequence[Job]], None], idle: Callable[[], None], idle_s: float, name: str
+        self, commit: Callable[[Sequence[Job]], None], idle: Callable[[], bool], idle_s: float, name: str
     ) -> None:
         self._commit = commit
         self._idle = idle
@@ -72,16 +73,16 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        more = False
         while True:
             with self._lock:
-                if not self._queue and not self._stopping:
+                if not self._queue and not self._stopping and not more:
                     self._lock.wait(self._idle_s)
                 jobs = [self._queue.popleft() for _ in range(min(len(self._queue), JOBS_PER_COMMIT_MAX))]
                 stopping = self._stopping
             if jobs:
                 self._commit(jobs)
-            elif stopping:
-                self._idle()
-                return
             else:
-                self._idle()
+                more = self._idle()
+                if stopping and not more:
+                    return

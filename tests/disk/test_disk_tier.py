@@ -67,6 +67,25 @@ async def test_a_chain_longer_than_the_store_keeps_its_head(tmp_path: Path) -> N
         assert await get(tier, chain) == [True] * 8 + [Miss.ABSENT] * 4
 
 
+async def test_many_uses_reach_the_index_in_short_transactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "TOUCHES_PER_COMMIT_MAX", 3)
+    clock = VirtualClock()
+    chain = chain_of(NAMESPACE, 16)
+    async with opened(tmp_path / "g3", clock=clock) as tier:
+        await put(tier, chain, terms=Terms("short", ttl=60))
+        clock.advance(50)
+        tier.touch(chain, clock.wall())
+        await tier.flush(clock.monotonic() + FAR_S)
+        assert not tier._store.has_touches()
+    async with opened(tmp_path / "g3", clock=clock) as tier:
+        clock.advance(50)
+        assert await get(tier, chain) == [True] * 16
+        tier.touch(chain, clock.wall())
+    async with opened(tmp_path / "g3", clock=clock) as tier:
+        clock.advance(50)
+        assert await get(tier, chain) == [True] * 16, "closing brings uses to the medium, too"
+
+
 async def test_terms_decide_what_may_be_stored_and_served(tmp_path: Path) -> None:
     clock = VirtualClock()
     chain = chain_of(NAMESPACE, 2)
