@@ -80,7 +80,7 @@ class PrefixCache:
         )
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers)
-        self.pool.attach(self.cache.manager.host.arena)
+        self.pool.attach(self.cache.manager.host.arena, offload.copy_by)
 
     def __enter__(self) -> PrefixCache:
         return self

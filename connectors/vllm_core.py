@@ -53,6 +53,7 @@ class Core:
             slots=arena.slots,
             slot_bytes=arena.slot_bytes,
             piece_bytes=arena.piece_bytes,
+            copy_by=self._settings.config.offload.copy_by,
         )
         with self._lock:
             self._current = (cache, handle)

@@ -27,6 +27,7 @@ class ArenaHandle:
     slots: int
     slot_bytes: int
     piece_bytes: int
+    copy_by: str = "auto"  # how workers on GPUs copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class WorkerHalf:
         self._detach()
         arena = map_arena(handle, self._piece)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
-        self._engine = open_engine(self._described, host)
+        self._engine = open_engine(self._described, host, handle.copy_by)
         self._arena = arena
 
     def _detach(self) -> None:
@@ -246,7 +246,7 @@ class WorkerHalf:
         self._detach()
 
 
-def open_engine(device: Described, host: layout.Paged) -> copy.CopyEngine:
+def open_engine(device: Described, host: layout.Paged, copy_by: str) -> copy.CopyEngine:
     """The copy engine for the device that the tensors lie on."""
     if device.device == "cpu":
         from kvtier.kernels import cpu
@@ -254,4 +254,4 @@ def open_engine(device: Described, host: layout.Paged) -> copy.CopyEngine:
         return cpu.open_engine(device.memory, host, device.shape)
     from kvtier.kernels import engine
 
-    return engine.open_engine(device.memory, host, device.shape)
+    return engine.open_engine(device.memory, host, device.shape, method=copy_by)

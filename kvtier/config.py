@@ -234,6 +234,10 @@ class Offload(_Section):
     dirty_max_age: Duration = Field(
         default=5.0, description="A confirmed block is copied out at this age at the latest."
     )
+    copy_by: Literal["auto", "dma", "direct", "staged"] = Field(
+        default="auto",
+        description="By what a GPU copies: its copy engine, a kernel, a kernel and staging memory; auto: as measured.",
+    )
 
 
 class RetentionClass(_Section):

@@ -67,11 +67,12 @@ class DevicePool(BlockPool):
             raise InvalidRequest(f"{dtype} {tuple(shape)} has {wanted} bytes, a block {self.block_bytes}")
         return self.rows.view(dtype).view(self.blocks, *shape)
 
-    def attach(self, arena: Arena) -> None:
-        """Copy to and from the slots of this open arena from now on, until `detach`. Page-locks it for a GPU."""
+    def attach(self, arena: Arena, copy_by: str = "auto") -> None:
+        """Copy to and from the slots of this open arena from now on, until `detach`. Page-locks it for a GPU, and
+        takes up to 2 s to measure how to copy there unless `copy_by` names the method."""
         from kvtier.kernels.engine import open_pool_engine
 
-        self._engine = open_pool_engine(self.rows, arena.views(), arena.slot_bytes)
+        self._engine = open_pool_engine(self.rows, arena.views(), arena.slot_bytes, method=copy_by)
 
     def detach(self) -> None:
         """Let go of the arena, before it is closed. Idempotent."""
