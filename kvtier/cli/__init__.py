@@ -50,7 +50,6 @@ COMMANDS = (
 GROUPS = {
     "config": "Check, show and describe configurations.",
     "bench": "Measure tiers, index, transfers and retention.",
-    "pin": "Keep named prefixes.",
     "g4": "Look after object storage.",
 }
 
