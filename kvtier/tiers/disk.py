@@ -384,7 +384,7 @@ class DiskTier:
     def usage(self) -> Usage:
         store = self._store
         blocks, size = store.index.usage()
-        return Usage(blocks, size, store.geometry.capacity)
+        return Usage(blocks, size, store.geometry.capacity, store.evictions)
 
     def check(self) -> None:
         store = self._store

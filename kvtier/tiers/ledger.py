@@ -116,6 +116,7 @@ class Ledger:
         counters = COUNTERS.unpack(txn.get(COUNTERS_KEY))
         self._serial, self.tick, self._blocks, self._bytes, self._segment_count = counters
         self.tick += 1
+        self.evicted = 0  # blocks that left for others
         self._segments: dict[int, Segment] = {}
         self._order = txn.cursor()
 
@@ -448,6 +449,7 @@ class Ledger:
             entry = self.find(name)
             if entry is not None and entry.order_key() == key:
                 self._remove(name, entry)
+                self.evicted += 1
                 return segment, slot
             self._txn.delete(key)  # a line without a block behind it
             coldest = self._coldest(slot_cls)
@@ -500,6 +502,8 @@ class Ledger:
             if parts[2] == segment:
                 doomed.append((key, name))
         for key, name in doomed:
-            if not self.drop(name):
+            if self.drop(name):
+                self.evicted += 1
+            else:
                 self._txn.delete(key)
         return self._segment(segment).slot_class == 0

@@ -63,6 +63,7 @@ class Store:
         self.lanes = Lanes(THREADS, WRITERS_MAX, "kvtier-g3-io")
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
         self.users = 0
+        self.evictions = 0  # blocks that this process's writes pushed out
         self._slot_bytes = slot_bytes or self.geometry.segment_bytes  # of whoever came first; a new index is cut for it
         self._tends = True  # whether the writer thread cleans up and reopens by itself
         self._lock = lock
@@ -344,6 +345,7 @@ class Store:
             return
         running: list[Job] = []
         results: list[Any] = []
+        evicted = 0
         with self._state:
             returned, self._returned = self._returned, []
 
@@ -357,6 +359,8 @@ class Store:
             for name, uses in self._take_touches().items():
                 ledger.renew(name, uses)
             results.extend(job.work(ledger) for job in running)
+            nonlocal evicted
+            evicted = ledger.evicted
 
         try:
             index.transact(work, started=started, may_grow=time.monotonic() >= self._grow_at)
@@ -365,6 +369,7 @@ class Store:
                 self._returned = returned + self._returned
             _fail(running, self._suspect(index, error))
         else:
+            self.evictions += evicted
             for job, result in zip(running, results, strict=True):
                 job.future.set_result(result)
 

@@ -37,7 +37,7 @@ async def test_blocks_come_back_after_a_restart_and_the_slab_stays_below_the_cap
             await put(tier, chain_of(NAMESPACE, 4, seed))
             tier.check()
         kept = [await get(tier, chain_of(NAMESPACE, 4, seed)) for seed in range(8)]
-        assert tier.usage().blocks == 16
+        assert tier.usage().blocks == tier.usage().evictions == 16
         assert tier.usage().bytes == tier.usage().capacity_bytes == 16 * BLOCK
     async with opened(tmp_path / "g3", 16) as tier:
         assert [await get(tier, chain_of(NAMESPACE, 4, seed)) for seed in range(8)] == kept
