@@ -131,7 +131,8 @@ class Duel:
         for shadow in self.shadows:
             self.scores[shadow.number] = self.scores[shadow.number] * fade + shadow.step(ref, floors)
         leader = max(range(len(self.scores)), key=self.scores.__getitem__)
-        if self.scores[leader] > self.scores[self.best] * self._margin:
+        # The way back to the first rule, leaf-first LRU, needs no lead: a false switch costs more than a late one.
+        if self.scores[leader] > self.scores[self.best] * (self._margin if leader else 1.0):
             self.best = leader
             self.switches += 1
 

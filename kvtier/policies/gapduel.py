@@ -27,7 +27,7 @@ RULES: tuple[Rule, ...] = ((0.0, 0.0), (0.0, 1.0), (1.5, 0.0), (1.5, 1.0))
 """(beta, theta). Leaving the last out costs 0.9 points on chats, the first two 1.6."""
 
 NEW_GAP = 8.0  # predicted gap of a chain never continued, in units of G; 4 … 16 alike
-MARGIN = 1.01  # a challenger must lead by 1 %: at 5 % short traces lose 1.3 points
+MARGIN = 1.01  # a challenger of LRU must lead by 1 %: at 5 % short traces lose 1.3 points
 WINDOW_PER_BLOCK, WINDOW_MIN = 5, 20000  # references over which scores fade; 5,000 is too noisy
 GAP_FIRST_S = 60.0  # G before the first reuse is seen
 GAP_MIN_S = 1e-3
