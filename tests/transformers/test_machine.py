@@ -79,12 +79,19 @@ class Machine(RuleBasedStateMachine):
             assert self.clock.wall() - self.used[key] <= 300, "an expired block was served"
             self.used[key] = self.clock.wall()
 
-    @rule(tier=st.sampled_from(["g1", "g2", "g3"]))
-    def evict(self, tier: str) -> None:
-        if tier == "g1":
+    @rule(tokens=st.sampled_from(PROMPTS), salt=st.sampled_from(SALTS), empty=st.sampled_from(["", "g1", "g2", "g3"]))
+    def turn(self, tokens: tuple[int, ...], salt: str | None, empty: str) -> None:
+        """Store, let it sink, empty the tiers down to one, and find it again, the second time where it now is."""
+        self.store(tokens, 10, salt)
+        self.prefixes.flush(1.0)
+        if empty:
             self.prefixes.pool.evict()
-        elif not self.disk.faults:
-            self.prefixes.cache.evict(tier)
+        if empty >= "g2" and not self.disk.faults:
+            self.prefixes.cache.evict("g2")
+        if empty == "g3" and not self.disk.faults:
+            self.prefixes.cache.evict("g3")
+        self.fetch(tokens, salt)
+        self.fetch(tokens, salt)
 
     @rule(salt=st.sampled_from(SALTS))
     def purge(self, salt: str | None) -> None:
@@ -121,7 +128,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=25, stateful_step_count=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -181,6 +181,17 @@ class TestTerms:
             clock.advance(301)
             assert prefixes.fetch(ids)[1] == 0
 
+    @pytest.mark.parametrize(("later", "hit_tokens"), [(99, 96), (101, 0)])
+    def test_a_spill_is_no_use(self, config: Any, model: Any, clock: Any, later: float, hit_tokens: int) -> None:
+        ids = prompt(100)
+        with PrefixCache(config(), model, clock=clock, tiers=[]) as prefixes:
+            turn(prefixes, model, ids, retention="5m")
+            clock.advance(200)
+            assert prefixes.pool.dirty == 7 == prefixes.step(), "older than dirty_max_age"
+            prefixes.pool.evict()
+            clock.advance(later)
+            assert prefixes.fetch(ids)[1] == hit_tokens
+
     def test_an_unknown_class_is_refused(self, config: Any, model: Any) -> None:
         with PrefixCache(config(), model, tiers=[]) as prefixes, pytest.raises(kvtier.InvalidRequest, match="known"):
             prefixes.fetch(prompt(20), retention="forever")
