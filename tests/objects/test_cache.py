@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import kvtier
 from kvtier.testing import payload_of, sample_namespace
+from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.testing.servers import S3Server
 
 BLOCK = 64 << 10
@@ -70,3 +72,33 @@ def test_a_second_process_is_served_from_g4(place: str, tmp_path: Path, request:
         assert cache.match(keys) == 0
     with kvtier.open(kvtier.Config.parse(config(tmp_path / "a", url, options)), NS) as cache:
         assert cache.match(keys) == 0, "purged for the replica that stored it, on its own disk too"
+
+
+def test_a_server_that_stalls_costs_the_lookup_s_budget_and_heals(tmp_path: Path) -> None:
+    """No answer, ever: `match` waits for its budget a few times, then the breaker spares it even that; what was put
+    meanwhile is served from above; after the server healed, G4 takes and serves again within 30 seconds."""
+    (tmp_path / "a").mkdir()
+    with FaultyS3().running() as server:
+        raw = config(tmp_path / "a", "s3://bucket/p", server.options)
+        raw["deadlines"] = {"lookup": "200ms"}
+        with kvtier.open(kvtier.Config.parse(raw), NS) as cache:
+            keys = kvtier.chain_hashes(TOKENS, NS)
+            blocks = [payload_of(key, BLOCK) for key in keys]
+            server.rules = [S3Rule("*", S3Fault.STALL)]
+            other = kvtier.chain_hashes([7, *TOKENS], NS)
+            waits = []
+            for _ in range(12):
+                began = time.monotonic()
+                assert cache.match(other) == 0
+                waits.append(time.monotonic() - began)
+            assert max(waits) < 1.5, waits
+            assert sorted(waits)[0] < 0.1, "the breaker never opened"
+            assert cache.put(keys, blocks, wait=True) == len(keys)
+            assert cache.match(keys) == len(keys)
+            server.rules = []
+            give_up = time.monotonic() + 30
+            while not any("/p/" in name and "/delta/" not in name for name in server.objects):
+                assert time.monotonic() < give_up, "G4 took nothing within 30 s of its server's return"
+                fresh = kvtier.chain_hashes([int(1000 * time.monotonic()), *TOKENS], NS)
+                cache.put(fresh, [payload_of(key, BLOCK) for key in fresh], wait=True)
+                time.sleep(0.5)
