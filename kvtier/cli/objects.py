@@ -15,6 +15,7 @@ from kvtier.clock import SystemClock
 from kvtier.config import G4, Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.terms import Depth, Terms
+from kvtier.tiers.bucket import Patient
 from kvtier.tiers.bucket_exam import SKEW_MAX_S, Exam, examine
 from kvtier.tiers.bucket_url import Limits, open_bucket
 
@@ -34,7 +35,7 @@ def exam_of(g4: G4) -> Exam:
         bucket, prefix = open_bucket(g4.url, g4.options, g4.client, clock, Limits(concurrency=g4.concurrency))
         await bucket.start()
         try:
-            return await examine(bucket, prefix, clock)
+            return await examine(Patient(bucket, attempts=2), prefix, clock)
         finally:
             await bucket.close()
 

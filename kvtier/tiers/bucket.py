@@ -100,6 +100,7 @@ class Patient:
         self._random = random.Random(seed)
         self.renewable = inner.renewable
         self.retries = 0
+        self._bare_etags = False
 
     async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
         for attempt in range(self._attempts - 1):
@@ -117,7 +118,16 @@ class Patient:
         return await self._again(lambda: self._inner.create(name, data, used))
 
     async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
-        return await self._again(lambda: self._inner.replace(name, data, used, etag))
+        """Some servers (Ceph 16) know an ETag in If-Match only without its quotes: when one refuses the version that it
+        says is there, it is asked again that way, from then on at once."""
+        asked = etag.strip('"') if etag is not None and self._bare_etags else etag
+        stat = await self._again(lambda: self._inner.replace(name, data, used, asked))
+        if stat is None and etag is not None and asked == etag and etag.startswith('"'):
+            there = await self.head(name)
+            if there is not None and there.etag == etag:
+                stat = await self._again(lambda: self._inner.replace(name, data, used, etag.strip('"')))
+                self._bare_etags = stat is not None
+        return stat
 
     async def head(self, name: str) -> Stat | None:
         return await self._again(lambda: self._inner.head(name))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.testing.ceph import CephRGW, missing
 from kvtier.testing.servers import RcloneS3, S3Server, SeaweedFS, binary
 
 
@@ -26,6 +27,20 @@ def _running(kind: type[S3Server], factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="session")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     yield from _running(SeaweedFS, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    absent = missing()
+    if absent:
+        # Debian packages, not Python's: nothing that `make setup` could have installed, so CI may lack them too.
+        pytest.skip(f"Ceph is not installed ({', '.join(absent)}); see kvtier/testing/ceph.py")
+    server = CephRGW(tmp_path_factory.mktemp("ceph"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
