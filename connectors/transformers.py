@@ -15,6 +15,7 @@ and one row per call; everything that cannot be kept exactly is refused with an 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -37,6 +38,8 @@ from kvtier.tiers.device import DevicePool
 if TYPE_CHECKING:
     import torch
     from transformers import DynamicCache
+
+log = logging.getLogger(__name__)
 
 _STEP_BYTES = 64 << 20
 _SPILL_AHEAD_FRACTION = 0.25
@@ -68,6 +71,7 @@ class PrefixCache:
         self.served: Counter[str] = Counter()  # prompt tokens: by the tier that had them, and "recomputed"
         self.clock = clock or SystemClock()
         self._config = config
+        self._lost = False  # a copy did not end; see _lose
         self._classes = config.terms()
         self._fetched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # cache object → blocks it began with
         blocks, offload = config.tiers.g1.blocks, config.offload
@@ -174,8 +178,14 @@ class PrefixCache:
 
     def _onboard(self, chain: Sequence[BlockKey], start: int, hit: byte_cache.Hit) -> list[int]:
         """Slots, the caller's, with the leading blocks of `hit`, as many as G1 has room for without a loss."""
+        if self._lost:
+            return []
         slots = self.pool.allocate(self._make_room(len(hit), wait_s=0.0))
-        arrived = self.pool.copy_in([(slot.number, slot.generation) for slot in hit.slots[: len(slots)]], slots)
+        try:
+            arrived = self.pool.copy_in([(slot.number, slot.generation) for slot in hit.slots[: len(slots)]], slots)
+        except TierError as error:
+            self._lose(error)
+            return []  # the slots are the copy's for good: without a name, never handed out
         whole = _leading(arrived)
         self.pool.free(slots[whole:])
         slots = slots[:whole]
@@ -224,18 +234,30 @@ class PrefixCache:
         return self.cache.submit(self.cache.manager.wait_room(deadline, seen)).result()
 
     def _offload(self, limit: int, ahead: int) -> int:
-        picked = self.pool.pick(limit, self.clock.monotonic(), ahead=ahead)
-        kept: set[BlockKey] = set()
-        try:
-            for run in _runs(picked):
-                kept.update(self._offload_run(run))
-        finally:
-            self.pool.settle([d for d in picked if d.key in kept])
-            self.pool.settle([d for d in picked if d.key not in kept], again_since=self.clock.monotonic())
-        return len(kept)
+        if self._lost:
+            return 0
+        kept = 0
+        for run in _runs(self.pool.pick(limit, self.clock.monotonic(), ahead=ahead)):
+            try:
+                there = 0 if self._lost else self._offload_run(run)
+            except TierError as error:
+                self._lose(error)
+                continue  # unsettled for good: the copy may read these slots yet, so they are never handed out
+            except BaseException:
+                self.pool.settle(run, again_since=self.clock.monotonic())
+                raise
+            self.pool.settle(run[:there])
+            self.pool.settle(run[there:], again_since=self.clock.monotonic())
+            kept += there
+        return kept
 
-    def _offload_run(self, run: Sequence[Dirty]) -> list[BlockKey]:
-        """Copy neighbours of one chain to G2. Returns those that are there now."""
+    def _lose(self, error: TierError) -> None:
+        """The device did not finish a copy: nobody knows when it will, so no other is given to it."""
+        log.error("%s; blocks stay in G1 from now on", error)
+        self._lost = True
+
+    def _offload_run(self, run: Sequence[Dirty]) -> int:
+        """Copy neighbours of one chain to G2. Returns how many of them, from the first on, are there now."""
         manager, chain, start = self.cache.manager, run[0].chain, run[0].depth
         lives = [self.pool.life(dirty.slot) for dirty in run]
         slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(lives[0]))
@@ -257,7 +279,7 @@ class PrefixCache:
             slot.life = life  # as confirmed, not as copied: a spill is no use and no new creation
         manager.commit(chain, slots, generations)
         manager.settle(chain[:reached])
-        return [dirty.key for dirty in run[: reached - start]]
+        return reached - start
 
     # --- the rest ----------------------------------------------------------------------------------------------
 

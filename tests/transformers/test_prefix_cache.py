@@ -8,6 +8,7 @@ import pytest
 
 import kvtier
 from kvtier.connectors.transformers import PrefixCache
+from kvtier.errors import TierError
 from kvtier.testing import Fault, FaultyTier, MemoryTier
 from tests.transformers.models import blocks_of, generate, llama, prompt
 
@@ -299,6 +300,26 @@ class TestFaults:
             prefixes.cache.evict("g2")
             output, hit = turn(prefixes, model, ids)
             assert hit == 5 * 16 and torch.equal(output, cold)
+
+    @pytest.mark.parametrize("verb", ["copy_out", "copy_in"])
+    def test_a_copy_that_never_ends_keeps_its_memory_and_costs_hits_only(
+        self, config: Any, model: Any, clock: Any, verb: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def hang(*_: Any) -> list[bool]:
+            raise TierError("g1", "copy", "the device did not finish")
+
+        ids = prompt(200)
+        with PrefixCache(config(g1=16), model, clock=clock, tiers=[]) as prefixes:
+            cold, _ = turn(prefixes, model, ids)
+            prefixes.flush()
+            prefixes.pool.evict()
+            monkeypatch.setattr(prefixes.pool, verb, hang)
+            for other in (ids, prompt(250, seed=8), ids):
+                clock.advance(10)
+                output, _ = turn(prefixes, model, other)
+            assert torch.equal(output, cold)
+            held = [slot for slot in range(16) if prefixes.pool._copying.get(slot) or prefixes.pool._refs[slot]]
+            assert held and not set(prefixes.pool.allocate(prefixes.pool.free_blocks)) & set(held)
 
     def test_a_closed_cache_says_so(self, config: Any, model: Any) -> None:
         prefixes = PrefixCache(config(), model, tiers=[])
