@@ -9,6 +9,8 @@ EXTRAS := s3,transformers,bench,dev
 
 BIN := .venv/bin
 READY := .venv/.ready
+# What the demo and the benchmarks need; the engines that the tests drive come on top.
+BASE := .venv/.base
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
@@ -24,15 +26,18 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt requirements-vllm.txt
+$(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(READY): $(BASE) requirements-vllm.txt
 	$(BIN)/python -m pip install -q --no-deps -r requirements-vllm.txt
 	@touch $@
 
-demo: $(READY)
+demo: $(BASE)
 	$(BIN)/kvtier demo
 
 test: $(READY)
@@ -52,9 +57,9 @@ types:
 	@rm -rf build/types && mkdir -p build/types/kvtier
 	@ln -s $(CURDIR)/kvtier/* $(CURDIR)/connectors $(CURDIR)/kernels build/types/kvtier/
 
-bench: $(READY)
-	$(BIN)/kvtier bench index
-	$(BIN)/kvtier bench tiers
+bench: $(BASE)
+	$(BIN)/kvtier bench index --save benchmarks/results
+	for tier in g2 g3 g4; do $(BIN)/kvtier bench tiers --tier $$tier --save benchmarks/results || exit 1; done
 
 # Runs with the interpreter that has CUDA torch and CuPy; kvtier itself need not be installed there.
 GPU_PYTHON ?= python3
