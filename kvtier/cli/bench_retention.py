@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier.arena import SLOT_ALIGN
 from kvtier.bench.curves import Reuse
 from kvtier.bench.record import record
 from kvtier.bench.replay import Replayed, Setup, replay
@@ -140,8 +141,9 @@ def _replays(
 ) -> list[Replayed]:
     if not trace.requests:
         raise InvalidRequest("--sample: not one session was drawn; take a larger share")
-    whole = trace.unique * trace.block_tokens * scale
-    longest = max(len(request.blocks) for request in trace.requests) * trace.block_tokens * scale
+    slot = -(-trace.block_tokens * scale // SLOT_ALIGN) * SLOT_ALIGN
+    whole = trace.unique * slot
+    longest = max(len(request.blocks) for request in trace.requests) * slot
     g2, g3 = sizes
     out = []
     for text in ttls.split(","):
