@@ -76,7 +76,8 @@ def draw_worth(worth: Worth, folder: Path, stem: str) -> list[Path]:
 
 
 def draw_policies(results: Mapping[str, Any], path: Path) -> None:
-    """Hits above leaf-first LRU by capacity, one panel per trace, with the ceiling. Blocks on the disk."""
+    """Hits above leaf-first LRU by capacity, one panel per trace with enough sizes, with the ceiling. Blocks."""
+    results = {name: found for name, found in results.items() if len(found["percent_of_footprint"]) >= 4}
     figure, _ = _figure(5.0 * len(results), 4.2)
     figure.clear()
     panels = figure.subplots(1, len(results), squeeze=False)[0]
