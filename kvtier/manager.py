@@ -292,12 +292,12 @@ class Manager:
         terms: Terms,
         keep: Callable[[BlockKey], bool] | None = None,
         *,
-        insist: bool = False,
+        insist: bool | None = None,
     ) -> tuple[list[Slot], int]:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is room.
 
         `keep` claims blocks that must not be evicted for them; with `insist` the policy may not refuse them: they
-        are on their way to a lower tier. Returns the slots and the index reached: blocks before it are reserved, or
+        are on their way to a lower tier (None: if there is one that is well). Returns the slots and the index reached: blocks before it are reserved, or
         are here already (then `terms` are added to them, and what the nearest lower tier lacks is queued for it), or
         are being filled by somebody else. The caller copies, then commits or aborts each slot.
         """
@@ -306,6 +306,8 @@ class Manager:
         now = self._clock.wall()
         life = Lifetime.of(terms, now)
         ends = life.ends(Depth.G2)
+        if insist is None:
+            insist = self.demoter.well()
         slots: list[Slot] = []
         present: list[int] = []
         widened: set[int] = set()
