@@ -297,9 +297,10 @@ class Manager:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is room.
 
         `keep` claims blocks that must not be evicted for them; with `insist` the policy may not refuse them: they
-        are on their way to a lower tier (None: if there is one that is well). Returns the slots and the index reached: blocks before it are reserved, or
-        are here already (then `terms` are added to them, and what the nearest lower tier lacks is queued for it), or
-        are being filled by somebody else. The caller copies, then commits or aborts each slot.
+        are on their way to a lower tier (None: if there is one that is well). Returns the slots and the index
+        reached: blocks before it are reserved, or are here already (then `terms` are added to them, and what the
+        nearest lower tier lacks is queued for it), or are being filled by somebody else. The caller copies, then
+        commits or aborts each slot.
         """
         self._usable()
         self._release_forgotten()
