@@ -1,0 +1,175 @@
+"""What SGLang does not tell a linker, taken from where it happens.
+
+A linker is handed page hashes beyond the device's prefix, without the pages before them, the request, its salt, or word
+of new weights. Eleven small hooks, made with SGLang's own HookRegistry, tell a `Follower`:
+
+    match               whose prompt is being looked up, and which pages come before those on the device's edge
+    checkpoint          whose pages the tree is about to offload
+    admission           may wait: a request whose blocks are on their way up is passed over until they are there
+    release             the request is gone
+    weights             changed in place
+
+SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
+process did not do so (SGLANG_PLUGINS names others) installs the hooks itself. They pass through for other linkers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+
+class Follower(ABC):
+    """A linker that wants to know. All calls come from the scheduler's thread; none may wait or raise."""
+
+    @abstractmethod
+    def meet(self, req: Any, head: Callable[[], list[str]]) -> None:
+        """`lookup` comes next, for this request; `head()` are the page hashes on the device, from the first on."""
+
+    @abstractmethod
+    def own(self, req: Any | None) -> None:
+        """Offloads from now on are this request's; None: nobody's."""
+
+    @abstractmethod
+    def place(self, head: list[str]) -> None:
+        """`offload` comes next, of pages that follow these."""
+
+    @abstractmethod
+    def awaited(self, rid: str, agree: Callable[[bool], bool]) -> bool:
+        """Whether the request should wait for its blocks. `agree` is true if it is on every rank; where a request has
+        been looked up and not yet decided on, every rank calls it."""
+
+    @abstractmethod
+    def forget(self, rid: str) -> None:
+        """The request is admitted, finished or aborted."""
+
+    @abstractmethod
+    def weights_change(self) -> None:
+        """The weights are about to change in place."""
+
+
+def _follower(wrapper: Any) -> Follower | None:
+    linker = getattr(wrapper, "cache_linker", None)
+    return linker if isinstance(linker, Follower) else None
+
+
+def _match(wrapper: Any, key: Any, req: Any, result: Any) -> None:
+    follower = _follower(wrapper)
+    if follower is None:
+        return
+    core, node = wrapper.cache.tree_core, result.last_device_node
+
+    def head() -> list[str]:
+        if result.device_prefix_len <= 0:
+            return []
+        return [*core.get_prefix_hash_values(node), *core.get_hash_values(node)]
+
+    follower.meet(req, head)
+
+
+def _offload_node(wrapper: Any, node_id: Any, transfers: Any) -> None:
+    if (follower := _follower(wrapper)) is not None:
+        follower.place(wrapper.cache.tree_core.get_prefix_hash_values(node_id))
+
+
+def _release_request(wrapper: Any, rid: str) -> None:
+    if (follower := _follower(wrapper)) is not None:
+        follower.forget(rid)
+
+
+def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, **arguments: Any) -> Any:
+    follower = _follower(cache.linker)
+    if follower is None:
+        return original(cache, req, **arguments)
+    follower.own(req)
+    try:
+        return original(cache, req, **arguments)
+    finally:
+        follower.own(None)
+
+
+def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments: Any, **named: Any) -> Any:
+    cache = adder.tree_cache
+    follower = _follower(getattr(cache, "linker", None))
+    if follower is None:
+        return original(adder, req, *arguments, **named)
+    if follower.awaited(req.rid, lambda ready: _on_all_ranks(cache, ready)):
+        return resolve_name("sglang.srt.managers.schedule_policy:AddReqResult").CONTINUE
+    outcome = original(adder, req, *arguments, **named)
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        follower.forget(req.rid)
+    return outcome
+
+
+def _on_all_ranks(cache: Any, answer: bool) -> bool:
+    import torch
+
+    mask = torch.tensor([int(answer)], dtype=torch.int)
+    cache._all_reduce_attn_groups(mask, torch.distributed.ReduceOp.MIN)
+    return bool(mask.item())
+
+
+def _weights(updater: Any, request: Any) -> None:
+    scheduler = updater.scheduler
+    if (follower := _follower(getattr(getattr(scheduler, "tree_cache", None), "linker", None))) is not None:
+        follower.weights_change()
+
+
+def _resume(updater: Any, request: Any) -> None:
+    if not request.tags or "weights" in request.tags:
+        _weights(updater, request)
+
+
+_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    (f"{_WRAPPER}.match", "before", _match),
+    (f"{_WRAPPER}._offload_node", "before", _offload_node),
+    (f"{_WRAPPER}.release_request", "before", _release_request),
+    ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", "around", _checkpoint),
+    ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", "around", _add_one_req),
+    (f"{_UPDATER}.update_weights_from_disk", "before", _weights),
+    (f"{_UPDATER}.update_weights_from_distributed", "before", _weights),
+    (f"{_UPDATER}.update_weights_from_tensor", "before", _weights),
+    (f"{_UPDATER}.update_weights_from_ipc", "before", _weights),
+    (f"{_UPDATER}.end_weight_update", "before", _weights),
+    (f"{_UPDATER}.resume_memory_occupation", "before", _resume),
+)
+
+
+def register() -> None:
+    """Name the hooks to SGLang, once per process; SGLang applies them when all plug-ins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, kind, hook in _HOOKS:
+        if not _known(HookRegistry, target, hook):
+            HookRegistry.register(target, hook, HookType(kind))
+
+
+def install() -> None:
+    """See to it that the hooks are in place in this process. Raises ConfigError that says what is in the way."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for target, _, hook in _HOOKS:
+        try:
+            resolve_name(target)
+        except (ImportError, AttributeError):
+            raise ConfigError(
+                f"this release of SGLang has no {target}, which the linker needs; use sglang 0.5.23"
+            ) from None
+        if target in HookRegistry._patched and not _known(HookRegistry, target, hook):
+            raise ConfigError(
+                f"another plug-in hooks {target} and kvtier's was not loaded with it; name kvtier in SGLANG_PLUGINS"
+            )
+    register()
+    HookRegistry.apply_hooks()
+    if missing := [target for target, _, _ in _HOOKS if target not in HookRegistry._patched]:
+        raise ConfigError(f"SGLang could not hook {missing[0]}; its log says why")
+
+
+def _known(registry: Any, target: str, hook: Callable[..., Any]) -> bool:
+    return any(known is hook for _, known, _ in registry._hooks.get(target, ()))

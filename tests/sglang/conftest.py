@@ -1,0 +1,201 @@
+"""One SGLang engine at a time, in a process of its own, for tests that run it on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+START_S = 420.0
+ANSWER_S = 240.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without sglang there is nothing to test: a skip that says so, and a failure where a CI must have it."""
+    if importlib.util.find_spec("sglang") is not None:
+        return
+    if os.environ.get("CI"):
+        mark: Any = pytest.mark.usefixtures("_sglang_is_missing")
+    else:
+        mark = pytest.mark.skip(reason="sglang is not installed; `make sglang` installs it beside a CPU torch")
+    for item in items:
+        if HERE in Path(item.path).parents:
+            item.add_marker(mark)
+
+
+@pytest.fixture
+def _sglang_is_missing() -> None:
+    pytest.fail("CI is set and sglang is not installed; run `make sglang`")
+
+
+class EngineHost:
+    """An engine behind a pipe. `close` or `kill` ends it with all its processes."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_host.py"), json.dumps(arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.log: list[str] = []
+        self._answers: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._answer(START_S) == "ready"
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@@ "):
+                self._answers.put(json.loads(line[3:]))
+            else:
+                self.log.append(line)
+        self._answers.put(EOFError)
+
+    def _answer(self, timeout: float) -> Any:
+        try:
+            answer = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            answer = TimeoutError
+        if answer in (EOFError, TimeoutError):
+            self.kill()
+            pytest.fail(f"the engine gave {answer.__name__}; its last words:\n" + "".join(self.log[-60:]))
+        return answer
+
+    def ask(self, **order: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self._answer(ANSWER_S)
+
+    def generate(self, *prompts: list[int], **order: Any) -> list[dict[str, Any]]:
+        answers = self.ask(do="generate", prompts=list(prompts), **order)
+        assert isinstance(answers, list), answers
+        return answers
+
+    def flush(self) -> None:
+        assert self.ask(do="flush") == "flushed"
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            try:
+                self.ask(do="end")
+                self.process.wait(60)
+            finally:
+                self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the engine."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Served:
+    """An engine over kvtier, the trial file that steers it, and its metrics."""
+
+    def __init__(self, model: Path, folder: Path, tiers: dict[str, Any], **more: Any) -> None:
+        self.trial = folder / "trial.json"
+        self.port = free_port()
+        config = {"version": 1, "tiers": tiers, **more}
+        extra = {"kvtier_config": config, "trial": str(self.trial), "metrics_port": self.port}
+        self.host = EngineHost(
+            {
+                "model_path": str(model),
+                "enable_unified_cache_external_linker": True,
+                "unified_cache_external_linker_backend": "dynamic",
+                "unified_cache_external_linker_config": {
+                    "linker": "TrialLinker",
+                    "linker_module_path": "trial_linker",
+                    "linker_extra_config": extra,
+                },
+            }
+        )
+
+    def steer(self, **wanted: Any) -> None:
+        self.trial.write_text(json.dumps(wanted))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry these labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=20) as answer:
+            lines = answer.read().decode().splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.split("{")[0].split(" ")[0] == name and all(label in line for label in wanted)
+        )
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama whose greedy tokens depend on the whole prompt."""
+    return make_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same shape, with other weights."""
+    return make_model(tmp_path_factory.mktemp("other"), seed=1)
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    # The wide initialiser matters: with the default one, greedy tokens hardly depend on the prompt.
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False, initializer_range=0.15,
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """Starts an engine; the one before it is ended first."""
+    running: list[Served] = []
+
+    def start(tiers: dict[str, Any], *, path: Path = model, **more: Any) -> Served:
+        while running:
+            running.pop().host.close()
+        served = Served(path, tmp_path_factory.mktemp("trial"), tiers, **more)
+        running.append(served)
+        return served
+
+    yield start
+    for served in running:
+        served.host.close()
+
+
+def prompt_of(seed: int, length: int = 397) -> list[int]:
+    """A prompt that shares no page with those of other seeds."""
+    return [(i * 7919 + seed * 104729 + 13) % 1000 + 3 for i in range(length)]
+
+
+@pytest.fixture
+def prompt() -> Callable[..., list[int]]:
+    return prompt_of

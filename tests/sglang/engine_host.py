@@ -1,0 +1,85 @@
+"""Runs one SGLang engine on the CPU and does what it is told on stdin, one JSON object per line.
+
+    python engine_host.py '{"model_path": …, more arguments of sgl.Engine}'
+
+Answers are lines that begin with "@@ " on stdout; everything else there is SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = str(Path(__file__).resolve().parent)
+sys.path.insert(0, HERE)
+os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+import cpu_site  # noqa: E402
+
+cpu_site.install()
+
+DEFAULTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 4096,
+    "page_size": 16,
+    "log_level": "warning",
+}
+
+
+def say(answer: Any) -> None:
+    print("@@ " + json.dumps(answer), flush=True)
+
+
+def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+    sampling = {"max_new_tokens": order.get("new", 8), "temperature": 0, "ignore_eos": True}
+    if "kvtier" in order:
+        sampling["custom_params"] = {"kvtier": order["kvtier"]}
+    named = {name: order[name] for name in ("extra_key", "cache_salt") if name in order}
+    results = engine.generate(input_ids=order["prompts"], sampling_params=sampling, **named)
+    return [
+        {
+            "tokens": list(result["output_ids"]),
+            "cached": result["meta_info"]["cached_tokens"],
+            "host": (result["meta_info"].get("cached_tokens_details") or {}).get("host", 0),
+        }
+        for result in results
+    ]
+
+
+def main() -> None:
+    import sglang
+
+    engine = sglang.Engine(**{**DEFAULTS, **json.loads(sys.argv[1])})
+    say("ready")
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            if order["do"] == "generate":
+                say(generate(engine, order))
+            elif order["do"] == "flush":
+                engine.flush_cache()
+                say("flushed")
+            elif order["do"] == "update":
+                answer = engine.update_weights_from_disk(order["path"])
+                say([bool(answer[0]), str(answer[1])])
+            else:
+                break
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {error}"})
+    engine.shutdown()
+    say("gone")
+
+
+if __name__ == "__main__":
+    main()
