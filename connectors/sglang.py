@@ -109,6 +109,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self._wait_s = config.deadlines.get
         self._order = self._ordering_stream()
         self._pages: Pages | None = self._open(self._namespace)
+        self._swap = threading.Lock()  # of `_namespace` and `_pages` together
         self._rotation: threading.Thread | None = None
         self._stale = False  # weights changed, and the tree was not flushed since
         self._visits: OrderedDict[str, _Visit] = OrderedDict()
@@ -129,7 +130,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
             raise
 
     def _ordering_stream(self) -> Any:
-        """A stream that carries nothing but the order of offloads behind forwards; None where nothing is asynchronous."""
+        """A stream that carries only the order of offloads behind forwards; None where nothing is asynchronous."""
         if not self._pool.tensors[0][0].is_cuda:
             return None
         import torch
@@ -363,34 +364,46 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         thread; until then everything misses."""
         for rid in list(self._visits):
             self.forget(rid)
-        self._namespace = epoch_after_reset(self._settings.config, self._namespace)
-        old, self._pages = self._pages, None
+        with self._swap:
+            namespace = self._namespace = epoch_after_reset(self._settings.config, self._namespace)
+            old, self._pages = self._pages, None
         self._lost += old.outstanding() if old is not None else 0
-        before, namespace = self._rotation, self._namespace
-
-        def replace() -> None:
-            if before is not None:
-                before.join()
-            if old is not None:
-                old.close()
-                old.cache.close()
-            try:
-                self._pages = self._open(namespace)
-            except Exception:
-                log.exception("the cache could not be opened again after new weights; the engine goes on without")
-
-        self._rotation = threading.Thread(target=replace, name="kvtier-rotate", daemon=True)
+        self._rotation = threading.Thread(
+            target=self._replace, args=(old, namespace, self._rotation), name="kvtier-rotate", daemon=True
+        )
         self._rotation.start()
+
+    def _replace(self, old: Pages | None, namespace: Namespace, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        _close(old)
+        if self._namespace is not namespace:
+            return  # a later rotation opens
+        try:
+            opened: Pages | None = self._open(namespace)
+        except Exception:
+            log.exception("the cache could not be opened again after new weights; the engine goes on without")
+            return
+        with self._swap:
+            if self._namespace is namespace:
+                self._pages, opened = opened, None
+        _close(opened)
 
     @_degrades(None)
     def close(self) -> None:
         self._quiesce()
         if self._rotation is not None:
             self._rotation.join(self._wait_s)
-        pages, self._pages = self._pages, None
-        if pages is not None:
-            pages.close()
-            pages.cache.close()
+        with self._swap:
+            pages, self._pages = self._pages, None
+            self._namespace = self._namespace.rotated("closed")
+        _close(pages)
+
+
+def _close(pages: Pages | None) -> None:
+    if pages is not None:
+        pages.close()
+        pages.cache.close()
 
 
 def _namespace(server_args: Any, settings: Settings, pool: Any) -> Namespace:

@@ -42,11 +42,14 @@ def say(answer: Any) -> None:
 
 
 def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
     sampling = {"max_new_tokens": order.get("new", 8), "temperature": 0, "ignore_eos": True}
     if "kvtier" in order:
         sampling["custom_params"] = {"kvtier": order["kvtier"]}
     named = {name: order[name] for name in ("extra_key", "cache_salt") if name in order}
-    results = engine.generate(input_ids=order["prompts"], sampling_params=sampling, **named)
+    request = GenerateReqInput(input_ids=order["prompts"], sampling_params=sampling, **named)
+    results = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
     return [
         {
             "tokens": list(result["output_ids"]),
@@ -68,8 +71,8 @@ def main() -> None:
             if order["do"] == "generate":
                 say(generate(engine, order))
             elif order["do"] == "flush":
-                engine.flush_cache()
-                say("flushed")
+                flushing = engine.tokenizer_manager.flush_cache(timeout_s=30)
+                say("flushed" if engine.loop.run_until_complete(flushing).success else "busy")
             elif order["do"] == "update":
                 answer = engine.update_weights_from_disk(order["path"])
                 say([bool(answer[0]), str(answer[1])])

@@ -1,0 +1,279 @@
+"""SGLang's HiCache over kvtier: G2 … G4 below SGLang's own host pool, as a dynamic HiCacheStorage.
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+        '{"backend_name": "kvtier", "module_path": "kvtier.connectors.sglang_storage", "class_name": "KVTierStorage",
+          "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "kvtier_config": "kvtier.yaml"}'
+
+For who keeps HiCache and its host tier; `kvtier.connectors.sglang` is the shorter way. Each page is copied once,
+between SGLang's host pool and G2, which is a small staging area here. SGLang calls from its own storage threads, so
+these calls may wait, up to the configuration's deadlines. Salts seed the page hashes, but who asked is not known here:
+all pages lie in the shared scope.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
+
+import kvtier
+from kvtier.block import SHARED, BlockKey
+from kvtier.connectors.common import Controls, Settings, engine_keys, model_name, weights_of
+from kvtier.connectors.sglang_pool import HASH_ALGORITHM, HASH_VERSION
+from kvtier.errors import ConfigError, IdentityError
+from kvtier.namespace import Namespace
+from kvtier.tiers.host import Slot
+
+log = logging.getLogger(__name__)
+
+_THEIRS = frozenset(
+    {
+        "backend_name", "module_path", "class_name", "interface_v1", "hicache_storage_pass_prefix_keys", "tp_lcm_size",
+        "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "allocator",
+    }
+)  # fmt: skip
+"""Keys of the extra configuration that SGLang reads."""
+
+_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
+    """See the module. Opens its cache when SGLang registers the host pool; thread-safe from then on.
+
+    Raises ConfigError or IdentityError for what would never work. Afterwards what fails is a miss, or a page not kept.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        extra = dict(storage_config.extra_config or {})
+        for name in ("interface_v1", "hicache_storage_pass_prefix_keys"):
+            if not extra.get(name):
+                raise ConfigError(
+                    f"hicache-storage-backend-extra-config: {name} must be set; without it kvtier cannot tell which "
+                    "pages come before a batch"
+                )
+        self._settings = Settings.parse({key: value for key, value in extra.items() if key not in _THEIRS})
+        if self._settings.config.security.salt == "deny":
+            raise ConfigError("security.salt: deny cannot be kept below HiCache, which names no salts; use the linker")
+        self._place = storage_config
+        self._control = Controls(self._settings.config).parse(None)
+        self._cache: kvtier.Cache | None = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the cache for this pool's pages. Reads the checkpoint; may take seconds."""
+        self.mem_pool_host = mem_pool_host
+        self.close()
+        self._cache = self.open_cache(self._namespace(mem_pool_host))
+
+    def open_cache(self, namespace: Namespace) -> kvtier.Cache:
+        """The cache below; a seam for tests and for other tiers."""
+        return kvtier.open(self._settings.config, namespace)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Only the KV pool. Raises IdentityError for others, which fails the attach: half a state would be wrong."""
+        if host_pool_name != PoolName.KV:
+            raise IdentityError(
+                f"HiCache registers a pool of {host_pool_name} pages; kvtier keeps full attention and MLA only"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def _namespace(self, pool: Any) -> Namespace:
+        place = self._place
+        if pool.layout not in _LAYOUTS:
+            raise IdentityError(f"hicache-mem-layout {pool.layout} is not served; use one of {', '.join(_LAYOUTS)}")
+        for name in ("attn_cp_size", "dcp_size"):
+            if getattr(place, name, 1) > 1:
+                raise IdentityError(f"{name} is {getattr(place, name)}: pages are spread over ranks; kvtier serves 1")
+        mla = bool(place.is_mla_model)
+        dtype = str(pool.dtype).removeprefix("torch.")
+        return Namespace(
+            model=model_name(str(place.model_name), self._settings.model),
+            weights=weights_of(self._settings, str(place.model_name)),
+            dtype=dtype,
+            layout=f"sglang-host:{pool.layout}",
+            block_tokens=int(pool.page_size),
+            block_bytes=sum(self._pieces([0])[0][1]),
+            layers=f"{pool.start_layer}:{pool.end_layer}",
+            kv_heads=int(getattr(pool, "head_num", 1)),
+            head_size=int(getattr(pool, "head_dim", 0) or 0),
+            rank=0 if mla else place.tp_rank,
+            ranks=1 if mla else place.tp_size,
+            tp=1 if mla else place.tp_size,
+            pp=place.pp_size,
+            group="mla" if mla else "full",
+            quantization=dtype if dtype.startswith("float8") else "",
+            scales="checkpoint" if dtype.startswith("float8") else "",
+            hash_algorithm=HASH_ALGORITHM,
+            hash_version=HASH_VERSION,
+        )
+
+    # ── pages ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pieces(self, firsts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """Addresses and sizes of each page's pieces in the host pool; a page starts at token slot `firsts[i]`."""
+        import torch
+
+        page = self.mem_pool_host.page_size
+        indices = torch.cat([torch.arange(first, first + page) for first in firsts])
+        addresses, sizes = self.mem_pool_host.get_page_buffer_meta(indices)
+        each = len(addresses) // len(firsts)
+        return [
+            ([int(a) for a in addresses[i : i + each]], [int(s) for s in sizes[i : i + each]])
+            for i in range(0, len(addresses), each)
+        ]
+
+    def _pages(self, host_indices: Any) -> list[tuple[list[int], list[int]]]:
+        return self._pieces([int(first) for first in host_indices[:: self.mem_pool_host.page_size].tolist()])
+
+    @staticmethod
+    def _chain(keys: Sequence[str], extra_info: Any) -> tuple[list[BlockKey], int]:
+        """All pages from the prompt's first on, and how many of them come before `keys`."""
+        before = list(getattr(extra_info, "prefix_keys", None) or [])
+        return engine_keys(SHARED, [bytes.fromhex(key) for key in (*before, *keys)]), len(before)
+
+    # ── the zero-copy interface ─────────────────────────────────────────────────────────────────────────────
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many of `keys`, from the first on, are in some tier. Waits for lower tiers up to deadlines.lookup."""
+        cache = self._cache
+        if cache is None or not keys:
+            return 0
+        chain, start = self._chain(keys, extra_info)
+        try:
+            return max(0, cache.match(chain) - start)
+        except Exception:
+            log.exception("a look-up failed; the engine goes on without")
+            return 0
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Copy pages into the host pool, verified; true for the leading ones that are there by deadlines.get."""
+        cache, done = self._cache, 0
+        try:
+            if cache is not None and keys:
+                chain, start = self._chain(keys, extra_info)
+                pages = self._pages(host_indices)
+                with cache.get(chain, start=start) as hit:
+                    for block, page in zip(hit.blocks, pages, strict=False):
+                        _scatter(block, page)
+                        done += 1
+        except Exception:
+            log.exception("a read failed; the engine goes on without")
+        return [True] * done + [False] * (len(keys) - done)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Copy pages out of the host pool; true for those that are kept. Waits for room up to deadlines.put."""
+        cache, done = self._cache, 0
+        if not getattr(self._place, "is_storage_writer", True):
+            return [True] * len(keys)  # another rank writes these very bytes
+        try:
+            if cache is not None and keys:
+                chain, start = self._chain(keys, extra_info)
+                done = self._put(cache, chain, start, self._pages(host_indices))
+        except Exception:
+            log.exception("a write failed; the engine goes on without")
+        return [True] * done + [False] * (len(keys) - done)
+
+    def _put(
+        self, cache: kvtier.Cache, chain: Sequence[BlockKey], start: int, pages: Sequence[tuple[list[int], list[int]]]
+    ) -> int:
+        """Store pages as blocks start … of `chain`; how many are in the cache now."""
+        manager, reached = cache.manager, start
+        deadline = time.monotonic() + self._settings.config.deadlines.put
+        while reached < len(chain):
+            seen = manager.room_told
+            room = manager.queue_room() if manager.lower else len(chain)
+            if room:
+                stop = min(len(chain), reached + room)
+                slots, reached = manager.reserve(chain, reached, stop, self._control.terms)
+                generations = [slot.generation for slot in slots]
+                try:
+                    for slot in slots:
+                        _gather(slot, pages[slot.index - start])
+                except BaseException:
+                    manager.abort(slots, generations)
+                    raise
+                manager.commit(chain, slots, generations)
+                if reached == stop:
+                    continue
+            if not cache.submit(manager.wait_room(deadline, seen)).result():
+                break
+        manager.settle(chain)
+        return reached - start
+
+    # ── several pools ───────────────────────────────────────────────────────────────────────────────────────
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """The KV pool alone: a prefix that needs pages of other pools is not restorable."""
+        if any(transfer.name != PoolName.KV for transfer in pool_transfers or ()):
+            return PoolTransferResult.empty()
+        pages = self.batch_exists(keys, extra_info)
+        return PoolTransferResult(pages, {}, list(range(1, pages + 1)))
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        return {t.name: self._v2(self.batch_get_v1, t, extra_info) for t in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        return {t.name: self._v2(self.batch_set_v1, t, extra_info) for t in transfers}
+
+    @staticmethod
+    def _v2(verb: Any, transfer: Any, extra_info: Any) -> list[bool]:
+        keys = list(transfer.keys or [])
+        if transfer.name != PoolName.KV or transfer.host_indices is None:
+            return [False] * len(keys)
+        done: list[bool] = verb(keys, transfer.host_indices, extra_info)
+        return done
+
+    # ── the copying interface, which SGLang does not use with interface_v1 ──────────────────────────────────
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        raise NotImplementedError("kvtier serves interface_v1 only")
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        raise NotImplementedError("kvtier serves interface_v1 only")
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        raise NotImplementedError("kvtier serves interface_v1 only")
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        raise NotImplementedError("kvtier serves interface_v1 only")
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def clear(self) -> None:
+        """Drop this namespace's pages from every tier, for all replicas that share it."""
+        if self._cache is not None:
+            for tier in ("g2", *self._cache.manager.lower):
+                self._cache.evict(tier)
+
+    def close(self) -> None:
+        """Flush within deadlines.close, and let go. Idempotent."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.close()
+
+
+def _scatter(block: memoryview, page: tuple[list[int], list[int]]) -> None:
+    start = 0
+    for address, size in zip(*page, strict=True):
+        _bytes_at(address, size)[:] = block[start : start + size]
+        start += size
+
+
+def _gather(slot: Slot, page: tuple[list[int], list[int]]) -> None:
+    (into,), start = slot.pieces, 0
+    for address, size in zip(*page, strict=True):
+        into[start : start + size] = _bytes_at(address, size)
+        start += size
+
+
+def _bytes_at(address: int, size: int) -> memoryview:
+    """Memory of the host pool, which SGLang keeps alive during the call."""
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
