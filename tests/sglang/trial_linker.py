@@ -17,7 +17,7 @@ from kvtier.testing import Fault, FaultyTier
 class TrialLinker(KVTierLinker):
     """`linker_extra_config` has one more key, `trial`: the path of a JSON file, read before each look-up.
 
-    {"faults": {"g3": [["read", "error"], …]}}   faults of a tier
+    {"faults": {"g3": [["read", "error", 0.5], …]}}   a tier's faults: verb, kind, rate
     {"scramble": true}                           bytes are damaged between their check and the device
     {"refuse": true}                             loads are refused
     """
@@ -39,7 +39,7 @@ class TrialLinker(KVTierLinker):
         except FileNotFoundError:
             wanted = {}
         for name, tier in self._faulty.items():
-            tier.faults = [Fault(verb, kind) for verb, kind in wanted.get("faults", {}).get(name, [])]
+            tier.faults = [Fault(*fault) for fault in wanted.get("faults", {}).get(name, [])]
         return wanted
 
     def lookup(self, rid: str, transfers: Any) -> list[int]:
