@@ -63,7 +63,7 @@ def install() -> None:
         parts = ("", ".io", ".ops", ".transforms", ".transforms.functional")
         parts += (".transforms.v2", ".transforms.v2.functional")
         _stand_in(*(f"torchvision{part}" for part in parts))
-    if _absent("vllm"):
+    if "vllm" not in sys.modules:  # also where it is installed: an engine inside an engine's process helps nobody
         _stand_in("vllm", "vllm._custom_ops")
 
 
