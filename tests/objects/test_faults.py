@@ -146,7 +146,7 @@ async def test_every_fault_for_ever(scene: Scene, verb: str, step: int) -> None:
         scene.server.rules = [S3Rule(verb, fault)]
         await scene.use(chain)
         # The client libraries follow redirects for themselves, a bounded number of times per attempt.
-        bound = (400 if fault in (S3Fault.REDIRECT, S3Fault.REDIRECT_LOOP) else 40) * ATTEMPTS
+        bound = (400 if fault in (S3Fault.REDIRECT, S3Fault.REDIRECT_LOOP) else 80) * ATTEMPTS
         assert scene.server.requests.total() - before < bound, f"{fault}: retries are not bounded"
         scene.server.rules = []
         await scene.healthy(chain)
