@@ -119,12 +119,12 @@ async def test_a_longer_term_of_another_process_outlives_the_first(seaweedfs: S3
     tier = await open_tier(seaweedfs, url)
     chain = chain_of(NS, S, 7, scope_of("tenant"))
     clock = SystemClock()
-    await tier.write(seal(chain, range(S), BLOCK, clock.wall(), Terms("short", ttl=4)), clock.monotonic() + 30)
+    await tier.write(seal(chain, range(S), BLOCK, clock.wall(), Terms("short", ttl=12)), clock.monotonic() + 30)
     other = chain_of(NS, S, 8, scope_of("tenant"))
-    await tier.write(seal(other, range(S), BLOCK, clock.wall(), Terms("short", ttl=4)), clock.monotonic() + 30)
+    await tier.write(seal(other, range(S), BLOCK, clock.wall(), Terms("short", ttl=12)), clock.monotonic() + 30)
     out, _ = start_writer(url, seaweedfs.options, "s3fs", S, "tenant", 3600).communicate(timeout=60)
     assert json.loads(out.splitlines()[1]) == ["present"] * S
-    await asyncio.sleep(5)
+    await asyncio.sleep(13)
     fresh = await open_tier(seaweedfs, url)
     assert loaded(await read(fresh, chain)) == S
     assert loaded(await read(fresh, other)) == 0, "the control: what nobody extended is gone"
