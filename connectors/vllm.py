@@ -24,10 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.clock import SystemClock
+from kvtier.connectors import vllm_compat as compat
 from kvtier.connectors.common import Controls, Scopes, Settings
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_identity import block_tokens_of, namespace_of, pages_of
 from kvtier.connectors.vllm_messages import Handshake, StepMeta, WorkerMeta
+from kvtier.connectors.vllm_metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm_scheduler import Limits, SchedulerHalf
 from kvtier.connectors.vllm_worker import WorkerHalf, host_identity
 from kvtier.errors import ConfigError, IdentityError
@@ -167,6 +169,34 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         return None if self._scheduler is None else guarded(self._scheduler.reset, fallback=False)
+
+    def get_kv_connector_stats(self) -> KVTierStats | None:
+        if self._scheduler is None:
+            return None
+        nothing: dict[str, int] = {}
+        news = guarded(self._scheduler.news, fallback=nothing)
+        return KVTierStats(data=news) if news else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
+        return KVTierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVTierPromMetrics:
+        return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        unknown: dict[str, int] = {}
+        tiers = guarded(self._scheduler.sources, request, fallback=unknown)
+        return compat.hit_sources(tiers) or {self._cache_hit_source: num_external_tokens}
 
     # ── worker ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -133,3 +133,17 @@ def hash_problem(algorithm: str, randomised: bool) -> str:
             "set PYTHONHASHSEED=0 for the engine and all replicas"
         )
     return ""
+
+
+def hit_sources(tiers: Mapping[str, int]) -> dict[Any, int]:
+    """Tokens by tier under vLLM's own labels; {} where this release has none."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return {}
+    labels = {"g2": CacheHitSource.HOST, "g3": CacheHitSource.DISK}
+    out: dict[Any, int] = {}
+    for tier, count in tiers.items():
+        label = labels.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        out[label] = out.get(label, 0) + count
+    return out

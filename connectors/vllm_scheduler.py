@@ -102,6 +102,7 @@ class SchedulerHalf:
         self, core: Core, scopes: Scopes, controls: Controls, offload: Offload, limits: Limits, ranks: int, clock: Clock
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
         self._core = core
         self._scopes = scopes
         self._controls = controls
@@ -269,6 +270,14 @@ class SchedulerHalf:
             visit.read[tier] += count * self._block_tokens
             self.counters[f"tokens_read_{tier}"] += count * self._block_tokens
         manager.count(lease, asked)
+
+    def sources(self, request: Any) -> dict[str, int]:
+        """Tokens of the load that was just planned for a request, by the tier they were found in."""
+        for work in self._loading.values():
+            if work.visit.track.name == request.request_id:
+                tiers = [work.visit.sources.get(work.start + index, "g2") for index in range(work.count)]
+                return {tier: n * self._block_tokens for tier, n in Counter(tiers).items()}
+        return {}
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -505,6 +514,12 @@ class SchedulerHalf:
         if now - self._idle_since >= self._limits.flush_timeout:
             return False
         return self._offloads and self._manager is not None and bool(self._dirty or self._storing)
+
+    def news(self) -> dict[str, int]:
+        """Counters that moved since the last call, and by how much."""
+        moved = {name: count - self._told[name] for name, count in self.counters.items()}
+        self._told = Counter(self.counters)
+        return {name: count for name, count in moved.items() if count > 0}
 
     def reset(self) -> bool:
         """The engine announced new weights."""

