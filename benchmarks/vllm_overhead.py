@@ -17,7 +17,6 @@ import platform
 import random
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -111,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python benchmarks/vllm_overhead.py --model {Path(args.model).name} --prompts {args.prompts}",
     }
 
 
