@@ -15,7 +15,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -321,10 +321,6 @@ class DiskTier:
     ) -> list[Stored]:
         now = self._clock.wall()
         count = len(written) if self._streams(store, len(written)) and store.wants_ahead(len(written)) else 0
-
-        # One tick for all: slots kept ahead may differ in theirs, and a head must not be colder than its tail.
-        tick = min(one.tick for _, one in written)
-        written = [(block, replace(one, tick=tick)) for block, one in written]
 
         def publish(ledger: Ledger) -> tuple[list[Stored], list[Reservation]]:
             outcomes = [

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class Store:
         self._touches: dict[bytes, list[float]] = {}
         self._returned: list[Reservation] = []
         self._ahead: list[Reservation] = []
+        self._tick = 0  # of the last transaction
         self._writer = Writer(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
 
     # Life.
@@ -287,13 +289,17 @@ class Store:
             self._ahead.extend(reservations)
 
     def take_ahead(self, slot_cls: int, count: int) -> list[Reservation]:
-        """`count` slots of the class that were kept ahead, neighbours first; none if there are fewer."""
+        """`count` slots of the class that were kept ahead, neighbours first; none if there are fewer.
+
+        They get one tick, that of now: blocks in them are neither colder than what was stored since they were
+        reserved, nor is a head colder than its tail.
+        """
         with self._state:
             fit = sorted((r for r in self._ahead if r.slot_class == slot_cls), key=lambda r: (r.segment, r.slot))
             taken = fit[:count] if len(fit) >= count else []
             gone = {one.serial for one in taken}
             self._ahead = [one for one in self._ahead if one.serial not in gone]
-        return taken
+        return [replace(one, tick=self._tick) for one in taken]
 
     def wants_ahead(self, count: int) -> bool:
         """Whether so many slots may be kept ahead, too, without holding much of the store."""
@@ -342,7 +348,7 @@ class Store:
             return
         running: list[Job] = []
         results: list[Any] = []
-        evicted = 0
+        evicted = tick = 0
         with self._state:
             returned, self._returned = self._returned, []
 
@@ -356,8 +362,8 @@ class Store:
             for name, uses in self._take_touches().items():
                 ledger.renew(name, uses)
             results.extend(job.work(ledger) for job in running)
-            nonlocal evicted
-            evicted = ledger.evicted
+            nonlocal evicted, tick
+            evicted, tick = ledger.evicted, ledger.tick
 
         try:
             index.transact(work, started=started, may_grow=time.monotonic() >= self._grow_at)
@@ -367,6 +373,7 @@ class Store:
             _fail(running, self._suspect(index, error))
         else:
             self.evictions += evicted
+            self._tick = tick
             for job, result in zip(running, results, strict=True):
                 job.future.set_result(result)
 

@@ -38,7 +38,7 @@ from tests.disk.support import BLOCK, get, opened, put, slabs
 NAMESPACE = sample_namespace(BLOCK)
 CAPACITY = 64
 CHAINS = [chain_of(NAMESPACE, 4, seed) for seed in range(24)]
-RECENT = 9  # stores whose blocks must have survived: all but the victims of what may have come after
+RECENT = 6  # stores whose blocks must have survived: all but the victims of what may have come after
 POINTS = (
     "open:begin", "open:end", "transact:begin", "transact:saved", "transact:end", "attach:begin", "attach:end",
     "write:begin", "write:half", "write:end", "sync:begin", "sync:end",
