@@ -210,7 +210,7 @@ class Manager:
         self._usable()
         lookup_by = min(deadline, self._clock.monotonic() + self._settings.lookup_s)
         where = await self._locate(chain, lookup_by, start)
-        plan = make_plan(where, self.host.capacity, self.host.name, self._costs())
+        plan = make_plan(where, start + self.host.capacity, self.host.name, self._costs())
         now = self._clock.wall()
         pinned: dict[int, Slot] = {}
         with self.lock:

@@ -36,21 +36,19 @@ class Plan:
 def make_plan(where: Sequence[Where], room: int, resident: str = "g2", costs: Costs | None = None) -> Plan:
     """Decide what to load. Pure.
 
-    `where[i]` is the place of block i; `resident` names the tier that needs no load; at most `room` blocks can
-    be loaded. The hit is the longest contiguous prefix that is somewhere, that fits, and, with `costs`, whose last
-    load still arrives sooner than computing those blocks would take.
+    `where[i]` is the place of block i; `resident` names the tier that needs no load; `room` blocks can be held at
+    once, resident or loaded. The hit is the longest contiguous prefix that is somewhere, that fits, and, with
+    `costs`, whose last load still arrives sooner than computing those blocks would take.
     """
-    hit, loads = 0, 0
+    hit = 0
     miss: Miss | None = None
     for place in where:
         if isinstance(place, Miss):
             miss = place
             break
-        if place != resident:
-            if loads == room:
-                miss = Miss.NO_ROOM
-                break
-            loads += 1
+        if hit == room:
+            miss = Miss.NO_ROOM
+            break
         hit += 1
     if costs is not None:
         worth = _worthwhile(where[:hit], resident, costs)

@@ -113,6 +113,22 @@ def test_more_than_g2_holds_goes_through_it(stack: Stack) -> None:
         assert [bytes(b) for b in hit.blocks] == payloads_of(keys[:60], BLOCK)
 
 
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_a_chain_longer_than_g2_is_served_as_far_as_g2_holds(policy: str) -> None:
+    """Its deeper blocks, which are in G2 after the put, must not keep its head out."""
+    clock, store = VirtualClock(), MemoryStore.empty()
+    keys = list(chain_of(NS, 40))
+    tier = MemoryTier(NS, clock, store=store)
+    with kvtier.open(config(32, policy=policy), NS, clock=clock, tiers=[tier]) as cache:
+        assert put(cache, keys) == 40
+        cache.flush()
+        for _ in range(2):
+            with cache.get(keys) as hit:
+                assert (len(hit), hit.miss) == (32, Miss.NO_ROOM)
+                assert [bytes(b) for b in hit.blocks] == payloads_of(keys[:32], BLOCK)
+        cache.check()
+
+
 def test_without_lower_tiers_the_head_is_kept() -> None:
     with kvtier.open(config(8), NS) as cache:
         keys = list(chain_of(NS, 20))
