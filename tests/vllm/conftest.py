@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ class Engine:
              json.dumps(options)],
             pass_fds=(commands_out, answers_in),
             stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )  # fmt: skip
         os.close(commands_out)
         os.close(answers_in)
@@ -84,9 +86,12 @@ class Engine:
             self.kill()
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        """End the process and the engine processes it started, which outlive a parent that is killed."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
         for stream in (self._commands, self._answers):
             try:
                 stream.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 BLOCK = 32
 IDLE = {"visits": 0, "loading": 0, "storing": 0, "dirty": 0, "pinned": 0, "quarantined": 0, "blocks_used": 0}
