@@ -156,10 +156,13 @@ class _Store:
 
 
 def fill(slot: Slot, source: memoryview) -> None:
-    """Copy a block's bytes into a FILLING slot, rank after rank."""
-    start = 0
+    """Copy a block's bytes into a FILLING slot, rank after rank. Other threads run meanwhile: NumPy's copy lets go of
+    the interpreter lock, a memoryview's does not."""
+    import numpy as np
+
+    whole, start = np.frombuffer(source, np.uint8), 0
     for piece in slot.pieces:
-        piece[:] = source[start : start + len(piece)]
+        np.copyto(np.frombuffer(piece, np.uint8), whole[start : start + len(piece)])
         start += len(piece)
 
 

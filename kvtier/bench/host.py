@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,12 @@ _PROMPTS = 3
 
 
 def measure(block_bytes: int, blocks: int = 64, rounds: int = 9) -> dict[str, dict[str, float]]:
-    """Bytes per second of copy, put and get, interleaved, and ratios. Needs RAM for 4 prompts of `blocks` blocks."""
+    """Bytes per second of copy, put and get, interleaved, and ratios. Needs RAM for 5 prompts of `blocks` blocks."""
     namespace = Namespace("bench/model", "bench:1", "bfloat16", "L2HND", 16, block_bytes)
     source: list[Any] = [np.random.default_rng(i).integers(0, 255, block_bytes, np.uint8) for i in range(blocks)]
-    target = [np.empty_like(block) for block in source]
-    for block in target:
-        block[:] = 0  # fault the pages in
+    # As much memory as the arena has, written in turn like it, so that both sides find their lines equally cold.
+    targets = [[np.ones_like(block) for block in source] for _ in range(_PROMPTS - 1)]
+    turns = cycle(targets)
     config = Config.parse(
         {"tiers": {"g2": {"capacity": (_PROMPTS - 1) * blocks * -(-block_bytes // 4096) * 4096}}, "policy": "lru"}
     )
@@ -39,10 +40,10 @@ def measure(block_bytes: int, blocks: int = 64, rounds: int = 9) -> dict[str, di
         for chain in chains:
             cache.put(chain, source)
         subjects: dict[str, Callable[[], float]] = {
-            "copy_put": lambda: _speed(lambda: _copy(target, source), block_bytes * blocks),
+            "copy_put": lambda: _speed(lambda: _copy(next(turns), source), block_bytes * blocks),
             "put": lambda: _speed(lambda: _put(cache, chains, source), block_bytes * blocks),
-            "copy_get": lambda: _speed(lambda: _copy(target, source), block_bytes * blocks),
-            "get": lambda: _speed(lambda: _get(cache, chains, target), block_bytes * blocks),
+            "copy_get": lambda: _speed(lambda: _copy(next(turns), source), block_bytes * blocks),
+            "get": lambda: _speed(lambda: _get(cache, chains, next(turns)), block_bytes * blocks),
         }
         figures = interleaved(rounds, subjects)
     for verb in ("put", "get"):  # round by round: both halves of a ratio had the same neighbours
