@@ -29,9 +29,9 @@ def measure(block_bytes: int, blocks: int = 64, rounds: int = 9) -> dict[str, di
     """Bytes per second of copy, put and get, interleaved, and ratios. Needs RAM for 5 prompts of `blocks` blocks."""
     namespace = Namespace("bench/model", "bench:1", "bfloat16", "L2HND", 16, block_bytes)
     source: list[Any] = [np.random.default_rng(i).integers(0, 255, block_bytes, np.uint8) for i in range(blocks)]
-    # As much memory as the arena has, written in turn like it, so that both sides find their lines equally cold.
-    targets = [[np.ones_like(block) for block in source] for _ in range(_PROMPTS - 1)]
-    turns = cycle(targets)
+    # As much memory as the arena has, used as often as it, so that both sides find their lines equally cold.
+    stand_in = cycle([[np.ones_like(block) for block in source] for _ in range(_PROMPTS - 1)])
+    target = [np.ones_like(block) for block in source]
     config = Config.parse(
         {"tiers": {"g2": {"capacity": (_PROMPTS - 1) * blocks * -(-block_bytes // 4096) * 4096}}, "policy": "lru"}
     )
@@ -40,10 +40,10 @@ def measure(block_bytes: int, blocks: int = 64, rounds: int = 9) -> dict[str, di
         for chain in chains:
             cache.put(chain, source)
         subjects: dict[str, Callable[[], float]] = {
-            "copy_put": lambda: _speed(lambda: _copy(next(turns), source), block_bytes * blocks),
+            "copy_put": lambda: _speed(lambda: _copy(next(stand_in), source), block_bytes * blocks),
             "put": lambda: _speed(lambda: _put(cache, chains, source), block_bytes * blocks),
-            "copy_get": lambda: _speed(lambda: _copy(next(turns), source), block_bytes * blocks),
-            "get": lambda: _speed(lambda: _get(cache, chains, next(turns)), block_bytes * blocks),
+            "copy_get": lambda: _speed(lambda: _copy(target, next(stand_in)), block_bytes * blocks),
+            "get": lambda: _speed(lambda: _get(cache, chains, target), block_bytes * blocks),
         }
         figures = interleaved(rounds, subjects)
     for verb in ("put", "get"):  # round by round: both halves of a ratio had the same neighbours
