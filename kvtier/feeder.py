@@ -14,13 +14,13 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvtier.block import BlockKey
 from kvtier.clock import Clock
 from kvtier.demotion import Batch, WriteBehind
 from kvtier.lease import Hold
-from kvtier.tier import Tier
+from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import Slot
 
 if TYPE_CHECKING:
@@ -151,11 +151,24 @@ class Feeder:
         present = here.index(False) if False in here else len(ends)
         for end in ends[present:]:
             start = (end - 1) // stride * stride
-            slots = await self._gather(chain, start, end)
+            slots = await self._gather_patiently(chain, start, end)
             if slots is None or not await self._offer(Batch(chain, slots)):
                 return
 
-    async def _gather(self, chain: Sequence[BlockKey], start: int, end: int) -> tuple[Slot, ...] | None:
+    async def _gather_patiently(self, chain: Sequence[BlockKey], start: int, end: int) -> tuple[Slot, ...] | None:
+        """`_gather`, again and again while G2 has no room for what must be fetched: nobody waits for the feeder."""
+        deadline = self._clock.monotonic() + _STEP_S
+        while True:
+            seen = self._manager.room_told
+            slots = await self._gather(chain, start, end)
+            if slots is not Miss.NO_ROOM:
+                return slots
+            if not await self._manager.wait_room(deadline, seen):
+                return None
+
+    async def _gather(
+        self, chain: Sequence[BlockKey], start: int, end: int
+    ) -> tuple[Slot, ...] | Literal[Miss.NO_ROOM] | None:
         """Pin blocks start … end-1 in G2, fetching what is only below; None if one cannot be had or may not go."""
         manager, now = self._manager, self._clock.wall()
         got: dict[int, Slot] = {}
@@ -171,6 +184,8 @@ class Feeder:
                 deadline = self._clock.monotonic() + _STEP_S
                 loaded = await manager.transfers.load(manager.lower, chain, {nearest.name: missing}, deadline)
                 got.update({index: out for index, out in loaded.items() if isinstance(out, Slot)})
+                if Miss.NO_ROOM in loaded.values():
+                    return Miss.NO_ROOM
             slots = tuple(got[index] for index in sorted(got))
             whole = len(slots) == end - start and all(s.life.servable(self._tier.depth, now) for s in slots)
             return slots if whole else None

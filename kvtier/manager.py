@@ -489,6 +489,7 @@ class Manager:
 
     def stats(self) -> dict[str, Any]:
         """Counters since start and gauges of now; see docs/operations.md for each."""
+        self._release_forgotten()
         with self.lock:
             accounts = self.accounts
             pinned = sum(slot.pins > 0 for slot in self.host.index.values())

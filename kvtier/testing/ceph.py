@@ -116,8 +116,8 @@ class CephRGW(S3Server):
     def _run(self, *command: str, stdin: str | None = None) -> str:
         """One administrative step. Raises RuntimeError with what it said."""
         done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=_STEP_S, cwd=self._folder,
-            env={**os.environ, "CEPH_CONF": str(self._conf)},
+            ("env", f"CEPH_CONF={self._conf}", *command), input=stdin, capture_output=True, text=True,
+            timeout=_STEP_S, cwd=self._folder,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{command[0]} failed: {done.stderr[-1000:]}")
