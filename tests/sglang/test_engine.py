@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
-
 PROMPT_PAGES = 24
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800), pytest.mark.xdist_group("sglang")]
-
 PROMPT_PAGES = 24
 SEEDS = range(6)
 
