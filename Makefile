@@ -15,13 +15,13 @@ SGLANG := .venv-sglang
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-long check types bench gpu-check clean
+.PHONY: help setup sglang demo test test-sglang test-long check types bench gpu-check clean
 
 help:
 	@echo "make setup      .venv with everything the other targets need"
 	@echo "make sglang     .venv-sglang: SGLang for the CPU beside what .venv has (1.3 GB more)"
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
-	@echo "make test       the quick tests        make test-long   all of them"
+	@echo "make test       the quick tests        make test-long   all of them        make test-sglang  SGLang's"
 	@echo "make check      style, types, direction of imports"
 	@echo "make bench      what the tiers and the index cost; writes benchmarks/results/"
 	@echo "make gpu-check  all that needs a GPU, in eight minutes; GPU_PYTHON names the interpreter"
@@ -53,9 +53,12 @@ $(SGLANG)/.ready: $(READY) requirements-sglang.txt pyproject.toml
 demo: $(BASE)
 	$(BIN)/kvtier demo
 
-# Exit status 5: none of them was selected by $(PYTEST).
-test: $(READY) $(SGLANG)/.ready
+# A real SGLang engine takes minutes on two cores and an environment of its own: test-sglang, and part of test-long.
+test: $(READY)
 	$(BIN)/python -m pytest --ignore=tests/sglang $(PYTEST)
+
+# Exit status 5: none of them was selected by $(PYTEST).
+test-sglang: $(READY) $(SGLANG)/.ready
 	$(SGLANG)/bin/python -m pytest tests/sglang $(PYTEST) || test $$? -eq 5
 
 test-long: $(READY) $(SGLANG)/.ready

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
 PROMPT_PAGES = 24
 SEEDS = range(6)
 
