@@ -96,12 +96,11 @@ def namespace_of(vllm_config: Any, settings: Settings, pages: Pages, ranks: Mapp
     if len(shakes) != pages.ranks or len({(s.layout, s.dtype, s.piece_bytes) for s in shakes}) != 1:
         raise IdentityError(f"{pages.ranks} ranks with equal tensors are needed, got {shakes}")
     pieces = 1 if pages.replicated else pages.ranks
-    text = getattr(model, "hf_text_config", None) or model.hf_config
     return Namespace(
         model=model_name(model.model, settings.model),
-        weights=_weights(vllm_config, settings),
+        weights=engine_weights(vllm_config, settings),
         dtype=shakes[0].dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
-        layout=f"vllm:{pages.layout}:{_short(list(pages.layers))}:{shakes[0].layout}",
+        layout=f"vllm:{pages.layout}:{short(list(pages.layers))}:{shakes[0].layout}",
         block_tokens=int(cache.block_size),
         block_bytes=shakes[0].piece_bytes * pieces,
         layers=f"0:{len(pages.layers)}",
@@ -110,15 +109,13 @@ def namespace_of(vllm_config: Any, settings: Settings, pages: Pages, ranks: Mapp
         group="mla" if getattr(model, "use_mla", False) else "full",
         quantization="" if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         scales="checkpoint" if str(cache.cache_dtype).startswith("fp8") else "",
-        rope=_canonical(
-            {name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
-        ),
-        hash_algorithm=_algorithm(cache.prefix_caching_hash_algo),
+        rope=rope_of(model),
+        hash_algorithm=algorithm_of(cache.prefix_caching_hash_algo),
         hash_version=HASH_VERSION,
     )
 
 
-def _weights(vllm_config: Any, settings: Settings) -> str:
+def engine_weights(vllm_config: Any, settings: Settings) -> str:
     """The checkpoint, and what the engine makes of it before it computes with it."""
     model = vllm_config.model_config
     made = {
@@ -127,10 +124,16 @@ def _weights(vllm_config: Any, settings: Settings) -> str:
         "overrides": str(getattr(model, "hf_overrides", None) or ""),
         "draft": str(getattr(vllm_config.speculative_config, "model", "") or ""),
     }
-    return f"{weights_of(settings, model.model, model.revision)}+{_short(made)}"
+    return f"{weights_of(settings, model.model, model.revision)}+{short(made)}"
 
 
-def _algorithm(name: str) -> str:
+def rope_of(model_config: Any) -> str:
+    """The parameters of the positions, which are in the keys."""
+    text = getattr(model_config, "hf_text_config", None) or model_config.hf_config
+    return _canonical({name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")})
+
+
+def algorithm_of(name: str) -> str:
     """Plain sha256 hashes a pickle, whose bytes belong to a version of Python."""
     return name if "cbor" in name else f"{name}/python{'.'.join(platform.python_version_tuple()[:2])}"
 
@@ -139,7 +142,8 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A digest of plain data for a name."""
     return hashlib.sha256(_canonical(value).encode()).hexdigest()[:16]
 
 
