@@ -6,8 +6,10 @@ A state machine and its encoding; the owner keeps the blocks (it leaves out of e
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -32,6 +34,37 @@ class Pin:
     tokens: int = 0
 
 
+def check_name(name: str) -> None:
+    """Raises InvalidRequest unless `name` may be a pin's."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"pin {name[:40]!r}: a name has 1 … 128 of A-Z a-z 0-9 _ . : / -")
+
+
+def encode(pins: Sequence[Pin]) -> bytes:
+    """Pins as bytes: magic, msgpack of (name, keys, created, until, tokens) each, XXH3-128 of both. Pure."""
+    body = _MAGIC + msgspec.msgpack.encode([(p.name, list(p.chain), p.created, p.until, p.tokens) for p in pins])
+    return body + digest_of([body])
+
+
+def decode(raw: bytes) -> list[Pin]:
+    """The inverse of `encode`. Raises CorruptError for anything it cannot have written."""
+    body = raw[:-DIGEST_BYTES]
+    if not raw.startswith(_MAGIC) or digest_of([body]) != raw[-DIGEST_BYTES:]:
+        raise CorruptError("no list of pins")
+    try:
+        rows = msgspec.msgpack.decode(body[len(_MAGIC) :], type=list[tuple[str, list[bytes], float, float, int]])
+    except msgspec.MsgspecError as wrong:
+        raise CorruptError(f"no list of pins: {wrong}") from None
+    pins = []
+    for name, chain, created, until, tokens in rows:
+        if not _NAME.fullmatch(name) or not chain or any(len(key) != KEY_BYTES for key in chain):
+            raise CorruptError("a pin with impossible fields")
+        if not (math.isfinite(created) and math.isfinite(until)):
+            raise CorruptError("a pin with impossible times")
+        pins.append(Pin(name, tuple(BlockKey(key) for key in chain), created, until, tokens))
+    return pins
+
+
 class Pins:
     """All named pins of a cache, over at most `limit_blocks` distinct blocks. No lock of its own; no I/O."""
 
@@ -44,8 +77,7 @@ class Pins:
         """Pin a chain under a new name for `ttl` seconds. Raises InvalidRequest, and then nothing has changed, if the
         name is malformed or taken, the chain empty, or too much is pinned already."""
         self.expire(now)
-        if not _NAME.fullmatch(name):
-            raise InvalidRequest(f"pin {name[:40]!r}: a name has 1 … 128 of A-Z a-z 0-9 _ . : / -")
+        check_name(name)
         if name in self._pins:
             raise InvalidRequest(f"pin {name!r} exists already; extend it, or delete it first")
         if not chain or not ttl > 0:
@@ -99,28 +131,16 @@ class Pins:
         return sorted(self._pins.values(), key=lambda pin: pin.name)
 
     def encode(self) -> bytes:
-        """All pins, to be written next to the index. Magic, msgpack, XXH3-128."""
-        rows = [(p.name, list(p.chain), p.created, p.until, p.tokens) for p in self.listed()]
-        body = _MAGIC + msgspec.msgpack.encode(rows)
-        return body + digest_of([body])
+        """All pins, to be written next to the index."""
+        return encode(self.listed())
 
     @classmethod
     def decode(cls, raw: bytes, limit_blocks: int) -> Pins:
         """The inverse of `encode`. Raises CorruptError. Pins beyond the limit stay: they were promised."""
-        body = raw[:-DIGEST_BYTES]
-        if not raw.startswith(_MAGIC) or digest_of([body]) != raw[-DIGEST_BYTES:]:
-            raise CorruptError("no list of pins")
-        try:
-            rows = msgspec.msgpack.decode(body[len(_MAGIC) :], type=list[tuple[str, list[bytes], float, float, int]])
-        except msgspec.MsgspecError as wrong:
-            raise CorruptError(f"no list of pins: {wrong}") from None
         pins = cls(limit_blocks)
-        for name, chain, created, until, tokens in rows:
-            if not _NAME.fullmatch(name) or not chain or any(len(key) != KEY_BYTES for key in chain):
-                raise CorruptError("a pin with impossible fields")
-            keys = tuple(BlockKey(key) for key in chain)
-            pins._pins[name] = Pin(name, keys, created, until, tokens)
-            pins._holds.update(set(keys))
+        for pin in decode(raw):
+            pins._pins[pin.name] = pin
+            pins._holds.update(set(pin.chain))
         return pins
 
     def check(self) -> None:

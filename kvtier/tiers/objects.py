@@ -24,13 +24,13 @@ from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError
 from kvtier.frame import COUNT_MAX
 from kvtier.namespace import Namespace
+from kvtier.pins import Pin
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.tiers.bucket import TIER, Patient
 from kvtier.tiers.bucket_url import Client, Limits, open_bucket
 from kvtier.tiers.deltas import Deltas
 from kvtier.tiers.loopthread import LoopThread
-from kvtier.tiers.pins import Pin
 from kvtier.tiers.strides import (
     Names,
     default_stride,
@@ -481,6 +481,7 @@ class ObjectTier:
     async def _purge(self, scope: Scope, before: float) -> int:
         await self._ready()
         await self._store.bucket.create(self._store.names.tombstone(scope, before), bytearray(), self._clock.wall())
+        await self._store.pins.purge(scope, before)
         blocks = 0
         async for page in self._store.bucket.list(self._store.names.scope(scope)):
             lasts = [last for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
@@ -502,24 +503,16 @@ class ObjectTier:
 
     # -- pins -----------------------------------------------------------------------------------------------------
 
-    async def pin(self, name: str, chain: Sequence[BlockKey], until: float) -> int:
-        """Keep what the bucket holds of `chain` until wall time `until`, under `name`, for every replica; a pin of that
-        name is replaced. Returns how many leading blocks it keeps. Raises InvalidRequest or TierError."""
+    async def pin(self, pin: Pin) -> None:
+        """Keep what the bucket holds of the pin's chain, now or later, until the pin ends, for every replica; a pin of
+        that name is replaced. Durable when this returns. Raises InvalidRequest or TierError."""
         self._usable()
-        deadline = self._clock.monotonic() + OPEN_S
-        found = await self.lookup(chain, range(len(chain)), deadline) if chain else []
-        count = next((depth for depth, miss in enumerate(found) if miss is not None), len(found))
-        await self._run(self._put_pin(name, chain[:count], until))
-        return count
 
-    async def _put_pin(self, name: str, chain: Sequence[BlockKey], until: float) -> None:
-        await self._ready()
-        lasts = []
-        for first in range(0, len(chain), self.stride):
-            deepest = min(first + self.stride, len(chain)) - 1
-            known = self._store.index.find(chain[first], chain[deepest], deepest)
-            lasts.append(known.last if known is not None else chain[deepest])
-        await self._store.pins.put(Pin(name, until, tuple(lasts)))
+        async def work() -> None:
+            await self._ready()
+            await self._store.pins.put(pin)
+
+        await self._run(work())
 
     async def unpin(self, name: str) -> bool:
         """End a pin; whether there was one. Raises TierError."""

@@ -2,80 +2,30 @@
 
     {prefix}/{namespace hex}/pins/{first 32 hex digits of SHA-256 of the name}
 
-    offset size
-    0      8     magic "KVTPINS1"
-    8      8     until: wall time, f64
-    16     2     length of the name
-    18     4     count of units
-    22           name, UTF-8
-    …      48·n  last block of each unit
-    …      16    XXH3-128 of everything before
-
-All integers little-endian. Every replica reads the pins as often as the tombstones. A purge ends what a pin keeps.
+One object per pin, the bytes of `kvtier.pins.encode`. Every replica reads the pins as often as the tombstones. A purge
+ends what a pin keeps.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from kvtier.block import KEY_BYTES, BlockKey
+from kvtier import pins as codec
+from kvtier.block import BlockKey, Scope, scope_of_key
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, InvalidRequest
-from kvtier.integrity import DIGEST_BYTES, digest_of
+from kvtier.pins import PINS_MAX, Pin
 from kvtier.tiers.bucket import Bucket, Stat
 from kvtier.tiers.strides import Names
+from kvtier.tiers.unit_index import Unit
 
-MAGIC = b"KVTPINS1"
-NAME_BYTES_MAX = 1024
-UNITS_MAX = 100_000
-_HEAD = struct.Struct("<8sdHI")
-_BYTES_MAX = _HEAD.size + NAME_BYTES_MAX + UNITS_MAX * KEY_BYTES + DIGEST_BYTES
+PIN_BYTES_MAX = 16 << 20
+"""One pin's object: about 300,000 blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A name for units that are kept until wall time `until`. `lasts`: each unit's last block."""
-
-    name: str
-    until: float
-    lasts: tuple[BlockKey, ...]
-
-    def __post_init__(self) -> None:
-        length = len(self.name.encode())
-        if not 1 <= length <= NAME_BYTES_MAX:
-            raise InvalidRequest(f"a pin's name has 1 … {NAME_BYTES_MAX} bytes, got {length}")
-        if not math.isfinite(self.until) or self.until < 0:
-            raise InvalidRequest(f"pin {self.name!r}: until must be a time, got {self.until}")
-        if len(self.lasts) > UNITS_MAX:
-            raise InvalidRequest(f"pin {self.name!r}: {len(self.lasts)} units, at most {UNITS_MAX} in one pin")
-
-    def encode(self) -> bytearray:
-        """The object's bytes."""
-        name = self.name.encode()
-        out = bytearray(_HEAD.pack(MAGIC, self.until, len(name), len(self.lasts))) + name + b"".join(self.lasts)
-        return out + digest_of([out])
-
-    @classmethod
-    def decode(cls, raw: bytes | bytearray) -> Pin:
-        """The inverse of `encode`. Raises CorruptError for anything it cannot have written."""
-        if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
-            raise CorruptError("a pin that does not match its checksum")
-        magic, until, length, count = _HEAD.unpack_from(raw)
-        start = _HEAD.size + length
-        if magic != MAGIC or start + count * KEY_BYTES + DIGEST_BYTES != len(raw):
-            raise CorruptError("a pin with impossible fields")
-        lasts = (BlockKey(bytes(raw[at : at + KEY_BYTES])) for at in range(start, len(raw) - DIGEST_BYTES, KEY_BYTES))
-        try:
-            return cls(bytes(raw[_HEAD.size : start]).decode(), until, tuple(lasts))
-        except (InvalidRequest, UnicodeDecodeError):
-            raise CorruptError("a pin with impossible fields") from None
-
-
-class Pins:
-    """The namespace's pins, as last read. `kept` says of a unit until when some pin keeps it."""
+class SharedPins:
+    """The namespace's pins, as last read. `kept` says of a unit whether some pin keeps it."""
 
     def __init__(self, bucket: Bucket, names: Names, clock: Clock) -> None:
         self._bucket = bucket
@@ -83,10 +33,19 @@ class Pins:
         self._clock = clock
         self._known: dict[str, tuple[str, Pin]] = {}
         self._until: dict[BlockKey, float] = {}
+        self._ends: dict[BlockKey, float] = {}
 
-    def kept(self, last: BlockKey, now: float) -> bool:
-        """Whether a pin keeps the unit at `now`. Pure."""
-        return self._until.get(last, 0.0) > now
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def kept(self, unit: Unit, now: float) -> bool:
+        """Whether a pin keeps a block of the unit at `now`: the unit ends inside a pinned chain, or the chain inside
+        the unit. Pure."""
+        if self._until.get(unit.last, 0.0) > now:
+            return True
+        return bool(self._ends) and any(
+            self._ends.get(unit.frame.key(index), 0.0) > now for index in range(unit.blocks)
+        )
 
     def list(self) -> list[Pin]:
         """The pins that have not ended, by name."""
@@ -98,8 +57,10 @@ class Pins:
         found: list[Stat] = []
         async for page in self._bucket.list(self._names.pins):
             found += page
+            if len(found) >= PINS_MAX:
+                break
         known: dict[str, tuple[str, Pin]] = {}
-        for stat in found:
+        for stat in found[:PINS_MAX]:
             old = self._known.get(stat.name)
             if old is not None and old[0] == stat.etag != "":
                 known[stat.name] = old
@@ -108,26 +69,34 @@ class Pins:
         self._take(known)
 
     async def _read(self, stat: Stat) -> Pin | None:
-        if stat.size > _BYTES_MAX:
+        if stat.size > PIN_BYTES_MAX:
             return None
         raw = bytearray(stat.size)
         try:
-            there = await self._bucket.read(stat.name, 0, [memoryview(raw)])
-            return Pin.decode(raw) if there is not None else None
+            if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
+                return None
+            pins = codec.decode(bytes(raw))
         except CorruptError:
             return None
+        return pins[0] if len(pins) == 1 and self._name(pins[0].name) == stat.name else None
 
     def _take(self, known: dict[str, tuple[str, Pin]]) -> None:
         until: dict[BlockKey, float] = {}
+        ends: dict[BlockKey, float] = {}
         for _, pin in known.values():
-            for last in pin.lasts:
-                until[last] = max(pin.until, until.get(last, 0.0))
-        self._known, self._until = known, until
+            for key in pin.chain:
+                until[key] = max(pin.until, until.get(key, 0.0))
+            ends[pin.chain[-1]] = max(pin.until, ends.get(pin.chain[-1], 0.0))
+        self._known, self._until, self._ends = known, until, ends
 
     async def put(self, pin: Pin) -> None:
-        """Create a pin, or give the one of that name other units and another end. Raises TierError."""
+        """Create a pin, or replace the one of that name. Raises InvalidRequest or TierError."""
+        codec.check_name(pin.name)
+        raw = bytearray(codec.encode([pin]))
+        if not pin.chain or len(raw) > PIN_BYTES_MAX:
+            raise InvalidRequest(f"pin {pin.name!r}: {len(pin.chain)} blocks; one pin has 1 … {PIN_BYTES_MAX // 50}")
         name = self._name(pin.name)
-        stat = await self._bucket.replace(name, pin.encode(), self._clock.wall(), None)
+        stat = await self._bucket.replace(name, raw, self._clock.wall(), None)
         self._take({**self._known, name: (stat.etag if stat is not None else "", pin)})
 
     async def delete(self, name: str) -> bool:
@@ -138,13 +107,23 @@ class Pins:
         self._take({at: entry for at, entry in self._known.items() if at != place})
         return there
 
+    async def purge(self, scope: Scope, before: float) -> None:
+        """End the scope's pins that were made until wall time `before`. Raises TierError."""
+        ended = [
+            at for at, (_, pin) in self._known.items() if scope_of_key(pin.chain[0]) == scope and pin.created <= before
+        ]
+        await self._drop(ended)
+
     async def sweep(self) -> int:
         """Delete pins that have ended; returns how many."""
         now = self._clock.wall()
         ended = [at for at, (_, pin) in self._known.items() if pin.until <= now]
+        await self._drop(ended)
+        return len(ended)
+
+    async def _drop(self, ended: Sequence[str]) -> None:
         await self._bucket.delete_many(ended)
         self._take({at: entry for at, entry in self._known.items() if at not in ended})
-        return len(ended)
 
     def _name(self, name: str) -> str:
         return f"{self._names.pins}{hashlib.sha256(name.encode()).hexdigest()[:32]}"

@@ -22,7 +22,7 @@ from kvtier.terms import Depth, Lifetime
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.bucket import LIST_PAGE, Bucket, Stat
 from kvtier.tiers.bucket_url import Limits
-from kvtier.tiers.pins import Pins
+from kvtier.tiers.pins import SharedPins
 from kvtier.tiers.strides import Names, born, common_life, renewal_due, runs
 from kvtier.tiers.unit_index import Unit, UnitIndex
 
@@ -45,7 +45,7 @@ class UnitStore:
         self.names = names
         self.index = UnitIndex()
         self.tombstones: dict[Scope, float] = {}
-        self.pins = Pins(bucket, names, clock)
+        self.pins = SharedPins(bucket, names, clock)
         self.announce: Callable[[Unit], None] = lambda unit: None
         self._namespace = names.namespace
         self._block_bytes = block_bytes
@@ -61,7 +61,7 @@ class UnitStore:
     def why_not(self, unit: Unit, now: float) -> Miss | None:
         if self.purged(unit.frame.scope, born(unit.frame.life)):
             return Miss.PURGED
-        alive = unit.life.servable(Depth.G4, now) or self.pins.kept(unit.last, now)
+        alive = unit.life.servable(Depth.G4, now) or self.pins.kept(unit, now)
         return None if alive else Miss.EXPIRED
 
     def purged(self, scope: Scope, created: float) -> bool:

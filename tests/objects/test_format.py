@@ -7,10 +7,10 @@ import hashlib
 from kvtier.block import SHARED, scope_of
 from kvtier.frame import Frame
 from kvtier.integrity import digest_of
+from kvtier.pins import Pin, decode, encode
 from kvtier.terms import Lifetime, Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers import deltas
-from kvtier.tiers.pins import Pin
 from kvtier.tiers.strides import Names
 from kvtier.tiers.unit_index import Unit
 
@@ -45,4 +45,7 @@ def test_a_delta() -> None:
 
 
 def test_a_pin() -> None:
-    assert sha(Pin("name", 1_800_000_000.0, (CHAIN[-1],)).encode()) == "fffd0f51b915dee29d2eb2dc"
+    pin = Pin("name", tuple(CHAIN), 1_800_000_000.0, 1_800_086_400.0, 64)
+    raw = encode([pin])
+    assert decode(raw) == [pin]
+    assert sha(raw) == "8e174f2f37a2717ff9164252"

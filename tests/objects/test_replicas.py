@@ -10,13 +10,13 @@ import pytest
 
 from kvtier.block import BlockKey, scope_of
 from kvtier.errors import CorruptError, InvalidRequest
+from kvtier.pins import Pin
 from kvtier.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.tier import Loaded, Miss, Stored, Target
 from kvtier.tiers import deltas
 from kvtier.tiers.objects import ObjectTier
-from kvtier.tiers.pins import Pin
 
 NS = sample_namespace(4096)
 S = 4
@@ -52,6 +52,9 @@ class Site:
         for key, buffer, result in zip(chain, buffers, results, strict=True):
             assert not isinstance(result, Loaded) or buffer == payload_of(key, NS.block_bytes)
         return results
+
+    def named(self, name: str, chain: Sequence[BlockKey], ttl: float) -> Pin:
+        return Pin(name, tuple(chain), self.clock.wall(), self.clock.wall() + ttl)
 
     def units(self) -> int:
         return sum(p.is_file() and len(p.name) == 64 for p in self.root.rglob("*"))
@@ -223,12 +226,12 @@ async def test_a_pin_keeps_what_would_expire_for_every_replica(site: Site) -> No
     kept, lost = chain_of(NS, 2 * S + 1, seed=1), chain_of(NS, S, seed=2)
     await site.store(one, kept, ttl=300)
     await site.store(one, lost, ttl=300)
-    assert await one.pin("system prompt", kept, site.clock.wall() + 10_000) == len(kept)
+    await one.pin(site.named("system-prompt", kept, 10_000))
     site.clock.advance(2000)
     await sweep_all(two)
     assert all(isinstance(r, Loaded) for r in await site.read(two, kept))
     assert set(await site.read(two, lost)) == {Miss.ABSENT}, "the control: what nobody pinned is gone"
-    assert [(pin.name, len(pin.lasts)) for pin in await two.pins()] == [("system prompt", 3)]
+    assert await two.pins() == await one.pins() and [pin.name for pin in await two.pins()] == ["system-prompt"]
     site.clock.advance(8100)
     await sweep_all(two)
     assert not any(isinstance(r, Loaded) for r in await site.read(one, kept))
@@ -239,8 +242,8 @@ async def test_a_pin_can_be_extended_and_ended(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, S)
     await site.store(one, chain, ttl=300)
-    await one.pin("p", chain, site.clock.wall() + 400)
-    await one.pin("p", chain, site.clock.wall() + 5000)
+    await one.pin(site.named("p", chain, 400))
+    await one.pin(site.named("p", chain, 5000))
     site.clock.advance(1000)
     assert all(isinstance(r, Loaded) for r in await site.read(two, chain))
     assert await two.unpin("p") and not await two.unpin("p")
@@ -253,21 +256,45 @@ async def test_a_purge_ends_what_a_pin_keeps(site: Site) -> None:
     tenant = scope_of("tenant")
     chain = chain_of(NS, S, scope=tenant)
     await site.store(one, chain)
-    await one.pin("p", chain, site.clock.wall() + 5000)
+    await one.pin(site.named("p", chain, 5000))
     site.clock.advance(1)
     assert await one.purge(tenant, site.clock.wall()) == S
     assert not any(isinstance(r, Loaded) for r in await site.read(one, chain))
+    assert await one.pins() == []
 
 
-def test_damaged_pins_are_refused() -> None:
-    pin = Pin("näme", 1_800_000_000.5, tuple(chain_of(NS, 3)))
-    raw = pin.encode()
-    assert Pin.decode(raw) == pin
-    for place in range(len(raw)):
-        damaged = bytearray(raw)
-        damaged[place] ^= 4
-        with pytest.raises(CorruptError):
-            Pin.decode(damaged)
-    for wrong in (("", 1.0), ("x" * 1025, 1.0), ("x", float("nan")), ("x", -1.0)):
+async def test_a_pin_holds_what_is_stored_later_and_what_goes_on_behind_its_end(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    chain, aside = chain_of(NS, 2 * S, seed=1), chain_of(NS, S, seed=2)
+    await one.pin(site.named("p", chain[: S + 1], 5000))
+    await site.store(one, chain, ttl=300)
+    await site.store(one, aside, ttl=300)
+    site.clock.advance(1000)
+    assert all(isinstance(r, Loaded) for r in await site.read(two, chain)), "both units hold pinned blocks"
+    assert await site.read(two, aside) == [Miss.EXPIRED] * S
+
+
+async def test_a_damaged_pin_is_as_if_it_were_not_there(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    chain = chain_of(NS, S)
+    await one.pin(site.named("p", chain, 5000))
+    (path,) = site.root.rglob("pins/*")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    site.clock.advance(60)
+    assert await two.pins() == []
+    path.write_bytes(whole)
+    site.clock.advance(60)
+    assert [pin.name for pin in await two.pins()] == ["p"]
+
+
+async def test_a_pin_needs_a_name_and_blocks(site: Site) -> None:
+    one = await site.replica()
+    for wrong in (
+        site.named("../p", chain_of(NS, 1), 60),
+        site.named("", chain_of(NS, 1), 60),
+        site.named("p", [], 60),
+    ):
         with pytest.raises(InvalidRequest):
-            Pin(*wrong, ())
+            await one.pin(wrong)
+    assert not list(site.root.rglob("pins/*"))
