@@ -23,13 +23,15 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError, IdentityError, InvalidRequest
 from kvtier.hashing import HASH_BYTES
 from kvtier.namespace import Namespace
-from kvtier.terms import Depth, Terms, resolve
+from kvtier.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
+from kvtier.terms import Depth, Terms, parse_duration
 from kvtier.units import shorten
 from kvtier.weights import fingerprint
 
 log = logging.getLogger(__name__)
 
-_CONTROL_KEYS = ("ceiling", "load", "retention", "store")
+_CONTROL_KEYS = ("ceiling", "compared_with", "load", "pin", "ranges", "retention", "store")
+_ID_CHARS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +132,46 @@ def engine_keys(scope: Scope, hashes: Sequence[bytes]) -> list[BlockKey]:
 
 
 @dataclass(frozen=True, slots=True)
+class PinWish:
+    """A request that wants its prompt pinned: under which name, and for how many seconds."""
+
+    name: str
+    ttl: float
+
+
+@dataclass(frozen=True, slots=True)
 class Control:
-    """What one request may do: its terms, and whether it reads from and writes to the tiers at all."""
+    """What one request may do: its terms, whether it reads from and writes to the tiers at all, whether its prompt is
+    to be pinned, and which earlier request's prompt it is to be compared with ("": none)."""
 
     terms: Terms
     load: bool = True
     store: bool = True
+    ranges: tuple[TokenRange, ...] = ()
+    pin: PinWish | None = None
+    compared_with: str = ""
+
+    @property
+    def request(self) -> RequestTerms:
+        """The terms with those of token ranges, as `Scopes.of` wants them."""
+        return RequestTerms(self.terms, self.ranges)
+
+    def chain_terms(self, block_tokens: int) -> ChainTerms:
+        """The terms by depth, as `Manager.reserve` wants them: once per request, however long it grows."""
+        return ChainTerms(self.request, block_tokens)
 
 
 class Controls:
-    """Reads what requests ask for: {"retention": class, "ceiling": "g2" … "g4", "load": bool, "store": bool}."""
+    """Reads what requests ask for:
+
+    {"retention": class, "ceiling": "g2" … "g4", "load": bool, "store": bool,
+     "ranges": [[start, stop, class], …], "pin": {"name": text, "ttl": "1h"}, "compared_with": request id}
+    """
 
     def __init__(self, config: Config) -> None:
         self._classes = config.terms()
-        self._default = Control(resolve(config.retention.default, self._classes))
+        self._default_name = config.retention.default
+        self._default = Control(request_terms(None, self._classes, self._default_name).default)
 
     def parse(self, raw: object) -> Control:
         """Never raises: a request must not fail because of the cache. What cannot be understood is neither read nor
@@ -161,21 +189,43 @@ class Controls:
             raise InvalidRequest(f"kvtier parameters must be a mapping, got {shorten(raw)}")
         if unknown := [key for key in raw if key not in _CONTROL_KEYS]:
             raise InvalidRequest(f"kvtier.{shorten(unknown[0])} is unknown; known: {', '.join(_CONTROL_KEYS)}")
-        terms, name = self._default.terms, raw.get("retention")
-        if name is not None:
-            if not isinstance(name, str):
-                raise InvalidRequest(f"kvtier.retention must name a class, got {shorten(name)}")
-            terms = resolve(name, self._classes)
-        ceiling = raw.get("ceiling")
-        if ceiling is not None:
-            if ceiling not in ("g2", "g3", "g4"):
-                raise InvalidRequest(f"kvtier.ceiling must be g2, g3 or g4, got {shorten(ceiling)}")
-            terms = replace(terms, ceiling=min(terms.ceiling, Depth[ceiling.upper()]))
+        request = self._terms(raw)
         switches = {name: raw.get(name, True) for name in ("load", "store")}
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise InvalidRequest(f"kvtier.{name} must be true or false, got {shorten(value)}")
-        return Control(terms, **switches)
+        compared_with = raw.get("compared_with", "")
+        if not isinstance(compared_with, str) or len(compared_with) > _ID_CHARS_MAX:
+            raise InvalidRequest(f"kvtier.compared_with must be a request id, got {shorten(compared_with)}")
+        pin = _pin_wish(raw["pin"]) if raw.get("pin") is not None else None
+        return Control(request.default, **switches, ranges=request.ranges, pin=pin, compared_with=compared_with)
+
+    def _terms(self, raw: Mapping[str, Any]) -> RequestTerms:
+        name, ranges, ceiling = raw.get("retention"), raw.get("ranges", ()), raw.get("ceiling")
+        if name is not None and not isinstance(name, str):
+            raise InvalidRequest(f"kvtier.retention must name a class, got {shorten(name)}")
+        if not isinstance(ranges, list | tuple):
+            raise InvalidRequest(f"kvtier.ranges must be a list of [start, stop, class], got {shorten(ranges)}")
+        request = request_terms(ranges, self._classes, name or self._default_name)
+        if ceiling is None:
+            return request
+        if ceiling not in ("g2", "g3", "g4"):
+            raise InvalidRequest(f"kvtier.ceiling must be g2, g3 or g4, got {shorten(ceiling)}")
+        depth = Depth[ceiling.upper()]
+        shallow = tuple(replace(r, terms=_at_most(r.terms, depth)) for r in request.ranges)
+        return RequestTerms(_at_most(request.default, depth), shallow)
+
+
+def _at_most(terms: Terms, ceiling: Depth) -> Terms:
+    return replace(terms, ceiling=min(terms.ceiling, ceiling))
+
+
+def _pin_wish(raw: object) -> PinWish:
+    if not isinstance(raw, Mapping) or set(raw) != {"name", "ttl"} or not all(isinstance(v, str) for v in raw.values()):
+        raise InvalidRequest(
+            'kvtier.pin must be {"name": text, "ttl": duration}, such as {"name": "manual", "ttl": "1h"}'
+        )
+    return PinWish(raw["name"], parse_duration(raw["ttl"]))
 
 
 class Scopes:
@@ -185,8 +235,12 @@ class Scopes:
         self._secret = config.scope_secret
         self._deny = config.security.salt == "deny"
 
-    def of(self, salt: str | bytes | None, adapter: bytes, terms: Terms) -> Scope | None:
-        """The scope, or None where the request may not be cached at all (no salt, and `security.salt: deny`)."""
+    def of(self, salt: str | bytes | None, adapter: bytes, terms: Terms | RequestTerms) -> Scope | None:
+        """The scope, or None where the request may not be cached at all (no salt, and `security.salt: deny`).
+
+        `terms`: those of the whole request (`Control.request`), since an isolated class of a part isolates all of it.
+        """
         if salt is None and self._deny:
             return None
-        return scope_of(salt, adapter, terms.name if terms.isolate else "", secret=self._secret)
+        request = RequestTerms(terms) if isinstance(terms, Terms) else terms
+        return scope_of(salt, adapter, request.isolated, secret=self._secret)

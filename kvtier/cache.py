@@ -30,7 +30,8 @@ from kvtier.lease import Lease
 from kvtier.manager import Flushed, Manager, Settings
 from kvtier.namespace import Namespace
 from kvtier.policy import make_policy
-from kvtier.terms import Lifetime, Terms, resolve
+from kvtier.ranges import ChainTerms, RequestTerms, Wanted, request_terms
+from kvtier.terms import Lifetime
 from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
 
@@ -110,7 +111,7 @@ class _Store:
             views.append(view)
         return views
 
-    def steps(self, terms: Terms, wait: bool) -> Generator[int, None, int]:
+    def steps(self, terms: ChainTerms, wait: bool) -> Generator[int, None, int]:
         """Returns how many blocks, from `start` on, are in the cache now."""
         manager, chain, reached = self._manager, self._chain, self._start
         alone: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
@@ -193,28 +194,26 @@ class _Face:
         return chain
 
     def _store(
-        self, keys: Sequence[bytes], buffers: Sequence[Buffer], retention: str | Terms | None, start: int
-    ) -> tuple[_Store, Terms]:
+        self, keys: Sequence[bytes], buffers: Sequence[Buffer], retention: Wanted, start: int
+    ) -> tuple[_Store, ChainTerms]:
         chain = self._chain(keys, distinct=True)
         if not 0 <= start <= len(chain):
             raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
-        return _Store(self.manager, chain, start, buffers), self._terms(retention)
+        terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
+        return _Store(self.manager, chain, start, buffers), terms
 
-    def _terms(self, retention: str | Terms | None) -> Terms:
-        if isinstance(retention, Terms):
-            return retention
-        return resolve(retention or self.config.retention.default, self._classes)
+    def _terms(self, retention: Wanted) -> RequestTerms:
+        return request_terms(retention, self._classes, self.config.retention.default)
 
     def _deadline(self, timeout: float | None, default: float) -> float:
         if timeout is not None and not timeout >= 0:
             raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
         return self._clock.monotonic() + (default if timeout is None else timeout)
 
-    def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: str | None = None) -> list[bytes]:
-        """Keys of `tokens` in this cache's namespace, under its scope secret; in a scope of its own if `retention` is
-        an isolated class, so that other classes neither find its blocks nor carry them to disk. Pure."""
-        terms = self._terms(retention)
-        scope = scope_of(salt, isolated=terms.name if terms.isolate else "", secret=self._secret)
+    def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: Wanted = None) -> list[bytes]:
+        """Keys of `tokens` in this cache's namespace, under its scope secret; in a scope of its own if `retention`
+        names an isolated class, so that other classes neither find its blocks nor carry them to disk. Pure."""
+        scope = scope_of(salt, isolated=self._terms(retention).isolated, secret=self._secret)
         return _keys(tokens, self.namespace, scope)
 
     async def _purge(self, salt: str | bytes | None) -> int:
@@ -253,7 +252,7 @@ class AsyncCache(_Face):
         self,
         keys: Sequence[bytes],
         buffers: Sequence[Buffer],
-        retention: str | Terms | None = None,
+        retention: Wanted = None,
         wait: bool = True,
         *,
         start: int = 0,
@@ -344,7 +343,7 @@ class Cache(_Face):
         self,
         keys: Sequence[bytes],
         buffers: Sequence[Buffer],
-        retention: str | Terms | None = None,
+        retention: Wanted = None,
         wait: bool = True,
         *,
         start: int = 0,
@@ -353,9 +352,10 @@ class Cache(_Face):
         """Store blocks; returns how many of them, from `start` on, are in the cache now.
 
         `keys` name a chain from its first block; `buffers` are those of keys[start:], bytes-like of block_bytes each,
-        copied before this returns. `retention` is a class of the configuration. With `wait`, waits for room in the
-        queues to the lower tiers until `timeout` seconds (deadlines.put); without, what finds no room stays in G2
-        only, or is refused, newest and deepest first. Raises InvalidRequest, and then nothing was stored.
+        copied before this returns. `retention` is a class of the configuration, or `(start, stop, class)` per range of
+        the request's tokens. With `wait`, waits for room in the queues to the lower tiers until `timeout` seconds
+        (deadlines.put); without, what finds no room stays in G2 only, or is
+        refused, newest and deepest first. Raises InvalidRequest, and then nothing was stored.
         """
         store, terms = self._store(keys, buffers, retention, start)
         deadline = self._deadline(timeout, self.config.deadlines.put)
@@ -444,7 +444,7 @@ def _step(steps: Generator[int, None, int]) -> int:
         raise _Finished(stop.value) from None
 
 
-def _finish(store: _Store, terms: Terms) -> int:
+def _finish(store: _Store, terms: ChainTerms) -> int:
     """After the deadline: store what still finds room, without waiting."""
     try:
         _step(store.steps(terms, wait=False))

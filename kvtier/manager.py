@@ -25,6 +25,7 @@ from kvtier.demoter import Demoter
 from kvtier.errors import ClosedError, KVTierError, TierError
 from kvtier.lease import Hold, Lease
 from kvtier.plan import Costs, Where, make_plan
+from kvtier.ranges import ChainTerms, uniform
 from kvtier.terms import Depth, Lifetime, Terms
 from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
@@ -289,50 +290,73 @@ class Manager:
         chain: Sequence[BlockKey],
         start: int,
         stop: int,
-        terms: Terms,
+        terms: Terms | ChainTerms,
         keep: Callable[[BlockKey], bool] | None = None,
         *,
         insist: bool | None = None,
     ) -> tuple[list[Slot], int]:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is room.
 
-        `keep` claims blocks that must not be evicted for them; with `insist` the policy may not refuse them: they
-        are on their way to a lower tier (None: if there is one that is well). Returns the slots and the index
-        reached: blocks before it are reserved, or are here already (then `terms` are added to them, and what the
-        nearest lower tier lacks is queued for it), or are being filled by somebody else. The caller copies, then
-        commits or aborts each slot.
+        `terms` are the request's, for all its blocks or by depth. `keep` claims blocks that must not be evicted for
+        these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if there is
+        one that is well). Returns the slots and the index reached: blocks before it are reserved, or are here already
+        (then `terms` are added to them, and what the nearest lower tier lacks is queued for it), or are being filled
+        by somebody else. The caller copies, then commits or aborts each slot.
         """
         self._usable()
         self._release_forgotten()
         now = self._clock.wall()
-        life = Lifetime.of(terms, now)
-        ends = life.ends(Depth.G2)
+        asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
             insist = self.demoter.well()
         slots: list[Slot] = []
         present: list[int] = []
-        widened: set[int] = set()
-        index = start
+        widened: list[int] = []
+        reached = start
         with self.lock:
-            while index < stop:
-                key = chain[index]
-                found = self.host.index.get(key)
-                if found is not None and found.expires_at < now:
-                    self.host.drop(key)
-                    found = None
-                if found is not None:
-                    present.append(index)
-                    if found.extend(terms, now):
-                        widened.add(index)
-                elif self.host.peek(key, now) is not Miss.PENDING:
-                    slot = self.host.reserve(key, index, keep, insist=insist)
-                    if slot is None:
-                        break
-                    slot.stamp(life, ends)
-                    slots.append(slot)
-                index += 1
-        self.demoter.demote(chain, sorted(widened | self.demoter.lacking(chain, present)))
-        return slots, index
+            for first, end, block in asked.spans(start, stop):
+                reached = self._reserve_span(chain, first, end, block.terms, now, keep, insist, slots, present, widened)
+                if reached < end:
+                    break
+        self.demoter.demote(chain, sorted({*widened, *self.demoter.lacking(chain, present)}))
+        return slots, reached
+
+    def _reserve_span(
+        self,
+        chain: Sequence[BlockKey],
+        start: int,
+        stop: int,
+        terms: Terms,
+        now: float,
+        keep: Callable[[BlockKey], bool] | None,
+        insist: bool,
+        slots: list[Slot],
+        present: list[int],
+        widened: list[int],
+    ) -> int:
+        """`reserve` for blocks of the same terms: adds to the lists, returns the index reached. Under the lock."""
+        host = self.host
+        life = Lifetime.of(terms, now)
+        ends, priority = life.ends(Depth.G2), terms.priority
+        for index in range(start, stop):
+            key = chain[index]
+            found = host.index.get(key)
+            if found is not None and found.expires_at < now:
+                host.drop(key)
+                found = None
+            if found is not None:
+                present.append(index)
+                if found.extend(terms, now):
+                    widened.append(index)
+                if priority > found.priority:
+                    host.raise_priority(found, priority)
+            elif host.peek(key, now) is not Miss.PENDING:
+                slot = host.reserve(key, index, keep, insist=insist, priority=priority)
+                if slot is None:
+                    return index
+                slot.stamp(life, ends)
+                slots.append(slot)
+        return stop
 
     def commit(
         self, chain: Sequence[BlockKey], slots: Sequence[Slot], generations: Sequence[int], *, again: bool = False

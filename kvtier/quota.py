@@ -7,6 +7,7 @@ for, never broken later.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from kvtier.block import BlockKey, Scope, scope_of_key
 from kvtier.errors import InvalidRequest
@@ -19,19 +20,21 @@ class Quota:
         self._limit_blocks = limit_bytes // block_bytes if limit_bytes else None
         self._block_bytes = block_bytes
         self._blocks: Counter[Scope] = Counter()
-        self.refused: Counter[Scope] = Counter()
+        self.refused = 0
 
-    def take(self, key: BlockKey) -> bool:
-        """Count a block in. False, and counted as refused, if its scope is full: evict one of the same scope first."""
-        scope = scope_of_key(key)
-        if self._limit_blocks is not None and self._blocks[scope] >= self._limit_blocks:
-            self.refused[scope] += 1
-            return False
-        self._blocks[scope] += 1
-        return True
+    def full(self, key: BlockKey) -> bool:
+        """Whether the block's scope is at its limit: one of the same scope must leave first."""
+        return self._limit_blocks is not None and self._blocks[scope_of_key(key)] >= self._limit_blocks
+
+    def take(self, key: BlockKey) -> None:
+        """Count a block in. The owner has asked whether its scope is full."""
+        if self._limit_blocks is not None:
+            self._blocks[scope_of_key(key)] += 1
 
     def give(self, key: BlockKey) -> None:
         """Count a block out. Raises ValueError if its scope has none: the owner's books are wrong."""
+        if self._limit_blocks is None:
+            return
         scope = scope_of_key(key)
         if not self._blocks[scope]:
             raise ValueError("a block left a scope that holds none")
@@ -43,10 +46,11 @@ class Quota:
         """Bytes the scope holds."""
         return self._blocks[scope] * self._block_bytes
 
-    def check(self, resident: set[BlockKey]) -> None:
+    def check(self, resident: Iterable[BlockKey]) -> None:
         """Assert that exactly these blocks are counted, and no scope beyond its limit."""
-        assert self._blocks == Counter(scope_of_key(key) for key in resident), "quota and tier disagree"
-        assert self._limit_blocks is None or all(n <= self._limit_blocks for n in self._blocks.values())
+        if self._limit_blocks is not None:
+            assert self._blocks == Counter(scope_of_key(key) for key in resident), "quota and tier disagree"
+            assert all(n <= self._limit_blocks for n in self._blocks.values())
 
 
 class Guarantees:

@@ -2,16 +2,17 @@
 
 A range covers a block if it covers the block's last token. Where ranges overlap, the block gets the longer ttl and
 guarantee, the shorter max_age and the shallower ceiling: a promise to keep and a promise to forget both hold. A
-guarantee of a block is worth nothing without its parents, so it extends to the root.
+guarantee or priority of a block is worth nothing without its parents, so both extend to the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.errors import InvalidRequest
-from kvtier.terms import Terms
+from kvtier.terms import Terms, resolve
 
 RANGES_MAX = 64
 
@@ -37,36 +38,108 @@ class BlockTerms:
     guarantee_s: float = 0.0
 
 
-def block_terms(ranges: Sequence[TokenRange], default: Terms, blocks: int, block_tokens: int) -> list[BlockTerms]:
-    """Per block of a request, from the root on; `default` where no range covers it. Pure.
+@dataclass(frozen=True, slots=True)
+class RequestTerms:
+    """What one request asks for: `default` where no range covers a token.
 
     Raises InvalidRequest for more than RANGES_MAX ranges, or for two isolated classes in one request: isolation is
     of the whole chain, since its blocks name one another.
     """
-    if len(ranges) > RANGES_MAX:
-        raise InvalidRequest(f"{len(ranges)} token ranges in one request, at most {RANGES_MAX} are allowed")
-    isolated_class(ranges, default)
+
+    default: Terms
+    ranges: tuple[TokenRange, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.ranges) > RANGES_MAX:
+            raise InvalidRequest(f"{len(self.ranges)} token ranges in one request, at most {RANGES_MAX} are allowed")
+        _ = self.isolated
+
+    @property
+    def isolated(self) -> str:
+        """The isolated class that enters the request's scope; empty if none does."""
+        names = sorted({terms.name for terms in (self.default, *(r.terms for r in self.ranges)) if terms.isolate})
+        if len(names) > 1:
+            raise InvalidRequest(f"one request cannot be isolated in several classes: {', '.join(names)}")
+        return names[0] if names else ""
+
+
+Wanted = str | Terms | RequestTerms | Sequence[tuple[int, int, str | Terms]] | None
+"""How callers say it: a class by name or value, or `(start, stop, class)` per token range; None: the default."""
+
+
+def request_terms(wanted: Wanted, classes: Iterable[Terms], default: str) -> RequestTerms:
+    """`wanted` as a value; what names no class, or lies in no range, is of the class `default`. Pure.
+
+    Raises InvalidRequest that names what is wrong with it.
+    """
+    known = tuple(classes)
+    if isinstance(wanted, RequestTerms):
+        return wanted
+    if wanted is None or isinstance(wanted, str | Terms):
+        return RequestTerms(_class(wanted or default, known))
+    ranges = []
+    for item in wanted:
+        if not isinstance(item, tuple | list) or len(item) != 3 or not all(type(n) is int for n in item[:2]):
+            raise InvalidRequest("a token range is (start, stop, retention class), such as (0, 4096, '24h')")
+        ranges.append(TokenRange(item[0], item[1], _class(item[2], known)))
+    return RequestTerms(_class(default, known), tuple(ranges))
+
+
+def _class(given: object, known: tuple[Terms, ...]) -> Terms:
+    if isinstance(given, Terms):
+        return given
+    if not isinstance(given, str):
+        raise InvalidRequest(f"a retention class is named by a text, got {type(given).__name__}")
+    return resolve(given, known)
+
+
+class ChainTerms:
+    """A request's terms by depth in its chain, however long that grows. Immutable; O(log ranges) per question."""
+
+    __slots__ = ("_starts", "_terms", "guarantees", "only")
+
+    def __init__(self, request: RequestTerms, block_tokens: int) -> None:
+        ranges = [(r.start // block_tokens, r.stop // block_tokens, r.terms) for r in request.ranges]
+        starts = sorted({0, *(edge for first, stop, _ in ranges if first < stop for edge in (first, stop))})
+        terms: list[BlockTerms] = []
+        for depth in starts:
+            covering = [t for first, stop, t in ranges if first <= depth < stop] or [request.default]
+            terms.append(BlockTerms(_merge(covering), max(map(_guarantee, covering))))
+        self._starts, self._terms = starts, _closed(terms)
+        self.only = self._terms[0] if len(self._terms) == 1 else None  # where all blocks are alike
+        self.guarantees = self._terms[0].guarantee_s > 0
+
+    def at(self, depth: int) -> BlockTerms:
+        """What the block at this depth was asked for."""
+        return self._terms[bisect_right(self._starts, depth) - 1]
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, BlockTerms]]:
+        """Depths start … stop-1 cut where the terms change."""
+        while start < stop:
+            place = bisect_right(self._starts, start)
+            end = min(stop, self._starts[place]) if place < len(self._starts) else stop
+            yield start, end, self._terms[place - 1]
+            start = end
+
+
+def uniform(terms: Terms) -> ChainTerms:
+    """The same terms for every block."""
+    return ChainTerms(RequestTerms(terms), 1)
+
+
+def _closed(terms: Sequence[BlockTerms]) -> list[BlockTerms]:
+    """Guarantees and priorities extended to the root. Pure."""
     out: list[BlockTerms] = []
-    for index in range(blocks):
-        last = (index + 1) * block_tokens - 1
-        covering = [r.terms for r in ranges if r.start <= last < r.stop] or [default]
-        out.append(BlockTerms(_merge(covering), max((_guarantee(t) for t in covering), default=0.0)))
-    strongest = 0.0
-    for index in range(blocks - 1, -1, -1):
-        strongest = max(strongest, out[index].guarantee_s)
-        if strongest > out[index].guarantee_s:
-            terms = out[index].terms
-            ttl = None if terms.ttl is None else max(terms.ttl, strongest)
-            out[index] = BlockTerms(replace(terms, ttl=ttl, guarantee=True), strongest)
-    return out
-
-
-def isolated_class(ranges: Sequence[TokenRange], default: Terms) -> str:
-    """The isolated class that enters the request's scope; empty if none does. Raises InvalidRequest for two."""
-    names = sorted({terms.name for terms in [default, *(r.terms for r in ranges)] if terms.isolate})
-    if len(names) > 1:
-        raise InvalidRequest(f"one request cannot be isolated in several classes: {', '.join(names)}")
-    return names[0] if names else ""
+    strongest, priority = 0.0, 0
+    for block in reversed(terms):
+        own = block.terms
+        strongest, priority = max(strongest, block.guarantee_s), max(priority, own.priority)
+        if strongest > block.guarantee_s:
+            own = replace(own, ttl=None if own.ttl is None else max(own.ttl, strongest), guarantee=True)
+        if priority > own.priority:
+            own = replace(own, priority=priority)
+        out.append(BlockTerms(own, strongest))
+    return out[::-1]
 
 
 def _guarantee(terms: Terms) -> float:

@@ -11,15 +11,19 @@ lookup and pin one critical section.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
 from kvtier.arena import Arena
 from kvtier.block import BlockKey, Scope, scope_of_key
 from kvtier.policy import Policy
+from kvtier.quota import Quota
 from kvtier.terms import Depth, Lifetime, Stamp, Terms
 from kvtier.tier import Miss, Pieces
+
+PRIORITY = 50
+"""Of a block whose terms are not known, and of a class that names none."""
 
 
 class State(Enum):
@@ -33,7 +37,8 @@ class Slot:
     """A place for one block. Mutable, owned by the HostTier; others hold it together with its generation."""
 
     __slots__ = (
-        "digest", "expires_at", "generation", "index", "key", "last_use", "number", "pieces", "pins", "stamps", "state",
+        "digest", "expires_at", "generation", "index", "key", "last_use", "number", "pieces", "pins", "priority",
+        "stamps", "state",
     )  # fmt: skip
 
     def __init__(self, number: int, pieces: Pieces) -> None:
@@ -44,6 +49,7 @@ class Slot:
         self.key: BlockKey | None = None
         self.index = 0  # depth of the block in its chain
         self.pins = 0
+        self.priority = PRIORITY
         self.digest: bytes | None = None  # None until sealed
         self.last_use = 0.0
         self.stamps: tuple[Stamp, ...] = ()
@@ -94,15 +100,20 @@ class HostTier:
     name = "g2"
     depth = Depth.G2
 
-    def __init__(self, arena: Arena, policy: Policy) -> None:
+    def __init__(self, arena: Arena, policy: Policy, quota: float = 0.0) -> None:
+        """`quota`: the share of the slots that one scope may have; 0: all."""
         self.block_bytes = arena.piece_bytes * arena.ranks
         self.arena = arena
-        self._policy = policy
+        self.policy = policy
+        self._share = quota
         self._slots: list[Slot] = []
         self._free: deque[Slot] = deque()
         self._filling: dict[BlockKey, Slot] = {}
         self.index: dict[BlockKey, Slot] = {}
+        self._held: set[BlockKey] = set()  # not the policy's while READY
+        self._priorities: Counter[int] = Counter()  # of READY slots
         self._tombstones: dict[Scope, float] = {}
+        self.quota = Quota(0, self.block_bytes)
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
@@ -112,6 +123,8 @@ class HostTier:
         self.arena.open()
         self._slots = [Slot(number, self.arena.pieces(number)) for number in range(self.arena.slots)]
         self._free = deque(self._slots)
+        if self._share:
+            self.quota = Quota(max(1, int(self._share * len(self._slots))) * self.block_bytes, self.block_bytes)
 
     @property
     def capacity(self) -> int:
@@ -164,32 +177,61 @@ class HostTier:
             self._release(slot)
 
     def reserve(
-        self, key: BlockKey, index: int, keep: Callable[[BlockKey], bool] | None = None, *, insist: bool = False
+        self,
+        key: BlockKey,
+        index: int,
+        keep: Callable[[BlockKey], bool] | None = None,
+        *,
+        insist: bool = False,
+        priority: int = PRIORITY,
     ) -> Slot | None:
         """A FILLING slot for `key`, the caller's until `commit` or `abort`.
 
-        Takes a free slot, else evicts the policy's choice among unpinned blocks that `keep` does not claim; with
-        `insist` the policy may choose, but not refuse.
+        Takes a free slot, else evicts the policy's choice among unpinned blocks that `keep` does not claim, those of
+        the lowest priority first and none above `priority`; with `insist` the policy may choose, but not refuse, and
+        any priority gives way. A scope at its quota gives up a block of its own.
         None when the key is READY or FILLING already, or nothing may be evicted: then nothing has changed.
         """
         if key in self.index or key in self._filling:
             return None
-        if not self._free:
-
-            def movable(key: BlockKey) -> bool:
-                return self.index[key].pins == 0 and not (keep and keep(key))
-
-            victim = self._policy.victim(key, movable)
-            if victim is None and insist:
-                victim = self._policy.victim(None, movable)
+        full = self._share > 0 and self.quota.full(key)
+        if full or not self._free:
+            victim = self._victim(key, keep, insist, priority, scope_of_key(key) if full else None)
             if victim is None:
+                self.quota.refused += full
                 return None
             self.evictions += 1
             self.drop(victim)
         slot = self._free.popleft()
-        slot.state, slot.key, slot.index = State.FILLING, key, index
+        slot.state, slot.key, slot.index, slot.priority = State.FILLING, key, index, priority
         self._filling[key] = slot
+        if self._share:
+            self.quota.take(key)
         return slot
+
+    def _victim(
+        self,
+        newcomer: BlockKey,
+        keep: Callable[[BlockKey], bool] | None,
+        insist: bool,
+        priority: int,
+        scope: Scope | None,
+    ) -> BlockKey | None:
+        def movable(key: BlockKey) -> bool:
+            slot = self.index[key]
+            if slot.pins or slot.priority > limit or (keep and keep(key)):
+                return False
+            return scope is None or scope_of_key(key) == scope
+
+        levels = sorted(self._priorities)
+        limit = priority
+        choices: list[tuple[BlockKey | None, int]] = [(newcomer, level) for level in levels if level <= priority]
+        if insist:
+            choices += [(None, level) for level in levels]
+        for claim, limit in choices:  # noqa: B007  `movable` reads it
+            if (victim := self.policy.victim(claim, movable)) is not None:
+                return victim
+        return None
 
     def commit(self, slot: Slot, generation: int, life: Lifetime | None = None, digest: bytes | None = None) -> bool:
         """Publish a FILLING slot's block; `life` None: the one it was stamped with.
@@ -208,7 +250,9 @@ class HostTier:
             return False
         slot.state, slot.digest = State.READY, digest
         self.index[slot.key] = slot
-        self._policy.insert(slot.key)
+        self._priorities[slot.priority] += 1
+        if slot.key not in self._held:
+            self.policy.insert(slot.key)
         return True
 
     def abort(self, slot: Slot, generation: int, *, in_flight: bool = False) -> None:
@@ -235,13 +279,50 @@ class HostTier:
         slot = self.index.pop(key, None)
         if slot is None:
             return False
-        self._policy.remove(key)
+        self.policy.remove(key)
+        self._count_out(slot.priority)
         if slot.pins:
             slot.state = State.QUARANTINED
             self.quarantined += 1
         else:
             self._release(slot)
         return True
+
+    def _count_out(self, priority: int) -> None:
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
+
+    def raise_priority(self, slot: Slot, priority: int) -> None:
+        """A request of a higher priority wants a READY block, too."""
+        if priority > slot.priority:
+            self._count_out(slot.priority)
+            slot.priority = priority
+            self._priorities[priority] += 1
+
+    def hold(self, keys: Iterable[BlockKey]) -> None:
+        """From now on these blocks, when they are here, are evicted for nobody; idempotent."""
+        for key in keys:
+            if key not in self._held:
+                self._held.add(key)
+                self.policy.remove(key)
+
+    def let_go(self, keys: Iterable[BlockKey]) -> None:
+        """Undo `hold`; keys that are not held are ignored."""
+        for key in keys:
+            if key in self._held:
+                self._held.remove(key)
+                if key in self.index:
+                    self.policy.insert(key)
+
+    def holding(self) -> int:
+        """Blocks that `hold` named, here or not."""
+        return len(self._held)
+
+    def expire(self, now: float) -> int:
+        """Drop READY blocks whose terms ended before wall time `now` and that are not in use. O(n)."""
+        dead = [key for key, slot in self.index.items() if slot.expires_at < now and not slot.pins]
+        return sum(self.drop(key) for key in dead)
 
     def bury(self, tombstones: Mapping[Scope, float]) -> int:
         """Drop the blocks of these scopes that were made before the given wall times, and let none of them in again.
@@ -261,17 +342,20 @@ class HostTier:
 
     def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """A request named `chain`, whose first `resident` blocks are here: renew their order of eviction."""
-        self._policy.reference(chain, resident, now)
+        self.policy.reference(chain, resident, now)
 
     def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """All of `chain` that is coming has been committed: a reference, unless the request was one already."""
-        self._policy.settle(chain, resident, now)
+        self.policy.settle(chain, resident, now)
 
     def learn(self) -> None:
         """Let the policy do what no request has to wait for."""
-        self._policy.learn()
+        self.policy.learn()
 
     def _release(self, slot: Slot) -> None:
+        assert slot.key is not None
+        if self._share:
+            self.quota.give(slot.key)
         slot.state, slot.key, slot.digest, slot.stamps = State.FREE, None, None, ()
         slot.generation += 1
         self._free.append(slot)
@@ -286,7 +370,9 @@ class HostTier:
         assert all(self.index[s.key] is s for s in by_state[State.READY] if s.key is not None)
         assert all(s.pins == 0 and s.key is None for s in by_state[State.FREE]), "a free slot is pinned or named"
         assert all(s.pins >= 1 for s in by_state[State.QUARANTINED]), "a quarantined slot that nobody holds"
-        self._policy.check(set(self.index))
+        self.policy.check(set(self.index) - self._held)
+        assert self._priorities == Counter(slot.priority for slot in self.index.values()), "priorities are miscounted"
+        self.quota.check([slot.key for slot in self._slots if slot.key is not None])
 
     def close(self) -> None:
         """Forget every block and give the memory back."""

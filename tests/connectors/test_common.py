@@ -77,8 +77,35 @@ def test_a_request_asks_for_less_than_the_default() -> None:
     assert controls.parse({"retention": "in_memory", "ceiling": "g4"}).terms.ceiling is Depth.G2
 
 
+def test_a_request_asks_for_its_parts_a_pin_and_a_comparison() -> None:
+    controls = common.Controls(make_config())
+    asked = controls.parse({"retention": "5m", "ranges": [[0, 64, "24h"]], "ceiling": "g3",
+                            "pin": {"name": "docs/manual", "ttl": "2h"}, "compared_with": "req-1"})  # fmt: skip
+    terms = asked.chain_terms(block_tokens=16)
+    assert [(terms.at(n).terms.ttl, terms.at(n).terms.ceiling) for n in (3, 4)] == [(86400, 3), (300, 3)]
+    assert (asked.pin, asked.compared_with) == (common.PinWish("docs/manual", 7200.0), "req-1")
+    alone = controls.parse({"ranges": [[0, 64, "in_memory"]]})
+    scopes = common.Scopes(make_config())
+    assert scopes.of("a", b"", alone.request) == scopes.of("a", b"", BUILTIN["in_memory"])
+
+
 @pytest.mark.parametrize(
-    "raw", ["1h", {"retention": "1 hour"}, {"retention": 3}, {"ceiling": "g5"}, {"ttl": "1h"}, {"load": 1}]
+    "raw",
+    [
+        "1h",
+        {"retention": "1 hour"},
+        {"retention": 3},
+        {"ceiling": "g5"},
+        {"ttl": "1h"},
+        {"load": 1},
+        {"ranges": "24h"},
+        {"ranges": [[5, 5, "24h"]]},
+        {"ranges": [[0, 5, "a day"]]},
+        {"ranges": [[0, 5, "in_memory"], [5, 9, "other"]]},
+        {"pin": "manual"},
+        {"pin": {"name": "manual", "ttl": 5}},
+        {"compared_with": 7},
+    ],
 )
 def test_a_request_that_cannot_be_understood_is_not_cached(raw: object, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

@@ -75,14 +75,18 @@ def test_a_purge_is_stronger_than_a_pin() -> None:
 
 def test_one_scope_cannot_fill_the_tier() -> None:
     quota = Quota(limit_bytes=3 * 4096 + 100, block_bytes=4096)
-    assert [quota.take(key(0, n)) for n in range(4)] == [True, True, True, False]
-    assert quota.take(key(1, 0)) and quota.refused == {SCOPES[0]: 1}
+    for number in range(3):
+        assert not quota.full(key(0, number))
+        quota.take(key(0, number))
+    assert quota.full(key(0, 3)) and not quota.full(key(1, 0))
     quota.give(key(0, 1))
-    assert quota.take(key(0, 9)) and quota.used(SCOPES[0]) == 3 * 4096
+    assert not quota.full(key(0, 9)) and quota.used(SCOPES[0]) == 2 * 4096
     with pytest.raises(ValueError, match="holds none"):
         quota.give(key(2, 0))
     free = Quota(0, 4096)
-    assert all(free.take(key(0, n)) for n in range(100))
+    for number in range(100):
+        free.take(key(0, number))
+        assert not free.full(key(0, number))
 
 
 def test_an_over_full_promise_is_refused_at_once() -> None:

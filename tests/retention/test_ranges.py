@@ -7,12 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
-from kvtier.ranges import RANGES_MAX, BlockTerms, TokenRange, block_terms, isolated_class
+from kvtier.ranges import RANGES_MAX, BlockTerms, ChainTerms, RequestTerms, TokenRange, request_terms
 from kvtier.terms import BUILTIN, Depth, Terms
 
 DAY, HOUR = BUILTIN["24h"], BUILTIN["1h"]
 KEEP = Terms("keep", ttl=1000.0, guarantee=True)
 FORGET = Terms("forget", ttl=500.0, max_age=50.0, ceiling=Depth.G3)
+
+
+def block_terms(ranges: list[TokenRange], default: Terms, blocks: int, block_tokens: int) -> list[BlockTerms]:
+    chain = ChainTerms(RequestTerms(default, tuple(ranges)), block_tokens)
+    got = [chain.at(depth) for depth in range(blocks)]
+    spans = list(chain.spans(0, blocks))
+    assert [terms for first, stop, terms in spans for _ in range(first, stop)] == got
+    assert chain.only is None or got == [chain.only] * blocks
+    return got
 
 
 def test_a_range_covers_a_block_by_its_last_token() -> None:
@@ -35,8 +44,8 @@ def test_a_guarantee_reaches_the_root_and_not_beyond_its_end() -> None:
 
 def test_isolation_is_of_the_whole_request() -> None:
     alone = BUILTIN["in_memory"]
-    assert isolated_class([TokenRange(0, 16, alone)], DAY) == "in_memory"
-    assert isolated_class([], DAY) == ""
+    assert RequestTerms(DAY, (TokenRange(0, 16, alone),)).isolated == "in_memory"
+    assert RequestTerms(DAY).isolated == ""
     with pytest.raises(InvalidRequest, match="several classes: in_memory, other"):
         block_terms([TokenRange(0, 16, alone)], Terms("other", isolate=True), 1, 16)
 
@@ -46,6 +55,23 @@ def test_bad_ranges_are_refused() -> None:
         TokenRange(5, 5, DAY)
     with pytest.raises(InvalidRequest, match=f"at most {RANGES_MAX}"):
         block_terms([TokenRange(0, 1, DAY)] * (RANGES_MAX + 1), DAY, 1, 16)
+
+
+def test_callers_name_classes_and_ranges() -> None:
+    classes = (*BUILTIN.values(), KEEP)
+    assert request_terms(None, classes, "24h") == RequestTerms(DAY)
+    assert request_terms("1h", classes, "24h") == RequestTerms(HOUR)
+    assert request_terms(KEEP, (), "24h") == RequestTerms(KEEP)
+    assert request_terms([(0, 64, "keep")], classes, "1h") == RequestTerms(HOUR, (TokenRange(0, 64, KEEP),))
+    for wrong in ([(0, 64)], [(0, "64", "1h")], ["1h"], [(0, 64, 3)], [(0, 64, "2h")]):
+        with pytest.raises(InvalidRequest):
+            request_terms(wrong, classes, "24h")  # type: ignore[arg-type]
+
+
+def test_a_priority_reaches_the_root() -> None:
+    high = Terms("high", ttl=10.0, priority=90)
+    got = block_terms([TokenRange(32, 48, high)], HOUR, blocks=4, block_tokens=16)
+    assert [b.terms.priority for b in got] == [90, 90, 90, 50]
 
 
 RANGE = st.builds(
