@@ -506,7 +506,8 @@ def build(config: Config, namespace: Namespace, clock: Clock, lower: Sequence[Ti
     )
     if lower is None:
         lower = lower_tiers(config, namespace, clock)
-    return Manager(HostTier(arena, make_policy(config.policy, arena.slots)), lower, clock, settings)
+    host = HostTier(arena, make_policy(config.policy, arena.slots), config.retention.quota or 0.0)
+    return Manager(host, lower, clock, settings)
 
 
 def lower_tiers(config: Config, namespace: Namespace, clock: Clock) -> list[Tier]:

@@ -273,6 +273,9 @@ class Retention(_Section):
 
     default: str = Field(default="24h", description="Class of requests that name none.")
     classes: dict[str, RetentionClass] = Field(default={}, description="Own classes by name.")
+    quota: float | None = Field(
+        default=None, gt=0, le=1, description="Largest share of G2 that one scope may fill; none: all."
+    )
 
     @model_validator(mode="after")
     def _named(self) -> Self:

@@ -351,7 +351,7 @@ class Manager:
                 if priority > found.priority:
                     host.raise_priority(found, priority)
             elif host.peek(key, now) is not Miss.PENDING:
-                slot = host.reserve(key, index, keep, insist=insist, priority=priority)
+                slot = host.reserve(key, index, keep, insist=insist, priority=priority, now=now)
                 if slot is None:
                     return index
                 slot.stamp(life, ends)

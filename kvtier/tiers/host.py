@@ -184,19 +184,21 @@ class HostTier:
         *,
         insist: bool = False,
         priority: int = PRIORITY,
+        now: float = 0.0,
     ) -> Slot | None:
         """A FILLING slot for `key`, the caller's until `commit` or `abort`.
 
         Takes a free slot, else evicts the policy's choice among unpinned blocks that `keep` does not claim, those of
         the lowest priority first and none above `priority`; with `insist` the policy may choose, but not refuse, and
-        any priority gives way. A scope at its quota gives up a block of its own.
+        any priority gives way. What has expired at wall time `now` has none. A scope at its quota gives up a block of
+        its own.
         None when the key is READY or FILLING already, or nothing may be evicted: then nothing has changed.
         """
         if key in self.index or key in self._filling:
             return None
         full = self._share > 0 and self.quota.full(key)
         if full or not self._free:
-            victim = self._victim(key, keep, insist, priority, scope_of_key(key) if full else None)
+            victim = self._victim(key, keep, insist, priority, scope_of_key(key) if full else None, now)
             if victim is None:
                 self.quota.refused += full
                 return None
@@ -216,16 +218,17 @@ class HostTier:
         insist: bool,
         priority: int,
         scope: Scope | None,
+        now: float,
     ) -> BlockKey | None:
         def movable(key: BlockKey) -> bool:
             slot = self.index[key]
-            if slot.pins or slot.priority > limit or (keep and keep(key)):
+            if slot.pins or (keep and keep(key)) or (slot.priority > limit and slot.expires_at >= now):
                 return False
             return scope is None or scope_of_key(key) == scope
 
         levels = sorted(self._priorities)
         limit = priority
-        choices: list[tuple[BlockKey | None, int]] = [(newcomer, level) for level in levels if level <= priority]
+        choices: list[tuple[BlockKey | None, int]] = [(newcomer, min(level, priority)) for level in levels]
         if insist:
             choices += [(None, level) for level in levels]
         for claim, limit in choices:  # noqa: B007  `movable` reads it
