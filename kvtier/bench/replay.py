@@ -3,16 +3,19 @@
 The wall clock is that of the trace, so retention means what it says while I/O takes the time it takes. KV is scaled:
 a block has `block_tokens` × `bytes_per_token` bytes that are a pure function of its key. A worker process serves
 requests; halfway it is killed (SIGKILL) and another goes on with the same directory, so what the second finds has
-been through the disk. G4's idle expiry goes by the server's clock, which the trace does not move.
+been through the disk. A run has a namespace of its own, so nothing of an earlier one is found, and takes what it left
+in G4 away at its end.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +29,8 @@ from kvtier.errors import CorruptError, KVTierError
 
 EPOCH_S = 1_800_000_000.0
 SILENCE_S_MAX = 120.0
+G4_STRIDE = 16
+"""Blocks per object: as many as of 2 MiB blocks, which scaled ones would exceed by far."""
 TOUCHES_PER_TTL = 5
 """Uses reach the disk every two seconds of real time, which the trace's time outruns: so the replay flushes this often
 in the time of the trace, or blocks used in RAM would seem idle to the disk."""
@@ -33,7 +38,7 @@ in the time of the trace, or blocks used in RAM would seem idle to the disk."""
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where and how large. `ttl` in seconds of the trace; `kill` replaces the worker halfway."""
+    """Where and how large. `ttl` in seconds of the trace; `kill` replaces the worker halfway; `run` names the run."""
 
     folder: Path
     ttl: float
@@ -41,8 +46,10 @@ class Setup:
     g2_bytes: int = 64 * 2**20
     g3_bytes: int = 4 * 2**30
     g4_url: str | None = None
+    g4_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     policy: str = "auto"
     kill: bool = True
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class Replayed:
     bytes_checked: int
     killed_at: int
     seconds: float
-    stats: Mapping[str, Any]
+    stats: Mapping[str, Any]  # the last worker's `cache.stats()`, and "direct_files": G3's files under O_DIRECT
 
     @property
     def prefill_left_percent(self) -> float:
@@ -92,11 +99,12 @@ class TraceWallClock(SystemClock):
 
 
 def replay(trace: Trace, setup: Setup) -> Replayed:
-    """Serve every request of `trace`. Blocks for minutes; leaves its files in `setup.folder`.
+    """Serve every request of `trace`. Blocks for minutes; leaves its files in `setup.folder`, which it makes.
 
     Raises CorruptError on the first wrong byte, and KVTierError when a worker dies by itself.
     """
     began, total = time.perf_counter(), len(trace.requests)
+    setup.folder.mkdir(parents=True, exist_ok=True)
     served: list[Served] = []
     stats: Mapping[str, Any] = {}
     killed_at = -1
@@ -119,21 +127,25 @@ def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> I
     """Run one worker over requests start … stop-1; with `kill`, end it with SIGKILL after its last answer."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    worker = context.Process(target=_serve, args=(trace, setup, start, stop, kill, theirs), daemon=True)
+    worker = context.Process(target=_worker, args=(trace, setup, start, stop, kill, theirs), daemon=True)
     worker.start()
     theirs.close()
     try:
         while True:
-            if not ours.poll(SILENCE_S_MAX):
+            # Twice: the whole run may have been stopped (SIGSTOP) for longer than this, and the worker with it.
+            if not (ours.poll(SILENCE_S_MAX) or ours.poll(SILENCE_S_MAX)):
                 raise KVTierError(f"the replay's worker said nothing for {SILENCE_S_MAX:g} s")
             try:
                 answer = ours.recv()
             except EOFError:
+                worker.join(SILENCE_S_MAX)
                 raise KVTierError(f"the replay's worker died with exit status {worker.exitcode}") from None
             if answer is None:
                 return
+            if isinstance(answer, CorruptError):
+                raise answer
             if isinstance(answer, str):
-                raise CorruptError(answer)
+                raise KVTierError(answer)
             yield answer
     finally:
         if worker.is_alive() and not kill:
@@ -143,17 +155,31 @@ def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> I
         ours.close()
 
 
+def _worker(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: Connection) -> None:
+    """A process of its own: `_serve`, and what went wrong instead of None, a wrong byte as CorruptError."""
+    try:
+        _serve(trace, setup, start, stop, kill, out)
+    except CorruptError as wrong:
+        out.send(wrong)
+    except KVTierError as wrong:
+        out.send(str(wrong))
+
+
 def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: Connection) -> None:
-    """The worker: answers per request, then its statistics, then None. With `kill` it waits there for its end."""
+    """Answers per request, then the statistics, then None. With `kill` it waits there for its end."""
     import kvtier
 
     clock, names = TraceWallClock(), keys_of(trace)
     block_bytes = trace.block_tokens * setup.bytes_per_token
     namespace = kvtier.Namespace(
-        model="replay", weights="replay:1", dtype="uint8", layout="flat",
+        model="replay", weights=f"replay:{setup.run}", dtype="uint8", layout="flat",
         block_tokens=trace.block_tokens, block_bytes=block_bytes,
     )  # fmt: skip
-    with kvtier.open(_config(setup), namespace, clock=clock) as cache:
+    config = _config(setup)
+    clock.at = trace.requests[start].at if start < stop else 0.0
+    with kvtier.open(config, namespace, clock=clock) as cache:
+        if lacking := {"g3", *(["g4"] if setup.g4_url else [])} - cache.stats().keys():
+            raise KVTierError(f"{', '.join(sorted(lacking))} could not be opened: a replay needs all that it is given")
         flushed_at = trace.requests[start].at if start < stop else 0.0
         for number, request in islice(enumerate(trace.requests), start, stop):
             if request.at - flushed_at > setup.ttl / TOUCHES_PER_TTL:
@@ -161,17 +187,28 @@ def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: C
                 flushed_at = request.at
             clock.at = request.at
             chain = [names[block] for block in request.blocks]
-            try:
-                out.send(_one(cache, number, chain, block_bytes))
-            except CorruptError as wrong:
-                out.send(str(wrong))
-                return
-        out.send(cache.stats())
+            out.send(_one(cache, number, chain, block_bytes))
+        out.send(cache.stats() | {"direct_files": _direct_files(setup.folder)})
         if kill:
             out.send(None)
             time.sleep(SILENCE_S_MAX)
-        cache.flush()
+        if setup.g4_url is not None:
+            cache.flush()
+            cache.evict("g4")
     out.send(None)
+
+
+def _direct_files(folder: Path) -> int:
+    """Files below `folder` that this process holds open with O_DIRECT, as the kernel tells it."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            below = link.readlink().is_relative_to(folder.resolve())
+            flags = (Path("/proc/self/fdinfo") / link.name).read_text().split("flags:")[1].split()[0]
+        except OSError:  # closed meanwhile
+            continue
+        count += below and bool(int(flags, 8) & os.O_DIRECT)
+    return count
 
 
 def _one(cache: Any, number: int, chain: Sequence[BlockKey], block_bytes: int) -> Served:
@@ -198,6 +235,6 @@ def _config(setup: Setup) -> Any:
         "g3": {"path": str(setup.folder / "g3"), "capacity": setup.g3_bytes},
     }
     if setup.g4_url is not None:
-        tiers["g4"] = {"url": setup.g4_url}
+        tiers["g4"] = {"url": setup.g4_url, "options": dict(setup.g4_options), "stride": G4_STRIDE}
     retention = {"default": "replayed", "classes": {"replayed": {"ttl": f"{int(setup.ttl)}s"}}}
     return kvtier.Config.parse({"version": 1, "tiers": tiers, "policy": setup.policy, "retention": retention})

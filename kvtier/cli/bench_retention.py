@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvtier.arena import SLOT_ALIGN
-from kvtier.bench.curves import Reuse
+from kvtier.bench.curves import Reuse, TtlCurve
 from kvtier.bench.record import record
 from kvtier.bench.replay import Replayed, Setup, replay
 from kvtier.bench.report import write_report
@@ -49,8 +50,13 @@ Folder = Annotated[Path | None, typer.Option("--folder", help="Replay: where G3 
 G2 = Annotated[
     str | None, typer.Option("--g2", help="Replay: RAM; a twentieth of the sample's KV, or room for its two longest.")
 ]
-G3 = Annotated[str | None, typer.Option("--g3", help="Replay: SSD; twice the sample's KV if absent.")]
-G4 = Annotated[str | None, typer.Option("--g4", help="Replay: an fsspec URL; off if absent.")]
+G3 = Annotated[
+    str | None, typer.Option("--g3", help="Replay: SSD; twice the sample's KV, a quarter of it above a G4.")
+]
+G4 = Annotated[
+    str | None,
+    typer.Option("--g4", help="Replay: an fsspec URL, or seaweedfs: a server started on loopback; off if absent."),
+]
 Kill = Annotated[
     bool, typer.Option("--kill/--no-kill", help="Replay: kill the process halfway and go on with another.")
 ]
@@ -97,10 +103,17 @@ def retention(
     per_token = bytes_per_token or shape_of(model).bytes_per_token
     replays: list[Replayed] = []
     if not simulate:
-        sizes = (g2 and parse_size(g2), g3 and parse_size(g3))
+        part = loaded.sampled(sample, SEED) if sample < 1 else loaded
         scale = bytes_per_token or REPLAY_BYTES_PER_TOKEN
-        replays = _replays(loaded.sampled(sample, SEED) if sample < 1 else loaded, ttls, scale, sizes, folder, g4, kill)
-        results = {"sample": sample, **_told(replays)}
+        sizes = _sizes(part, scale, g2, g3, above_g4=g4 is not None)
+        with tempfile.TemporaryDirectory(prefix="kvtier-", dir=folder) as place, _bucket(g4, Path(place)) as target:
+            setups = [
+                Setup(Path(place) / f"kept-{text.strip()}", _seconds(text.strip()), scale, *sizes, *target,
+                      policy=policy, kill=kill)
+                for text in ttls.split(",")
+            ]  # fmt: skip
+            replays = [replay(part, setup) for setup in setups]
+        results = {"sample": sample, **_told(part, replays)}
         per_token = shape_of(model).bytes_per_token
     elif tiers is not None:
         results = _stack(loaded, policy, tiers, per_token)
@@ -130,47 +143,57 @@ def _rows(results: dict[str, Any], above: str = "") -> list[tuple[str, object]]:
     return out
 
 
-def _replays(
-    trace: Trace,
-    ttls: str,
-    scale: int,
-    sizes: Sequence[int | str | None],
-    folder: Path | None,
-    g4: str | None,
-    kill: bool,
-) -> list[Replayed]:
+def _sizes(trace: Trace, scale: int, g2: str | None, g3: str | None, *, above_g4: bool) -> tuple[int, int]:
+    """Bytes of G2 and G3 for a replay: as given, or small enough that every tier below G2 has something to serve."""
     if not trace.requests:
         raise InvalidRequest("--sample: not one session was drawn; take a larger share")
     slot = -(-trace.block_tokens * scale // SLOT_ALIGN) * SLOT_ALIGN
     whole = trace.unique * slot
     longest = max(len(request.blocks) for request in trace.requests) * slot
-    g2, g3 = sizes
-    out = []
-    for text in ttls.split(","):
-        with tempfile.TemporaryDirectory(prefix="kvtier-", dir=folder) as place:
-            setup = Setup(
-                folder=Path(place),
-                ttl=_seconds(text.strip()),
-                bytes_per_token=scale,
-                g2_bytes=int(g2 or max(whole // 20, 2 * longest)),
-                g3_bytes=int(g3 or max(2 * whole, 2**30)),
-                g4_url=g4,
-                kill=kill,
-            )
-            out.append(replay(trace, setup))
-    return out
+    memory = parse_size(g2) if g2 is not None else max(whole // 20, 2 * longest)
+    disk = parse_size(g3) if g3 is not None else max(whole // 4, 4 * longest) if above_g4 else max(2 * whole, 2**30)
+    return int(memory), int(disk)
 
 
-def _told(replays: Sequence[Replayed]) -> dict[str, Any]:
-    out: dict[str, Any] = {"references_replayed": replays[0].references, "requests_replayed": len(replays[0].served)}
+@contextlib.contextmanager
+def _bucket(g4: str | None, folder: Path) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """URL and options of G4."""
+    if g4 != "seaweedfs":
+        yield g4, {}
+        return
+    from kvtier.testing.servers import SeaweedFS
+
+    server = SeaweedFS(folder / "seaweedfs")
+    server.start()
+    try:
+        yield f"{server.new_bucket()}/replay", server.options
+    finally:
+        server.stop()
+
+
+def _told(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
+    first = replays[0].setup
+    out: dict[str, Any] = {
+        "references_replayed": replays[0].references,
+        "requests_replayed": len(replays[0].served),
+        "bytes_per_token": first.bytes_per_token,
+        "block_bytes": trace.block_tokens * first.bytes_per_token,
+        "kv_mb": round(trace.unique * trace.block_tokens * first.bytes_per_token / 1e6, 1),
+        "g2_mb": round(first.g2_bytes / 1e6, 1),
+        "g3_mb": round(first.g3_bytes / 1e6, 1),
+        "g4": first.g4_url and first.g4_url.partition("://")[0],
+    }
+    exact = TtlCurve(trace)
     for done in replays:
         loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
         out[format_duration(done.setup.ttl)] = {
             "prefill_left_percent": round(done.prefill_left_percent, 3),
+            "unbounded_percent": round(exact.prefill_left_percent(done.setup.ttl), 3),
             "tiers_percent": done.tier_percent,
             "gb_checked": round(done.bytes_checked / 1e9, 3),
             "wrong_bytes": 0,
             "killed_before_request": done.killed_at,
+            "files_under_o_direct": done.stats["direct_files"],
             "load_p50_ms": round(loads[len(loads) // 2], 3) if loads else None,
             "load_p99_ms": round(loads[int(len(loads) * 0.99)], 3) if loads else None,
             "seconds": round(done.seconds, 1),
