@@ -32,6 +32,7 @@ CHAINS_MAX = 1024
 """Chains waiting to be fed, and open tails remembered; past this the oldest is forgotten, and stays above."""
 
 _STEP_S = 30.0
+_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +160,15 @@ class Feeder:
         """`_gather`, again and again while G2 has no room for what must be fetched: nobody waits for the feeder."""
         deadline = self._clock.monotonic() + _STEP_S
         while True:
-            seen = self._manager.room_told
             slots = await self._gather(chain, start, end)
             if slots is not Miss.NO_ROOM:
                 return slots
-            if not await self._manager.wait_room(deadline, seen):
-                return None
+            # Read only now: what the attempt itself gave back is no news. What came during it is seen after _RETRY_S.
+            retry = min(deadline, self._clock.monotonic() + _RETRY_S)
+            if not await self._manager.wait_room(retry, self._manager.room_told):
+                now = self._clock.monotonic()
+                if now < retry or now >= deadline:  # no room is on its way, or it came too late
+                    return None
 
     async def _gather(
         self, chain: Sequence[BlockKey], start: int, end: int

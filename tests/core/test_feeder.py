@@ -1,0 +1,55 @@
+"""What feeds the deepest tier waits for room without holding up the loop that everything else runs on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvtier.arena import Arena
+from kvtier.clock import SystemClock
+from kvtier.manager import Manager, Settings
+from kvtier.policy import make_policy
+from kvtier.terms import BUILTIN, Depth
+from kvtier.testing import MemoryTier, payload_of
+from kvtier.testing.payload import chain_of, sample_namespace
+from kvtier.tiers.host import HostTier
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+
+
+def store(manager: Manager, chain: list[bytes]) -> None:
+    slots, reached = manager.reserve(chain, 0, len(chain), BUILTIN["24h"])
+    assert reached == len(slots) == len(chain)
+    for slot in slots:
+        slot.pieces[0][:] = payload_of(slot.key or b"", BLOCK)
+    assert manager.commit(chain, slots, [slot.generation for slot in slots]) == []
+
+
+@pytest.mark.timeout(30)
+async def test_what_an_attempt_gives_back_is_no_news() -> None:
+    """An attempt that finds no room unpins what it had: that must not wake it up to try again at once, for ever."""
+    clock = SystemClock()
+    host = HostTier(Arena(BLOCK, 1, 3 * BLOCK), make_policy("lru", 3))
+    lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)]
+    manager = Manager(host, lower, clock, Settings(queue_fraction=1.0))
+    await manager.start()
+    ours, other = chain_of(NS, 2, seed=1), chain_of(NS, 2, seed=2)
+    store(manager, ours)
+    await manager.flush(clock.monotonic() + 10)
+    assert host.drop(ours[1])
+    store(manager, other)
+    await manager.flush(clock.monotonic() + 10)
+    lease = manager.pin(other)  # G2: one block of ours, and two that cannot go
+    feeder = manager.demoter._feeder
+    assert feeder is not None and len(lease) == 2
+    gathering = asyncio.create_task(feeder._gather_patiently(ours, 0, 2))
+    for _ in range(100):
+        await asyncio.sleep(0)  # would not come back
+    assert not gathering.done()
+    lease.release()
+    slots = await asyncio.wait_for(gathering, 10)
+    assert slots is not None and [slot.key for slot in slots] == ours
+    manager.release([(slot, slot.generation) for slot in slots])
+    await manager.close()
