@@ -72,6 +72,7 @@ class Replayed:
     killed_at: int
     seconds: float
     stats: Mapping[str, Any]  # the last worker's `cache.stats()`, and "direct_files": G3's files under O_DIRECT
+    misses: Mapping[str, int]  # blocks by reason, as the cache itself accounts for them
 
     @property
     def prefill_left_percent(self) -> float:
@@ -107,6 +108,7 @@ def replay(trace: Trace, setup: Setup) -> Replayed:
     setup.folder.mkdir(parents=True, exist_ok=True)
     served: list[Served] = []
     stats: Mapping[str, Any] = {}
+    misses: Counter[str] = Counter()
     killed_at = -1
     halves = [(0, total // 2), (total // 2, total)] if setup.kill else [(0, total)]
     for start, stop in halves:
@@ -116,11 +118,12 @@ def replay(trace: Trace, setup: Setup) -> Replayed:
                 served.append(answer)
             else:
                 stats = answer
+                misses.update(answer["requests"]["misses"])
         if not last_half:
             killed_at = stop
     checked = sum(sum(one.tiers.values()) for one in served) * trace.block_tokens * setup.bytes_per_token
     spent = time.perf_counter() - began
-    return Replayed(setup, tuple(served), trace.references, checked, killed_at, spent, stats)
+    return Replayed(setup, tuple(served), trace.references, checked, killed_at, spent, stats, misses)
 
 
 def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> Iterator[Served | Mapping[str, Any]]:

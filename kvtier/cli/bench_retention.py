@@ -13,7 +13,7 @@ import typer
 
 from kvtier.arena import SLOT_ALIGN
 from kvtier.bench.curves import Reuse, TtlCurve
-from kvtier.bench.record import record
+from kvtier.bench.record import record, save
 from kvtier.bench.replay import Replayed, Setup, replay
 from kvtier.bench.report import write_report
 from kvtier.bench.shapes import Shape, shape_of
@@ -48,11 +48,9 @@ Ttls = Annotated[str, typer.Option("--ttls", help="Replay: retentions to compare
 Sample = Annotated[float, typer.Option("--sample", help="Replay: share of the sessions.")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="Replay: where G3 lies; a temporary folder if absent.")]
 G2 = Annotated[
-    str | None, typer.Option("--g2", help="Replay: RAM; a twentieth of the sample's KV, or room for its two longest.")
+    str | None, typer.Option("--g2", help="Replay: RAM; a twentieth of the sample's KV, or room for its four longest.")
 ]
-G3 = Annotated[
-    str | None, typer.Option("--g3", help="Replay: SSD; twice the sample's KV, a quarter of it above a G4.")
-]
+G3 = Annotated[str | None, typer.Option("--g3", help="Replay: SSD; twice the sample's KV, a quarter of it above a G4.")]
 G4 = Annotated[
     str | None,
     typer.Option("--g4", help="Replay: an fsspec URL, or seaweedfs: a server started on loopback; off if absent."),
@@ -60,6 +58,8 @@ G4 = Annotated[
 Kill = Annotated[
     bool, typer.Option("--kill/--no-kill", help="Replay: kill the process halfway and go on with another.")
 ]
+
+Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 
 REPLAY_BYTES_PER_TOKEN = 8
 REPORT_TIERS = "60GB,256GB,4TB"
@@ -84,6 +84,7 @@ def retention(
     g3: G3 = None,
     g4: G4 = None,
     kill: Kill = True,
+    folder_saved: Save = None,
     json: Json = False,
 ) -> None:
     """Replay a trace and say what a cache of this size, policy and retention would have served.
@@ -125,6 +126,9 @@ def retention(
         shape = Shape(model, per_token, shape_of(model).prefill_tokens_s)
         seconds = float("inf") if ttl is None else _seconds(ttl)
         results |= _report(report, loaded, shape, tiers or REPORT_TIERS, seconds, replays)
+    if folder_saved is not None:
+        kind = "retention_simulated" if simulate else "retention_replay"
+        save(record(kind, ["kvtier", *sys.argv[1:]], head | results), folder_saved)
     if json:
         write_json(head | results)
     else:
@@ -150,7 +154,7 @@ def _sizes(trace: Trace, scale: int, g2: str | None, g3: str | None, *, above_g4
     slot = -(-trace.block_tokens * scale // SLOT_ALIGN) * SLOT_ALIGN
     whole = trace.unique * slot
     longest = max(len(request.blocks) for request in trace.requests) * slot
-    memory = parse_size(g2) if g2 is not None else max(whole // 20, 2 * longest)
+    memory = parse_size(g2) if g2 is not None else max(whole // 20, 4 * longest)
     disk = parse_size(g3) if g3 is not None else max(whole // 4, 4 * longest) if above_g4 else max(2 * whole, 2**30)
     return int(memory), int(disk)
 
@@ -190,6 +194,7 @@ def _told(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
             "prefill_left_percent": round(done.prefill_left_percent, 3),
             "unbounded_percent": round(exact.prefill_left_percent(done.setup.ttl), 3),
             "tiers_percent": done.tier_percent,
+            "missed_percent": {why: round(100 * n / done.references, 3) for why, n in done.misses.items()},
             "gb_checked": round(done.bytes_checked / 1e9, 3),
             "wrong_bytes": 0,
             "killed_before_request": done.killed_at,
