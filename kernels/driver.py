@@ -68,7 +68,7 @@ class Driver(Protocol):
         """Address of new page-locked host memory, which lives until `close`."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory. May take 0.1 s per GB."""
+        """Page-lock host memory, so that kernels reach it under the same address. May take 0.1 s per GB."""
 
     def unregister(self, address: int) -> None: ...
 
@@ -113,6 +113,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemFreeHost": (ctypes.c_void_p,),
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "cuMemHostUnregister": (ctypes.c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuLaunchKernel": (
+        ctypes.c_void_p,
+        *[ctypes.c_uint] * 7,  # grid, block, bytes of shared memory
+        ctypes.c_void_p,  # stream
+        ctypes.c_void_p,  # kernelParams
+        ctypes.c_void_p,  # extra
+    ),
     "cuGetProcAddress_v2": (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p),
 }
 _BATCH_SIGNATURE = ctypes.CFUNCTYPE(
@@ -129,28 +137,21 @@ _BATCH_SIGNATURE = ctypes.CFUNCTYPE(
 )
 
 
-class _Stream:
-    """A stream's handle under the CUDA stream protocol, by which CuPy takes it."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self._handle)  # version of the protocol, cudaStream_t
-
-
 class CudaDriver:
     """libcuda for device `ordinal`, in its primary context, which torch and CuPy use as well.
 
-    `library` is the loaded libcuda.so.1. torch gives the current stream, CuPy compiles the
-    kernels (NVRTC) at their first launch and keeps them per device.
+    `library` is the loaded libcuda.so.1. torch gives the current stream, CuPy compiles the kernels (NVRTC) at their
+    first launch, and keeps what it compiled on disk. Raises DeviceError where the driver is too old, OSError without
+    one.
     """
 
     def __init__(self, ordinal: int, library: Any = None) -> None:
         self.ordinal = ordinal
         self._lib = library if library is not None else ctypes.CDLL("libcuda.so.1")
         for name, arguments in _SIGNATURES.items():
-            function = getattr(self._lib, name)
+            function = getattr(self._lib, name, None)
+            if function is None:
+                raise DeviceError(f"{name}: not in this driver, CUDA 12 is needed", -1)
             function.argtypes, function.restype = arguments, ctypes.c_int
         self._device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", 0)
@@ -159,7 +160,8 @@ class CudaDriver:
         self._batch = self._find_batch()
         self._attributes = _CopyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._first_index = ctypes.c_size_t(0)
-        self._kernels: dict[str, Any] = {}
+        self._kernels: dict[str, int] = {}
+        self._module: Any = None
         self._device_memory: list[int] = []
         self._pinned_memory: list[int] = []
 
@@ -235,13 +237,28 @@ class CudaDriver:
                 raise DeviceError("cuMemcpyBatchAsync", code)
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
+        if kernel not in self._kernels:
+            self._kernels[kernel] = self.kernel(kernel)
+        # Each value in eight bytes of its own: the driver reads as many from the start as the parameter has.
+        values = np.array([int(value) for value in args], dtype="<u8")
+        places = values.ctypes.data + 8 * np.arange(len(args), dtype=np.uint64)
+        with self._current():
+            self._call(
+                "cuLaunchKernel", self._kernels[kernel], ctas, 1, 1, threads, 1, 1, 0, stream, places.ctypes.data, None
+            )
+
+    def kernel(self, name: str) -> int:
+        """The CUfunction of a kernel in copy.cu; the first compiles them all. Raises DeviceError."""
         try:
             import cupy
 
-            with cupy.cuda.Device(self.ordinal), cupy.cuda.Stream.from_external(_Stream(stream)):
-                self._kernel(kernel)((ctas,), (threads,), tuple(args))
-        except Exception as error:  # no CuPy, no compiler, no such architecture, a refused launch: one answer to all
-            raise DeviceError(f"launch of {kernel} ({error})", int(getattr(error, "status", -1))) from error
+            with cupy.cuda.Device(self.ordinal):
+                if self._module is None:
+                    source = (Path(__file__).parent / "copy.cu").read_text(encoding="ascii")
+                    self._module = cupy.RawModule(code=source, options=("-std=c++17",), backend="nvrtc")
+                return int(self._module.get_function(name).kernel.ptr)
+        except Exception as error:  # no CuPy, no compiler, no such architecture: one answer to all
+            raise DeviceError(f"kernel {name} ({error})", int(getattr(error, "status", None) or -1)) from error
 
     def device_memory(self, nbytes: int) -> int:
         # Not from torch's allocator: what that hands out may still be in use by work queued on torch's stream.
@@ -259,8 +276,16 @@ class CudaDriver:
         return address.value or 0
 
     def register(self, address: int, nbytes: int) -> None:
+        mapped = ctypes.c_uint64()
         with self._current():
             self._call("cuMemHostRegister_v2", address, nbytes, _HOST_PORTABLE_AND_MAPPED)
+            try:
+                self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
+                if mapped.value != address:
+                    raise DeviceError("cuMemHostRegister_v2: the device has it at another address", -1)
+            except DeviceError:
+                self._call("cuMemHostUnregister", address)
+                raise
 
     def unregister(self, address: int) -> None:
         with self._current():
@@ -283,7 +308,7 @@ class CudaDriver:
             for address in self._pinned_memory:
                 self._call("cuMemFreeHost", address)
         self._device_memory, self._pinned_memory = [], []
-        self._kernels = {}
+        self._kernels, self._module = {}, None
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _call(self, name: str, *args: Any) -> None:
@@ -307,12 +332,3 @@ class CudaDriver:
             b"cuMemcpyBatchAsync", ctypes.byref(address), _BATCH_ABI, 0, ctypes.byref(status)
         )
         return _BATCH_SIGNATURE(address.value) if code == SUCCESS and address.value else None
-
-    def _kernel(self, name: str) -> Any:
-        import cupy
-
-        if name not in self._kernels:
-            source = (Path(__file__).parent / "copy.cu").read_text(encoding="ascii")
-            module = cupy.RawModule(code=source, options=("-std=c++17",), backend="nvrtc")
-            self._kernels[name] = module.get_function(name)
-        return self._kernels[name]

@@ -1,4 +1,7 @@
-// A libcuda of a few functions, which checks how it is called and copies at once. Its log is read by the tests.
+// A libcuda of a few functions, which checks how it is called and copies at once; kernels are those of copy.cu, as
+// plain C++. Its log is read by the tests.
+
+#include "shim.cpp"
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +18,8 @@ struct Attributes {  // CUmemcpyAttributes
 };
 
 static std::string calls;
-static int initialized = 0, depth = 0, handles = 0, pending = 0, has_batch = 1, refuse_memory = 0;
+static int initialized = 0, depth = 0, handles = 0, pending = 0, has_batch = 1, refuse_memory = 0, moved = 0;
+static uint64_t registered = 0;
 static void note(const char* name) { calls += name; calls += ' '; }
 #define NEEDS_CONTEXT \
     note(__func__);   \
@@ -28,6 +32,7 @@ void fake_reset(int batch, int pend, int no_memory) {
     has_batch = batch, pending = pend, refuse_memory = no_memory;
 }
 int fake_depth() { return depth; }
+void fake_map_elsewhere(int yes) { moved = yes; }
 
 Result cuInit(unsigned flags) { initialized = 1; return flags ? INVALID : SUCCESS; }
 Result cuDeviceGet(int* device, int ordinal) { *device = 30 + ordinal; return initialized ? SUCCESS : 3; }
@@ -77,11 +82,35 @@ Result cuMemHostAlloc(void** address, size_t nbytes, unsigned flags) {
     return (*address = aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096)) ? SUCCESS : OUT_OF_MEMORY;
 }
 Result cuMemFreeHost(void* address) { NEEDS_CONTEXT; free(address); return SUCCESS; }
-Result cuMemHostRegister_v2(void*, size_t nbytes, unsigned flags) {
+Result cuMemHostRegister_v2(void* address, size_t nbytes, unsigned flags) {
     NEEDS_CONTEXT;
+    registered = (uint64_t)address;
     return nbytes && flags == 3 ? SUCCESS : INVALID;
 }
+Result cuMemHostGetDevicePointer_v2(uint64_t* mapped, void* address, unsigned flags) {
+    NEEDS_CONTEXT;
+    *mapped = (uint64_t)address + (moved ? 4096 : 0);
+    return (uint64_t)address == registered && !flags ? SUCCESS : INVALID;
+}
 Result cuMemHostUnregister(void*) { NEEDS_CONTEXT; return SUCCESS; }
+
+// A CUfunction is the unit of a copy kernel, or 99 for the delay.
+Result cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                      unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** params, void** extra) {
+    NEEDS_CONTEXT;
+    if (!stream || extra || shared || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1) return INVALID;
+    if (block_x > 1024 || !grid_x || !block_x) return INVALID;
+    u64 wide[10];
+    u32 narrow[5];
+    if ((intptr_t)function == 99) {
+        memcpy(wide, params[0], 8);
+        run_delay(wide[0]);
+        return SUCCESS;
+    }
+    for (int i = 0; i < 10; ++i) memcpy(&wide[i], params[i], 8);
+    for (int i = 0; i < 5; ++i) memcpy(&narrow[i], params[10 + i], 4);
+    return run_copy((u64)(intptr_t)function, grid_x, block_x, wide, narrow) ? INVALID : SUCCESS;
+}
 
 // The arguments of the 12.8 interface.
 Result fake_batch(uint64_t* dsts, uint64_t* srcs, size_t* sizes, size_t count, Attributes* attributes, size_t* first,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvtier.kernels.copy import CopyEngine, Lane, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import OUT_OF_MEMORY, CudaDriver, DeviceError
 from kvtier.kernels.engine import measurement
+from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import of_arenas, of_pool
 from kvtier.kernels.method import COUNTS, Method, Table
 from kvtier.kernels.plan import Runs
@@ -29,10 +31,18 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class HeadlessDriver(CudaDriver):
-    """Without torch's CUDA: the caller computes on a stream of ours."""
+    """Without torch's CUDA and CuPy: the caller computes on a stream of ours, kernels are the fake's."""
+
+    compiler = True
 
     def current_stream(self) -> int:
         return 4242
+
+    def kernel(self, name: str) -> int:
+        if not self.compiler:
+            raise DeviceError(f"kernel {name} (no compiler)", -1)
+        unit = name.removeprefix("kvtier_copy_")
+        return 99 if name == "kvtier_delay" else int(unit)
 
 
 @pytest.fixture
@@ -100,28 +110,91 @@ def test_out_of_memory_is_named(driver: Callable[..., HeadlessDriver]) -> None:
 
 
 @pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED])
+def test_kernels_are_launched_with_the_arguments_they_declare(
+    driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL, method: Method
+) -> None:
+    engine, pool, arena, mover = engine_of(driver(), method)
+    before = pool.clone()
+    engine.store(Moves.of([(0, 3, 0), (5, 6, 0), (6, 7, 0)]))
+    assert [ack.outcome for ack in engine.poll()] == [Outcome.DONE]
+    for block, slot in ((0, 3), (5, 6), (6, 7)):
+        assert bytes(arena[64 * slot : 64 * slot + 64]) == before[block].numpy().tobytes()
+    engine.load(Moves.of([(1, 3, 0), (2, 7, 0)]))
+    assert [ack.outcome for ack in engine.poll()] == [Outcome.DONE]
+    assert torch.equal(pool[1], before[0]) and torch.equal(pool[2], before[6])
+    assert torch.equal(pool[3:], before[3:]) and mover.method_for(True, 1) is method
+    assert libcuda.fake_calls().decode().split().count("cuLaunchKernel") == 2
+    assert engine.close(1.0) and libcuda.fake_depth() == 0
+
+
+def test_the_fault_mode_delays_with_a_kernel(driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL) -> None:
+    delayed = Delayed(driver(), Random(1), most_cycles=5000)
+    engine, pool, arena, _ = engine_of(delayed, Method.DMA)
+    for generation in range(10):
+        engine.store(Moves.of([(0, 3, generation)]))
+        engine.poll()
+    assert libcuda.fake_calls().decode().split().count("cuLaunchKernel") > 3
+    assert bytes(arena[192:256]) == pool[0].numpy().tobytes()
+    assert engine.close(1.0)
+
+
+@pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED])
 def test_without_a_kernel_compiler_the_copy_engine_serves(
     driver: Callable[..., HeadlessDriver], method: Method, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On this machine CuPy is absent or finds no driver: either way a launch is refused."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: kernels would be launched on it with the fake's handles")
-    engine, pool, arena, mover = engine_of(driver(), method)
-    engine.store(Moves.of([(0, 3, 0)]))
+    cuda = driver()
+    cuda.compiler = False
+    engine, pool, arena, mover = engine_of(cuda, method)
+    engine.store(Moves.of([(0, 3, 0), (5, 6, 0)]))
     assert [ack.outcome for ack in engine.poll()] == [Outcome.DONE]
     assert "copy engine from now on" in caplog.text and mover.method_for(True, 1) is Method.DMA
     assert bytes(arena[192:256]) == pool[0].numpy().tobytes()
     assert engine.close(1.0)
 
 
-def test_a_measurement_times_every_cell_it_can(driver: Callable[..., HeadlessDriver]) -> None:
+def test_a_kernel_that_cannot_be_compiled_is_an_error_of_the_device(libcuda: ctypes.CDLL) -> None:
+    """Here CuPy is absent or finds no driver; the real `kernel` must turn either into the one error that is handled."""
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU: kernels would be launched on it with the fake's handles")
+        pytest.skip("there is a GPU: it compiles")
+    with pytest.raises(DeviceError, match="kernel kvtier_copy_16"):
+        CudaDriver(0, library=libcuda).kernel("kvtier_copy_16")
+
+
+def test_a_driver_without_a_needed_function_is_refused() -> None:
+    with pytest.raises(DeviceError, match="not in this driver"):
+        CudaDriver(0, library=ctypes.CDLL(None))
+
+
+def test_memory_that_the_device_sees_elsewhere_is_not_registered(
+    driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL
+) -> None:
+    cuda = driver()
+    cuda.register(4096, 8192)
+    cuda.unregister(4096)
+    libcuda.fake_map_elsewhere(1)
+    try:
+        with pytest.raises(DeviceError, match="another address"):
+            cuda.register(4096, 8192)
+    finally:
+        libcuda.fake_map_elsewhere(0)
+    assert libcuda.fake_calls().decode().split()[-1] == "cuMemHostUnregister"
+
+
+def test_a_measurement_times_every_cell_it_can(driver: Callable[..., HeadlessDriver]) -> None:
     measure = measurement(driver)
-    cells = measure(Method.DMA, 512)
-    assert set(cells) == {(store, count) for store in (True, False) for count in COUNTS}
-    assert all(0 < seconds < 1 for seconds in cells.values())
-    assert measure(Method.DIRECT, 512) == {}, "what gives way to the copy engine is not measured as itself"
+    for method in Method:
+        cells = measure(method, 512)
+        assert set(cells) == {(store, count) for store in (True, False) for count in COUNTS}
+        assert all(0 < seconds < 1 for seconds in cells.values())
+
+
+def test_what_gives_way_to_the_copy_engine_is_not_measured_as_itself(driver: Callable[..., HeadlessDriver]) -> None:
+    def without_compiler() -> HeadlessDriver:
+        cuda = driver()
+        cuda.compiler = False
+        return cuda
+
+    assert measurement(without_compiler)(Method.DIRECT, 512) == {}
 
 
 def test_loads_and_stores_use_streams_of_their_own(driver: Callable[..., HeadlessDriver]) -> None:
