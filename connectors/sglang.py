@@ -38,6 +38,7 @@ from kvtier.connectors.sglang_hooks import Follower, install
 from kvtier.connectors.sglang_pages import Load, Pages
 from kvtier.connectors.sglang_pool import Ranks, namespace_of, pool_of
 from kvtier.errors import IdentityError
+from kvtier.kernels.engine import cpus_near
 from kvtier.lease import Lease
 from kvtier.metrics import serve
 from kvtier.namespace import Namespace
@@ -139,7 +140,8 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
         """The cache below; a seam for tests and for other tiers."""
-        return kvtier.open(self._settings.config, namespace)
+        near = cpus_near(self._pool.tensors[0][0].device)
+        return kvtier.open(self._settings.config, namespace, near=[near])
 
     def _serve_metrics(self, extra: dict[str, Any]) -> None:
         port = extra.get("metrics_port")

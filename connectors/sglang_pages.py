@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtier.block import BlockKey
 from kvtier.cache import Cache
+from kvtier.config import calibration_folder
 from kvtier.connectors.sglang_pool import Pool
 from kvtier.kernels.copy import Ack, Moves, Outcome
 from kvtier.kernels.engine import open_engine
@@ -56,7 +57,11 @@ class Pages:
         # A mapping of its own: it must outlive the cache's while a copy flies.
         mapping = mmap.mmap(arena.fds()[0], arena.slots * arena.slot_bytes)
         self._engine = open_engine(
-            pool.pages(), of_slots(memoryview(mapping), arena.slot_bytes, pool.shape), pool.shape
+            pool.pages(),
+            of_slots(memoryview(mapping), arena.slot_bytes, pool.shape),
+            pool.shape,
+            method=cache.config.offload.copy_by,
+            calibration=calibration_folder(),
         )
         self._wait_s = wait_s
         self._gate = gate

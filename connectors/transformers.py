@@ -25,15 +25,16 @@ from weakref import WeakKeyDictionary
 from kvtier import cache as byte_cache
 from kvtier.block import BlockKey, make_keys, scope_of
 from kvtier.clock import Clock, SystemClock
-from kvtier.config import Config
+from kvtier.config import Config, calibration_folder
 from kvtier.connectors.hf_model import check_layers, namespace_of, probe
 from kvtier.dirty import Dirty
 from kvtier.errors import InvalidRequest, TierError
 from kvtier.hashing import chain_hashes, chain_root
+from kvtier.kernels.engine import cpus_near
 from kvtier.manager import Flushed
 from kvtier.terms import Depth, Lifetime, Terms, resolve
 from kvtier.tier import Miss, Tier
-from kvtier.tiers.device import DevicePool
+from kvtier.tiers.device import DevicePool, Place
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,9 @@ class PrefixCache:
             dirty_max_age_s=0.0 if offload.mode == "eager" else offload.dirty_max_age,
         )
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
-        self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers)
-        self.pool.attach(self.cache.manager.host.arena, offload.copy_by)
+        near = [cpus_near(self.pool.device)]
+        self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
+        self.pool.attach(self.cache.manager.host.arena, offload.copy_by, calibration_folder())
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -178,14 +180,19 @@ class PrefixCache:
 
     def _onboard(self, chain: Sequence[BlockKey], start: int, hit: byte_cache.Hit) -> list[int]:
         """Slots, the caller's, with the leading blocks of `hit`, as many as G1 has room for without a loss."""
-        if self._lost:
+        if not self._usable():
             return []
         slots = self.pool.allocate(self._make_room(len(hit), wait_s=0.0))
+        places = [(slot.number, slot.generation) for slot in hit.slots[: len(slots)]]
+
+        def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
+            self.pool.free([slot for slot, _ in over])
+
         try:
-            arrived = self.pool.copy_in([(slot.number, slot.generation) for slot in hit.slots[: len(slots)]], slots)
+            arrived = self.pool.copy_in(places, slots, late)
         except TierError as error:
             self._lose(error)
-            return []  # the slots are the copy's for good: without a name, never handed out
+            return []  # the slots are the copy's until it ends: without a name, and not handed out
         whole = _leading(arrived)
         self.pool.free(slots[whole:])
         slots = slots[:whole]
@@ -234,7 +241,7 @@ class PrefixCache:
         return self.cache.submit(self.cache.manager.wait_room(deadline, seen)).result()
 
     def _offload(self, limit: int, ahead: int) -> int:
-        if self._lost:
+        if not self._usable():
             return 0
         kept = 0
         for run in _runs(self.pool.pick(limit, self.clock.monotonic(), ahead=ahead)):
@@ -242,7 +249,7 @@ class PrefixCache:
                 there = 0 if self._lost else self._offload_run(run)
             except TierError as error:
                 self._lose(error)
-                continue  # unsettled for good: the copy may read these slots yet, so they are never handed out
+                continue  # unsettled until the copy has ended: it may read these slots yet
             except BaseException:
                 self.pool.settle(run, again_since=self.clock.monotonic())
                 raise
@@ -252,9 +259,16 @@ class PrefixCache:
         return kept
 
     def _lose(self, error: TierError) -> None:
-        """The device did not finish a copy: nobody knows when it will, so no other is given to it."""
-        log.error("%s; blocks stay in G1 from now on", error)
+        """The device did not finish a copy: no other is given to it until it has."""
+        log.error("%s; blocks stay in G1 until it has", error)
         self._lost = True
+
+    def _usable(self) -> bool:
+        """Whether the device takes copies: none was lost, or all that were have ended since."""
+        if self._lost and self.pool.recovered():
+            log.warning("the device has finished its copies: offloading goes on")
+            self._lost = False
+        return not self._lost
 
     def _offload_run(self, run: Sequence[Dirty]) -> int:
         """Copy neighbours of one chain to G2. Returns how many of them, from the first on, are there now."""
@@ -263,8 +277,16 @@ class PrefixCache:
         slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(lives[0]))
         generations = [slot.generation for slot in slots]
         places = [(slot.number, slot.generation) for slot in slots]
+        given = dict(zip(places, slots, strict=True))
+
+        def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
+            for _, place in over:
+                manager.acknowledge(given[place], place[1])
+            if last:
+                self.pool.settle(run, again_since=self.clock.monotonic())
+
         try:
-            arrived = self.pool.copy_out([run[slot.index - start].slot for slot in slots], places)
+            arrived = self.pool.copy_out([run[slot.index - start].slot for slot in slots], places, late)
         except BaseException as error:
             manager.abort(slots, generations, in_flight=isinstance(error, TierError))
             raise

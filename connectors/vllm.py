@@ -113,7 +113,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         namespace = namespace_of(self._vllm_config, self._settings, self._pages, ranks)
         config = self._settings.config
-        core = Core(self._settings, namespace)
+        near = [shake.cpus for _, shake in sorted(ranks.items())]
+        core = Core(self._settings, namespace, near if len(near) == namespace.ranks_served else ())
         core.open()
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
         self._scheduler = SchedulerHalf(

@@ -6,9 +6,11 @@ import concurrent.futures
 import logging
 import os
 import threading
+from collections.abc import Collection, Sequence
 
 import kvtier
 from kvtier.cache import Cache
+from kvtier.config import calibration_folder
 from kvtier.connectors.common import Settings, epoch_after_reset
 from kvtier.connectors.vllm_messages import ArenaHandle
 from kvtier.errors import KVTierError
@@ -23,8 +25,10 @@ class Core:
     `rotate` works on a thread of its own: the engine's thread never waits for a tier. Thread-safe.
     """
 
-    def __init__(self, settings: Settings, namespace: Namespace) -> None:
+    def __init__(self, settings: Settings, namespace: Namespace, near: Sequence[Collection[int]] = ()) -> None:
+        """`near`: CPUs beside each rank's GPU, for `kvtier.open`."""
         self._settings = settings
+        self._near = near
         self._namespace = namespace
         self._lock = threading.Lock()
         self._current: tuple[Cache, ArenaHandle] | None = None
@@ -43,7 +47,7 @@ class Core:
 
     def open(self) -> None:
         """Attach to the tiers. Takes as long as populating the arena does. Raises ConfigError, FormatError."""
-        cache = kvtier.open(self._settings.config, self._namespace)
+        cache = kvtier.open(self._settings.config, self._namespace, near=self._near)
         arena = cache.manager.host.arena
         self._arenas += 1
         handle = ArenaHandle(
@@ -54,6 +58,7 @@ class Core:
             slot_bytes=arena.slot_bytes,
             piece_bytes=arena.piece_bytes,
             copy_by=self._settings.config.offload.copy_by,
+            calibration=str(calibration_folder() or ""),
         )
         with self._lock:
             self._current = (cache, handle)

@@ -28,6 +28,7 @@ class ArenaHandle:
     slot_bytes: int
     piece_bytes: int
     copy_by: str = "auto"  # how workers on GPUs copy
+    calibration: str = ""  # folder of what was measured of that; "": measure anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +90,5 @@ class Handshake(KVConnectorHandshakeMetadata):
     dtype: str
     piece_bytes: int
     host: str
+    cpus: frozenset[int] = frozenset()  # beside the rank's GPU; none: unknown
     refusal: str = ""  # why these tensors cannot be served; "" if they can

@@ -148,8 +148,8 @@ class WorkerHalf:
     def handshake(self) -> Handshake:
         found = self._described
         if found is None:
-            return Handshake("", "", 0, host_identity(), self._refusal)
-        return Handshake(found.identity, found.dtype, found.shape.block_bytes, host_identity())
+            return Handshake("", "", 0, host_identity(), refusal=self._refusal)
+        return Handshake(found.identity, found.dtype, found.shape.block_bytes, host_identity(), _cpus_near(found))
 
     def attach(self, handle: ArenaHandle) -> None:
         """Use this arena from now on. Copies under way into an earlier one are cancelled and answered."""
@@ -157,7 +157,7 @@ class WorkerHalf:
         self._detach()
         arena = map_arena(handle, self._piece)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
-        self._engine = open_engine(self._described, host, handle.copy_by)
+        self._engine = open_engine(self._described, host, handle.copy_by, handle.calibration)
         self._arena = arena
 
     def _detach(self) -> None:
@@ -246,7 +246,16 @@ class WorkerHalf:
         self._detach()
 
 
-def open_engine(device: Described, host: layout.Paged, copy_by: str) -> copy.CopyEngine:
+def _cpus_near(found: Described) -> frozenset[int]:
+    if found.device == "cpu":
+        return frozenset()
+    from kvtier.kernels import engine
+
+    tensor: Any = found.memory.keep[0]
+    return engine.cpus_near(tensor.device)
+
+
+def open_engine(device: Described, host: layout.Paged, copy_by: str, calibration: str = "") -> copy.CopyEngine:
     """The copy engine for the device that the tensors lie on."""
     if device.device == "cpu":
         from kvtier.kernels import cpu
@@ -254,4 +263,5 @@ def open_engine(device: Described, host: layout.Paged, copy_by: str) -> copy.Cop
         return cpu.open_engine(device.memory, host, device.shape)
     from kvtier.kernels import engine
 
-    return engine.open_engine(device.memory, host, device.shape, method=copy_by)
+    folder = Path(calibration) if calibration else None
+    return engine.open_engine(device.memory, host, device.shape, method=copy_by, calibration=folder)

@@ -27,6 +27,10 @@ _SRC_ACCESS_ORDER_STREAM = 1
 _HOST_PORTABLE_AND_MAPPED = 3  # for every context of the process, and for kernels
 
 
+KERNELS = (*(f"kvtier_copy_{unit}" for unit in (16, 8, 4, 2, 1)), "kvtier_delay")
+"""What copy.cu defines."""
+
+
 class DeviceError(KVTierError):
     """The driver refused `call`; `code` is its CUresult. Never leaves this package."""
 

@@ -16,10 +16,10 @@ from kvtier.errors import TierError
 from kvtier.kernels import cpu
 from kvtier.kernels.copy import CopyEngine, Limits
 from kvtier.kernels.cuda import CudaMover
-from kvtier.kernels.driver import CudaDriver, DeviceError, Driver
+from kvtier.kernels.driver import KERNELS, CudaDriver, DeviceError, Driver
 from kvtier.kernels.layout import Paged, Region, Shape, of_arenas, of_pool
-from kvtier.kernels.memory import Progress, Reporter
-from kvtier.kernels.method import COUNTS, Method, Table, calibrate, load_table, parse
+from kvtier.kernels.memory import Progress, Reporter, node_cpus
+from kvtier.kernels.method import COUNTS, Method, Table, calibrate, load_table, parse, table_path
 from kvtier.kernels.mover import Lane, Moves, State
 from kvtier.kernels.pin import pin, unpin
 from kvtier.kernels.plan import Planner
@@ -56,8 +56,9 @@ def open_engine(
     """An engine between a device pool and host slots (see `kvtier.kernels.layout` for describing both).
 
     On CUDA: page-locks the host memory (0.1 s per GB; pageable with a warning where that is refused) and, with
-    method "auto", takes the table from the file `calibration`, or measures for up to 2 s and writes it there.
-    `driver` and `table` are for tests. Raises ConfigError for an unknown method, TierError without a working device.
+    method "auto", takes the device's table from the folder `calibration`, or measures for up to 2 s (and compiles
+    the kernels, where they have never been) and writes it there. `driver` and `table` are for tests. Raises ConfigError
+    for an unknown method, TierError without a working device.
     """
     fixed = parse(method)
     ordinal = _ordinal(device)
@@ -70,7 +71,7 @@ def open_engine(
             driver = cuda
             if table is None and fixed is None:
                 fragment = Planner(device, host, shape).fragment_bytes
-                table = _table(ordinal, cuda.name, calibration, fragment)
+                table = _table(cuda, calibration, fragment)
         mover = _pinned_mover(driver, device, host, shape, table or Table("", {}), fixed, progress or Reporter())
     except (DeviceError, OSError) as error:  # OSError: no libcuda
         raise TierError("g1", "open", str(error)) from error
@@ -96,12 +97,33 @@ def _ordinal(device: Paged) -> int | None:
     return int(tensor.device.index) if getattr(tensor, "is_cuda", False) else None
 
 
-def _table(ordinal: int, name: str, path: Path | None, fragment_bytes: int) -> Table:
-    if path is not None and (saved := load_table(path, name)) is not None:
+def cpus_near(device: Any) -> frozenset[int]:
+    """CPUs of the NUMA node of a torch device, for memory that it copies to and from; empty for "cpu" and where the
+    machine does not say."""
+    if device.type != "cuda":
+        return frozenset()
+    try:
+        driver = CudaDriver(int(device.index or 0))
+        place = driver.pci_bus_id()
+        driver.close((), ())
+    except (DeviceError, OSError) as error:
+        log.warning("host memory is not placed near %s: %s", device, error)
+        return frozenset()
+    return node_cpus(place)
+
+
+def _table(driver: CudaDriver, folder: Path | None, fragment_bytes: int) -> Table:
+    path = folder and table_path(folder, driver.name)
+    if path is not None and (saved := load_table(path, driver.name)) is not None:
         return saved
+    try:
+        driver.kernel(KERNELS[0])  # compiled once per machine, for seconds: not measured
+    except DeviceError as error:
+        log.warning("kernels are not measured: %s", error)
     started = time.monotonic()
-    table = calibrate(name, measurement(lambda: CudaDriver(ordinal)), time.monotonic, first=fragment_bytes)
-    log.info("measured %d ways of copying on %s in %.1f s", len(table.best), name, time.monotonic() - started)
+    measure = measurement(lambda: CudaDriver(driver.ordinal))
+    table = calibrate(driver.name, measure, time.monotonic, first=fragment_bytes)
+    log.info("measured %d cells on %s in %.1f s", len(table.best), driver.name, time.monotonic() - started)
     if path is not None:
         try:
             table.save(path)
@@ -161,7 +183,8 @@ def _once(mover: CudaMover, store: bool, blocks: int, now: Callable[[], float]) 
     gate = mover.gate(None)
     flight = mover.launch(Lane.STORE if store else Lane.LOAD, Moves(every, every, every), gate, ())
     gate.close()
+    launched = now()  # the first launch loads the kernel, for as long as it takes
     while (state := flight.state()) is State.PENDING:
-        if now() - started > _CELL_TIMEOUT_S:
+        if now() - launched > _CELL_TIMEOUT_S:
             return None
     return now() - started if state is State.DONE else None

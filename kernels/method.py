@@ -8,6 +8,8 @@ staged  one DMA of whole slots to or from device memory, and a kernel between th
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,7 +54,7 @@ class Table:
         rows = [[store, fragment, count, method.value] for (store, fragment, count), method in self.best.items()]
         text = json.dumps({"version": _VERSION, "device": self.device, "best": sorted(rows)}, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
+        draft = path.with_suffix(f".{os.getpid()}.draft")  # several ranks may measure at once
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
 
@@ -63,6 +65,11 @@ def rule(store: bool, fragment_bytes: int, count: int) -> Method:
     if fragment_bytes >= 28 * KIB or count < 16:
         return Method.DMA
     return Method.STAGED if store else Method.DIRECT
+
+
+def table_path(folder: Path, device: str) -> Path:
+    """The device's own file in a folder. Pure."""
+    return folder / f"copy-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def load_table(path: Path, device: str) -> Table | None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -46,9 +46,14 @@ class Arena:
     Owns its memfds and mappings. A slot's views stay valid until `close`; after it they must not be used.
     """
 
-    def __init__(self, block_bytes: int, ranks: int, capacity_bytes: int) -> None:
-        """Computes sizes only; `open` allocates. Raises ConfigError when not one block fits."""
+    def __init__(self, block_bytes: int, ranks: int, capacity_bytes: int, near: Sequence[Collection[int]] = ()) -> None:
+        """Computes sizes only; `open` allocates. `near`: per rank, the CPUs beside its GPU, whose NUMA node gets its
+        memory; none: wherever the kernel likes. Raises ConfigError when not one block fits, or not every rank is named.
+        """
+        if near and len(near) != ranks:
+            raise ConfigError(f"arena: CPUs near {len(near)} ranks were given, there are {ranks}")
         self.ranks = ranks
+        self._near = near
         self.piece_bytes = block_bytes // ranks
         self.slot_bytes = -(-self.piece_bytes // SLOT_ALIGN) * SLOT_ALIGN
         self.slots = capacity_bytes // (self.slot_bytes * ranks)
@@ -75,8 +80,8 @@ class Arena:
         fitting = min(self.slots, room() // (self.slot_bytes * self.ranks))
         if fitting < self.slots:
             self._shrink(fitting)
-        for _ in range(self.ranks):
-            self._open_rank()
+        for rank in range(self.ranks):
+            self._open_rank(self._near[rank] if self._near else ())
 
     def _shrink(self, slots: int) -> None:
         if slots < 1:
@@ -89,7 +94,7 @@ class Arena:
         )  # fmt: skip
         self.slots = slots
 
-    def _open_rank(self) -> None:
+    def _open_rank(self, cpus: Collection[int]) -> None:
         length = self.slots * self.slot_bytes
         fd = os.memfd_create("kvtier-g2", os.MFD_CLOEXEC)
         self._fds.append(fd)
@@ -100,7 +105,7 @@ class Arena:
         with contextlib.suppress(OSError):  # worth having where the system's shmem_enabled allows it
             mapping.madvise(mmap.MADV_HUGEPAGE)
         try:
-            given = populate(self._views[-1], progress=Reporter())
+            given = populate(self._views[-1], cpus, progress=Reporter())
         except OSError:  # a kernel before 5.14: reserve the pages, which faults none
             os.posix_fallocate(fd, 0, length)
             return

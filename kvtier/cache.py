@@ -16,7 +16,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Collection, Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -170,14 +170,21 @@ def fill(slot: Slot, source: memoryview) -> None:
 class _Face:
     """What both faces share: configuration, checks of arguments, and the pid that opened them."""
 
-    def __init__(self, config: Config, namespace: Namespace, clock: Clock, lower: Sequence[Tier] | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        namespace: Namespace,
+        clock: Clock,
+        lower: Sequence[Tier] | None = None,
+        near: Sequence[Collection[int]] = (),
+    ) -> None:
         self.config = config
         self.namespace = namespace
         self._clock = clock
         self._classes = config.terms()
         self._secret = config.scope_secret
         self._pid = os.getpid()
-        self.manager = build(config, namespace, clock, lower)
+        self.manager = build(config, namespace, clock, lower, near)
 
     def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
         if os.getpid() != self._pid:
@@ -322,8 +329,15 @@ class _Getting:
 class Cache(_Face):
     """The sync face. Thread-safe. Errors are the caller's mistakes only; a sick tier is a miss."""
 
-    def __init__(self, config: Config, namespace: Namespace, clock: Clock, lower: Sequence[Tier] | None = None) -> None:
-        super().__init__(config, namespace, clock, lower)
+    def __init__(
+        self,
+        config: Config,
+        namespace: Namespace,
+        clock: Clock,
+        lower: Sequence[Tier] | None = None,
+        near: Sequence[Collection[int]] = (),
+    ) -> None:
+        super().__init__(config, namespace, clock, lower, near)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier", daemon=True)
         self._thread.start()
@@ -470,14 +484,20 @@ def _keys(tokens: Any, namespace: Namespace, scope: Scope) -> list[bytes]:
 
 
 def open(
-    config: Config, namespace: Namespace, *, clock: Clock | None = None, tiers: Sequence[Tier] | None = None
+    config: Config,
+    namespace: Namespace,
+    *,
+    clock: Clock | None = None,
+    tiers: Sequence[Tier] | None = None,
+    near: Sequence[Collection[int]] = (),
 ) -> Cache:
     """A cache of `namespace`'s blocks over the tiers of `config`; close it, or use it in a `with`.
 
     Attaches to what earlier processes left in G3 and G4. `tiers` replaces the configured lower tiers (tests, third
-    parties); the cache opens and closes them. Raises ConfigError, or FormatError for a directory that is not ours.
+    parties); the cache opens and closes them. `near`: per rank, the CPUs beside its GPU, whose NUMA node gets its part
+    of G2. Raises ConfigError, or FormatError for a directory that is not ours.
     """
-    return Cache(_config(config), namespace, clock or SystemClock(), tiers)
+    return Cache(_config(config), namespace, clock or SystemClock(), tiers, near)
 
 
 def aopen(
@@ -493,10 +513,16 @@ def _config(config: object) -> Config:
     return config
 
 
-def build(config: Config, namespace: Namespace, clock: Clock, lower: Sequence[Tier] | None = None) -> Manager:
+def build(
+    config: Config,
+    namespace: Namespace,
+    clock: Clock,
+    lower: Sequence[Tier] | None = None,
+    near: Sequence[Collection[int]] = (),
+) -> Manager:
     """A closed manager for this configuration. Opens nothing. Raises ConfigError."""
     tiers = config.tiers
-    arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity)
+    arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
     g3 = tiers.g3
     settings = Settings(
         lookup_s=config.deadlines.lookup,

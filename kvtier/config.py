@@ -365,6 +365,16 @@ class Config(_Section):
         return secret.get_secret_value().encode() if secret else b""
 
 
+def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where what was measured of this machine's devices is kept: below the user's cache folder (XDG base directories).
+    Reads `environ` (default: the process's). None for a user who has no such folder."""
+    environ = os.environ if environ is None else environ
+    caches = Path(environ.get("XDG_CACHE_HOME") or "")
+    if not caches.is_absolute():
+        caches = Path(environ.get("HOME") or "") / ".cache"
+    return caches / "kvtier" if caches.is_absolute() else None
+
+
 def _is_secret(key: str) -> bool:
     return key == "security.scope_secret" or key.startswith("tiers.g4.options.")
 

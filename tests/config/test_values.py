@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.advice import known_keys
-from kvtier.config import G2_CAPACITY_DEFAULT, Config
+from kvtier.config import G2_CAPACITY_DEFAULT, Config, calibration_folder
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.terms import Depth, parse_duration
 from kvtier.units import format_duration, format_size, parse_endurance, parse_rate, parse_size
@@ -144,3 +144,10 @@ def test_every_preset_is_valid_and_says_what_it_is() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         Config.load(tmp_path / "absent.yaml")
+
+
+def test_measurements_go_to_the_users_cache_folder() -> None:
+    assert calibration_folder({"HOME": "/people/u"}) == Path("/people/u/.cache/kvtier")
+    assert calibration_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "/caches"}) == Path("/caches/kvtier")
+    assert calibration_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "relative"}) == Path("/people/u/.cache/kvtier")
+    assert calibration_folder({}) is None

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.kernels.method import COUNTS, FRAGMENTS_BYTES, KIB, Method, Table, calibrate, load_table, parse, rule
+from kvtier.kernels.method import (
+    COUNTS,
+    FRAGMENTS_BYTES,
+    KIB,
+    Method,
+    Table,
+    calibrate,
+    load_table,
+    parse,
+    rule,
+    table_path,
+)
 
 
 def test_the_rule_leaves_long_or_few_fragments_to_the_copy_engine() -> None:
@@ -67,6 +78,13 @@ def test_a_table_survives_its_file_and_only_for_its_device(tmp_path: Path) -> No
     assert load_table(path, "GPU one, driver 13000") == table
     assert load_table(path, "GPU one, driver 13010") is None
     assert load_table(tmp_path / "absent.json", "GPU one, driver 13000") is None
+
+
+def test_every_device_has_a_file_of_its_own(tmp_path: Path) -> None:
+    names = ["NVIDIA H200, driver 13000", "NVIDIA H200, driver 13010", "../../etc/passwd"]
+    paths = {table_path(tmp_path, name) for name in names}
+    assert len(paths) == 3 and all(path.parent == tmp_path for path in paths)
+    assert table_path(tmp_path, names[0]).name == "copy-nvidia-h200-driver-13000.json"
 
 
 @pytest.mark.parametrize(

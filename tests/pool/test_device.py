@@ -7,12 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.arena import Arena
-from kvtier.errors import CapacityError, InvalidRequest
+from kvtier.errors import CapacityError, ConfigError, InvalidRequest, TierError
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.device import DevicePool
 
 torch = pytest.importorskip("torch")
 BLOCK = 8192
+
+
+def never(over: object, last: bool) -> None:
+    raise AssertionError("no copy was late")
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
@@ -32,12 +36,12 @@ def test_bytes_come_back_from_the_host_as_they_went_there(arena: Arena) -> None:
     for slot, payload in zip(slots, payloads, strict=True):
         pool.rows[slot] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     places = [(5, 0), (0, 0), (7, 0), (2, 0)]
-    assert pool.copy_out(slots, places) == [True] * 4
+    assert pool.copy_out(slots, places, never) == [True] * 4
     assert [b"".join(arena.pieces(number)) for number, _ in places] == payloads
     pool.free(slots)
     pool.rows.zero_()
     again = pool.allocate(4)
-    assert pool.copy_in(places, again) == [True] * 4
+    assert pool.copy_in(places, again, never) == [True] * 4
     assert [bytes(pool.block(slot)) for slot in again] == payloads
     pool.detach()
     pool.detach()
@@ -48,21 +52,37 @@ def test_a_stale_place_is_refused_and_left_alone(arena: Arena) -> None:
     pool.attach(arena)
     pool.rows.fill_(1)
     slots = pool.allocate(2)
-    assert pool.copy_out(slots, [(0, 3), (1, 3)]) == [True, True]
+    assert pool.copy_out(slots, [(0, 3), (1, 3)], never) == [True, True]
     pool.rows.fill_(2)
-    assert pool.copy_out(slots, [(0, 3), (1, 4)]) == [False, True]
+    assert pool.copy_out(slots, [(0, 3), (1, 4)], never) == [False, True]
     assert {bytes(piece)[0] for piece in arena.pieces(0)} == {1} and {bytes(p)[0] for p in arena.pieces(1)} == {2}
     pool.detach()
+
+
+def test_a_late_copy_tells_of_the_very_places_when_it_has_ended(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = DevicePool(2, BLOCK)
+    pool.attach(arena)
+    slots, told = pool.allocate(2), []
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._engine, "wait", lambda *_: False)
+        with pytest.raises(TierError, match="did not finish 2 copies"):
+            pool.copy_out(slots, [(3, 7), (1, 9)], lambda over, last: told.append((over, last)))
+    assert pool.recovered(), "on a CPU the copy ends when it is asked about"
+    assert told == [([(slots[0], (3, 7)), (slots[1], (1, 9))], True)]
+    assert pool.copy_out(slots, [(3, 8), (1, 10)], never) == [True, True]
+    assert pool.recovered() and len(told) == 1
+    pool.detach()
+    assert not pool.recovered()
 
 
 def test_copies_without_an_arena_or_a_place_are_refused(arena: Arena) -> None:
     pool = DevicePool(2, BLOCK)
     slots = pool.allocate(2)
     with pytest.raises(InvalidRequest, match="no arena"):
-        pool.copy_out(slots, [(0, 0), (1, 0)])
+        pool.copy_out(slots, [(0, 0), (1, 0)], never)
     pool.attach(arena)
     with pytest.raises(InvalidRequest, match="2 blocks and 1 places"):
-        pool.copy_in([(0, 0)], slots)
+        pool.copy_in([(0, 0)], slots, never)
     pool.detach()
 
 
@@ -78,3 +98,19 @@ def test_a_typed_view_is_the_memory_itself() -> None:
 def test_a_pool_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CapacityError, match="g1"):
         DevicePool(16, 1 << 56)
+
+
+def test_every_ranks_memory_is_placed_near_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, frozenset[int]]] = []
+
+    def populate(view: memoryview, cpus: frozenset[int] = frozenset(), **_: object) -> int:
+        asked.append((view.nbytes, cpus))
+        return view.nbytes
+
+    monkeypatch.setattr("kvtier.arena.populate", populate)
+    memory = Arena(BLOCK, 2, 8 * BLOCK, [frozenset({0, 1}), frozenset({64})])
+    memory.open()
+    memory.close()
+    assert asked == [(4 * BLOCK, frozenset({0, 1})), (4 * BLOCK, frozenset({64}))]
+    with pytest.raises(ConfigError, match="1 ranks"):
+        Arena(BLOCK, 2, 8 * BLOCK, [frozenset()])

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from threading import Event
 from typing import Any
 
 import pytest
 
 import kvtier
 from kvtier.connectors.transformers import PrefixCache
-from kvtier.errors import TierError
+from kvtier.kernels.copy import Lane
 from kvtier.testing import Fault, FaultyTier, MemoryTier
+from kvtier.tiers import device
 from tests.transformers.models import blocks_of, generate, llama, prompt
 
 torch = pytest.importorskip("torch")
+
+
+def hold(pool: device.DevicePool, lane: Lane, started: Event, patch: pytest.MonkeyPatch) -> None:
+    """Copies on this lane start with the event, and not before."""
+
+    class After:
+        query = staticmethod(started.is_set)
+
+    mover = pool._engine._mover  # type: ignore[union-attr]
+    launch = mover.launch
+
+    def late(on: Lane, moves: Any, gate: Any, behind: Any) -> Any:
+        return launch(on, moves, mover.gate(After()) if on is lane else gate, behind)
+
+    patch.setattr(mover, "launch", late)
 
 
 def turn(prefixes: PrefixCache, model: Any, ids: Any, **options: Any) -> tuple[Any, int]:
@@ -301,25 +318,53 @@ class TestFaults:
             output, hit = turn(prefixes, model, ids)
             assert hit == 5 * 16 and torch.equal(output, cold)
 
-    @pytest.mark.parametrize("verb", ["copy_out", "copy_in"])
-    def test_a_copy_that_never_ends_keeps_its_memory_and_costs_hits_only(
-        self, config: Any, model: Any, clock: Any, verb: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("lane", [Lane.STORE, Lane.LOAD])
+    def test_a_late_copy_keeps_its_memory_until_it_ends_and_costs_hits_only(
+        self, config: Any, model: Any, clock: Any, lane: Lane, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def hang(*_: Any) -> list[bool]:
-            raise TierError("g1", "copy", "the device did not finish")
-
+        monkeypatch.setattr(device, "_COPY_TIMEOUT_S", 0.01)
         ids = prompt(200)
         with PrefixCache(config(g1=16), model, clock=clock, tiers=[]) as prefixes:
             cold, _ = turn(prefixes, model, ids)
             prefixes.flush()
             prefixes.pool.evict()
-            monkeypatch.setattr(prefixes.pool, verb, hang)
+            pool, host, started = prefixes.pool, prefixes.cache.manager.host, Event()
+            hold(pool, lane, started, monkeypatch)
             for other in (ids, prompt(250, seed=8), ids):
                 clock.advance(10)
                 output, _ = turn(prefixes, model, other)
             assert torch.equal(output, cold)
-            held = [slot for slot in range(16) if prefixes.pool._copying.get(slot) or prefixes.pool._refs[slot]]
-            assert held and not set(prefixes.pool.allocate(prefixes.pool.free_blocks)) & set(held)
+            held = [slot for slot in range(16) if pool._copying.get(slot) or pool._refs[slot]]
+            assert held and not pool.recovered(), "one copy is overdue, and no other was asked for"
+            free = pool.allocate(pool.free_blocks)
+            assert not set(free) & set(held)
+            pool.free(free)
+            assert host.quarantined == (len(held) if lane is Lane.STORE else 0)
+            started.set()
+            clock.advance(10)
+            output, _ = turn(prefixes, model, ids)
+            assert torch.equal(output, cold) and pool.recovered()
+            assert host.quarantined == 0 and not host.stale_messages
+            assert not pool._copying and not any(pool._refs)
+            prefixes.flush()
+            pool.evict()
+            output, hit = turn(prefixes, model, ids)
+            assert hit == 192 and torch.equal(output, cold)
+
+    def test_a_lost_device_is_not_asked_again(
+        self, config: Any, model: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(device, "_COPY_TIMEOUT_S", 0.01)
+        ids = prompt(200)
+        with PrefixCache(config(g1=16), model, clock=clock, tiers=[]) as prefixes:
+            hold(prefixes.pool, Lane.STORE, Event(), monkeypatch)  # for good
+            cold, _ = turn(prefixes, model, ids)
+            for _ in range(3):
+                clock.advance(10)
+                output, _ = turn(prefixes, model, ids)
+                assert torch.equal(output, cold)
+            quarantined = prefixes.cache.manager.host.quarantined
+            assert quarantined and prefixes.pool._engine.stats().in_flight == quarantined
 
     def test_a_closed_cache_says_so(self, config: Any, model: Any) -> None:
         prefixes = PrefixCache(config(), model, tiers=[])
