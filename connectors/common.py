@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier.block import BlockKey, Scope, make_keys, scope_of
 from kvtier.config import Config
@@ -29,6 +29,7 @@ from kvtier.units import shorten
 from kvtier.weights import fingerprint
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CONTROL_KEYS = ("ceiling", "compared_with", "load", "pin", "ranges", "retention", "store")
 _ID_CHARS_MAX = 256
@@ -244,3 +245,23 @@ class Scopes:
             return None
         request = RequestTerms(terms) if isinstance(terms, Terms) else terms
         return scope_of(salt, adapter, request.isolated, secret=self._secret)
+
+
+# ── towards the engine ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def guarded(call: Callable[..., T], *arguments: Any, fallback: T) -> T:
+    """The call's answer, or `fallback`: an error here must cost a hit, not the engine."""
+    try:
+        return call(*arguments)
+    except Exception:
+        log.exception("kvtier: %s failed and is answered as without a cache", getattr(call, "__name__", call))
+        return fallback
+
+
+def seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
+    """A connector argument that is a time: a number of seconds, or a text such as 200ms. Raises InvalidRequest."""
+    value = extra.get(name)
+    if value is None:
+        return default
+    return float(value) if isinstance(value, int | float) else parse_duration(value)

@@ -12,8 +12,8 @@ answered as if there were no cache. Settings: docs/vllm.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.clock import SystemClock
 from kvtier.connectors import vllm_compat as compat
-from kvtier.connectors.common import Controls, Scopes, Settings
+from kvtier.connectors.common import Controls, Scopes, Settings, guarded, seconds
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_identity import block_tokens_of, namespace_of, pages_of
 from kvtier.connectors.vllm_messages import Handshake, StepMeta, WorkerMeta
@@ -33,14 +33,12 @@ from kvtier.connectors.vllm_metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm_scheduler import Limits, SchedulerHalf
 from kvtier.connectors.vllm_worker import WorkerHalf, host_identity
 from kvtier.errors import ConfigError, IdentityError
-from kvtier.terms import parse_duration
 from kvtier.units import parse_size
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm_worker import Pages
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 ARGUMENTS = ("lookup_deadline", "flush_timeout", "ack_timeout", "step_bytes", "decode_blocks")
 
@@ -83,10 +81,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             # What four steps can consume, at most a quarter of the pool.
             ahead = min(4 * -(-tokens // block_tokens_of(self._kv_cache_config)), self._pages.blocks // 4)
         return Limits(
-            lookup_deadline=_seconds(extra, "lookup_deadline", config.deadlines.lookup),
+            lookup_deadline=seconds(extra, "lookup_deadline", config.deadlines.lookup),
             prefetch_s=config.deadlines.get,
-            flush_timeout=_seconds(extra, "flush_timeout", 3.0),
-            ack_timeout=_seconds(extra, "ack_timeout", 30.0),
+            flush_timeout=seconds(extra, "flush_timeout", 3.0),
+            ack_timeout=seconds(extra, "ack_timeout", 30.0),
             step_bytes=parse_size(extra.get("step_bytes", "64MiB")),
             spill_ahead=int(ahead),
             decode=bool(extra.get("decode_blocks", True)),
@@ -250,19 +248,3 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         return ()
-
-
-def guarded(call: Callable[..., T], *arguments: Any, fallback: T) -> T:
-    """The call's answer, or `fallback`: an error here must cost a hit, not the engine."""
-    try:
-        return call(*arguments)
-    except Exception:
-        log.exception("kvtier: %s failed and is answered as without a cache", getattr(call, "__name__", call))
-        return fallback
-
-
-def _seconds(extra: Any, name: str, default: float) -> float:
-    value = extra.get(name)
-    if value is None:
-        return default
-    return float(value) if isinstance(value, int | float) else parse_duration(value)
