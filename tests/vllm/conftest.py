@@ -32,11 +32,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 class Engine:
     """`engine.generate(prompts=[…])` and every other method of engine_host.Host, in a child process."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, script: str = "engine_host.py", **options: Any) -> None:
         commands_out, commands_in = os.pipe()
         answers_out, answers_in = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(HERE / "engine_host.py"), str(commands_out), str(answers_in),
+            [sys.executable, "-P", str(HERE / script), str(commands_out), str(answers_in),
              json.dumps(options)],
             pass_fds=(commands_out, answers_in),
             stdin=subprocess.DEVNULL,

@@ -322,7 +322,7 @@ class Host:
         return sorted(key[-32:].hex() for key in self.cache.manager.host.index)
 
 
-def main() -> None:
+def main(kind: type[Host] = Host) -> None:
     commands, answers = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
 
     def answer(**fields: Any) -> None:
@@ -330,7 +330,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        host = Host(json.loads(sys.argv[3]))
+        host = kind(json.loads(sys.argv[3]))
     except BaseException as error:
         answer(error="".join(traceback.format_exception(error))[-6000:])
         raise

@@ -1,0 +1,89 @@
+"""Like engine_host, with kvtier under vLLM's tiered offloading: {"tier": arguments of the tier, "host_bytes": …}."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+_spec = importlib.util.spec_from_file_location("engine_host", Path(__file__).with_name("engine_host.py"))
+assert _spec is not None and _spec.loader is not None
+engine_host = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(engine_host)
+
+
+class TierHost(engine_host.Host):  # type: ignore[name-defined,misc]
+    def __init__(self, options: dict[str, Any]) -> None:
+        tiers = []
+        if options.get("tier") is not None:
+            tier = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tier", "model": "tiny"}
+            tiers.append({**tier, "lookup_deadline": "30s", **options["tier"]})
+        transfer = {
+            "kv_connector": options.get("connector", "KVTierOffloadingConnector"),
+            "kv_connector_module_path": "kvtier.connectors.vllm_tier",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "CpuTieringSpec",
+                "spec_module_path": "kvtier.connectors.vllm_tier_cpu",
+                "cpu_bytes_to_use": options.get("host_bytes", 16 << 20),
+                "secondary_tiers": tiers,
+                **options.get("extra", {}),
+            },
+        }
+        options["engine"] = {"kv_transfer_config": transfer, **options.get("engine", {})}
+        super().__init__(options)
+        if options.get("tier") is not None:
+            self._g3 = options["tier"]["kvtier_config"]["tiers"]["g3"]["path"]
+
+    @property
+    def manager(self) -> Any:
+        return self.connector.connector_scheduler.manager
+
+    @property
+    def tier(self) -> Any:
+        return self.manager.secondary_tiers[0]
+
+    @property
+    def cache(self) -> Any:
+        return self.tier._cache
+
+    def forget(self) -> bool:
+        """vLLM's GPU blocks and its host cache are reused for something else."""
+        self.settle()
+        self.manager.primary_tier.reset_cache()
+        return bool(self.reset())
+
+    def zero_host(self) -> None:
+        import numpy as np
+
+        self.settle()
+        np.asarray(self.manager.primary_tier.get_kv_memoryview())[:] = 0
+
+    def patience(self, lookup_deadline: float) -> None:
+        self.tier._lookup_s = lookup_deadline
+        self.tier._store_wait_s = lookup_deadline
+
+    def sources(self) -> dict[str, float]:
+        """Prompt tokens by where they came from, by vLLM's own account."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name == "vllm:prompt_tokens_cached_by_source":
+                found[metric.labels["source"]] = metric.value
+            elif metric.name.startswith("vllm:kvtier_"):
+                found[f"{metric.name}:{metric.labels.get('tier') or metric.labels.get('event')}"] = metric.value
+        return found
+
+    def idle(self) -> dict[str, int]:
+        until = time.monotonic() + 10
+        while True:
+            self.cache.flush(10)
+            self.cache.check()
+            host = self.cache.stats()["g2"]
+            found = {"visits": len(self.tier._visits), "pinned": host["pinned"], "quarantined": host["quarantined"]}
+            if not any(found.values()) or time.monotonic() > until:
+                return found
+
+
+if __name__ == "__main__":
+    engine_host.main(TierHost)
