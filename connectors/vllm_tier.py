@@ -183,7 +183,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     def _arrive(self, context: ReqContext) -> None:
         params = context.kv_transfer_params
         control = self._controls.parse(params.get("kvtier") if isinstance(params, dict) else None)
-        scope = self._scopes.of(None, b"", control.terms)
+        scope = self._scopes.of(None, b"", control.request)
         if scope is not None:
             self._visits[context.req_id] = Visit(control, scope)
 
@@ -354,7 +354,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
                 stop = run[-1].depth + 1
                 with self._rows.read([item.row for item in run]) as buffers:
                     taken = cache.put(
-                        chain[:stop], buffers, visit.control.terms, start=run[0].depth, timeout=self._store_wait_s
+                        chain[:stop], buffers, visit.control.request, start=run[0].depth, timeout=self._store_wait_s
                     )
                 self.counters[_EVENTS, "blocks_stored"] += taken
                 self.counters[_EVENTS, "stores_without_room"] += len(run) - taken
