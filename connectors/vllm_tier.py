@@ -83,6 +83,7 @@ class Search:
     until: float
     promotion: concurrent.futures.Future[Lease] | None = None
     lease: Lease | None = None
+    last: int = -1  # the depth that vLLM asked for last
     spent: bool = False
 
     def end(self) -> None:
@@ -198,9 +199,11 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         search = visit.search
         if search is None:
             search = visit.search = self._begin(cache, visit.chain_of(context, self._block_tokens), depth)
+        again, search.last = depth <= search.last, depth
         if search.spent or depth < search.start:
             return LookupResult.MISS
-        if search.lease is None and not self._settle(cache, visit, search):
+        # One answer for all blocks of a pass over the chain: vLLM would load what came during it, and miss the head.
+        if search.lease is None and not (again and self._settle(cache, visit, search)):
             return LookupResult.RETRY
         assert search.lease is not None
         return LookupResult.HIT if depth < search.start + len(search.lease) else LookupResult.MISS

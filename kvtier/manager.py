@@ -23,6 +23,7 @@ from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.demoter import Demoter
 from kvtier.errors import ClosedError, KVTierError, TierError
+from kvtier.events import Events
 from kvtier.lease import Hold, Lease
 from kvtier.plan import Costs, Where, make_plan
 from kvtier.ranges import ChainTerms, uniform
@@ -142,6 +143,14 @@ class Manager:
     def _usable(self) -> None:
         if self.closed:
             raise ClosedError("the cache is closed")
+
+    def watch(self, events: Events) -> None:
+        """Tell `events` of every tier's blocks from now on, until the close."""
+        self._usable()
+        with self.lock:
+            self.host.told = events.of(self.host.name)
+        for name, tier in self.lower.items():
+            tier.watch(events.of(name))
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 

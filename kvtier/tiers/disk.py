@@ -24,6 +24,7 @@ from kvtier import integrity
 from kvtier.block import SCOPE_BYTES, BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, TierFull, TierTimeout
+from kvtier.events import Told
 from kvtier.namespace import Namespace
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
@@ -83,6 +84,7 @@ class DiskTier:
         self._slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
         self._opened: Store | None = None
         self._pid = 0
+        self._told: Told | None = None
 
     async def open(self) -> None:
         if not self._paths:
@@ -102,9 +104,22 @@ class DiskTier:
         self._opened.submit(lambda ledger: ledger.register(self._prefix, fields))
 
     async def close(self, deadline: float) -> None:
+        if self._opened is not None:
+            self.watch(None)
         store, self._opened = self._opened, None
         if store is not None:
             await asyncio.to_thread(store.release, max(0.1, deadline - self._clock.monotonic()))
+
+    def watch(self, told: Told | None) -> None:
+        """Have `told` hear, on the writer thread, which of our blocks left for others that this process wrote."""
+        if (self._told is None) != (told is None):
+            (self._store.watchers.append if told is not None else self._store.watchers.remove)(self._evicted)
+        self._told = told
+
+    def _evicted(self, names: Sequence[bytes]) -> None:
+        if self._told is not None:
+            size = len(self._prefix)
+            self._told([BlockKey(name[size:]) for name in names if name.startswith(self._prefix)], False)
 
     @property
     def _store(self) -> Store:

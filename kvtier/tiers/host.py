@@ -17,6 +17,7 @@ from enum import Enum
 
 from kvtier.arena import Arena
 from kvtier.block import BlockKey, Scope, scope_of_key
+from kvtier.events import Told
 from kvtier.policy import Policy
 from kvtier.quota import Quota
 from kvtier.terms import Depth, Lifetime, Stamp, Terms
@@ -114,6 +115,7 @@ class HostTier:
         self._priorities: Counter[int] = Counter()  # of READY slots
         self._tombstones: dict[Scope, float] = {}
         self.quota = Quota(0, self.block_bytes)
+        self.told: Told | None = None  # hears of blocks that become visible or cease to be
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
@@ -256,6 +258,8 @@ class HostTier:
         self._priorities[slot.priority] += 1
         if slot.key not in self._held:
             self.policy.insert(slot.key)
+        if self.told is not None:
+            self.told((slot.key,), True)
         return True
 
     def abort(self, slot: Slot, generation: int, *, in_flight: bool = False) -> None:
@@ -284,6 +288,8 @@ class HostTier:
             return False
         self.policy.remove(key)
         self._count_out(slot.priority)
+        if self.told is not None:
+            self.told((key,), False)
         if slot.pins:
             slot.state = State.QUARANTINED
             self.quarantined += 1

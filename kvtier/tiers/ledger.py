@@ -116,7 +116,7 @@ class Ledger:
         counters = COUNTERS.unpack(txn.get(COUNTERS_KEY))
         self._serial, self.tick, self._blocks, self._bytes, self._segment_count = counters
         self.tick += 1
-        self.evicted = 0  # blocks that left for others
+        self.evicted: list[bytes] = []  # names of blocks that left for others
         self._segments: dict[int, Segment] = {}
         self._order = txn.cursor()
 
@@ -449,7 +449,7 @@ class Ledger:
             entry = self.find(name)
             if entry is not None and entry.order_key() == key:
                 self._remove(name, entry)
-                self.evicted += 1
+                self.evicted.append(name)
                 return segment, slot
             self._txn.delete(key)  # a line without a block behind it
             coldest = self._coldest(slot_cls)
@@ -503,7 +503,7 @@ class Ledger:
                 doomed.append((key, name))
         for key, name in doomed:
             if self.drop(name):
-                self.evicted += 1
+                self.evicted.append(name)
             else:
                 self._txn.delete(key)
         return self._segment(segment).slot_class == 0

@@ -62,6 +62,7 @@ class Store:
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
         self.users = 0
         self.evictions = 0  # blocks that this process's writes pushed out
+        self.watchers: list[Callable[[Sequence[bytes]], None]] = []  # take their names, on the writer thread
         self._slot_bytes = slot_bytes or self.geometry.segment_bytes  # of whoever came first; a new index is cut for it
         self._tends = True  # whether the writer thread cleans up and reopens by itself
         self._lock = lock
@@ -348,7 +349,8 @@ class Store:
             return
         running: list[Job] = []
         results: list[Any] = []
-        evicted = tick = 0
+        evicted: list[bytes] = []
+        tick = 0
         with self._state:
             returned, self._returned = self._returned, []
 
@@ -372,7 +374,9 @@ class Store:
                 self._returned = returned + self._returned
             _fail(running, self._suspect(index, error))
         else:
-            self.evictions += evicted
+            self.evictions += len(evicted)
+            for told in self.watchers if evicted else ():
+                told(evicted)
             self._tick = tick
             for job, result in zip(running, results, strict=True):
                 job.future.set_result(result)

@@ -17,11 +17,14 @@ from typing import TypeVar
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
+from kvtier.events import Told
 from kvtier.health import Breaker
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_GONE = frozenset({Miss.ABSENT, Miss.EXPIRED, Miss.EVICTED, Miss.PURGED, Miss.CORRUPT, Miss.MISMATCH})
 
 
 class Wrapper:
@@ -63,6 +66,12 @@ class Wrapper:
 
     async def flush(self, deadline: float) -> None:
         await self.inner.flush(deadline)
+
+    def watch(self, told: Told | None) -> None:
+        """Have `told` hear of blocks that the tier drops by itself, as far as it can say."""
+        watch = getattr(self.inner, "watch", None)
+        if watch is not None:
+            watch(told)
 
     def usage(self) -> Usage:
         return self.inner.usage()
@@ -205,6 +214,10 @@ class Guarded(Wrapper):
             self.breaker.succeeded()
 
 
+def _is_gone(result: object) -> bool:
+    return isinstance(result, Miss) and result in _GONE
+
+
 class Latency:
     """The last SAMPLES_MAX durations, in seconds."""
 
@@ -240,6 +253,12 @@ class Metered(Wrapper):
         self.read_latency = Latency()
         self.write_latency = Latency()
         self.read_s_per_block: float | None = None
+        self._told: Told | None = None
+
+    def watch(self, told: Told | None) -> None:
+        """Have `told` hear of blocks that become durable here, or turn out to be gone."""
+        self._told = told
+        super().watch(told)
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
         began = self._clock.monotonic()
@@ -250,6 +269,9 @@ class Metered(Wrapper):
         self.read_bytes += loaded * self.block_bytes
         self.misses.update(result for result in results if isinstance(result, Miss))
         self.read_latency.add(took)
+        if self._told is not None:
+            gone = [target.index for target, result in zip(targets, results, strict=True) if _is_gone(result)]
+            self._told([chain[index] for index in gone], False)
         if loaded:
             sample, old = took / loaded, self.read_s_per_block
             self.read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
@@ -261,4 +283,7 @@ class Metered(Wrapper):
         self.write_latency.add(self._clock.monotonic() - began)
         self.stored.update(results)
         self.written_bytes += self.block_bytes * results.count(Stored.STORED)
+        if self._told is not None:
+            pairs = zip(blocks, results, strict=True)
+            self._told([block.key for block, result in pairs if result.durable], True)
         return results

@@ -233,6 +233,25 @@ def test_a_request_that_grows_stores_what_is_new_in_any_order(make: Callable[...
     assert stack.idle() == IDLE
 
 
+def test_blocks_that_arrive_while_vllm_asks_wait_for_its_next_pass(make: Callable[..., Stack]) -> None:
+    """Else it would load the tail, and the head of the same request would be asked for when it is spent."""
+    stack, keys = make(), chain(1, 6)
+    stack.keep(keys)
+    stack.cache.flush(10)
+    stack.cache.evict("g2")
+    stack.forget()
+    context = stack.request(keys)
+    assert [stack.manager.lookup(key, context) for key in keys[:3]] == [LookupResult.RETRY] * 3
+    promotion = stack.tier._visits[context.req_id].search.promotion
+    promotion.result(10)
+    assert [stack.manager.lookup(key, context) for key in keys[3:]] == [LookupResult.RETRY] * 3
+    assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.HIT_PENDING] * 6
+    stack.step()
+    stack.settle()
+    assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.HIT] * 6
+    stack.manager.on_request_finished(context)
+
+
 def test_only_what_is_missing_in_the_host_cache_is_loaded(make: Callable[..., Stack]) -> None:
     stack, keys = make(), chain(1, 8)
     stack.keep(keys)
