@@ -27,6 +27,7 @@ from kvtier.clock import SystemClock
 from kvtier.connectors import vllm_compat as compat
 from kvtier.connectors.common import Controls, Scopes, Settings, guarded, seconds
 from kvtier.connectors.vllm_core import Core
+from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import block_tokens_of, namespace_of, pages_of
 from kvtier.connectors.vllm_messages import Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm_metrics import KVTierPromMetrics, KVTierStats
@@ -112,11 +113,28 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         namespace = namespace_of(self._vllm_config, self._settings, self._pages, ranks)
         config = self._settings.config
         near = [shake.cpus for _, shake in sorted(ranks.items())]
-        core = Core(self._settings, namespace, near if len(near) == namespace.ranks_served else ())
+        events = (
+            KVEvents(namespace.block_tokens, compat.kind_of(self._kv_cache_config))
+            if compat.publishes(self._vllm_config)
+            else None
+        )
+        core = Core(
+            self._settings,
+            namespace,
+            near if len(near) == namespace.ranks_served else (),
+            events.events if events is not None else None,
+        )
         core.open()
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
         self._scheduler = SchedulerHalf(
-            core, Scopes(config), Controls(config), config.offload, self._limits(), self._pages.ranks, SystemClock()
+            core,
+            Scopes(config),
+            Controls(config),
+            config.offload,
+            self._limits(),
+            self._pages.ranks,
+            SystemClock(),
+            events,
         )
         if self._pool is not None:
             self._scheduler.bind(self._pool)
@@ -247,4 +265,5 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 guarded(half.close, fallback=None)
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        nothing: list[Any] = []
+        return nothing if self._scheduler is None else guarded(self._scheduler.take_events, fallback=nothing)

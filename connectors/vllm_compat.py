@@ -135,6 +135,21 @@ def hash_problem(algorithm: str, randomised: bool) -> str:
     return ""
 
 
+def publishes(vllm_config: Any) -> bool:
+    """Whether the engine publishes KV events at all."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def kind_of(kv_cache_config: Any) -> str | None:
+    """vLLM's name of the kind of its KV cache group; None where this release has none."""
+    try:
+        from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    except ImportError:
+        return None
+    return str(get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[_GROUP].kv_cache_spec).value)
+
+
 def hit_sources(tiers: Mapping[str, int]) -> dict[Any, int]:
     """Tokens by tier under vLLM's own labels; {} where this release has none."""
     try:

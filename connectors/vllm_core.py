@@ -14,6 +14,7 @@ from kvtier.config import calibration_folder
 from kvtier.connectors.common import Settings, epoch_after_reset
 from kvtier.connectors.vllm_messages import ArenaHandle
 from kvtier.errors import KVTierError
+from kvtier.events import Events
 from kvtier.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,17 @@ class Core:
     `rotate` works on a thread of its own: the engine's thread never waits for a tier. Thread-safe.
     """
 
-    def __init__(self, settings: Settings, namespace: Namespace, near: Sequence[Collection[int]] = ()) -> None:
-        """`near`: CPUs beside each rank's GPU, for `kvtier.open`."""
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: Namespace,
+        near: Sequence[Collection[int]] = (),
+        events: Events | None = None,
+    ) -> None:
+        """`near`: CPUs beside each rank's GPU, for `kvtier.open`. `events` hears of every cache's blocks."""
         self._settings = settings
         self._near = near
+        self._events = events
         self._namespace = namespace
         self._lock = threading.Lock()
         self._current: tuple[Cache, ArenaHandle] | None = None
@@ -48,6 +56,8 @@ class Core:
     def open(self) -> None:
         """Attach to the tiers. Takes as long as populating the arena does. Raises ConfigError, FormatError."""
         cache = kvtier.open(self._settings.config, self._namespace, near=self._near)
+        if self._events is not None:
+            cache.manager.watch(self._events)
         arena = cache.manager.host.arena
         self._arenas += 1
         handle = ArenaHandle(
@@ -70,6 +80,8 @@ class Core:
             old, self._current = self._current, None
             if self._closed:
                 return
+            if old is not None and self._events is not None:
+                old[0].manager.watch(None)
             if self._rotation is not None and self._rotation.is_alive():
                 self._again = True
                 return

@@ -25,12 +25,6 @@ MEDIA = {"g2": ("CPU", "LOCAL"), "g3": ("STORAGE", "LOCAL"), "g4": ("STORAGE", "
 _KNOWN_MAX = 1 << 16
 
 
-def wanted(vllm_config: Any) -> bool:
-    """Whether the engine publishes KV events at all."""
-    config = getattr(vllm_config, "kv_events_config", None)
-    return config is not None and bool(config.enable_kv_cache_events)
-
-
 @dataclass(frozen=True, slots=True)
 class _Content:
     parent: bytes | None
@@ -80,16 +74,20 @@ class KVEvents:
         for change in self.events.take():
             medium, locality = MEDIA.get(change.tier, (None, None))
             if medium is not None:
-                yield from self._stored(change, medium, locality) if change.stored else [
-                    _made(
-                        BlockRemoved,
-                        block_hashes=[_name(key) for key in change.keys],
-                        medium=medium,
-                        group_idx=0,
-                        locality=locality,
-                        ownership=OWNERSHIP,
-                    )
-                ]
+                yield from (
+                    self._stored(change, medium, locality)
+                    if change.stored
+                    else [
+                        _made(
+                            BlockRemoved,
+                            block_hashes=[_name(key) for key in change.keys],
+                            medium=medium,
+                            group_idx=0,
+                            locality=locality,
+                            ownership=OWNERSHIP,
+                        )
+                    ]
+                )
 
     def _stored(self, change: Change, medium: str, locality: str | None) -> Iterable[Any]:
         for key in change.keys:

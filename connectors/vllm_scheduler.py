@@ -27,6 +27,7 @@ from kvtier.connectors import vllm_compat as compat
 from kvtier.connectors.common import Control, Controls, Scopes, engine_keys
 from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Span, Token, Track
 from kvtier.connectors.vllm_core import Core
+from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import Adapters
 from kvtier.connectors.vllm_messages import ArenaHandle, Load, Moves, StepMeta, WorkerMeta
 from kvtier.dirty import Dirty, DirtyList
@@ -99,11 +100,20 @@ class SchedulerHalf:
     """See the module. Owns the bookkeeping of one engine; the cache itself belongs to `core`."""
 
     def __init__(
-        self, core: Core, scopes: Scopes, controls: Controls, offload: Offload, limits: Limits, ranks: int, clock: Clock
+        self,
+        core: Core,
+        scopes: Scopes,
+        controls: Controls,
+        offload: Offload,
+        limits: Limits,
+        ranks: int,
+        clock: Clock,
+        events: KVEvents | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self._core = core
+        self._events = events
         self._scopes = scopes
         self._controls = controls
         self._default = controls.parse(None).terms
@@ -170,7 +180,10 @@ class SchedulerHalf:
     def _grow(self, visit: Visit) -> None:
         if visit.scope is not None:
             chain = visit.track.chain
-            chain.extend(engine_keys(visit.scope, compat.hashes_of(visit.track.request, len(chain))))
+            known = len(chain)
+            chain.extend(engine_keys(visit.scope, compat.hashes_of(visit.track.request, known)))
+            if self._events is not None:
+                self._events.learn(visit.track.request, chain, known)
 
     def _readable(self, visit: Visit) -> int:
         """Blocks that may be read: the last token is always computed."""
@@ -521,9 +534,15 @@ class SchedulerHalf:
         self._told = Counter(self.counters)
         return {name: count for name, count in moved.items() if count > 0}
 
+    def take_events(self) -> list[Any]:
+        """vLLM's KV events of the tiers' blocks since the last call."""
+        return [] if self._events is None else list(self._events.take())
+
     def reset(self) -> bool:
         """The engine announced new weights."""
         self._core.rotate()
+        if self._events is not None:
+            self._events.clear()
         self._dirty, self._tokens = DirtyList(), {}
         self._storing.clear()
         for visit in self._visits.values():

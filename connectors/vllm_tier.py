@@ -30,9 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -44,8 +46,11 @@ from kvtier.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys, guarded, seconds
 from kvtier.connectors.vllm_core import Core
+from kvtier.connectors.vllm_events import OWNERSHIP
 from kvtier.connectors.vllm_tier_parts import Rows, tier_namespace
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.events import Events
+from kvtier.hashing import HASH_BYTES
 from kvtier.lease import Lease
 from kvtier.tiers.host import Slot
 
@@ -54,6 +59,7 @@ log = logging.getLogger(__name__)
 ARGUMENTS = ("lookup_deadline", "flush_timeout", "store_wait")
 _TOKENS_READ, _EVENTS = "vllm:kvtier_tokens_read", "vllm:kvtier_events"
 _GROUP_BYTES = 4  # vLLM's key is the block's hash and the number of its KV cache group
+_LOCALITY = {"g3": Locality.LOCAL, "g4": Locality.REMOTE}
 
 
 class KVTierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
@@ -148,6 +154,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         namespace = tier_namespace(
             offloading_spec.config, get_current_vllm_config_or_none(), settings, self._rows.row_bytes
         )
+        self._group = int(offloading_spec.config.groups[0].group_id).to_bytes(_GROUP_BYTES, "big")
         self._lookup_s = seconds(arguments, "lookup_deadline", config.deadlines.lookup)
         self._flush_s = seconds(arguments, "flush_timeout", 3.0)
         self._store_wait_s = seconds(arguments, "store_wait", 1.0)
@@ -162,7 +169,9 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._stores = concurrent.futures.ThreadPoolExecutor(1, "kvtier-store")
         self.counters: Counter[tuple[str, str]] = Counter()  # (metric, label) → count, since the last report
         self._told: Counter[tuple[str, str]] = Counter()
-        self._core = Core(settings, namespace)
+        publishes = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events = Events() if publishes else None
+        self._core = Core(settings, namespace, events=self._events)
         try:
             self._core.open()
         except BaseException:
@@ -336,7 +345,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             for key, depth, row in placed:
                 index = depth - search.start
                 slot: Slot | None = lease.slots[index] if 0 <= index < len(lease) else None
-                if slot is None or slot.key is None or slot.key[-len(key) + _GROUP_BYTES :] != key[:-_GROUP_BYTES]:
+                if slot is None or slot.key is None or slot.key[-HASH_BYTES:] + self._group != key:
                     continue
                 self._rows.write(row, slot.pieces)
                 good.append(key)
@@ -397,6 +406,18 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             if count > 0:
                 stats.increase_counter(metric, count, (label,))
         return stats if not stats.is_empty() else None
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What came to lie on the disk or in the object store, and what left it. vLLM adds the tokens it knows."""
+        for change in self._events.take() if self._events is not None else ():
+            if change.tier in _LOCALITY:
+                yield OffloadingEvent(
+                    keys=[key[-HASH_BYTES:] + self._group for key in change.keys],
+                    medium=Medium.STORAGE,
+                    removed=not change.stored,
+                    locality=_LOCALITY[change.tier],
+                    ownership=OWNERSHIP,
+                )
 
     def shutdown(self) -> None:
         """Finish the copies, flush within `flush_timeout`, and give vLLM's memory back."""

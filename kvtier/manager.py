@@ -144,13 +144,13 @@ class Manager:
         if self.closed:
             raise ClosedError("the cache is closed")
 
-    def watch(self, events: Events) -> None:
-        """Tell `events` of every tier's blocks from now on, until the close."""
+    def watch(self, events: Events | None) -> None:
+        """Tell `events` of every tier's blocks from now on; None: nobody any more."""
         self._usable()
         with self.lock:
-            self.host.told = events.of(self.host.name)
+            self.host.told = None if events is None else events.of(self.host.name)
         for name, tier in self.lower.items():
-            tier.watch(events.of(name))
+            tier.watch(None if events is None else events.of(name))
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 

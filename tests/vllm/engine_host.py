@@ -31,6 +31,8 @@ class Host:
             engine.setdefault("distributed_executor_backend", "uni")
         from vllm import LLM
 
+        if options.get("events"):
+            engine["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "null"}
         transfer = {}
         if options.get("config") is not None:
             # A busy machine may need seconds for what takes milliseconds; deadlines have tests of their own.
@@ -64,6 +66,9 @@ class Host:
             }
         )
         self._faults: dict[str, Any] = {}
+        self._batches: list[Any] = []
+        if options.get("events") and self.inside:
+            self.core.scheduler.kv_event_publisher.publish = self._batches.append
         self._g3 = ((options.get("config") or {}).get("tiers", {}).get("g3") or {}).get("path", "")
 
     # ── what any user can do ────────────────────────────────────────────────────────────────────────────────
@@ -316,6 +321,23 @@ class Host:
         )
         chain = make_keys(SHARED, [bytes(digest) for digest in request.block_hashes])
         return [self.cache.manager.prefix(chain), self.cache.match(chain, 5.0)]
+
+    def heard(self) -> list[dict[str, Any]]:
+        """KV events that the engine published since the last call."""
+        batches, self._batches[:] = list(self._batches), []
+        return [
+            {
+                "kind": type(event).__name__,
+                "hashes": [str(digest) for digest in getattr(event, "block_hashes", [])],
+                "parent": str(getattr(event, "parent_block_hash", None) or ""),
+                "tokens": list(getattr(event, "token_ids", [])),
+                "medium": getattr(event, "medium", None),
+                "locality": getattr(event, "locality", None),
+                "ownership": getattr(event, "ownership", None),
+            }
+            for batch in batches
+            for event in batch.events
+        ]
 
     def stored_blocks(self) -> list[str]:
         """Hashes of everything in G2."""

@@ -30,7 +30,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(start: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    return start(script="tier_host.py", tier=arguments)
+    return start(script="tier_host.py", tier=arguments, events=True)
 
 
 def test_prompts_come_back_from_every_place(engine: Any) -> None:
@@ -50,6 +50,8 @@ def test_prompts_come_back_from_every_place(engine: Any) -> None:
 
     assert engine.flush()["pending"] == 0 and engine.evict(tier="g2") > 0
     assert engine.forget()
+    told = [event for event in engine.heard() if event["kind"] == "BlockStored" and event["ownership"] == "kvtier"]
+    assert len({event["hashes"][0] for event in told}) == 15 + 5 and told[0]["medium"] == "STORAGE"
     disk = [engine.generate(prompts=[p])[0] for p in prompts]
     assert tokens(disk) == tokens(cold) and disk[0]["cached"] == 480
     told = engine.sources()
@@ -79,6 +81,7 @@ def test_wrong_bytes_would_be_noticed(engine: Any) -> None:
     assert tokens(engine.generate(prompts=[prompt(3)])) != tokens(right)
 
 
+@pytest.mark.long
 def test_a_fresh_process_finds_what_the_last_one_wrote(
     engine: Any, start: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
