@@ -62,7 +62,7 @@ _GROUP_BYTES = 4  # vLLM's key is the block's hash and the number of its KV cach
 _LOCALITY = {"g3": Locality.LOCAL, "g4": Locality.REMOTE}
 
 
-class KVTierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+class KVTierOffloadingConnector(OffloadingConnector):
     """vLLM's OffloadingConnector, which lets a tier see the engine's whole configuration while it is built: what a
     tier is told by itself does not name the weights, the quantisation or the engine's overrides."""
 
@@ -128,7 +128,7 @@ class Visit:
         return self.chain
 
 
-class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
+class KVTierSecondaryTier(SecondaryTierManager):
     """See the module. All calls come from vLLM's scheduler thread and wait for nothing; two threads copy."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -315,7 +315,8 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
 
         def run() -> None:
             began = time.monotonic()
-            good = guarded(lambda: move(self._placed(job)), fallback=[])
+            nothing: list[bytes] = []
+            good = guarded(lambda: move(self._placed(job)), fallback=nothing)
             self._results.put(
                 JobResult(
                     job.job_id,

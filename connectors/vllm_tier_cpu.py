@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class CpuWorker(OffloadingWorker):  # type: ignore[misc]
+class CpuWorker(OffloadingWorker):
     """Copies when told to: a job is done before its submit returns."""
 
     def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
@@ -77,8 +77,10 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
         self._region.cleanup()
 
 
-class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+class CpuTieringSpec(TieringOffloadingSpec):
     """See the module."""
+
+    _worker: Any
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

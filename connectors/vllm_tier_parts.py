@@ -66,7 +66,9 @@ def tier_namespace(offloading: Any, vllm_config: Any | None, settings: Settings,
     form = "canonical" if offloading.canonical_layout else f"ranks{parallel.world_size}"
     if offloading.replicated_layout:
         form += "-one-copy"
+    fields: dict[str, Any] = _vouched(settings) if vllm_config is None else _engine(vllm_config, settings)
     return Namespace(
+        **fields,
         model=model_name(offloading.model.name, settings.model),
         dtype=offloading.model.dtype,
         layout=f"vllm-host:{offloading.kv_cache_layout}:{form}:{shape}:{cache.blocks_per_chunk}x{group.tokens_per_block}:"
@@ -78,7 +80,6 @@ def tier_namespace(offloading: Any, vllm_config: Any | None, settings: Settings,
         pp=parallel.pp_size,
         cp=parallel.pcp_size * parallel.dcp_size,
         hash_version=HASH_VERSION,
-        **(_vouched(settings) if vllm_config is None else _engine(vllm_config, settings)),
     )
 
 

@@ -41,6 +41,7 @@ COMMANDS = (
     Command("scrub", "kvtier.cli.disk:scrub", "Verify a G3 directory and delete what is damaged."),
     Command("gc", "kvtier.cli.disk:gc", "Free expired, purged and abandoned room of a G3 directory; resize it."),
     Command("purge", "kvtier.cli.purge:purge", "Drop a tenant's blocks from every tier and replica."),
+    Command("bench peers", "kvtier.cli.bench_peers:peers", "What an engine computes with kvtier, and with others."),
     Command("bench tiers", "kvtier.cli.bench_tiers:tiers", "Throughput and cost of a tier beside what it stands on."),
     Command("g4 lifecycle", "kvtier.cli.objects:lifecycle", "The bucket rule that deletes what was missed."),
     Command("plan", "kvtier.cli.plan:plan", "Which tier sizes reach which hit rate, and at what price."),

@@ -1,0 +1,75 @@
+"""One vLLM engine that replays prompts one after another, in a process of its own. Run by `kvtier.bench.peers`.
+
+    python peers_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false, "settle_s": 1.0}'
+
+Imports vLLM and nothing of kvtier, so that an interpreter with another cache's packages can run it. Writes JSON lines:
+{"ready": seconds}, one {"tokens", "ttft_s", "cached", "margins"} per prompt, {"computed", "prompted"} at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    # What the engine prints goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    asked = json.load(sys.stdin)
+    began = time.monotonic()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**asked["engine"])
+    sampling = SamplingParams(
+        temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False,
+        logprobs=2 if asked["margins"] else None,
+    )  # fmt: skip
+    # What a first request pays for being the first is nobody's.
+    llm.generate([{"prompt_token_ids": [7] * 40}], sampling, use_tqdm=False)
+    before = _sources(llm)
+    answer(ready=time.monotonic() - began)
+    for prompt in asked["prompts"]:
+        (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        answer(
+            tokens=list(out.outputs[0].token_ids),
+            ttft_s=out.metrics.first_token_latency,
+            cached=out.num_cached_tokens or 0,
+            margins=[_margin(step) for step in out.outputs[0].logprobs] if asked["margins"] else [],
+        )
+    after = _sources(llm)
+    answer(
+        computed=after.get("local_compute", 0) - before.get("local_compute", 0),
+        prompted=sum(len(prompt) for prompt in asked["prompts"]),
+    )
+    time.sleep(asked["settle_s"])
+    shutdown = getattr(llm.llm_engine.engine_core, "shutdown", None)
+    if shutdown is not None:
+        shutdown()
+
+
+def _sources(llm: Any) -> dict[str, float]:
+    """Prompt tokens by where their KV came from, by the engine's own account."""
+    return {
+        metric.labels.get("source", ""): metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:prompt_tokens_by_source"
+    }
+
+
+def _margin(step: Any) -> float:
+    """By how much the best token was better than the second."""
+    best = sorted((entry.logprob for entry in step.values()), reverse=True)
+    return float(best[0] - best[1]) if len(best) > 1 else float("inf")
+
+
+if __name__ == "__main__":
+    main()

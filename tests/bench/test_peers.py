@@ -1,0 +1,101 @@
+"""What `kvtier bench peers` compares, without an engine: slices, prompts, judging tokens, and a peer that fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench import peers
+from kvtier.bench.peers import (
+    BLOCK_TOKENS,
+    PROMPT_BLOCKS_MAX,
+    PeerFailed,
+    Replay,
+    Setting,
+    conversations,
+    differences,
+    prompts_of,
+    reusable,
+    slice_of,
+)
+from kvtier.bench.traces import load_trace
+from kvtier.errors import ConfigError, InvalidRequest
+
+
+def test_the_packaged_slice_reuses_as_much_as_the_whole_trace_does() -> None:
+    blocks = slice_of(None, 120, 0)
+    assert len(blocks) == 120
+    share = sum(reusable(blocks)) / sum(min(len(chain), PROMPT_BLOCKS_MAX) for chain in blocks)
+    assert 0.35 < share < 0.38, "36.6 % of the published trace's blocks were named before"
+
+
+def test_prompts_share_exactly_what_their_block_ids_share() -> None:
+    first, second, third = prompts_of([[1, 2, 3], [1, 2, 4, 5], [9]])
+    assert first[: 2 * BLOCK_TOKENS] == second[: 2 * BLOCK_TOKENS]
+    assert first[2 * BLOCK_TOKENS : -1] != second[2 * BLOCK_TOKENS : 3 * BLOCK_TOKENS]
+    assert len(first) == 3 * BLOCK_TOKENS + 1 and len(third) == BLOCK_TOKENS + 1
+    assert len(prompts_of([list(range(1000))])[0]) == PROMPT_BLOCKS_MAX * BLOCK_TOKENS + 1
+
+
+def test_what_could_be_reused() -> None:
+    assert reusable([[1, 2, 3], [1, 2, 4], [4, 1], [1, 2, 4, 5]]) == [0, 2, 2, 3]
+
+
+def test_a_slice_of_a_trace_has_whole_conversations(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 600, "output_length": 1, "hash_ids": [0, 1 + i % 7, 100 + i]}
+        for i in range(70)
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = load_trace(file)
+    kept = conversations(trace, 20, seed=1)
+    assert len(kept) == 20 and len({tuple(chain[:2]) for chain in kept}) == 2
+    assert kept == [chain for chain in kept if chain in [list(r.blocks) for r in trace.requests]]
+    assert conversations(trace, 20, seed=1) == kept != conversations(trace, 20, seed=2)
+
+
+def test_other_tokens_are_wrong_unless_the_best_two_tied() -> None:
+    truth, gaps = [[1, 2, 3]] * 4, [[1.0, 1e-5, 1.0]] * 4
+    found = [[1, 2, 3], [1, 9, 9], [9, 2, 3], [1, 2]]
+    assert differences(found, truth, gaps) == (2, 1)
+
+
+def test_a_contender_that_cannot_run_says_why_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replay(setting: Setting, name: str, more: Any, prompts: Any, margins: bool = False) -> Replay:
+        if name == "native":
+            raise PeerFailed("the engine ended: no such device")
+        count = len(prompts)
+        return Replay(1.0, 2.0, 10 * count, 33 * count, [[1]] * count, [0.1] * count, [[1.0]] * count)
+
+    monkeypatch.setattr(peers, "_replay", replay)
+    setting = Setting(tmp_path, [[1] * 33] * 6, 80, 64, tmp_path, again=2)
+    out = peers.compare(setting)
+    assert out["native"] == {"not_run": "the engine ended: no such device"}
+    assert "--lmcache" in out["lmcache"]["not_run"]
+    assert out["kvtier"]["computed_share"] == pytest.approx(10 / 33)
+    assert out["kvtier"]["after_restart"]["requests"] == 2 and "after_restart" not in out["nothing"]
+    assert all(out[name]["wrong_requests"] == 0 for name in ("nothing", "kvtier", "native+kvtier"))
+    with pytest.raises(InvalidRequest, match="no-such"):
+        peers.compare(setting, ["no-such"])
+
+
+def test_an_engine_that_dies_is_reported_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text("import sys; sys.stdin.read(); sys.exit('RuntimeError: out of luck')")
+    monkeypatch.setattr(peers, "_ENGINE", script)
+    with pytest.raises(PeerFailed, match="out of luck"):
+        peers.compare(Setting(tmp_path, [[1] * 33], 80, 64, tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"engine": "sglang"}, {"only": "nobody"}])
+def test_wrong_options_are_named(options: dict[str, str]) -> None:
+    from kvtier.cli.bench_peers import peers as command
+
+    with pytest.raises(ConfigError, match=next(iter(options.values()))):
+        command(**options)  # type: ignore[arg-type]
