@@ -29,6 +29,7 @@ from kvtier.errors import ClosedError, ConfigError, InvalidRequest
 from kvtier.lease import Lease
 from kvtier.manager import Flushed, Manager, Settings
 from kvtier.namespace import Namespace
+from kvtier.pinning import AsyncNamedPins, NamedPins
 from kvtier.policy import make_policy
 from kvtier.ranges import ChainTerms, RequestTerms, Wanted, request_terms
 from kvtier.terms import Lifetime
@@ -122,6 +123,8 @@ class _Store:
         def keep(key: BlockKey) -> bool:
             return depth_of.get(key, -1) in alone
 
+        if terms.guarantees:
+            manager.promise(chain, reached, terms)  # refused: before anything is stored
         while True:
             seen = manager.room_told
             wait = wait and manager.demoter.well()
@@ -144,6 +147,8 @@ class _Store:
             alone.clear()
             alone.update(now_alone)
         manager.settle(chain, dropped=len(waiting) if manager.lower else 0)
+        if terms.guarantees:
+            manager.forgive(chain[reached:])
         return reached - self._start
 
     def _fill(self, slots: Sequence[Slot]) -> None:
@@ -185,6 +190,9 @@ class _Face:
         self._secret = config.scope_secret
         self._pid = os.getpid()
         self.manager = build(config, namespace, clock, lower, near)
+        self._pins = AsyncNamedPins(
+            self.manager.keeper, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
+        )
 
     def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
         if os.getpid() != self._pid:
@@ -245,6 +253,11 @@ class _Face:
 
 class AsyncCache(_Face):
     """The async face: every call runs on the event loop that `aopen` was entered on. See `Cache` for the verbs."""
+
+    @property
+    def pins(self) -> AsyncNamedPins:
+        """Prefixes that stay until a time, by name."""
+        return self._pins
 
     async def __aenter__(self) -> AsyncCache:
         await self.manager.start()
@@ -346,6 +359,11 @@ class Cache(_Face):
         except BaseException:
             self._stop()
             raise
+
+    @property
+    def pins(self) -> NamedPins:
+        """Prefixes that stay until a time, by name."""
+        return NamedPins(self._pins, self._run)
 
     def __enter__(self) -> Cache:
         return self
@@ -526,6 +544,7 @@ def build(
     g3 = tiers.g3
     settings = Settings(
         lookup_s=config.deadlines.lookup,
+        reserved=config.retention.reserved,
         close_s=config.deadlines.close,
         write_rate=float(g3.write_rate or 0) if g3 else 0.0,
         write_budget_per_day=float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0,

@@ -276,6 +276,9 @@ class Retention(_Section):
     quota: float | None = Field(
         default=None, gt=0, le=1, description="Largest share of G2 that one scope may fill; none: all."
     )
+    reserved: float = Field(
+        default=0.5, gt=0, le=1, description="Largest share of a tier that guarantees and named pins may reserve."
+    )
 
     @model_validator(mode="after")
     def _named(self) -> Self:

@@ -185,6 +185,9 @@ class Demoter:
             self.durable[tier.name] += durable
             if tier is self._nearest:
                 self.dropped += len(results) - durable
+            if self._manager.keeper.busy:
+                stored = zip(batch.slots, results, strict=True)
+                self._manager.keeper.stored(tier.name, [batch.chain[s.index] for s, r in stored if r.durable])
         self._release([slot for slot in batch.slots if isinstance(slot, Slot)])
         if self._feeder is None:
             return

@@ -22,8 +22,9 @@ from typing import Any
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.demoter import Demoter
-from kvtier.errors import ClosedError, KVTierError, TierError
+from kvtier.errors import ClosedError, InvalidRequest, KVTierError, TierError
 from kvtier.events import Events
+from kvtier.keeper import Keeper
 from kvtier.lease import Hold, Lease
 from kvtier.plan import Costs, Where, make_plan
 from kvtier.ranges import ChainTerms, uniform
@@ -49,6 +50,7 @@ class Settings:
     queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
     overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
     touched_max: int = 100_000
+    reserved: float = 0.5  # of a tier's blocks that guarantees and pins may reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Manager:
         self.room_told = 0  # times that room may have appeared: read it before looking, give it to `wait_room`
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.keeper = Keeper(self, clock, self._settings.reserved)
         self.closed = True
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,6 +120,7 @@ class Manager:
             self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
         )
         await self._learn_purges()
+        await self.keeper.open()
         self.demoter = Demoter(self, self._clock, self._settings)
         self.demoter.start(self._loop)
         self._tasks.append(self._loop.create_task(self._keep_house()))
@@ -288,8 +292,8 @@ class Manager:
             self.release(self._forgotten.popleft())
 
     def _note_use(self, keys: Sequence[BlockKey], now: float) -> None:
-        """Remember uses for the lower tiers. Under the lock."""
-        if self.lower and len(self._touched) < self._settings.touched_max:
+        """Remember uses for the lower tiers and for what was promised. Under the lock."""
+        if (self.lower or self.keeper.busy) and len(self._touched) < self._settings.touched_max:
             self._touched.update(dict.fromkeys(keys, now))
 
     # ── storing ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -323,12 +327,30 @@ class Manager:
         widened: list[int] = []
         reached = start
         with self.lock:
+            if asked.guarantees:
+                self._promise(chain, start, stop, asked, now)
             for first, end, block in asked.spans(start, stop):
                 reached = self._reserve_span(chain, first, end, block.terms, now, keep, insist, slots, present, widened)
                 if reached < end:
                     break
         self.demoter.demote(chain, sorted({*widened, *self.demoter.lacking(chain, present)}))
         return slots, reached
+
+    def promise(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms) -> None:
+        """Reserve bytes for the guaranteed blocks of a chain from `start` on before they are stored. Raises
+        InvalidRequest, and then nothing is promised, when that would be more than may be reserved."""
+        with self.lock:
+            self.keeper.promise(chain, start, terms, self._clock.wall())
+
+    def _promise(self, chain: Sequence[BlockKey], start: int, stop: int, terms: ChainTerms, now: float) -> None:
+        """The same for who must not fail: what is refused (and counted) lives on without a guarantee."""
+        with contextlib.suppress(InvalidRequest):
+            self.keeper.promise(chain, start, terms, now, stop)
+
+    def forgive(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks were promised room and were not stored: nothing is owed to them."""
+        with self.lock:
+            self.keeper.forgive(keys)
 
     def _reserve_span(
         self,
@@ -359,6 +381,8 @@ class Manager:
                     widened.append(index)
                 if priority > found.priority:
                     host.raise_priority(found, priority)
+                if self.keeper.busy:
+                    self.keeper.arrived([found], now)
             elif host.peek(key, now) is not Miss.PENDING:
                 slot = host.reserve(key, index, keep, insist=insist, priority=priority, now=now)
                 if slot is None:
@@ -382,6 +406,8 @@ class Manager:
                 if self.host.commit(slot, generation):
                     slot.pins += 1  # at once: nobody may evict it before it is queued
                     published.append(slot)
+            if self.keeper.busy:
+                self.keeper.arrived(published, self._clock.wall())
             self.accounts.accepted += len(published)
         refused = self.demoter.demote_pinned(chain, published)
         if self.lower and not again:
@@ -448,6 +474,7 @@ class Manager:
         self._usable()
         await self.demoter.drain(deadline)
         self._flush_touches()
+        await self.keeper.tend()
         for tier in self.lower.values():
             await tier.flush(deadline)
         with self.lock:
@@ -460,7 +487,18 @@ class Manager:
         if name == self.host.name:
             with self.lock:
                 return sum(self.host.drop(key) for key in list(self.host.index))
-        return await self.lower[name].evict(None)
+        count = await self.lower[name].evict(None)
+        with self.lock:
+            self.keeper.forget(name)
+        return count
+
+    async def evict_blocks(self, keys: Sequence[BlockKey]) -> None:
+        """Drop these blocks from every tier. Those under a lease stay until it ends."""
+        with self.lock:
+            for key in keys:
+                self.host.drop(key)
+        for tier in self.lower.values():
+            await tier.evict(keys)
 
     async def purge(self, scope: Scope) -> int:
         """Drop a scope from every tier, for good: what was stored until now is a miss everywhere from now on."""
@@ -479,6 +517,9 @@ class Manager:
 
     def _bury(self, tombstones: Mapping[Scope, float]) -> int:
         with self.lock:
+            for scope, before in tombstones.items():
+                if self.host.buries(scope, before):
+                    self.keeper.purge(scope, before)
             return self.host.bury(tombstones)
 
     async def _keep_house(self) -> None:
@@ -491,9 +532,11 @@ class Manager:
             with self.lock:
                 self.host.learn()
             waited_s += self._settings.housekeeping_s
-            if waited_s >= self._settings.tombstones_s:
+            learn = waited_s >= self._settings.tombstones_s
+            if learn:
                 waited_s = 0.0
                 await self._learn_purges()
+            await self.keeper.tend(learn=learn)
 
     async def _learn_purges(self) -> None:
         """What one tier's store remembers of purges, all others learn: another process may share only one of them."""
@@ -513,6 +556,9 @@ class Manager:
     def _flush_touches(self) -> None:
         with self.lock:
             touched, self._touched = self._touched, {}
+            if self.keeper.busy:
+                for key, now in touched.items():
+                    self.keeper.used([key], now)
         by_time: dict[float, list[BlockKey]] = {}
         for key, now in touched.items():
             by_time.setdefault(now, []).append(key)
@@ -535,6 +581,7 @@ class Manager:
                     "misses": {str(miss): n for miss, n in accounts.misses.items()},
                     "accepted": accounts.accepted,
                     "dropped": self.demoter.dropped,
+                    "promises": self.keeper.stats(),
                 },
                 "g2": {
                     "blocks": len(self.host.index),
@@ -581,5 +628,6 @@ class Manager:
         """Assert the invariants of every part that has some."""
         with self.lock:
             self.host.check()
+            self.keeper.check()
         for tier in self.lower.values():
             tier.check()

@@ -34,6 +34,12 @@ REQUESTS = {
     "misses": Family("kvtier_miss_blocks", "Blocks not served, by reason.", label="reason"),
     "accepted": Family("kvtier_accepted_blocks", "Blocks taken in by put."),
     "dropped": Family("kvtier_dropped_blocks", "Accepted blocks that no lower tier took."),
+    "promises": Family(
+        "kvtier_promises",
+        "Named pins, blocks they name, guaranteed blocks; refused and unheld blocks.",
+        counter=False,
+        label="kind",
+    ),
 }
 """Entries of `stats()["requests"]`."""
 

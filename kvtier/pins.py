@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -69,7 +69,7 @@ class Pins:
     """All named pins of a cache, over at most `limit_blocks` distinct blocks. No lock of its own; no I/O."""
 
     def __init__(self, limit_blocks: int) -> None:
-        self._limit_blocks = limit_blocks
+        self.limit_blocks = limit_blocks
         self._pins: dict[str, Pin] = {}
         self._holds: Counter[BlockKey] = Counter()
 
@@ -83,9 +83,9 @@ class Pins:
         if not chain or not ttl > 0:
             raise InvalidRequest(f"pin {name!r}: needs at least one block and a ttl above 0, got {len(chain)}, {ttl}")
         new = sum(key not in self._holds for key in set(chain))
-        if len(self._holds) + new > self._limit_blocks or len(self._pins) >= PINS_MAX:
+        if len(self._holds) + new > self.limit_blocks or len(self._pins) >= PINS_MAX:
             raise InvalidRequest(
-                f"pin {name!r} is refused: {new} more blocks, {len(self._holds)} of {self._limit_blocks} are pinned "
+                f"pin {name!r} is refused: {new} more blocks, {len(self._holds)} of {self.limit_blocks} are pinned "
                 f"by {len(self._pins)} of at most {PINS_MAX} names"
             )
         self._pins[name] = Pin(name, tuple(chain), now, now + ttl, tokens)
@@ -101,6 +101,26 @@ class Pins:
         self._pins[name] = replace(pin, until=now + ttl)
         return self._pins[name]
 
+    def adopt(self, pin: Pin) -> None:
+        """Take in a pin that was made elsewhere or earlier, instead of one of that name. Beyond the limit, too: it was
+        promised."""
+        self.delete(pin.name)
+        self._pins[pin.name] = pin
+        self._holds.update(set(pin.chain))
+
+    def get(self, name: str) -> Pin | None:
+        """The pin of that name."""
+        return self._pins.get(name)
+
+    def untils(self, keys: Iterable[BlockKey]) -> dict[BlockKey, float]:
+        """When the last pin of each of these blocks ends, for those that some pin names. O(blocks of all pins)."""
+        wanted = {key for key in keys if key in self._holds}
+        out: dict[BlockKey, float] = {}
+        for pin in self._pins.values() if wanted else ():
+            for key in wanted.intersection(pin.chain):
+                out[key] = max(pin.until, out.get(key, pin.until))
+        return out
+
     def delete(self, name: str) -> list[BlockKey]:
         """End a pin; gives the blocks that nothing holds any more. Idempotent."""
         pin = self._pins.pop(name, None)
@@ -114,10 +134,11 @@ class Pins:
             free += self._let_go(pin)
         return free
 
-    def purge(self, scope: Scope) -> list[BlockKey]:
-        """End every pin of a scope: a purge is stronger than a pin."""
+    def purge(self, scope: Scope, before: float = math.inf) -> list[BlockKey]:
+        """End every pin of a scope that was made until `before`: a purge is stronger than a pin."""
         free: list[BlockKey] = []
-        for pin in [pin for pin in self._pins.values() if scope_of_key(pin.chain[0]) == scope]:
+        mine = (pin for pin in self._pins.values() if scope_of_key(pin.chain[0]) == scope)
+        for pin in [pin for pin in mine if pin.created <= before]:
             del self._pins[pin.name]
             free += self._let_go(pin)
         return free
@@ -125,6 +146,10 @@ class Pins:
     def held(self, key: BlockKey) -> bool:
         """Whether some pin names this block."""
         return key in self._holds
+
+    def __len__(self) -> int:
+        """Distinct blocks that some pin names."""
+        return len(self._holds)
 
     def listed(self) -> list[Pin]:
         """All pins, by name."""
@@ -139,8 +164,7 @@ class Pins:
         """The inverse of `encode`. Raises CorruptError. Pins beyond the limit stay: they were promised."""
         pins = cls(limit_blocks)
         for pin in decode(raw):
-            pins._pins[pin.name] = pin
-            pins._holds.update(set(pin.chain))
+            pins.adopt(pin)
         return pins
 
     def check(self) -> None:

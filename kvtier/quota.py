@@ -57,7 +57,7 @@ class Guarantees:
     """Blocks whose bytes are reserved until a time, at most `limit_bytes` of them. No lock of its own."""
 
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
-        self._limit_blocks = limit_bytes // block_bytes
+        self.limit_blocks = limit_bytes // block_bytes
         self._until: dict[BlockKey, float] = {}
         self.refused = 0
 
@@ -68,10 +68,10 @@ class Guarantees:
         """
         self.expire(now)
         new = sum(key not in self._until for key in keys)
-        if len(self._until) + new > self._limit_blocks:
+        if len(self._until) + new > self.limit_blocks:
             self.refused += 1
             raise InvalidRequest(
-                f"a guarantee for {new} more blocks is refused: {len(self._until)} of {self._limit_blocks} are promised"
+                f"a guarantee for {new} more blocks is refused: {len(self._until)} of {self.limit_blocks} are promised"
             )
         for key in keys:
             self._until[key] = max(until, self._until.get(key, until))
@@ -80,6 +80,14 @@ class Guarantees:
         """Whether this block must not be evicted at `now`."""
         until = self._until.get(key)
         return until is not None and until >= now
+
+    def until(self, key: BlockKey) -> float:
+        """When the promise for a block ends; -inf if there is none."""
+        return self._until.get(key, float("-inf"))
+
+    def adopt(self, key: BlockKey, until: float) -> None:
+        """Take over a promise that an earlier process made: beyond the limit, too."""
+        self._until[key] = max(until, self.until(key))
 
     def drop(self, key: BlockKey) -> None:
         """The block is gone (purged, expired by max_age, damaged): nothing is owed any more."""

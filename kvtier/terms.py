@@ -12,6 +12,7 @@ stamp allows that tier; stamps of different requests never shorten one another.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterable
@@ -152,6 +153,16 @@ class Lifetime:
         stamp that ends first is dropped: that can only shorten, never lengthen, what was asked for.
         """
         return self.join(Lifetime.of(terms, now), now)
+
+    def keep_until(self, end: float, ceiling: Depth, now: float) -> Lifetime:
+        """Servable until `end`, too, down to `ceiling`, whatever its use; what is dead at `now` stays so.
+
+        The stamp is as old as the youngest that lives: a purge that covers the block still covers it.
+        """
+        created = max((s.created for s in self.stamps if s.alive(self.last_use, now)), default=None)
+        if created is None or end <= now:
+            return self
+        return self.join(Lifetime(self.last_use, (Stamp(created, None, math.ceil(end - created), ceiling),)), now)
 
     def join(self, other: Lifetime, now: float) -> Lifetime:
         """What either allows at `now`: for one block found with two lifetimes.

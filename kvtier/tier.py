@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvtier.block import BlockKey, Scope
+from kvtier.pins import Pin
 from kvtier.terms import Depth, Lifetime
 
 
@@ -153,3 +154,42 @@ class Tier(Protocol):
 
     async def close(self, deadline: float) -> None:
         """Flush within the deadline and let go of everything. Idempotent."""
+
+
+class Keeping(Protocol):
+    """What a local tier may do on top of `Tier`: promise not to evict. Over restarts, and for every process that shares
+    the store. Raises TierError."""
+
+    async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+        """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms say.
+        Replaces what was said before. Per key: whether it is here, and kept."""
+
+    async def let_go(self, keys: Sequence[BlockKey]) -> None:
+        """Undo `keep`: from now on they leave as others do. Keys that are not kept are ignored."""
+
+    async def kept(self) -> Mapping[BlockKey, float]:
+        """The namespace's kept blocks, and until when."""
+
+
+class Pinning(Protocol):
+    """What a shared tier may do on top of `Tier`: keep named pins, for every replica. Raises TierError."""
+
+    async def pin(self, pin: Pin) -> None:
+        """Keep what is here of the pin's chain, now or later, until it ends; a pin of that name is replaced."""
+
+    async def unpin(self, name: str) -> bool:
+        """End a pin; whether there was one."""
+
+    async def pins(self) -> list[Pin]:
+        """The pins that have not ended."""
+
+
+class Notebook(Protocol):
+    """What a local tier may do on top of `Tier`: remember small values of the manager's by name, per namespace, over
+    restarts. Whoever reads one checks it. Raises TierError."""
+
+    async def write_note(self, name: str, value: bytes | None) -> None:
+        """Durable when this returns; None deletes."""
+
+    async def read_notes(self, prefix: str) -> Mapping[str, bytes]:
+        """All notes whose names begin with `prefix`."""

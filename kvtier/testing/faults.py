@@ -7,12 +7,15 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 from kvtier.block import BlockKey, Scope
 from kvtier.errors import TierError
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
+
+_OPTIONAL = frozenset({"keep", "kept", "let_go", "pin", "pins", "read_notes", "unpin", "write_note"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,18 @@ class FaultyTier:
         self.block_bytes = inner.block_bytes
         self.stride = inner.stride
         self._random = random.Random(seed)
+
+    def __getattr__(self, verb: str) -> Any:
+        """What only some tiers can (`kvtier.tier.Keeping`, `Pinning`, `Notebook`), under faults of that verb."""
+        if verb not in _OPTIONAL:
+            raise AttributeError(verb)
+        work = getattr(self.inner, verb)
+
+        async def suffering(*args: Any) -> Any:
+            await self._suffer(verb)
+            return await work(*args)
+
+        return suffering
 
     def _strike(self, verb: str) -> Fault | None:
         for fault in self.faults:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtier import integrity
 from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES, BlockKey, Scope, scope_of_key
@@ -28,6 +28,8 @@ class MemoryStore:
 
     entries: dict[bytes, _Entry]
     tombstones: dict[bytes, float]
+    kept: dict[bytes, float] = field(default_factory=dict)
+    notes: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> MemoryStore:
@@ -98,6 +100,7 @@ class MemoryTier:
             names = [self._namespace + key for key in keys if self._namespace + key in self.store.entries]
         for name in names:
             del self.store.entries[name]
+            self.store.kept.pop(name, None)
         return len(names)
 
     async def purge(self, scope: Scope, before: float) -> int:
@@ -116,6 +119,43 @@ class MemoryTier:
             for prefix, before in self.store.tombstones.items()
             if prefix.startswith(self._namespace)
         }
+
+    async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+        self._usable()
+        now, done = self._clock.wall(), []
+        for key in keys:
+            here = self._why_not(key) is None
+            done.append(here)
+            if here:
+                name = self._namespace + key
+                entry = self.store.entries[name]
+                if served is not None:
+                    life = entry.life.keep_until(served, self.depth, now)
+                    self.store.entries[name] = replace(entry, life=life)
+                self.store.kept[name] = until
+        return done
+
+    async def let_go(self, keys: Sequence[BlockKey]) -> None:
+        self._usable()
+        for key in keys:
+            self.store.kept.pop(self._namespace + key, None)
+
+    async def kept(self) -> Mapping[BlockKey, float]:
+        self._usable()
+        cut = len(self._namespace)
+        kept = self.store.kept.items()
+        return {BlockKey(name[cut:]): until for name, until in kept if name.startswith(self._namespace)}
+
+    async def write_note(self, name: str, value: bytes | None) -> None:
+        self._usable()
+        if value is None:
+            self.store.notes.pop(name, None)
+        else:
+            self.store.notes[name] = value
+
+    async def read_notes(self, prefix: str) -> Mapping[str, bytes]:
+        self._usable()
+        return {name: value for name, value in self.store.notes.items() if name.startswith(prefix)}
 
     async def flush(self, deadline: float) -> None:
         self._usable()
@@ -177,8 +217,11 @@ class MemoryTier:
             self.store.entries[name] = replace(entry, life=entry.life.join(block.life, self._clock.wall()))
             return Stored.PRESENT
         if self._capacity_blocks and len(self.store.entries) >= self._capacity_blocks:
-            coldest = min(self.store.entries, key=lambda n: self._coldness(self.store.entries[n]))
-            del self.store.entries[coldest]
+            now = self._clock.wall()
+            loose = [n for n in self.store.entries if self.store.kept.get(n, now) <= now]
+            if not loose:
+                return Stored.FULL
+            del self.store.entries[min(loose, key=lambda n: self._coldness(self.store.entries[n]))]
         self.store.entries[name] = _Entry(b"".join(block.pieces), block.digest, block.life, block.index)
         return Stored.STORED
 

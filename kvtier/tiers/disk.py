@@ -388,6 +388,32 @@ class DiskTier:
     async def tombstones(self) -> Mapping[Scope, float]:
         return {Scope(scope): until for scope, until in self._store.index.tombstones(self._prefix)}
 
+    # What must stay, and what the manager wants to find again.
+
+    async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+        now, done = self._clock.wall(), list[bool]()
+        for start in range(0, len(keys), DROP_CHUNK):
+            names = [self._prefix + key for key in keys[start : start + DROP_CHUNK]]
+            work = partial(_keep, names=names, until=until, served=served, now=now)
+            done += await self._transact(self._store, work, None)
+        return done
+
+    async def let_go(self, keys: Sequence[BlockKey]) -> None:
+        for start in range(0, len(keys), DROP_CHUNK):
+            names = [self._prefix + key for key in keys[start : start + DROP_CHUNK]]
+            await self._transact(self._store, partial(_let_go, names=names), None)
+
+    async def kept(self) -> Mapping[BlockKey, float]:
+        return {BlockKey(key): until for key, until in self._store.index.kept(self._prefix).items()}
+
+    async def write_note(self, name: str, value: bytes | None) -> None:
+        full = self._prefix + name.encode("ascii")
+        await self._transact(self._store, lambda ledger: ledger.write_note(full, value), None)
+
+    async def read_notes(self, prefix: str) -> Mapping[str, bytes]:
+        found = self._store.index.notes(self._prefix + prefix.encode("ascii"))
+        return {name[len(self._prefix) :].decode("ascii", "replace"): value for name, value in found.items()}
+
     async def flush(self, deadline: float) -> None:
         store = self._store
         await self._transact(store, lambda ledger: None, deadline)
@@ -435,6 +461,15 @@ class DiskTier:
 
 def _drop(ledger: Ledger, names: Sequence[bytes]) -> int:
     return sum(map(ledger.drop, names))
+
+
+def _keep(ledger: Ledger, names: Sequence[bytes], until: float, served: float | None, now: float) -> list[bool]:
+    return [ledger.keep(name, until, served, now) for name in names]
+
+
+def _let_go(ledger: Ledger, names: Sequence[bytes]) -> None:
+    for name in names:
+        ledger.let_go(name)
 
 
 def _drop_range(ledger: Ledger, start: bytes, prefix: bytes, born_until: float) -> tuple[int, bytes | None]:

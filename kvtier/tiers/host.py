@@ -111,7 +111,7 @@ class HostTier:
         self._free: deque[Slot] = deque()
         self._filling: dict[BlockKey, Slot] = {}
         self.index: dict[BlockKey, Slot] = {}
-        self._held: set[BlockKey] = set()  # not the policy's while READY
+        self._held: set[BlockKey] = set()  # READY, and not the policy's
         self._priorities: Counter[int] = Counter()  # of READY slots
         self._tombstones: dict[Scope, float] = {}
         self.quota = Quota(0, self.block_bytes)
@@ -256,8 +256,7 @@ class HostTier:
         slot.state, slot.digest = State.READY, digest
         self.index[slot.key] = slot
         self._priorities[slot.priority] += 1
-        if slot.key not in self._held:
-            self.policy.insert(slot.key)
+        self.policy.insert(slot.key)
         if self.told is not None:
             self.told((slot.key,), True)
         return True
@@ -287,6 +286,7 @@ class HostTier:
         if slot is None:
             return False
         self.policy.remove(key)
+        self._held.discard(key)
         self._count_out(slot.priority)
         if self.told is not None:
             self.told((key,), False)
@@ -310,9 +310,9 @@ class HostTier:
             self._priorities[priority] += 1
 
     def hold(self, keys: Iterable[BlockKey]) -> None:
-        """From now on these blocks, when they are here, are evicted for nobody; idempotent."""
+        """Let these blocks, as far as they are READY, be evicted for nobody while they are here; idempotent."""
         for key in keys:
-            if key not in self._held:
+            if key in self.index and key not in self._held:
                 self._held.add(key)
                 self.policy.remove(key)
 
@@ -321,11 +321,11 @@ class HostTier:
         for key in keys:
             if key in self._held:
                 self._held.remove(key)
-                if key in self.index:
-                    self.policy.insert(key)
+                self.policy.insert(key)
 
+    @property
     def holding(self) -> int:
-        """Blocks that `hold` named, here or not."""
+        """Blocks that nobody may evict."""
         return len(self._held)
 
     def expire(self, now: float) -> int:
@@ -336,7 +336,7 @@ class HostTier:
     def bury(self, tombstones: Mapping[Scope, float]) -> int:
         """Drop the blocks of these scopes that were made before the given wall times, and let none of them in again.
         Returns how many went."""
-        news = {scope: t for scope, t in tombstones.items() if t > self._tombstones.get(scope, -1.0)}
+        news = {scope: t for scope, t in tombstones.items() if self.buries(scope, t)}
         if not news:
             return 0
         self._tombstones.update(news)
@@ -344,6 +344,10 @@ class HostTier:
             key for key, slot in self.index.items() if scope_of_key(key) in news and self._buried(key, slot.stamps)
         ]
         return sum(self.drop(key) for key in doomed)
+
+    def buries(self, scope: Scope, before: float) -> bool:
+        """Whether this tombstone is news."""
+        return before > self._tombstones.get(scope, -1.0)
 
     def _buried(self, key: BlockKey, stamps: Sequence[Stamp]) -> bool:
         before = self._tombstones.get(scope_of_key(key), -1.0)
@@ -379,6 +383,7 @@ class HostTier:
         assert all(self.index[s.key] is s for s in by_state[State.READY] if s.key is not None)
         assert all(s.pins == 0 and s.key is None for s in by_state[State.FREE]), "a free slot is pinned or named"
         assert all(s.pins >= 1 for s in by_state[State.QUARANTINED]), "a quarantined slot that nobody holds"
+        assert self._held <= self.index.keys(), "a block is held that is not here"
         self.policy.check(set(self.index) - self._held)
         assert self._priorities == Counter(slot.priority for slot in self.index.values()), "priorities are miscounted"
         self.quota.check([slot.key for slot in self._slots if slot.key is not None])

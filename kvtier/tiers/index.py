@@ -25,6 +25,8 @@ from kvtier.tiers.ledger import (
     FORMAT,
     FORMAT_KEY,
     GEOMETRY_KEY,
+    KEPT_KEY,
+    NOTE_KEY,
     PURGED_KEY,
     UUID_KEY,
     Geometry,
@@ -221,6 +223,17 @@ class Index:
         with self.reading() as txn:
             scopes = [key[len(prefix) :] for key, _ in rows(txn, prefix)]
             return [(scope, purged_until(txn, namespace + scope)) for scope in scopes]
+
+    def kept(self, namespace: bytes) -> dict[bytes, float]:
+        """Keys of the namespace's kept blocks, and until when."""
+        prefix = KEPT_KEY + namespace
+        with self.reading() as txn:
+            return {key[len(prefix) :]: struct.unpack("<d", raw)[0] for key, raw in rows(txn, prefix)}
+
+    def notes(self, name: bytes) -> dict[bytes, bytes]:
+        """The notes whose namespace ‖ text begins with `name`, by that whole name."""
+        with self.reading() as txn:
+            return {key[len(NOTE_KEY) :]: bytes(raw) for key, raw in rows(txn, NOTE_KEY + name)}
 
     def check(self) -> None:
         """Assert that the tables agree with one another. Reads them all, in one transaction."""

@@ -7,6 +7,8 @@
     "counters"                  serial u64, tick u64, blocks u64, bytes u64, segments u32
     "namespace" ‖ digest        the namespace's fields as JSON
     "purged" ‖ digest ‖ scope   f64: blocks born until then are misses for ever
+    "kept" ‖ name (80)          f64: the block is not evicted before that time
+    "note" ‖ digest ‖ text      bytes that a namespace's manager wants to find again
 
 A slot is in exactly one state: never used (past its segment's `fresh`), free, reserved, or held by an entry.
 It leaves a victim and enters a reservation in the same transaction, so bytes are overwritten only after the
@@ -84,6 +86,9 @@ class Geometry:
 UUID_KEY, FORMAT_KEY = META + b"uuid", META + b"format"
 GEOMETRY_KEY, COUNTERS_KEY = META + b"geometry", META + b"counters"
 NAMESPACE_KEY, PURGED_KEY = META + b"namespace", META + b"purged"
+KEPT_KEY, NOTE_KEY = META + b"kept", META + b"note"
+KEPT_SCAN_MAX = 1024
+"""Kept blocks that one victim's choice moves out of its way."""
 
 
 def purged_until(txn: Any, scoped: bytes) -> float:
@@ -119,6 +124,8 @@ class Ledger:
         self.evicted: list[bytes] = []  # names of blocks that left for others
         self._segments: dict[int, Segment] = {}
         self._order = txn.cursor()
+        self._now = 0.0  # wall time of the last verb that was told it
+        self._keeps = next(rows(txn, KEPT_KEY), None) is not None
 
     def save(self) -> None:
         """Write what was kept in memory."""
@@ -145,6 +152,7 @@ class Ledger:
 
         A block that is here gets the join of both lifetimes and counts as used.
         """
+        self._now = now
         if not life.servable(Depth.G3, now) or born(life) <= self.purged_until(name):
             return Stored.REFUSED
         if self._join(name, length, life, now):
@@ -160,6 +168,7 @@ class Ledger:
         self, reservation: Reservation, name: bytes, length: int, depth: int, digest: bytes, life: Lifetime, now: float
     ) -> Stored:
         """Make a written block visible. FAILED if the reservation is not ours any more."""
+        self._now = now
         if not self._withdraw(reservation):
             return Stored.FAILED
         if born(life) <= self.purged_until(name):
@@ -239,6 +248,34 @@ class Ledger:
         for name in going:
             self.drop(name)
         return len(going), following
+
+    # What must stay.
+
+    def keep(self, name: bytes, until: float, served: float | None, now: float) -> bool:
+        """Evict the block for nobody before wall time `until`; let it live until `served`. False if it is not here."""
+        entry = self.find(name)
+        if entry is None or self.is_purged(name, entry) or not entry.life.servable(Depth.G3, now):
+            return False
+        if served is not None:
+            self._move(name, entry, entry.life.keep_until(served, Depth.G3, now))
+        self._txn.put(KEPT_KEY + name, _TIME.pack(until))
+        self._keeps = True
+        return True
+
+    def let_go(self, name: bytes) -> None:
+        """Undo `keep`."""
+        self._txn.delete(KEPT_KEY + name)
+
+    def _is_kept(self, name: bytes) -> bool:
+        raw = self._txn.get(KEPT_KEY + name) if self._keeps else None
+        return raw is not None and float(_TIME.unpack(raw)[0]) > self._now
+
+    def write_note(self, name: bytes, value: bytes | None) -> None:
+        """Remember `value` under namespace ‖ text; None forgets it."""
+        if value is None:
+            self._txn.delete(NOTE_KEY + name)
+        else:
+            self._txn.put(NOTE_KEY + name, value)
 
     # Namespaces and scopes.
 
@@ -334,6 +371,8 @@ class Ledger:
         """Out of `blocks` and `order`; the slot is the caller's."""
         self._txn.delete(BLOCKS + name)
         self._txn.delete(entry.order_key())
+        if self._keeps:
+            self._txn.delete(KEPT_KEY + name)
         self._blocks -= 1
         self._bytes -= entry.slot_class * SLOT_ALIGN
 
@@ -435,8 +474,9 @@ class Ledger:
         """The slot of the class's coldest block, which goes; or one in a segment taken from another class.
 
         What this very transaction stored or renewed is never a victim: a chain longer than the store loses
-        its tail, not its head.
+        its tail, not its head. What is kept goes to the warm end instead.
         """
+        moved = 0
         coldest = self._coldest(slot_cls)
         rival = self._rival(slot_cls, coldest)
         if rival is not None and self._seize(rival):
@@ -448,6 +488,13 @@ class Ledger:
                 return None
             entry = self.find(name)
             if entry is not None and entry.order_key() == key:
+                if self._is_kept(name):
+                    if moved == KEPT_SCAN_MAX:
+                        return None
+                    moved += 1
+                    self._move(name, entry, entry.life)
+                    coldest = self._coldest(slot_cls)
+                    continue
                 self._remove(name, entry)
                 self.evicted.append(name)
                 return segment, slot
@@ -489,7 +536,7 @@ class Ledger:
         return None if best is None else best[1]
 
     def _seize(self, slot_cls: int) -> bool:
-        """Evict the blocks of the class's coldest segment. True if that made the segment spare."""
+        """Evict the blocks of the class's coldest segment, unless one is kept. True if that made the segment spare."""
         coldest = self._coldest(slot_cls)
         if coldest is None:
             return False
@@ -501,6 +548,8 @@ class Ledger:
                 break
             if parts[2] == segment:
                 doomed.append((key, name))
+        if any(self._is_kept(name) for _, name in doomed):
+            return False
         for key, name in doomed:
             if self.drop(name):
                 self.evicted.append(name)
