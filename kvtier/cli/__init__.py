@@ -42,6 +42,10 @@ COMMANDS = (
     Command("gc", "kvtier.cli.disk:gc", "Free expired, purged and abandoned room of a G3 directory; resize it."),
     Command("purge", "kvtier.cli.purge:purge", "Drop a tenant's blocks from every tier and replica."),
     Command("bench peers", "kvtier.cli.bench_peers:peers", "What an engine computes with kvtier, and with others."),
+    Command("pin create", "kvtier.cli.pin:create", "Keep a prompt's blocks for a time, on every replica."),
+    Command("pin extend", "kvtier.cli.pin:extend", "Let a pin end later, or sooner."),
+    Command("pin delete", "kvtier.cli.pin:delete", "End a pin."),
+    Command("pin list", "kvtier.cli.pin:listing", "Show the pins of a namespace."),
     Command("bench tiers", "kvtier.cli.bench_tiers:tiers", "Throughput and cost of a tier beside what it stands on."),
     Command("g4 lifecycle", "kvtier.cli.objects:lifecycle", "The bucket rule that deletes what was missed."),
     Command("plan", "kvtier.cli.plan:plan", "Which tier sizes reach which hit rate, and at what price."),
@@ -52,6 +56,7 @@ GROUPS = {
     "config": "Check, show and describe configurations.",
     "bench": "Measure tiers, index, transfers and retention.",
     "g4": "Look after object storage.",
+    "pin": "Keep named prompts in the bucket that replicas share.",
 }
 
 

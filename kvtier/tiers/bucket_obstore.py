@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.bucket import LIST_PAGE, TIER, Sink, Stat, Transient
+from kvtier.tiers.direct import DIRECT_BYTES, SIGNED_S, Direct, Headers, answer_of, reachable, size_of
 
 T = TypeVar("T")
 USED = "kvtier-used"
@@ -56,6 +57,7 @@ class ObstoreBucket:
         self._read_timeout = timedelta(seconds=read_timeout_s)
         self._read_timeout_s = read_timeout_s
         self._store: Any = None
+        self._direct: Direct | None = None
         self._ranges = True
 
     async def start(self) -> None:
@@ -82,6 +84,8 @@ class ObstoreBucket:
             )
         except Exception as error:
             raise ConfigError(f"tiers.g4.options: obstore does not take them ({type(error).__name__})") from None
+        if plain and not self._config.get("skip_signature") and reachable(self._config["endpoint"]):
+            self._direct = Direct(self._connect_timeout.total_seconds(), self._read_timeout_s)
 
     async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
         return await self._put(name, data, used, "create")
@@ -117,6 +121,10 @@ class ObstoreBucket:
 
     async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
         stop = start + sum(len(buffer) for buffer in into)
+        if self._direct is not None and self._direct.usable and stop - start >= DIRECT_BYTES:
+            headers = await self._direct.get(await self._signed(name), start, into)
+            if headers is not None:
+                return _answered(name, headers)
         try:
             answer = await self._get(name, start, stop)
         except FileNotFoundError:
@@ -145,6 +153,19 @@ class ObstoreBucket:
         except Exception as error:
             raise _mapped("get", error) from None
         return _stat(name, answer)
+
+    async def _signed(self, name: str) -> str:
+        import obstore
+
+        expires = timedelta(seconds=SIGNED_S)
+        try:
+            if "access_key_id" in self._config:
+                url: str = obstore.sign(self._store, "GET", name, expires)  # microseconds: no credentials to fetch
+            else:
+                url = await obstore.sign_async(self._store, "GET", name, expires)
+        except Exception as error:
+            raise _mapped("get", error) from None
+        return url
 
     async def _get(self, name: str, start: int, stop: int) -> Any:
         if self._ranges:
@@ -203,6 +224,8 @@ class ObstoreBucket:
                 yield found
 
     async def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
         self._store = None
 
 
@@ -213,6 +236,17 @@ def _stat(name: str, answer: Any) -> Stat:
     except (KeyError, ValueError):
         used = None
     return Stat(name, meta["size"], meta["e_tag"] or "", used, meta["last_modified"].timestamp())
+
+
+def _answered(name: str, headers: Headers) -> Stat:
+    """From the headers of an answer with the bytes that were asked for."""
+    answer = answer_of(headers)
+    modified = answer["LastModified"]
+    try:
+        used = float(headers[f"x-amz-meta-{USED}"])
+    except (KeyError, ValueError):
+        used = None
+    return Stat(name, size_of(headers), answer["ETag"], used, modified.timestamp() if modified is not None else None)
 
 
 def _mapped(operation: str, error: Exception) -> TierError:

@@ -11,6 +11,7 @@ from typing import Any
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.bucket import LIST_PAGE, TIER, Sink, Stat, Transient
+from kvtier.tiers.direct import DIRECT_BYTES, SIGNED_S, Direct, answer_of, reachable, size_of
 
 USED = "kvtier-used"
 """Object metadata: wall time of the last use that was recorded, in seconds."""
@@ -54,12 +55,15 @@ class S3Bucket:
             "max_pool_connections": connections,
             # One attempt: the holder of a total budget retries, not three layers below it.
             "retries": {"total_max_attempts": 1, "mode": "standard"},
+            # What a presigned URL is signed with, too; the older way of some regions is not known everywhere.
+            "signature_version": "s3v4",
             # Frames carry their own checksums, checked end to end.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **self._options.pop("config_kwargs", {}),
         }
         self._client: Any = None
+        self._direct: Direct | None = None
         self._extra: dict[str, dict[str, Any]] = {}
 
     async def start(self) -> None:
@@ -84,6 +88,9 @@ class S3Bucket:
         for operation in ("GetObject", "HeadObject", "PutObject", "CopyObject", "DeleteObject", "ListObjectsV2"):
             known = self._client.meta.service_model.operation_model(operation).input_shape.members
             self._extra[operation] = {key: value for key, value in extra.items() if key in known}
+        # Without a key there is nothing to sign with; further parameters of a GET would have to be headers.
+        if not fs.anon and not self._extra["GetObject"] and reachable(self._client.meta.endpoint_url):
+            self._direct = Direct(self._config["connect_timeout"], self._config["read_timeout"])
 
     async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
         return await self._put(name, data, used, {"IfNoneMatch": "*"})
@@ -115,6 +122,10 @@ class S3Bucket:
 
     async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
         stop = start + sum(len(buffer) for buffer in into)
+        if self._direct is not None and self._direct.usable and stop - start >= DIRECT_BYTES:
+            headers = await self._direct.get(await self._signed(name), start, into)
+            if headers is not None:
+                return self._stat(name, answer_of(headers), size_of(headers))
         try:
             answer = await self._client.get_object(
                 Bucket=self._bucket, Key=name, Range=f"bytes={start}-{stop - 1}", **self._extra["GetObject"]
@@ -141,6 +152,15 @@ class S3Bucket:
             except Exception as error:
                 raise _mapped("get", error) from None
         return self._stat(name, answer, size)
+
+    async def _signed(self, name: str) -> str:
+        try:
+            url: str = await self._client.generate_presigned_url(
+                "get_object", Params={"Bucket": self._bucket, "Key": name}, ExpiresIn=SIGNED_S
+            )
+        except Exception as error:
+            raise _mapped("get", error) from None
+        return url
 
     async def renew(self, name: str, etag: str, used: float) -> Stat | None:
         try:
@@ -204,6 +224,8 @@ class S3Bucket:
             token = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
         client, self._client = self._client, None
         if client is not None:
             await client.close()
