@@ -112,7 +112,7 @@ def decode(raw: bytes | memoryview) -> Frame:
         raise CorruptError(f"frame header of {header_bytes} bytes for {count} blocks, {len(view)} at hand")
     if digest_of([view[:end]]) != view[end : end + DIGEST_BYTES]:
         raise CorruptError("frame header does not match its checksum")
-    if any(view[_FIXED.size - 3 : _FIXED.size]) or any(view[end + DIGEST_BYTES : header_bytes]):
+    if (bytes(view[_FIXED.size - 3 : _FIXED.size]) + bytes(view[end + DIGEST_BYTES : header_bytes])).strip(b"\0"):
         raise CorruptError("frame header padding is not zero")
     hashes, digests = [], []
     for start in range(_FIXED.size, end, _ENTRY_BYTES):

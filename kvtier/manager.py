@@ -622,6 +622,7 @@ class Manager:
             "read_bytes": tier.read_bytes,
             "written_bytes": tier.written_bytes,
             "health": tier.inner.breaker.health.value,
+            "counters": dict(tier.counters()),
         }
 
     def check(self) -> None:

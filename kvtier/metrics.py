@@ -60,6 +60,7 @@ TIERS = {
     "pending": Family("kvtier_tier_pending_blocks", "Blocks waiting to be written.", counter=False),
     "read_bytes": Family("kvtier_tier_read_bytes", "Bytes read."),
     "written_bytes": Family("kvtier_tier_written_bytes", "Bytes written."),
+    "counters": Family("kvtier_tier_events", "What only this kind of tier counts, by kind.", label="kind"),
     "health": Family("kvtier_tier_health", "1 for the state the tier is in.", counter=False, label="state"),
 }
 """Entries of `stats()[tier]`."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
@@ -47,6 +47,10 @@ KEEP_S = 3600.0
 READS_MAX = 64
 """Deltas read per poll."""
 
+UNREAD_MAX = 4096
+SLICE = 32
+"""Units of a delta that are taken in at once: a millisecond of the event loop."""
+
 _HEAD = struct.Struct("<8sHHI")
 _ENTRY = struct.Struct("<IHd")
 
@@ -60,14 +64,15 @@ def encode(units: Sequence[Unit]) -> bytearray:
     return out + digest_of([out])
 
 
-def parse(raw: bytes | bytearray, namespace: bytes) -> list[Unit]:
-    """The inverse, for units of `namespace`. Raises CorruptError for anything `encode` cannot have written."""
+def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[Unit]:
+    """The inverse, for units of `namespace`, one after another: some ten microseconds each. Raises CorruptError for
+    anything `encode` cannot have written."""
     if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
         raise CorruptError("a delta that does not match its checksum")
     magic, version, zero, count = _HEAD.unpack_from(raw)
     if magic != MAGIC or version != VERSION or zero or count > DELTA_UNITS_MAX:
         raise CorruptError("no delta of this version")
-    view, offset, units = memoryview(raw)[:-DIGEST_BYTES], _HEAD.size, []
+    view, offset = memoryview(raw)[:-DIGEST_BYTES], _HEAD.size
     for _ in range(count):
         if offset + _ENTRY.size > len(view):
             raise CorruptError("a delta that ends inside an entry")
@@ -83,8 +88,7 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> list[Unit]:
             raise CorruptError("a delta of another namespace")
         etag = bytes(view[start + header_length : offset]).decode("ascii", "replace")
         life = Lifetime(used, frame.life.stamps)
-        units.append(Unit(frame, frame.total_bytes, etag, life, used, float("-inf")))
-    return units
+        yield Unit(frame, frame.total_bytes, etag, life, used, float("-inf"))
 
 
 class Deltas:
@@ -101,7 +105,7 @@ class Deltas:
         self._polled = float("-inf")
         self._youngest_us = 0
         self._seen: OrderedDict[str, None] = OrderedDict()
-        self._lock = asyncio.Lock()
+        self._unread: deque[Stat] = deque(maxlen=UNREAD_MAX)
         self.learnt = 0
 
     def add(self, unit: Unit) -> None:
@@ -133,26 +137,26 @@ class Deltas:
             self._pending = [*units, *self._pending][-DELTA_UNITS_MAX:]
             raise
 
+    @property
+    def polling_due(self) -> bool:
+        return bool(self._unread) or self._clock.monotonic() - self._polled >= POLL_S
+
     async def poll(self) -> None:
-        """Learn what others published, at most every POLL_S. A delta that cannot be read is skipped. Raises
-        TierError if they cannot be listed."""
+        """Learn what others published: list it at most every POLL_S, read at most READS_MAX of it, youngest first. A
+        delta that cannot be read is skipped. Raises TierError if they cannot be listed."""
         now = self._clock.monotonic()
-        if now - self._polled < POLL_S:
-            return
-        async with self._lock:
-            if now - self._polled < POLL_S:
-                return
+        if now - self._polled >= POLL_S:
             self._polled = now
-            newest = int((self._clock.wall() - KEEP_S) * 1e6)
-            after_us = max(self._youngest_us - int(OVERLAP_S * 1e6), newest, 0)
-            fresh: list[Stat] = []
+            oldest = int((self._clock.wall() - KEEP_S) * 1e6)
+            after_us = max(self._youngest_us - int(OVERLAP_S * 1e6), oldest, 0)
             async for page in self._bucket.list(self._names.deltas, f"{self._names.deltas}{after_us:016x}"):
-                fresh += [stat for stat in page if stat.name not in self._seen and stat.size <= DELTA_BYTES_MAX]
-            for stat in fresh:
-                self._remember(stat.name)
-                self._youngest_us = max(self._youngest_us, _stamp_us(stat.name))
-            # The youngest are worth most when there are more than one poll may read.
-            await asyncio.gather(*(self._learn(stat) for stat in fresh[-READS_MAX:]))
+                for stat in page:
+                    if stat.name not in self._seen and stat.size <= DELTA_BYTES_MAX:
+                        self._remember(stat.name)
+                        self._youngest_us = max(self._youngest_us, _stamp_us(stat.name))
+                        self._unread.append(stat)
+        for _ in range(min(len(self._unread), READS_MAX)):
+            await self._learn(self._unread.pop())
 
     def _remember(self, name: str) -> None:
         self._seen[name] = None
@@ -164,10 +168,12 @@ class Deltas:
         try:
             if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
                 return
-            for unit in parse(raw, self._names.namespace):
+            for count, unit in enumerate(parse(raw, self._names.namespace)):
                 if self._index.get(unit.last) is None:
                     self._index.put(unit)
                     self.learnt += 1
+                if count % SLICE == SLICE - 1:
+                    await asyncio.sleep(0)  # look-ups share this loop
         except (TierError, CorruptError):
             pass  # probes will find what it would have told
 

@@ -160,7 +160,8 @@ class _Line(asyncio.BufferedProtocol):
         self._filled = self._received = 0
         self._headers, self._range = None, (start, stop)
         self._views = deque(view for view in into if len(view))
-        self._answer = answer = loop.create_future()
+        answer: asyncio.Future[tuple[int, Headers | None]] = loop.create_future()
+        self._answer = answer
         try:
             self._transport.write(request)
             self._watch(0, read_s)

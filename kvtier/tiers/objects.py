@@ -16,8 +16,8 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
@@ -30,15 +30,10 @@ from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.tiers.bucket import TIER, Patient
 from kvtier.tiers.bucket_url import Client, Limits, open_bucket
 from kvtier.tiers.deltas import Deltas
+from kvtier.tiers.finder import Finder
 from kvtier.tiers.loopthread import LoopThread
-from kvtier.tiers.strides import (
-    Names,
-    default_stride,
-    narrow,
-    probe_width,
-    renewal_due,
-    spread,
-)
+from kvtier.tiers.remover import Remover
+from kvtier.tiers.strides import Names, default_stride, renewal_due
 from kvtier.tiers.sweeper import Sweeper
 from kvtier.tiers.unit_index import Unit
 from kvtier.tiers.unit_store import UnitStore
@@ -46,19 +41,13 @@ from kvtier.tiers.unit_store import UnitStore
 FRESH_S = 45.0
 """Age at which the list of tombstones must be read again before anything is served."""
 
-ABSENT_S = 5.0
-"""How long a probe's "not there" is believed."""
-
-TRUST_S = 60.0
-"""How long the index alone may say "already there" to a writer."""
-
 RETRY_S = 2.0
 """After the server could not be reached, calls fail at once for about this long."""
 
 OPEN_S = 10.0
 CHORES_S = 30.0
-ROUNDS_MAX = 2
-REWRITES_MAX = 3
+
+T = TypeVar("T")
 
 
 class ObjectTier:
@@ -100,8 +89,11 @@ class ObjectTier:
         )  # fmt: skip
         self._deltas = Deltas(self._store.bucket, self._store.names, self._store.index, clock)
         self._store.announce = self._deltas.add
+        self._finder = Finder(self._store, clock)
+        self._remover = Remover(self._store, clock)
         self._sweeper = Sweeper(self._store, self._deltas, clock, self._random)
         self._chores: asyncio.Task[None] | None = None
+        self._lessons: asyncio.Task[None] | None = None
         self._loop = LoopThread("kvtier-g4")
         self._pid = 0
         self._started = False
@@ -149,23 +141,36 @@ class ObjectTier:
                 self._store.index.clear()
 
     async def _let_go(self) -> None:
-        if self._chores is not None:
-            self._chores.cancel()
-            await asyncio.wait([self._chores])
+        for task in (self._chores, self._lessons):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         await self._store.bucket.close()
 
     def _begin_chores(self) -> None:
-        """Publish and sweep beside the caller's work when it is time to; never more than one round at once."""
-        if (self._chores is None or self._chores.done()) and (self._deltas.publishing_due or self._sweeper.due):
-            self._chores = asyncio.get_running_loop().create_task(self._do_chores())
+        """Publish, sweep and learn beside the caller's work when it is time to; each never twice at once."""
+        if self._deltas.publishing_due or self._sweeper.due:
+            self._chores = self._beside(self._chores, self._publish_and_sweep)
+        if self._deltas.polling_due:
+            self._lessons = self._beside(self._lessons, self._deltas.poll)
 
-    async def _do_chores(self) -> None:
-        with contextlib.suppress(TierError, TimeoutError):
-            async with asyncio.timeout(CHORES_S):
-                if self._deltas.publishing_due:
-                    await self._deltas.publish()
-                if self._sweeper.due:
-                    await self._sweeper.page()
+    def _beside(self, last: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """A task for `work`, unless the last one still runs; for at most CHORES_S, and its failures are nobody's."""
+
+        async def bounded() -> None:
+            with contextlib.suppress(TierError, TimeoutError):
+                async with asyncio.timeout(CHORES_S):
+                    await work()
+
+        if last is not None and not last.done():
+            return last
+        return asyncio.get_running_loop().create_task(bounded())
+
+    async def _publish_and_sweep(self) -> None:
+        if self._deltas.publishing_due:
+            await self._deltas.publish()
+        if self._sweeper.due:
+            await self._sweeper.page()
 
     def _usable(self) -> None:
         if self._pid != os.getpid():
@@ -190,6 +195,19 @@ class ObjectTier:
             work.close()
             raise TimeoutError
         return await self._run(work, budget)
+
+    async def _ready_then(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work` on the loop thread, once the server was reached; without a deadline of its own."""
+
+        async def both() -> T:
+            try:
+                await self._ready()
+                return await work
+            finally:
+                work.close()
+
+        result: T = await self._run(both())
+        return result
 
     async def _ready(self) -> None:
         """Make sure that the server was reached and that the tombstones are fresh. Raises TierError."""
@@ -225,16 +243,7 @@ class ObjectTier:
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         self._usable()
-        now = self._clock.wall()
-        out: list[Miss | None] = []
-        unit: Unit | None = None
-        verdict: Miss | None = None
-        for depth in wanted:
-            if unit is None or not unit.holds(chain[depth], depth):
-                unit = self._store.index.find(chain[depth - depth % self.stride], chain[depth], depth)
-                verdict = Miss.ABSENT if unit is None else self._store.why_not(unit, now)
-            out.append(verdict)
-        return out
+        return self._finder.peek(chain, wanted)
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
         found = self.peek(chain, wanted)
@@ -254,59 +263,11 @@ class ObjectTier:
         return verdicts
 
     async def _discover(self, chain: Sequence[BlockKey], wanted: Sequence[int], presumed: set[int]) -> None:
-        """Find how far the chain's strides reach, in ROUNDS_MAX rounds of parallel probes; `presumed` takes the
-        strides that prefix closure vouches for. After one round, a tail is looked for where the strides end."""
         await self._ready()
-        size = self.stride
-        low, high = wanted[0] // size, min(wanted[-1] // size + 1, len(chain) // size)
-        end = wanted[-1] // size + 1
-        while low < end and self._known(chain, low):
-            low += 1
-        if low < end:
-            with contextlib.suppress(TierError):
-                await self._deltas.poll()
-            while low < end and self._known(chain, low):
-                low += 1
-        now = self._clock.monotonic()
-        absent = (s for s in range(low, high) if self._store.index.missing(chain[s * size + size - 1], now))
-        high = next(absent, max(low, high))
-        width, rounds = probe_width(high - low), 0
-        while low < high and rounds < ROUNDS_MAX:
-            points = spread(low, high, width)
-            answers = await asyncio.gather(*(self._probe(chain, s * size, s * size + size) for s in points))
-            before = low
-            low, high = narrow(low, high, dict(zip(points, (isinstance(a, Unit) for a in answers), strict=True)))
-            presumed.update(range(before, low))
-            rounds += 1
-        if low < end and rounds < ROUNDS_MAX:
-            await self._probe_tails(chain, low)
-        self._begin_chores()
-
-    def _known(self, chain: Sequence[BlockKey], stride: int) -> bool:
-        """Whether the index has all that `chain` names of a stride, fit to be served."""
-        first, last = stride * self.stride, min((stride + 1) * self.stride, len(chain)) - 1
-        unit = self._store.index.find(chain[first], chain[last], last)
-        return unit is not None and self._store.why_not(unit, self._clock.wall()) is None
-
-    async def _probe_tails(self, chain: Sequence[BlockKey], stride: int) -> Unit | None:
-        """The longest tail of a stride whose full unit is not there."""
-        first = stride * self.stride
-        stops = range(first + 1, min(first + self.stride - 1, len(chain)) + 1)
-        answers = await asyncio.gather(*(self._probe(chain, first, stop) for stop in stops))
-        return next((unit for unit in reversed(answers) if isinstance(unit, Unit)), None)
-
-    async def _probe(self, chain: Sequence[BlockKey], first: int, stop: int) -> Unit | Miss:
-        """Ask the server for the unit of the blocks first … stop-1."""
-        last = chain[stop - 1]
-        if self._store.index.missing(last, self._clock.monotonic()):
-            return Miss.ABSENT
-        unit = await self._store.header(chain[first:stop], first)
-        why_not = self._store.why_not(unit, self._clock.wall()) if unit is not None else Miss.ABSENT
-        if unit is None or why_not is not None:
-            self._store.index.miss(last, self._clock.monotonic() + ABSENT_S)
-        return unit if unit is not None and why_not is None else why_not or Miss.ABSENT
-
-    # -- headers --------------------------------------------------------------------------------------------------
+        try:
+            await self._finder.discover(chain, wanted, presumed)
+        finally:
+            self._begin_chores()
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -362,7 +323,7 @@ class ObjectTier:
             if verdict is not None:
                 _set(results, positions, verdict)
             return
-        tail = await self._probe_tails(chain, first // self.stride)
+        tail = await self._finder.tail(chain, first // self.stride)
         reach = tail.frame.depth + tail.blocks if tail is not None else first
         inside = [p for p in positions if targets[p].index < reach]
         _set(results, [p for p in positions if targets[p].index >= reach], Miss.ABSENT)
@@ -437,35 +398,17 @@ class ObjectTier:
     # -- leaving --------------------------------------------------------------------------------------------------
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
-        """Delete the units that hold `keys`, their neighbours with them; None: the namespace's, for every replica."""
+        """Delete the units that hold `keys`, their neighbours with them; None: the namespace's, for every replica. Keys
+        of units that this replica does not know cost a walk over their scopes."""
         self._usable()
-        count: int = await self._run(self._evict_all(self._store.names.root) if keys is None else self._evict(keys))
-        return count
-
-    async def _evict(self, keys: Sequence[BlockKey]) -> int:
-        await self._ready()
-        doomed = self._store.index.holding(keys)
-        had = {unit.frame.key(index) for unit in doomed for index in range(unit.blocks)} & set(keys)
-        await self._store.delete([unit.last for unit in doomed])
-        return len(had)
-
-    async def _evict_all(self, prefix: str) -> int:
-        await self._ready()
-        blocks = 0
-        async for page in self._store.bucket.list(prefix):
-            named = [(last, stat) for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
-            blocks += sum(self._store.blocks_in(stat.size) for _, stat in named)
-            await self._store.delete([last for last, _ in named])
-        self._store.index.clear()
-        return blocks
+        return await self._ready_then(self._remover.all() if keys is None else self._remover.some(keys))
 
     async def purge(self, scope: Scope, before: float) -> int:
         """Lay a tombstone, then delete what it covers. Raises TierError if either could not be done: here the scope
         is purged all the same, elsewhere it is not."""
         self._usable()
         self._store.tombstones[scope] = max(before, self._store.tombstones.get(scope, 0.0))
-        count: int = await self._run(self._purge(scope, before))
-        return count
+        return await self._ready_then(self._remover.purge(scope, before))
 
     async def tombstones(self) -> Mapping[Scope, float]:
         """As the server has them now, one listing. Raises TierError."""
@@ -474,32 +417,10 @@ class ObjectTier:
         async def listed() -> None:
             self._synced = min(self._synced, self._clock.monotonic() - FRESH_S - 1)
             await self._ready()
+            self._begin_chores()
 
         await self._run(listed(), OPEN_S)
         return dict(self._store.tombstones)
-
-    async def _purge(self, scope: Scope, before: float) -> int:
-        await self._ready()
-        await self._store.bucket.create(self._store.names.tombstone(scope, before), bytearray(), self._clock.wall())
-        await self._store.pins.purge(scope, before)
-        blocks = 0
-        async for page in self._store.bucket.list(self._store.names.scope(scope)):
-            lasts = [last for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
-            sizes = {stat.name: stat.size for stat in page}
-            covered = await asyncio.gather(
-                *(self._store.covered(last, sizes[self._store.names.unit(last)]) for last in lasts)
-            )
-            doomed = [last for last, gone in zip(lasts, covered, strict=True) if gone]
-            blocks += sum(self._store.blocks_in(sizes[self._store.names.unit(last)]) for last in doomed)
-            await self._store.delete(doomed)
-        await self._drop_older_tombstones(scope)
-        return blocks
-
-    async def _drop_older_tombstones(self, scope: Scope) -> None:
-        older = []
-        async for page in self._store.bucket.list(self._store.names.tombstones + scope.hex()):
-            older += [stat.name for stat in page]
-        await self._store.bucket.delete_many(older[:-1])
 
     # -- pins -----------------------------------------------------------------------------------------------------
 
@@ -507,22 +428,12 @@ class ObjectTier:
         """Keep what the bucket holds of the pin's chain, now or later, until the pin ends, for every replica; a pin of
         that name is replaced. Durable when this returns. Raises InvalidRequest or TierError."""
         self._usable()
-
-        async def work() -> None:
-            await self._ready()
-            await self._store.pins.put(pin)
-
-        await self._run(work())
+        await self._ready_then(self._store.pins.put(pin))
 
     async def unpin(self, name: str) -> bool:
         """End a pin; whether there was one. Raises TierError."""
         self._usable()
-
-        async def work() -> bool:
-            await self._ready()
-            return await self._store.pins.delete(name)
-
-        return bool(await self._run(work()))
+        return await self._ready_then(self._store.pins.delete(name))
 
     async def pins(self) -> list[Pin]:
         """The pins that have not ended, by name, at most FRESH_S old. Raises TierError."""
@@ -536,6 +447,18 @@ class ObjectTier:
         """What this replica knows to be in the bucket, of this namespace."""
         blocks, size = self._store.index.totals()
         return Usage(blocks, size)
+
+    def counters(self) -> dict[str, int]:
+        """What this replica did since it was opened, beyond what every tier counts."""
+        swept = self._sweeper.swept
+        return {
+            "retries": self._store.bucket.retries,
+            "renewed_units": self._store.renewed,
+            "learnt_units": self._deltas.learnt,
+            "swept_units": swept.units,
+            "swept_blocks": swept.blocks,
+            "swept_bytes": swept.bytes,
+        }
 
     def check(self) -> None:
         self._store.index.check(self.stride)

@@ -20,7 +20,7 @@ from kvtier.frame import COUNT_MAX, Frame, decode, header_bytes_of
 from kvtier.rate import TokenBucket
 from kvtier.terms import Depth, Lifetime
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target
-from kvtier.tiers.bucket import LIST_PAGE, Bucket, Stat
+from kvtier.tiers.bucket import LIST_PAGE, Patient, Stat
 from kvtier.tiers.bucket_url import Limits
 from kvtier.tiers.pins import SharedPins
 from kvtier.tiers.strides import Names, born, common_life, renewal_due, runs
@@ -39,7 +39,7 @@ class UnitStore:
     transfers. `tombstones`: scope → the time until which what it wrote is gone; its keeper keeps it fresh."""
 
     def __init__(
-        self, bucket: Bucket, names: Names, block_bytes: int, stride: int, clock: Clock, limits: Limits
+        self, bucket: Patient, names: Names, block_bytes: int, stride: int, clock: Clock, limits: Limits
     ) -> None:
         self.bucket = bucket
         self.names = names
@@ -57,6 +57,7 @@ class UnitStore:
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, unit_bytes))
         self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, unit_bytes))
         self._suspect: dict[BlockKey, None] = {}
+        self.renewed = 0
 
     def why_not(self, unit: Unit, now: float) -> Miss | None:
         if self.purged(unit.frame.scope, born(unit.frame.life)):
@@ -310,6 +311,7 @@ class UnitStore:
         if stat is None or stat.size != unit.size:
             self.index.drop(unit.last)
             return
+        self.renewed += 1
         self.index.put(replace(unit, etag=stat.etag, renewed=used))
 
     async def _rewrite(self, unit: Unit, used: float) -> Stat | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvtier.block import BlockKey, Scope
@@ -75,6 +75,11 @@ class Wrapper:
 
     def usage(self) -> Usage:
         return self.inner.usage()
+
+    def counters(self) -> Mapping[str, int]:
+        """What only this kind of tier counts, by name; nothing for most."""
+        counters: Callable[[], Mapping[str, int]] = getattr(self.inner, "counters", dict)
+        return counters()
 
     def check(self) -> None:
         self.inner.check()
