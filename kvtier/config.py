@@ -47,6 +47,10 @@ NAME_CHARS_MAX = 32
 PATH_CHARS_MAX = 4096
 CLASSES_MAX = 64
 SECONDS_MAX = 10 * 365 * 86400
+PRICES = {"put": 0.005, "get": 0.0004, "gb_month": 0.023}
+"""List prices of S3 Standard in us-east-1: dollars per 1,000 PUT, COPY and LIST requests, per 1,000 others, per GB
+and month."""
+PRICE_MAX = 1e6
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 _SHOWN_OPTIONS = frozenset({"anon", "endpoint", "endpoint_url", "region", "region_name", "skip_signature", "use_ssl"})
@@ -102,6 +106,18 @@ def _count_or_auto(value: Any) -> int | Literal["auto"]:
     raise InvalidRequest(f"{shorten(value)} is neither auto nor a count of blocks in 1 … {2**20}")
 
 
+def _prices(value: Any) -> dict[str, float]:
+    """Dollars by name, what is not named at its default."""
+    if not isinstance(value, Mapping) or not all(
+        name in PRICES and type(price) in (int, float) and 0 <= price <= PRICE_MAX for name, price in value.items()
+    ):
+        raise InvalidRequest(
+            f"{shorten(value)} is no list of prices; write dollars per 1,000 requests and per GB and month, such as "
+            f"{{put: {PRICES['put']}, get: {PRICES['get']}, gb_month: {PRICES['gb_month']}}}"
+        )
+    return PRICES | {name: float(price) for name, price in value.items()}
+
+
 def _secret(value: Any) -> SecretStr:
     text = value.get_secret_value() if isinstance(value, SecretStr) else value
     # 64 bytes is the longest key that BLAKE2b takes.
@@ -132,6 +148,7 @@ Rate = Annotated[
     PlainSerializer(lambda rate: f"{format_size(rate)}/s", when_used="json"),
     _schema("string", "500MiB/s"),
 ]
+Prices = Annotated[dict[str, float], BeforeValidator(_prices), _schema("object", {"put": 0.005})]
 Duration = Annotated[
     float,
     BeforeValidator(_duration),
@@ -207,6 +224,10 @@ class G4(_Section):
     read_rate: Rate | None = Field(default=None, description="Upper bound of bytes read per second; none: no bound.")
     write_rate: Rate | None = Field(
         default=None, description="Upper bound of bytes written per second; none: no bound."
+    )
+
+    prices: Prices = Field(
+        default=PRICES, description="List prices in dollars: put and get per 1,000 requests, gb_month per GB and month."
     )
 
     @field_serializer("options")

@@ -1,4 +1,4 @@
-"""What G4 costs over the library below it: throughput, CPU, requests and lookups on one S3 server.
+"""What G4 costs over the library below it: throughput and CPU of reads on one S3 server.
 
 All subjects of one round read the same objects, one after another, so that a slow minute hits all alike:
 
@@ -12,26 +12,24 @@ from __future__ import annotations
 import asyncio
 import http.client
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from kvtier.bench.record import summary
 from kvtier.block import BlockKey
 from kvtier.clock import SystemClock
-from kvtier.frame import Frame, header_bytes_of
+from kvtier.frame import header_bytes_of
 from kvtier.namespace import Namespace
-from kvtier.terms import BUILTIN, Lifetime
-from kvtier.testing.faults_s3 import FaultyS3
-from kvtier.testing.payload import chain_of, payload_of, sample_namespace, seal
+from kvtier.testing.payload import chain_of, sample_namespace, seal
 from kvtier.tier import Loaded, Target
 from kvtier.tiers.bucket_obstore import translated
-from kvtier.tiers.bucket_url import Limits
+from kvtier.tiers.bucket_url import Limits, open_bucket
 from kvtier.tiers.objects import ObjectTier
 from kvtier.tiers.strides import Names
-from kvtier.tiers.unit_index import Unit
 
 BLOCK_BYTES = 2 << 20
 STRIDE = 16
@@ -48,6 +46,25 @@ class Place:
 
     url: str
     options: Mapping[str, Any]
+
+
+@contextmanager
+def emptied(place: Place) -> Iterator[Place]:
+    """`place`, whose objects are all deleted at the end."""
+
+    async def empty() -> None:
+        bucket, prefix = open_bucket(place.url, place.options, "auto", SystemClock(), Limits())
+        await bucket.start()
+        try:
+            async for page in bucket.list(f"{prefix}/"):
+                await bucket.delete_many([stat.name for stat in page])
+        finally:
+            await bucket.close()
+
+    try:
+        yield place
+    finally:
+        asyncio.run(empty())
 
 
 def measure(place: Place, client: Literal["s3fs", "obstore"], rounds: int) -> dict[str, Any]:
@@ -226,113 +243,3 @@ async def _fill(tier: ObjectTier, chains: Sequence[Sequence[BlockKey]], namespac
 
 def _prefix(url: str) -> str:
     return urlsplit(url).path.strip("/")
-
-
-def lookups(place: Place, units: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds to look up a prompt of 512 blocks: with `units` strides in the index, and cold (its requests and
-    rounds counted) on the server."""
-    return asyncio.run(_lookups(place, units, rounds))
-
-
-async def _lookups(place: Place, units: int, rounds: int) -> dict[str, Any]:
-    namespace, clock = sample_namespace(4096), SystemClock()
-    chain = chain_of(namespace, 512, seed=1)
-    warm_ms, cold_ms, probes = [], [], []
-    for _ in range(rounds):
-        tier = ObjectTier(place.url, namespace, clock=clock, options=place.options, stride=STRIDE)
-        await tier.open()
-        deadline = clock.monotonic() + _DEADLINE_S
-        await tier.write(seal(chain, range(512), 4096, clock.wall()), deadline)
-        await tier.close(deadline)
-        tier = ObjectTier(place.url, namespace, clock=clock, options=place.options, stride=STRIDE)
-        await tier.open()
-        counted = _count_reads(tier)
-        began = time.perf_counter()
-        found = await tier.lookup(chain, range(512), deadline)
-        cold_ms.append(1000 * (time.perf_counter() - began))
-        probes.append(counted())
-        assert found == [None] * 512
-        for start in range(0, 512, STRIDE):
-            await tier.lookup(chain[: start + STRIDE], [start], deadline)
-        _crowd(tier, namespace, units)
-        began = time.perf_counter()
-        assert await tier.lookup(chain, range(512), deadline) == [None] * 512
-        warm_ms.append(1000 * (time.perf_counter() - began))
-        await tier.evict(None)
-        await tier.close(clock.monotonic() + 5)
-    return {
-        "units_in_index": units,
-        "warm_ms": summary(warm_ms),
-        "cold_ms": summary(cold_ms),
-        "cold_probes": summary(probes),
-        "cold_rounds_at_most": 2,
-    }
-
-
-def _count_reads(tier: ObjectTier) -> Callable[[], int]:
-    bucket, count = tier._store.bucket, 0
-    original = bucket.read
-
-    async def read(name: str, start: int, into: Sequence[memoryview]) -> Any:
-        nonlocal count
-        count += 1
-        return await original(name, start, into)
-
-    bucket.read = read  # type: ignore[method-assign]
-    return lambda: count
-
-
-def _crowd(tier: ObjectTier, namespace: Namespace, units: int) -> None:
-    """Make the index believe in `units` other strides."""
-    clock = SystemClock()
-    chain = chain_of(namespace, STRIDE, seed=2)
-    life = Lifetime.of(BUILTIN["24h"], clock.wall())
-    hashes = tuple(key[16:] for key in chain)
-    frame = Frame(namespace.digest, chain[0][:16], 0, 4096, hashes, (bytes(16),) * STRIDE, life)  # type: ignore[arg-type]
-    for which in range(units):
-        mark = which.to_bytes(8, "little") + hashes[0][8:]
-        other = replace(frame, hashes=(mark, *hashes[1:-1], bytes(reversed(mark))))
-        tier._store.index.put(Unit(other, frame.total_bytes, "", life, life.last_use, clock.monotonic()))
-
-
-def requests_per_100k_tokens(put_price: float, get_price: float) -> dict[str, Any]:
-    """Requests and bytes to store a prompt of 100,000 tokens (blocks of 16 tokens and 2 MiB) and to load it on another
-    replica, counted on a server of our own with small blocks; dollars at the given list prices per 1,000 requests."""
-    return asyncio.run(_requests(put_price, get_price))
-
-
-async def _requests(put_price: float, get_price: float) -> dict[str, Any]:
-    tokens, small = 100_000, sample_namespace(4096)
-    blocks = tokens // small.block_tokens // STRIDE * STRIDE
-    chain, clock = chain_of(small, blocks), SystemClock()
-    counts = []
-    with FaultyS3().running() as server:
-        for action in ("store", "load"):
-            tier = ObjectTier(
-                "s3://bucket", small, clock=clock, options=server.options, client="obstore", stride=STRIDE
-            )
-            await tier.open()
-            before = server.requests.copy()
-            deadline = clock.monotonic() + _DEADLINE_S
-            if action == "store":
-                await tier.write(seal(chain, range(blocks), 4096, clock.wall()), deadline)
-            else:
-                await tier.lookup(chain, range(blocks), deadline)
-                targets = [Target(index, (memoryview(bytearray(4096)),)) for index in range(blocks)]
-                for result, target in zip(await tier.read(chain, targets, deadline), targets, strict=True):
-                    assert isinstance(result, Loaded) and target.into[0] == payload_of(chain[target.index], 4096)
-            counts.append(dict(server.requests - before))
-            await tier.close(deadline)
-    size = blocks * BLOCK_BYTES + blocks // STRIDE * header_bytes_of(STRIDE)
-    return {
-        "tokens": blocks * small.block_tokens,
-        "bytes_each_way_at_2_mib_blocks": size,
-        "store": {"requests": counts[0], "dollars": _dollars(counts[0], put_price, get_price)},
-        "load": {"requests": counts[1], "dollars": _dollars(counts[1], put_price, get_price)},
-        "list_prices_per_1000": {"put": put_price, "get": get_price},
-    }
-
-
-def _dollars(counts: Mapping[str, int], put_price: float, get_price: float) -> float:
-    puts = sum(counts.get(verb, 0) for verb in ("put", "copy", "list"))
-    return round((puts * put_price + (sum(counts.values()) - puts) * get_price) / 1000, 6)

@@ -8,24 +8,28 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import uuid4
 
 import typer
 
 from kvtier.bench.record import record, save
 from kvtier.cli.output import Json, console, write_json, write_table
-from kvtier.config import Config
+from kvtier.config import G4, Config
 from kvtier.errors import ConfigError
 from kvtier.units import parse_size
+
+if TYPE_CHECKING:
+    from kvtier.bench.objects import Place
 
 Tier = Annotated[str, typer.Option("--tier", help="g2: host RAM; g3: local disk; g4: object storage.")]
 File = Annotated[
     Path | None, typer.Option("--config", help="Measure on its tiers; default: a server started on loopback.")
 ]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, max=100, help="Interleaved rounds; the median counts.")]
-Units = Annotated[int, typer.Option("--units", min=0, help="Strides in the index for the warm lookup.")]
-PutPrice = Annotated[float, typer.Option("--put-price", help="Dollars per 1,000 PUT, COPY and LIST requests.")]
-GetPrice = Annotated[float, typer.Option("--get-price", help="Dollars per 1,000 GET requests.")]
+Strides = Annotated[
+    int, typer.Option("--strides", min=32, help="g4: objects that the bucket is filled with for look-ups.")
+]
 Folder = Annotated[Path, typer.Option("--path", help="g3: a directory on the disk to measure.")]
 Size = Annotated[str, typer.Option("--size", help="g3: bytes per pass; twice that must be free.")]
 Blocks = Annotated[list[str], typer.Option("--block", help="g2, g3: block size; may be given several times.")]
@@ -34,8 +38,8 @@ Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON r
 
 
 def tiers(
-    tier: Tier = "g4", config: File = None, rounds: Rounds = 3, units: Units = 100_000,
-    put_price: PutPrice = 0.005, get_price: GetPrice = 0.0004, path: Folder = Path(), size: Size = "4GiB",
+    tier: Tier = "g4", config: File = None, rounds: Rounds = 3, strides: Strides = 10_000,
+    path: Folder = Path(), size: Size = "4GiB",
     block: Blocks = ["2MiB"], restart: Restart = False,  # noqa: B006 (typer's way to have a default)
     folder: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
@@ -50,7 +54,7 @@ def tiers(
         return
     if tier != "g4":
         raise ConfigError(f"--tier is {tier!r}: this command measures g2, g3 and g4")
-    entry = record("tiers_g4", ["kvtier", *sys.argv[1:]], _objects(config, rounds, units, put_price, get_price))
+    entry = record("tiers_g4", ["kvtier", *sys.argv[1:]], _objects(config, rounds, strides))
     if folder is not None:
         save(entry, folder)
     if json:
@@ -65,15 +69,15 @@ def tiers(
         ]  # fmt: skip
         columns = ["read", "kvtier GB/s", client, "http", f"/{client}", "/http", "CPU s/GB kvtier", client, "http"]
         write_table(columns, rows, title=f"G4 over {client}")
-    looked = entry["results"]["lookup"]
+    looked, cost = entry["results"]["lookup"], entry["results"]["requests"]
+    cold = looked["cold"]
     console().print(
-        f"lookup of 512 blocks: {looked['warm_ms']['median']:.2f} ms with {units:,} strides in the index, "
-        f"{looked['cold_ms']['median']:.1f} ms cold with {looked['cold_probes']['median']:.0f} probes"
-    )
-    cost = entry["results"]["requests"]
-    console().print(
-        f"{cost['tokens']:,} tokens: stored with {cost['store']['requests']} for ${cost['store']['dollars']}, "
-        f"loaded with {cost['load']['requests']} for ${cost['load']['dollars']}"
+        f"lookup of 512 blocks in a bucket of {looked['strides']:,} strides: {looked['warm_ms']['median']:.2f} ms by "
+        f"the index, {cold['ms']['median']:.1f} ms cold, by {cold['requests']['median']:.0f} requests in "
+        f"{cold['round_trips']} round trips\n"
+        f"{cost['tokens']:,} tokens, {cost['bytes_each_way'] / 1e9:.1f} GB: stored by {cost['store']['requests']} for "
+        f"${cost['store']['dollars']}, loaded by {cost['load']['requests']} for ${cost['load']['dollars']}, kept for "
+        f"${cost['dollars_per_day_kept']} a day"
     )
 
 
@@ -112,29 +116,31 @@ def _two(figure: float) -> float:
     return round(figure, 2)
 
 
-def _objects(file: Path | None, rounds: int, units: int, put_price: float, get_price: float) -> dict[str, Any]:
-    from kvtier.bench import objects
+def _objects(file: Path | None, rounds: int, strides: int) -> dict[str, Any]:
+    from kvtier.bench import bucket, objects
 
     clients: tuple[Literal["s3fs", "obstore"], ...] = ("s3fs", "obstore")
-    with _place(file) as place:
+    g4 = Config.load(file).tiers.g4 if file is not None else None
+    with _place(g4) as place:
         return {
             "load_average_before": os.getloadavg(),
-            "server": "SeaweedFS on loopback, same machine" if file is None else "as configured",
+            "server": "SeaweedFS on loopback, same machine" if g4 is None else "as configured",
             "clients": {client: objects.measure(place, client, rounds) for client in clients},
-            "lookup": objects.lookups(place, units, rounds),
-            "requests": objects.requests_per_100k_tokens(put_price, get_price),
+            "lookup": bucket.lookups(place, strides),
+            "requests": bucket.per_100k_tokens(g4 or G4(url=place.url)),
         }
 
 
 @contextmanager
-def _place(file: Path | None) -> Iterator[Any]:
-    from kvtier.bench.objects import Place
+def _place(g4: G4 | None) -> Iterator[Place]:
+    """A folder of its own in the configured bucket, emptied afterwards; or a bucket of a server on loopback."""
+    from kvtier.bench.objects import Place, emptied
 
-    if file is not None:
-        g4 = Config.load(file).tiers.g4
-        if g4 is None or not g4.url.startswith("s3://"):
-            raise ConfigError(f"{file} names no s3:// URL at tiers.g4.url")
-        yield Place(f"{g4.url.rstrip('/')}/kvtier-bench", g4.options)
+    if g4 is not None:
+        if not g4.url.startswith("s3://"):
+            raise ConfigError(f"tiers.g4.url is {g4.url}: this measures an s3:// URL")
+        with emptied(Place(f"{g4.url.rstrip('/')}/kvtier-bench-{uuid4().hex[:12]}", g4.options)) as place:
+            yield place
         return
     from kvtier.testing.servers import SeaweedFS
 

@@ -312,7 +312,7 @@ class FaultyS3:
         entries = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[f'{bucket}/{name}'].data)}</Size>"
             f"<ETag>{escape(self.objects[f'{bucket}/{name}'].etag)}</ETag>"
-            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            f"<LastModified>{_iso(self.objects[f'{bucket}/{name}'].modified)}</LastModified></Contents>"
             for name in page
         )
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
@@ -384,6 +384,10 @@ def _error(status: int, code: str) -> _Answer:
 
 def _xml(text: str) -> _Answer:
     return _Answer(200, {"Content-Type": "application/xml"}, f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode())
+
+
+def _iso(wall: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(wall))
 
 
 def _range(header: str | None, size: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """S3, GCS and Azure through obstore: Rust's object_store, at a fraction of the CPU per byte.
 
 Its fsspec adapter drops conditions, versions and metadata, so this goes to the store behind it. It can delete
-only unconditionally and has no self-copy that changes metadata: `delete` compares versions first, and the holder
-rewrites what it wants to renew.
+only unconditionally and has no self-copy that changes metadata: s3fs lends both where it is installed
+(kvtier.tiers.bucket_blend); else `delete` compares versions first, and the holder rewrites what it wants to renew.
 """
 
 from __future__ import annotations

@@ -173,9 +173,11 @@ class S3Bucket:
             if _code(error) in (*_ABSENT, *_PRECONDITION):
                 return None
             raise _mapped("copy", error) from None
-        etag = answer.get("CopyObjectResult", {}).get("ETag", etag)
+        copied = answer.get("CopyObjectResult", {}).get("ETag", etag)
         there = await self.head(name)
-        return Stat(name, there.size, etag, used) if there is not None else None
+        # Some servers write the ETag of a copy without its quotes; the one of a read is what reads are compared with.
+        same = there is not None and there.etag.strip('"') == copied.strip('"')
+        return Stat(name, there.size, there.etag, used) if there is not None and same else None
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
         condition = {} if etag is None else {"IfMatch": etag}

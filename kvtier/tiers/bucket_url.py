@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError
 from kvtier.tiers.bucket import Bucket
+from kvtier.tiers.bucket_blend import Blend
 
 Client = Literal["auto", "s3fs", "obstore"]
 _KEY = "tiers.g4.url"
@@ -99,20 +100,26 @@ def _file_system_class(protocol: str) -> Any:
 
 
 def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: Limits) -> Bucket:
-    """obstore if it is asked for, or if it is installed and knows all the options; else s3fs."""
+    """obstore if it is asked for, or if it is installed and knows all the options; else s3fs.
+
+    obstore has no copy that changes metadata and no conditional delete: where s3fs is installed too, it lends its.
+    """
+    has = {name: importlib.util.find_spec(name) is not None for name in ("obstore", "s3fs")}
     if client != "s3fs":
         from kvtier.tiers.bucket_obstore import ObstoreBucket, translated
 
         config = translated(options)
-        installed = importlib.util.find_spec("obstore") is not None
-        if client == "obstore" and not installed:
+        if client == "obstore" and not has["obstore"]:
             raise ConfigError("tiers.g4.client is obstore, which is not installed: pip install 'kvtier[s3]'")
         if client == "obstore" and config is None:
             raise ConfigError("tiers.g4.options has some that only s3fs knows: remove them, or set client: s3fs")
-        if installed and config is not None:
-            return ObstoreBucket(
-                bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s
-            )  # fmt: skip
+        if has["obstore"] and config is not None:
+            fast = ObstoreBucket(bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
+            return Blend(fast, _s3fs(bucket, options, clock, limits)) if has["s3fs"] else fast
+    return _s3fs(bucket, options, clock, limits)
+
+
+def _s3fs(bucket: str, options: Mapping[str, Any], clock: Clock, limits: Limits) -> Bucket:
     from kvtier.tiers.bucket_s3 import S3Bucket
 
     return S3Bucket(

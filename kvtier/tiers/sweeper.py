@@ -7,14 +7,17 @@ everything. Deleting twice is harmless, and a unit that is deleted although it w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.block import BlockKey
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError
+from kvtier.terms import Depth
 from kvtier.tier import Miss
-from kvtier.tiers.bucket import first_page
+from kvtier.tiers.bucket import Stat, first_page
 from kvtier.tiers.deltas import Deltas
 from kvtier.tiers.unit_store import UnitStore
 
@@ -23,6 +26,9 @@ SWEEP_S = 60.0
 
 HEADERS_MAX = 200
 """Headers read per page: what this replica does not know for alive."""
+
+RENEW_S = 12 * 3600.0
+"""Age by the server's stamp at which a pinned unit is renewed: the bucket's rule may delete from two days on."""
 
 GRACE_S = 60.0
 """How long a unit must have been dead: another replica's clock may be behind."""
@@ -65,6 +71,7 @@ class Sweeper:
             self._cursor = self._somewhere()
         page = await first_page(self._store.bucket, root, self._cursor)
         unknown = [(last, stat) for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
+        await self._renew_kept(unknown)
         unknown = [(last, stat) for last, stat in unknown if not self._alive(last)][:headers_max]
         dead = await asyncio.gather(*(self._dead(last, stat.size) for last, stat in unknown))
         doomed = [(last, stat) for (last, stat), gone in zip(unknown, dead, strict=True) if gone]
@@ -77,6 +84,20 @@ class Sweeper:
             self.swept.deltas += await self._deltas.sweep()
             self.swept.pins += await self._store.pins.sweep()
         return not page
+
+    async def _renew_kept(self, named: Sequence[tuple[BlockKey, Stat]]) -> None:
+        """A copy onto itself for what only a pin keeps, so that the bucket's own rule does not find it old."""
+        old = self._clock.wall() - RENEW_S
+        for last, stat in named if self._store.pins else ():
+            if stat.modified is None or stat.modified > old:
+                continue
+            unit = self._store.index.get(last)
+            if unit is None:
+                with contextlib.suppress(CorruptError):
+                    unit = await self._store.header_of(last, stat.size)
+            now = self._clock.wall()
+            if unit is not None and self._store.pins.kept(unit, now) and not unit.life.servable(Depth.G4, now):
+                await self._store.renew(unit, unit.renewed)
 
     def _somewhere(self) -> str:
         """A random place among the scopes that this replica knows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -281,6 +282,23 @@ async def test_a_pin_can_be_extended_and_ended(site: Site) -> None:
     assert await two.unpin("p") and not await two.unpin("p")
     site.clock.advance(60)
     assert await site.read(one, chain) == [Miss.EXPIRED] * S
+
+
+async def test_what_only_a_pin_keeps_is_renewed_before_the_buckets_rule_finds_it_old(site: Site) -> None:
+    with FaultyS3().running() as server:
+        site.clock.jump_wall(time.time() - site.clock.wall())  # the server has a clock of its own
+        one = await site.replica("s3://bucket/p", options=server.options)
+        kept, other = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
+        await site.store(one, kept, ttl=300)
+        await site.store(one, other, ttl=86400)
+        await one.pin(site.named("p", kept, 1_000_000))
+        site.clock.advance(3600)
+        for there in server.objects.values():
+            there.modified = site.clock.wall() - 13 * 3600
+        await sweep_all(one)
+        assert one.counters()["renewed_units"] == 1, "the other is alive by its own terms"
+        await one.close(site.deadline)
+        site.tiers.clear()
 
 
 async def test_a_purge_ends_what_a_pin_keeps(site: Site) -> None:
