@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
+from kvtier.errors import KVTierError
 from kvtier.testing import payload_of, sample_namespace
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.testing.servers import S3Server
@@ -102,3 +105,35 @@ def test_a_server_that_stalls_costs_the_lookup_s_budget_and_heals(tmp_path: Path
                 fresh = kvtier.chain_hashes([int(1000 * time.monotonic()), *TOKENS], NS)
                 cache.put(fresh, [payload_of(key, BLOCK) for key in fresh], wait=True)
                 time.sleep(0.5)
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_no_credential_reaches_a_log_a_dump_or_an_error(
+    tmp_path: Path, client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through good and bad answers, with our own loggers at their most talkative."""
+    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, logger="kvtier")
+    secrets = ["AKIDTOPSECRET", "verytopsecret", "sessiontopsecret"]
+    (tmp_path / "a").mkdir()
+    with FaultyS3().running() as server:
+        more = dict(zip(("key", "secret", "token"), secrets, strict=True))
+        raw = config(tmp_path / "a", "s3://bucket/p", {**server.options, **more})
+        raw["tiers"]["g4"]["client"] = client
+        parsed = kvtier.Config.parse(raw)
+        told = [repr(parsed), json.dumps(parsed.model_dump(mode="json"))]
+        with kvtier.open(parsed, NS) as cache:
+            keys = kvtier.chain_hashes(TOKENS, NS)
+            cache.put(keys, [payload_of(key, BLOCK) for key in keys], wait=True)
+            cache.flush(timeout=20)
+            assert cache.stats()["g4"]["blocks"] == len(keys)
+            for fault in (S3Fault.STATUS_403, S3Fault.EXPIRED, S3Fault.REDIRECT, S3Fault.GARBAGE, S3Fault.STATUS_503):
+                server.rules = [S3Rule("*", fault)]
+                cache.evict("g2"), cache.evict("g3"), cache.evict("g4")
+                cache.get(keys, timeout=1).release()
+                with contextlib.suppress(KVTierError):
+                    cache.purge(salt="x")
+            told += [repr(cache), json.dumps(cache.stats(), default=str)]
+    assert caplog.records, "the control: something was logged"
+    for secret in secrets:
+        assert not [text for text in (*told, caplog.text) if secret in text]
