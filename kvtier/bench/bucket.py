@@ -142,15 +142,15 @@ async def _learnt(place: Place, namespace: Namespace, prompt: Any, strides: int)
 
 def _counting(tier: ObjectTier) -> Callable[[], int]:
     """Counts the header reads of a tier from now on."""
-    bucket, count = tier._store.bucket, 0
-    original = bucket.read
+    bucket: Any = tier._store.bucket
+    original, count = bucket.read, 0
 
     async def read(*args: Any) -> Any:
         nonlocal count
         count += 1
         return await original(*args)
 
-    bucket.read = read  # type: ignore[method-assign]
+    bucket.read = read
     return lambda: count
 
 
