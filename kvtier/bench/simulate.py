@@ -1,32 +1,37 @@
 """A trace replayed without bytes: the real manager, index, policy, terms and planner over a clock that is set.
 
 What is real: `kvtier.manager.Manager` with G2's slots, leases, lifetimes and eviction, every policy of
-`kvtier.policy`. What is not: memory (slots have no bytes), time (it is that of the trace, and nothing takes any).
-A request looks its chain up and stores what it lacked, in the same instant.
+`kvtier.policy`, and over a stack of tiers planning, promotion and write-behind. What is not: memory (slots have no
+bytes), the media below G2, time (it is that of the trace, and nothing takes any). A request looks its chain up and
+stores what it lacked, in the same instant.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
-from kvtier.arena import Arena
-from kvtier.bench.traces import Request, Trace
+from kvtier.bench.empty import EmptyArena, EmptyTier
+from kvtier.bench.traces import Trace
 from kvtier.block import SHARED, BlockKey
 from kvtier.hashing import HASH_BYTES
 from kvtier.manager import Manager, Settings
-from kvtier.plan import make_plan
 from kvtier.policy import Policy, make_policy
-from kvtier.terms import Lifetime, Terms
-from kvtier.tier import Miss
+from kvtier.terms import Depth, Lifetime, Terms
 from kvtier.tiers.host import HostTier
 
 FOREVER = Terms("forever")
+STRIDES = MappingProxyType({"g3": 1, "g4": 16})
+"""Blocks per unit of the tiers below G2."""
+NEVER_S = 1e9
+STEP_S = 60.0
+"""Deadline of a request's steps, in seconds: without devices none comes near it."""
 
 
 class TraceClock:
@@ -44,20 +49,6 @@ class TraceClock:
     async def sleep(self, seconds: float) -> None:
         """Housekeeping never falls due: it would be the only thing that moves by itself."""
         await asyncio.get_running_loop().create_future()
-
-
-class EmptyArena(Arena):
-    """Slots without bytes."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(1, 1, slots * 4096)
-        self.slots = slots
-
-    def open(self, room: Callable[[], int] = lambda: 0) -> None:
-        """Nothing to allocate."""
-
-    def pieces(self, slot: int) -> tuple[memoryview, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,7 @@ def _replay(manager: Manager, chain: Sequence[BlockKey], terms: Terms) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One tier of a stack: its name and how many blocks it holds."""
+    """One tier of a stack: its name (g1 … g4) and how many blocks it holds."""
 
     name: str
     blocks: int
@@ -139,6 +130,8 @@ class Split:
     references: int
     hit_percent: Mapping[str, float]
     written: Mapping[str, int]
+    seconds: float
+    cpu_seconds: float
 
     @property
     def total_percent(self) -> float:
@@ -146,68 +139,100 @@ class Split:
 
 
 def simulate_stack(trace: Trace, policy: str, levels: Sequence[Level], terms: Terms = FOREVER) -> Split:
-    """Replay `trace` over a stack of tiers, nearest first, each an index of G2's kind, written through on creation.
+    """Replay `trace` over a stack of tiers, nearest first. Deterministic; some 15 µs per reference.
 
-    A block is served from the nearest tier that has it, as far as the prefix is contiguous over all of them
-    (`kvtier.plan`), and then is in every tier. A reference renews it in all tiers.
+    The manager owns all but `g1`, which is an engine's: leaf-first LRU over what a request named. (A single tier is
+    the manager's, whatever its name.) It looks up, plans,
+    promotes, stores and writes behind as it always does, over tiers without bytes that take no time: what a request
+    stores is in every tier before the next one comes. `policy` orders G2; deeper tiers keep to (last use, -depth).
     """
-    names = keys_of(trace)
-    tiers = [HostTier(EmptyArena(level.blocks), make_policy(policy, level.blocks)) for level in levels]
-    for tier in tiers:
-        tier.open()
-    served = dict.fromkeys((level.name for level in levels), 0)
-    written = dict.fromkeys(served, 0)
-    for request in trace.requests:
-        chain = list(map(names.__getitem__, request.blocks))
-        where = _locate(chain, tiers, levels, request.at)
-        plan = make_plan(where, len(chain), levels[0].name)
-        for place in where[: plan.hit]:
-            served[str(place)] += 1
-        for level, tier in zip(levels, tiers, strict=True):
-            written[level.name] += _bring(tier, chain, terms, request)
-    references = trace.references
-    shares = {name: 100 * count / references for name, count in served.items()}
-    return Split(references, MappingProxyType(shares), MappingProxyType(written))
+    return asyncio.run(_Stack(trace, policy, levels).run(terms))
 
 
-def _locate(
-    chain: Sequence[BlockKey], tiers: Sequence[HostTier], levels: Sequence[Level], now: float
-) -> list[str | Miss]:
-    """Where each block is, up to the first that is nowhere. Prefixes first: tiers are nearly prefix-closed."""
-    where: list[str | Miss] = []
-    for level, tier in zip(levels, tiers, strict=True):
-        more = tier.prefix(chain[len(where) :], now)
-        where += [level.name] * more
-    while len(where) < len(chain):
-        key = chain[len(where)]
-        place = next((level.name for level, tier in zip(levels, tiers, strict=True) if not tier.peek(key, now)), None)
-        where.append(place or Miss.ABSENT)
-        if place is None:
-            break
-    return where
+class _Stack:
+    """One replay over a stack: an engine's G1 before a manager."""
+
+    def __init__(self, trace: Trace, policy: str, levels: Sequence[Level]) -> None:
+        self._trace = trace
+        self._clock = TraceClock()
+        own, owned = (levels[0].blocks, levels[1:]) if levels[0].name == "g1" and len(levels) > 1 else (0, levels)
+        self._pool = HostTier(EmptyArena(own), make_policy("lru", own)) if own else None
+        self._nearest = owned[0].name
+        self._lower = [
+            EmptyTier(level.name, Depth[level.name.upper()], STRIDES[level.name], level.blocks, self._clock)
+            for level in owned[1:]
+        ]
+        host = HostTier(EmptyArena(owned[0].blocks), make_policy(policy, owned[0].blocks, refuses=not self._lower))
+        settings = Settings(queue_fraction=1.0, housekeeping_s=NEVER_S)  # done after every request instead
+        self._manager = Manager(host, self._lower, self._clock, settings)
+        self._served = Counter({level.name: 0 for level in levels})
+        self._written = Counter({level.name: 0 for level in levels})
+
+    async def run(self, terms: Terms) -> Split:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        names = keys_of(self._trace)
+        if self._pool is not None:
+            self._pool.open()
+        await self._manager.start()
+        for request in self._trace.requests:
+            self._clock.now = request.at
+            await self._serve(list(map(names.__getitem__, request.blocks)), terms)
+        self._manager.check()
+        await self._manager.close()
+        self._written.update({tier.name: tier.written for tier in self._lower})
+        references = self._trace.references
+        shares = {name: 100 * count / references for name, count in self._served.items()}
+        spent, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+        return Split(references, MappingProxyType(shares), MappingProxyType(dict(self._written)), spent, cpu)
+
+    async def _serve(self, chain: Sequence[BlockKey], terms: Terms) -> None:
+        """As a connector does: what G1 has, what the manager can bring, compute the rest, store it."""
+        manager, deadline = self._manager, self._clock.now + STEP_S
+        start = self._pool.prefix(chain, self._clock.now) if self._pool is not None else 0
+        lease = manager.pin(chain, start)
+        if start + len(lease) < len(chain) and self._lower:
+            lease.release()
+            lease = await manager.promote(chain, deadline, start, referenced=True)
+        self._served.update(self._nearest if name == manager.host.name else name for name in lease.tiers)
+        if self._pool is not None:
+            self._served["g1"] += start
+            self._written["g1"] += _bring(self._pool, chain, start, terms, self._clock.now)
+        await manager.flush(deadline)  # uses reach the lower tiers before what is stored makes room there
+        await self._store(chain, start + len(lease), terms, deadline)
+        lease.release()
+        manager.host.learn()
+
+    async def _store(self, chain: Sequence[BlockKey], start: int, terms: Terms, deadline: float) -> None:
+        """Head first, as far as slots go that nothing on its way down holds."""
+        manager, ours = self._manager, set(chain)
+        while start < len(chain):
+            slots, reached = manager.reserve(chain, start, len(chain), terms, ours.__contains__)
+            self._written[self._nearest] += len(slots)
+            manager.commit(chain, slots, [slot.generation for slot in slots])
+            await manager.flush(deadline)
+            if reached == start:
+                break
+            start = reached
 
 
-def _bring(tier: HostTier, chain: Sequence[BlockKey], terms: Terms, request: Request) -> int:
-    """Renew what the tier has of a chain, store what it lacks; gives the blocks written."""
-    now, written = request.at, 0
-    have = tier.prefix(chain, now)
-    tier.reference(chain, have, now)
-    for key in chain[:have]:
-        tier.index[key].use(now)
-    life = Lifetime.of(terms, now)
-    for index in range(have, len(chain)):
-        slot = tier.index.get(chain[index])
+def _bring(pool: HostTier, chain: Sequence[BlockKey], have: int, terms: Terms, now: float) -> int:
+    """Renew what G1 has of a chain, take in what it lacks; gives the blocks taken in."""
+    pool.reference(chain, have, now)
+    life, written = Lifetime.of(terms, now), 0
+    ends = life.ends(Depth.G1)
+    for index, key in enumerate(chain):
+        slot = pool.index.get(key)
         if slot is not None and slot.expires_at >= now:
-            slot.use(now)
+            slot.stamp(life, ends)
             continue
         if slot is not None:
-            tier.drop(chain[index])
-        room = tier.reserve(chain[index], index)
-        if room is None:
+            pool.drop(key)
+        slot = pool.reserve(key, index)
+        if slot is None:
             break
-        tier.commit(room, room.generation, life)
+        slot.stamp(life, ends)
+        pool.commit(slot, slot.generation)
         written += 1
-    tier.learn()
     return written
 
 

@@ -117,7 +117,7 @@ def retention(
         results = {"sample": sample, **_told(part, replays)}
         per_token = shape_of(model).bytes_per_token
     elif tiers is not None:
-        results = _stack(loaded, policy, tiers, per_token)
+        results = _stack(loaded, policy, tiers, per_token, ttl)
     elif report is not None and capacity_fraction is None and ttl is None:
         results = {}
     else:
@@ -250,13 +250,13 @@ def _seconds(text: str) -> float:
         return parse_duration(text)
 
 
-def _stack(trace: Trace, policy: str, text: str, bytes_per_token: int) -> dict[str, Any]:
+def _stack(trace: Trace, policy: str, text: str, bytes_per_token: int, ttl: str | None) -> dict[str, Any]:
     sizes = [parse_size(part.strip()) for part in text.split(",")]
     if not 1 <= len(sizes) <= 4:
         raise InvalidRequest(f"--tiers: give one to four sizes, nearest first, got {len(sizes)}")
     block_bytes = trace.block_tokens * bytes_per_token
     levels = [Level(f"g{depth}", max(1, size // block_bytes)) for depth, size in enumerate(sizes, 1)]
-    split = simulate_stack(trace, policy, levels)
+    split = simulate_stack(trace, policy, levels, FOREVER if ttl is None else Terms("ttl", ttl=_seconds(ttl)))
     return {
         "policy": policy,
         "bytes_per_token": bytes_per_token,
@@ -272,4 +272,6 @@ def _stack(trace: Trace, policy: str, text: str, bytes_per_token: int) -> dict[s
         },
         "hit_percent": round(split.total_percent, 6),
         "prefill_left_percent": round(100 - split.total_percent, 6),
+        "seconds": round(split.seconds, 2),
+        "cpu_seconds": round(split.cpu_seconds, 2),
     }
