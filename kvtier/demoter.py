@@ -170,7 +170,7 @@ class Demoter:
             room = max(stride, self._hold_max) - self._feeder.held()
             complete = min(complete, start + room // stride * stride)
             for key in chain[start:complete]:
-                if (slot := self._host.pin(key, now)) is not None:
+                if (slot := self._host.protect(key, now)) is not None:
                     holds.append((slot, slot.generation))
             self._feeder.offer(chain, stop, holds)
         self._release(slots)

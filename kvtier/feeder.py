@@ -178,7 +178,7 @@ class Feeder:
         got: dict[int, Slot] = {}
         with manager.lock:
             for index in range(start, end):
-                if (slot := manager.host.pin(chain[index], now)) is not None:
+                if (slot := manager.host.protect(chain[index], now)) is not None:
                     got[index] = slot
         whole = False
         try:

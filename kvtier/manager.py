@@ -247,6 +247,9 @@ class Manager:
             outcome = loaded.get(hit, Miss.EVICTED)
             miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
         with self.lock:
+            for index, out in loaded.items():
+                if index < hit and isinstance(out, Slot):
+                    out.use(now)
             self._note_use(chain[:hit], now)
         self._sink(chain, where, loaded)
         return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release, self._forgotten.append)

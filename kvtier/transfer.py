@@ -40,8 +40,8 @@ class Transfers:
     ) -> dict[int, Outcome]:
         """Bring the blocks at `loads[tier]` of `chain` into G2; answers for each by `deadline`.
 
-        Every Slot in the result is pinned once, which the caller undoes. Past the bound of abandoned loads
-        nothing is started: NO_ROOM.
+        Every Slot in the result is pinned once, which the caller undoes, and not renewed: that is for who serves it.
+        Past the bound of abandoned loads nothing is started: NO_ROOM.
         """
         mine: list[asyncio.Task[dict[int, Outcome]]] = []
         joined: dict[int, asyncio.Task[dict[int, Outcome]]] = {}
@@ -93,12 +93,12 @@ class Transfers:
             if why is Miss.EXPIRED:
                 self._host.drop(chain[index])
                 return self._host.reserve(chain[index], index, insist=True) or Miss.NO_ROOM
-            return self._host.pin(chain[index], self._clock.wall()) or why or Miss.EVICTED
+            return self._host.protect(chain[index], self._clock.wall()) or why or Miss.EVICTED
 
     def _pin(self, key: BlockKey) -> Outcome:
         with self._lock:
             now = self._clock.wall()
-            return self._host.pin(key, now) or self._host.peek(key, now) or Miss.EVICTED
+            return self._host.protect(key, now) or self._host.peek(key, now) or Miss.EVICTED
 
     def _unpin(self, outcomes: Mapping[int, Outcome]) -> None:
         with self._lock:
@@ -134,13 +134,12 @@ class Transfers:
         finally:
             outcomes: dict[int, Outcome] = {}
             with self._lock:
-                now = self._clock.wall()
                 for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
                     self._under_way.pop(chain[index], None)
                     if not isinstance(result, Loaded):
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
-                    elif self._host.commit(slot, generation, result.life.used(now), result.digest):
+                    elif self._host.commit(slot, generation, result.life, result.digest):
                         slot.pins += 1
                         outcomes[index] = slot
                     else:

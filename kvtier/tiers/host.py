@@ -161,11 +161,17 @@ class HostTier:
 
     def pin(self, key: BlockKey, now: float) -> Slot | None:
         """Protect and renew a READY, living block; None if there is none. Undo with `unpin`."""
+        slot = self.protect(key, now)
+        if slot is not None:
+            slot.use(now)
+        return slot
+
+    def protect(self, key: BlockKey, now: float) -> Slot | None:
+        """`pin` without renewing: what moves a block in the background does not use it."""
         slot = self.index.get(key)
         if slot is None or slot.expires_at < now:
             return None
         slot.pins += 1
-        slot.use(now)
         return slot
 
     def unpin(self, slot: Slot, generation: int) -> None:

@@ -11,7 +11,7 @@ from kvtier.clock import SystemClock
 from kvtier.manager import Manager, Settings
 from kvtier.policy import make_policy
 from kvtier.terms import BUILTIN, Depth
-from kvtier.testing import MemoryTier, payload_of
+from kvtier.testing import MemoryTier, VirtualClock, payload_of
 from kvtier.testing.payload import chain_of, sample_namespace
 from kvtier.tiers.host import HostTier
 
@@ -19,8 +19,8 @@ BLOCK = 4096
 NS = sample_namespace(BLOCK)
 
 
-def store(manager: Manager, chain: list[bytes]) -> None:
-    slots, reached = manager.reserve(chain, 0, len(chain), BUILTIN["24h"])
+def store(manager: Manager, chain: list[bytes], terms: str = "24h") -> None:
+    slots, reached = manager.reserve(chain, 0, len(chain), BUILTIN[terms])
     assert reached == len(slots) == len(chain)
     for slot in slots:
         slot.pieces[0][:] = payload_of(slot.key or b"", BLOCK)
@@ -52,4 +52,27 @@ async def test_what_an_attempt_gives_back_is_no_news() -> None:
     slots = await asyncio.wait_for(gathering, 10)
     assert slots is not None and [slot.key for slot in slots] == ours
     manager.release([(slot, slot.generation) for slot in slots])
+    await manager.close()
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_moving_a_block_down_does_not_renew_it(used: bool) -> None:
+    """The idle clock runs from the last request, not from when the background carried the block to a deeper tier."""
+    clock = VirtualClock()
+    host = HostTier(Arena(BLOCK, 1, 8 * BLOCK), make_policy("lru", 8))
+    lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)]
+    manager = Manager(host, lower, clock, Settings(queue_fraction=1.0))
+    await manager.start()
+    chain = chain_of(NS, 5)
+    store(manager, chain, "5m")
+    assert manager.demoter is not None
+    await manager.demoter.queues["g3"].drained(clock.monotonic() + 10)
+    assert host.drop(chain[4])  # so that one block has to be fetched from below
+    clock.advance(200)
+    if used:
+        (await manager.promote(chain, clock.monotonic() + 10)).release()
+    flushed = await manager.flush(clock.monotonic() + 10)  # takes the tail of a stride to the deepest tier
+    assert flushed.durable == {"g3": 5, "g4": 5}
+    clock.advance(150)
+    assert await manager.match(chain) == (5 if used else 0)
     await manager.close()
