@@ -32,6 +32,7 @@ SILENCE_S_MAX = 120.0
 G4_STRIDE = 16
 """Blocks per object: as many as of 2 MiB blocks, which scaled ones would exceed by far."""
 TOUCHES_PER_TTL = 5
+FLUSH_S_MAX = 600.0
 """Uses reach the disk every two seconds of real time, which the trace's time outruns: so the replay flushes this often
 in the time of the trace, or blocks used in RAM would seem idle to the disk."""
 
@@ -185,7 +186,7 @@ def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: C
             raise KVTierError(f"{', '.join(sorted(lacking))} could not be opened: a replay needs all that it is given")
         flushed_at = trace.requests[start].at if start < stop else 0.0
         for number, request in islice(enumerate(trace.requests), start, stop):
-            if request.at - flushed_at > setup.ttl / TOUCHES_PER_TTL:
+            if request.at - flushed_at > min(setup.ttl / TOUCHES_PER_TTL, FLUSH_S_MAX):
                 cache.flush()
                 flushed_at = request.at
             clock.at = request.at

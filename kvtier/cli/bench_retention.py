@@ -195,6 +195,7 @@ def _told(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
             "unbounded_percent": round(exact.prefill_left_percent(done.setup.ttl), 3),
             "tiers_percent": done.tier_percent,
             "missed_percent": {why: round(100 * n / done.references, 3) for why, n in done.misses.items()},
+            "dropped_by_last_process": done.stats["requests"]["dropped"],
             "gb_checked": round(done.bytes_checked / 1e9, 3),
             "wrong_bytes": 0,
             "killed_before_request": done.killed_at,
