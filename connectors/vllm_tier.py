@@ -143,6 +143,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
     ) -> None:
         """Opens the tiers. Raises ConfigError and IdentityError: the engine does not start, the message says why."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if "_offload_key_positions" not in ReqContext.__dataclass_fields__:
+            raise ConfigError("this vLLM does not tell its tiers where in a request a block lies; 0.31 and later do")
         settings = Settings.parse(arguments, ARGUMENTS)
         config = settings.config
         if config.security.salt == "deny":

@@ -150,4 +150,4 @@ def start(make_checkpoint: Callable[[int], Path]) -> Iterator[Callable[..., Engi
 
 @pytest.fixture(scope="module")
 def engine(start: Callable[..., Engine], config: dict[str, Any]) -> Engine:
-    return start(config=config)
+    return start(config=config, events=True)

@@ -71,6 +71,28 @@ def test_prompts_of_many_lengths_share_and_never_load_their_last_token(engine: A
         assert sum(warm["read"].values()) == (length - 1) // BLOCK * BLOCK
 
 
+def test_routers_hear_where_blocks_lie(engine: Any) -> None:
+    asked = prompt(50, 200)
+    engine.heard()
+    engine.generate(prompts=[asked])
+    assert engine.flush()["pending"] == 0
+    engine.generate(prompts=[[5]])  # events leave with a step
+    heard = [event for event in engine.heard() if event["ownership"] == "kvtier"]
+    for medium in ("CPU", "STORAGE"):
+        stored = [event for event in heard if event["kind"] == "BlockStored" and event["medium"] == medium]
+        mine = {event["hashes"][0]: event for event in stored if event["tokens"] and event["locality"] == "LOCAL"}
+        heads = [event for event in mine.values() if event["tokens"] == asked[:BLOCK]]
+        assert len(heads) == 1 and heads[0]["parent"] == ""
+        chained, found = heads[0], list(heads[0]["tokens"])
+        while follower := next((e for e in mine.values() if e["parent"] == chained["hashes"][0]), None):
+            chained, found = follower, found + follower["tokens"]
+        assert found[: 6 * BLOCK] == asked[: 6 * BLOCK], "each block names the one before it"
+    gone = engine.evict(tier="g2")
+    engine.generate(prompts=[[5]])
+    removed = [event for event in engine.heard() if event["kind"] == "BlockRemoved" and event["medium"] == "CPU"]
+    assert sum(len(event["hashes"]) for event in removed) == gone > 0
+
+
 def test_decoded_blocks_are_kept_too(engine: Any) -> None:
     first = engine.generate(prompts=[prompt(6, 60)], tokens=70)[0]
     assert engine.reset()
