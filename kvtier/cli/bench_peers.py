@@ -74,7 +74,10 @@ def peers(
         "contenders": figures,
     }
     _resumed(results, reuse)
-    entry = record("peers_vllm", ["kvtier", *sys.argv[1:]], results)
+    # Where things lie on this machine is nobody's business.
+    hidden = {str(where): what for where, what in ((lmcache, "PYTHON"), (path, "DIR"), (folder, "DIR")) if where}
+    hidden |= {str(where): where.name for where in (trace, model) if where is not None}
+    entry = record("peers_vllm", ["kvtier", *(hidden.get(word, word) for word in sys.argv[1:])], results)
     if folder is not None:
         save(entry, folder)
     if json:

@@ -99,3 +99,40 @@ def test_wrong_options_are_named(options: dict[str, str]) -> None:
 
     with pytest.raises(ConfigError, match=next(iter(options.values()))):
         command(**options)  # type: ignore[arg-type]
+
+
+def test_the_command_writes_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvtier.cli import bench_peers
+
+    def found(share: float, count: int, **more: Any) -> dict[str, Any]:
+        return {
+            "requests": count, "prompt_tokens": 1000, "computed_prompt_tokens": int(1000 * share),
+            "computed_share": share, "ttft_ms_median": 5.0, "ttft_ms_p90": 9.0, "replay_s": 1.0, "start_s": 1.0,
+            "wrong_requests": 0, "requests_that_differ_at_a_tie": 0,
+            "ttft_s": [0.001 * i for i in range(count)], **more,
+        }  # fmt: skip
+
+    def compare(setting: Setting, names: Any) -> dict[str, Any]:
+        setting.tell("kvtier", 1)
+        return {
+            "nothing": found(0.9, len(setting.prompts)),
+            "kvtier": found(0.6, len(setting.prompts), after_restart=found(0.5, setting.again)),
+            "lmcache": {"not_run": "no such interpreter"},
+        }
+
+    monkeypatch.setattr(bench_peers, "compare", compare)
+    monkeypatch.setattr(bench_peers, "make_model", lambda folder: folder)
+    bench_peers.peers(folder=tmp_path, requests=40, again=20)
+    shown = capsys.readouterr().out
+    assert "60.0 %" in shown and "50.0 %" in shown and "lmcache: no such interpreter" in shown
+    kept = json.loads((tmp_path / "peers_vllm.json").read_text())["results"]
+    resumed = sum(blocks >= 8 for blocks in reusable(slice_of(None, 40, 0)))
+    assert kept["slice"]["resumed"] == resumed > 0
+    figures = kept["contenders"]["kvtier"]
+    assert (
+        figures["ttft_ms_median_resumed"] > 0 and "ttft_s" not in figures and "ttft_s" not in figures["after_restart"]
+    )
+    bench_peers.peers(requests=40, again=20, json=True)
+    assert json.loads(capsys.readouterr().out)["results"]["slice"]["requests"] == 40
