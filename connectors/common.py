@@ -3,6 +3,7 @@
     settings  = Settings.parse(extra)                 the engine's connector arguments → kvtier.Config and overrides
     namespace = Namespace(model=model_name(…), weights=weights_of(…), …)
     scope     = Scopes(settings.config).of(salt, adapter, control.terms)
+    clock     = PrefillClock(manager.computed, 16)    what the engine's own prefill costs
     control   = Controls(settings.config).parse(raw)  what one request asked for
     keys      = engine_keys(scope, hashes)            the engine's own block hashes under our scope
 
@@ -37,18 +38,20 @@ _ID_CHARS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The connector's arguments. `model` and `weights` replace what would be derived; "" derives."""
+    """The connector's arguments. `model` and `weights` replace what would be derived; "" derives. `recompute`: "auto"
+    computes a prefix that would arrive later from a lower tier than prefill takes, "never" loads whatever is there."""
 
     config: Config
     model: str = ""
     weights: str = ""
+    recompute: str = "auto"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], more: Sequence[str] = ()) -> Settings:
         """From the engine's extra configuration: `kvtier_config` (path of the YAML file, or the mapping itself),
-        `model`, `weights`; `more` are further keys that the connector reads itself. Reads the file. Raises
-        ConfigError, also for a key it does not know."""
-        known = {"kvtier_config", "model", "weights", *more}
+        `model`, `weights`, `recompute`; `more` are further keys that the connector reads itself. Reads the file.
+        Raises ConfigError, also for a key it does not know."""
+        known = {"kvtier_config", "model", "weights", "recompute", *more}
         if unknown := sorted(set(extra) - known):
             raise ConfigError(f"connector argument {shorten(unknown[0])} is unknown; known: {', '.join(sorted(known))}")
         given = extra.get("kvtier_config")
@@ -62,7 +65,10 @@ class Settings:
         for name, value in texts.items():
             if not isinstance(value, str):
                 raise ConfigError(f"connector argument {name} must be a text, got {shorten(value)}")
-        return cls(config, **texts)
+        recompute = extra.get("recompute", "auto")
+        if recompute not in ("auto", "never"):
+            raise ConfigError(f"connector argument recompute must be auto or never, got {shorten(recompute)}")
+        return cls(config, recompute=recompute, **texts)
 
 
 # ── identity ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,3 +271,28 @@ def seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
     if value is None:
         return default
     return float(value) if isinstance(value, int | float) else parse_duration(value)
+
+
+# ── what prefill costs ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PrefillClock:
+    """Tells a manager what the engine's prefill costs, which loading is weighed against.
+
+    Engines launch a batch before the one before it has ended: time until then is the earlier one's. Short batches are
+    left out, since a step has a cost of its own that does not grow with its tokens.
+    """
+
+    def __init__(self, computed: Callable[[int, float], None], block_tokens: int, least_blocks: int = 8) -> None:
+        self._computed = computed
+        self._block_tokens = block_tokens
+        self._least = least_blocks
+        self._free_at = 0.0
+
+    def ran(self, tokens: int, began: float, ended: float) -> None:
+        """A batch that computed `tokens` of prompts, and nothing else, was launched at `began` and over at `ended`,
+        in monotonic seconds; 0 tokens for every other kind of batch."""
+        seconds, self._free_at = ended - max(began, self._free_at), ended
+        blocks = tokens // self._block_tokens
+        if blocks >= self._least and seconds > 0:
+            self._computed(blocks, seconds)

@@ -13,18 +13,18 @@ SHA-256 chain, which salts and extra keys seed.
     load      refused (the engine computes) unless every block is in G2 at that moment.
     offload   one copy per block that G2 lacks; restored pages come back here and cost a dictionary look-up.
 
+With several ranks, what they decide for themselves is put to a vote (waiting, loading) or comes out later (offloads
+complete, well or not), so that their trees stay alike.
+
 Requests say {"kvtier": {"retention": "1h", …}} in their sampling parameters' `custom_params`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -32,11 +32,13 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 import kvtier
-from kvtier.block import BlockKey, Scope
-from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys, epoch_after_reset
+from kvtier.connectors.common import PrefillClock, Settings, engine_keys
+from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.sglang_hooks import Follower, install
+from kvtier.connectors.sglang_metrics import EngineMetrics
 from kvtier.connectors.sglang_pages import Load, Pages
 from kvtier.connectors.sglang_pool import Ranks, namespace_of, pool_of
+from kvtier.connectors.sglang_visits import Visit, Visits
 from kvtier.errors import IdentityError
 from kvtier.kernels.engine import cpus_near
 from kvtier.lease import Lease
@@ -47,21 +49,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_VISITS_MAX = 4096
-
-
-@dataclass(slots=True)
-class _Visit:
-    """A request between its first look-up and its admission. `chain` is its prompt's whole pages, from the first."""
-
-    chain: list[BlockKey]
-    start: int  # pages that are on the device
-    control: Control
-    until: float
-    promotion: Future[Lease] | None = None
-    waits: bool = False  # as of the last look-up
-    decided: bool = False  # on every rank: waits no longer
-    counted: bool = False
+ARGUMENTS = ("metrics_port",)
 
 
 def _degrades(fallback: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -97,35 +85,38 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         forward_stream: Any = None,
     ) -> None:
         install()
-        self._settings = Settings.parse(extra_config or {}, more=("metrics_port",))
+        self._settings = Settings.parse(extra_config or {}, ARGUMENTS)
         self.forward_stream = forward_stream
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         _refuse(params)
         self._pool = pool_of(device_pool, params.page_size, components)
-        self._namespace = _namespace(server_args, self._settings, self._pool)
+        namespace = _namespace(server_args, self._settings, self._pool)
         self.pools = {PoolName.KV: device_pool}
         self.layer_done_counter = LayerWiseLoadCounter(len(self._pool.tensors))
-        config = self._settings.config
-        self._controls, self._scopes = Controls(config), Scopes(config)
-        self._wait_s = config.deadlines.get
+        self._wait_s = self._settings.config.deadlines.get
         self._order = self._ordering_stream()
-        self._pages: Pages | None = self._open(self._namespace)
-        self._swap = threading.Lock()  # of `_namespace` and `_pages` together
-        self._rotation: threading.Thread | None = None
+        self._visits = Visits(self._settings)
+        self._prefill = PrefillClock(self._computed, self._pool.page)
         self._stale = False  # weights changed, and the tree was not flushed since
-        self._visits: OrderedDict[str, _Visit] = OrderedDict()
         self._meeting: tuple[Any, Callable[[], list[str]]] | None = None
+        self._agree: Callable[[bool], bool] = bool
         self._owner: Any = None
         self._head: list[str] = []
         self._queue: list[tuple[str, Lease, list[int]]] = []
         self._loads: dict[int, Load] = {}
-        self._lost = 0  # offloads that a replaced cache still owes the tree an answer for
-        self._serve_metrics(extra_config or {})
+        self._lost = 0  # offloads that the tree is owed the answer "failed" for, before all others
+        self._events: Counter[str] = Counter()
+        self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
+        self._rotation.open()
+        self._metrics = EngineMetrics.of(server_args, namespace.rank)
+        port = (extra_config or {}).get("metrics_port")
+        if port is not None:
+            serve(self.stats, port=int(port) + namespace.rank)
 
     def _open(self, namespace: Namespace) -> Pages:
         cache = self.open_cache(namespace)
         try:
-            return Pages(cache, self._pool, self._wait_s, self._behind_writers)
+            return Pages(cache, self._pool, self._wait_s, self._behind_writers, self._settings.config.offload.copy_by)
         except BaseException:
             cache.close()
             raise
@@ -143,15 +134,20 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         near = cpus_near(self._pool.tensors[0][0].device)
         return kvtier.open(self._settings.config, namespace, near=[near])
 
-    def _serve_metrics(self, extra: dict[str, Any]) -> None:
-        port = extra.get("metrics_port")
-        if port is not None:
-            serve(self.stats, port=int(port) + self._namespace.rank)
+    @property
+    def _pages(self) -> Pages | None:
+        return self._rotation.current
 
     def stats(self) -> dict[str, Any]:
-        """The cache's `stats()`; empty while it is being replaced."""
+        """The cache's `stats()`, and "engine": tokens read by tier, and events. Only the latter while the cache is
+        being replaced."""
         pages = self._pages
-        return pages.cache.stats() if pages is not None else {}
+        return {**(pages.cache.stats() if pages is not None else {}), "engine": self._engine_stats()}
+
+    def _engine_stats(self) -> dict[str, dict[str, int]]:
+        pages = self._pages
+        events = self._events + self._visits.events + (pages.events if pages is not None else Counter())
+        return {"tokens_read": dict(self._visits.tokens_read), "events": dict(events)}
 
     def _behind_writers(self, submit: Callable[[], int]) -> int:
         """Submit a copy out of the device's pages behind the forward that fills them."""
@@ -166,96 +162,77 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def meet(self, req: Any, head: Callable[[], list[str]]) -> None:
-        self._meeting = (req, head)
+    def meet(self, req: Any, head: Callable[[], list[str]], agree: Callable[[bool], bool]) -> None:
+        self._meeting, self._agree = (req, head), agree
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """All restorable lengths, in pages after those on the device: 1 … what G2 has now."""
+        self._visits.arrive(rid)
         return list(range(1, self._resident(rid, transfers) + 1))
 
     @_degrades(0)
     def _resident(self, rid: str, transfers: Sequence[Any]) -> int:
         meeting, self._meeting = self._meeting, None
-        pages = self._pages
+        visit, pages = self._visits.arrive(rid), self._pages
+        visit.waits = False
         if pages is None or meeting is None or meeting[0].rid != rid:
             return 0
-        visit = self._visit(rid, *meeting, _kv(transfers).keys)
-        if visit is None or not visit.control.load:
-            return 0
-        tail = visit.chain[visit.start :]
-        resident = pages.cache.manager.prefix(tail)
-        self._promote(visit, pages, resident == len(tail))
-        if not visit.waits and not visit.counted:
-            visit.counted = True
-            with pages.cache.manager.pin(visit.chain, visit.start) as lease:
-                pages.cache.manager.count(lease, len(tail))
-        return resident
+        self._visits.place(visit, *meeting, _kv(transfers).keys)
+        return self._visits.resident(visit, pages.cache) if visit.chain else 0
 
-    def _visit(self, rid: str, req: Any, head: Callable[[], list[str]], tail: Sequence[str]) -> _Visit | None:
-        """What is known of the request, brought up to date; None where it may not be cached."""
-        visit = self._visits.get(rid)
-        last = bytes.fromhex(tail[-1])
-        if visit is not None and visit.chain[-1].endswith(last) and len(visit.chain) - visit.start == len(tail):
-            return visit
-        hashes = [*head(), *tail]
-        control = self._controls.parse(_asked(req))
-        scope = self._scope(req, control)
-        if scope is None:
-            return None
-        chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
-        start = len(hashes) - len(tail)
-        if visit is not None:
-            visit.chain, visit.start = chain, start
-            return visit
-        visit = self._visits[rid] = _Visit(chain, start, control, time.monotonic() + self._wait_s)
-        while len(self._visits) > _VISITS_MAX:
-            self.forget(next(iter(self._visits)))
-        return visit
-
-    def _scope(self, req: Any, control: Control) -> Scope | None:
-        # SGLang folds an adapter's id into the extra key, which seeds the page hashes; both also name the scope.
-        adapter = (req.extra_key or "").encode()
-        return self._scopes.of(req.cache_salt, adapter, control.terms)
-
-    def _promote(self, visit: _Visit, pages: Pages, complete: bool) -> None:
-        """Start bringing up what G2 lacks, once per request, and note whether it is worth waiting for."""
-        if visit.decided or complete or not pages.cache.manager.lower:
-            visit.waits = False
-            return
-        if visit.promotion is None:
-            work = pages.cache.manager.promote(visit.chain, visit.until, visit.start)
-            visit.promotion = pages.cache.submit(work)
-        visit.waits = not visit.promotion.done() and time.monotonic() < visit.until
-
-    def awaited(self, rid: str, agree: Callable[[bool], bool]) -> bool:
-        visit = self._visits.get(rid)
+    def awaited(self, rid: str) -> bool:
+        visit = self._visits.of(rid)
         if visit is None or visit.decided:
             return False
-        visit.decided = agree(not visit.waits)
+        visit.decided = self._agree(not visit.waits)
         return not visit.decided
 
+    @_degrades(None)
+    def admitted(self, rid: str) -> None:
+        self._visits.book(rid, self._pages.cache if self._pages is not None else None, self._pool.page)
+
     def forget(self, rid: str) -> None:
-        visit = self._visits.pop(rid, None)
-        if visit is not None and visit.promotion is not None:
-            visit.promotion.cancel()
-            visit.promotion.add_done_callback(_release_result)
+        self._visits.forget(rid)
+
+    @_degrades(None)
+    def ran(self, tokens: int, began: float) -> None:
+        self._prefill.ran(tokens, began, time.monotonic())
+        if self._metrics is not None:
+            self._metrics.update(self._engine_stats())
+
+    def _computed(self, blocks: int, seconds: float) -> None:
+        if self._pages is not None and self._settings.recompute == "auto":
+            self._pages.cache.manager.computed(blocks, seconds)
 
     # ── loading ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    @_degrades(False)
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
-        """Queue blocks for pages; False, and the engine computes, unless G2 holds every one of them now."""
-        transfer, visit, pages = _kv(transfers), self._visits.get(rid), self._pages
-        if visit is None or pages is None:
+        """Queue blocks for pages; False, and the engine computes, unless G2 holds every one of them now, on every
+        rank."""
+        mine = self._pinned(rid, transfers)
+        if not self._agree(mine is not None):
+            if mine is not None:
+                mine[1].release()
             return False
-        wanted = visit.chain[: visit.start + len(transfer.keys)]
-        numbers = _page_numbers(transfer.device_indices, self._pool.page)
-        lease = pages.cache.manager.pin(wanted, visit.start)
-        if len(lease) < len(transfer.keys) or len(numbers) != len(transfer.keys):
-            lease.release()
-            return False
+        assert mine is not None
+        visit, lease, numbers = mine
+        visit.lease = lease
         self._queue.append((rid, lease, numbers))
         return True
+
+    @_degrades(None)
+    def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[Visit, Lease, list[int]] | None:
+        transfer, visit, pages = _kv(transfers), self._visits.of(rid), self._pages
+        if visit is None or not visit.chain or pages is None:
+            return None
+        count = len(transfer.keys)
+        numbers = _page_numbers(transfer.device_indices, self._pool.page)
+        lease = pages.cache.manager.pin(visit.chain[: visit.start + count], visit.start)
+        if len(lease) < count or len(numbers) != count:
+            lease.release()
+            return None
+        lease.tiers = visit.tiers(count)
+        return visit, lease, numbers
 
     def start_layer_wise_loading(self) -> int:
         """Start what is queued; -1 if nothing is. Errors are told by `finish_layer_wise_loading`."""
@@ -274,6 +251,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
             log.exception("a load of %d requests could not be started", len(queue))
             for _, lease, _ in queue:
                 lease.release()
+            self._events["load_failures"] += len(queue)
             counter.fail(index, error)
         return index
 
@@ -283,7 +261,9 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         load = self._loads.pop(counter_index, None)
         if load is None:
             return started
-        return self._pages is not None and self._pages.landed(load) and started
+        landed = self._pages is not None and self._pages.landed(load)
+        self._events["load_failures"] += 0 if landed else 1
+        return landed and started
 
     @_degrades(False)
     def cancel_queued_load(self, rid: str) -> bool:
@@ -302,24 +282,30 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
     def place(self, head: list[str]) -> None:
         self._head = head
 
-    @_degrades(False)
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
-        """Copy a node's pages to G2 where it lacks them. False: not queued, the tree will ask again."""
-        pages, owner, head = self._pages, self._owner, self._head
-        self._head = []
+        """Copy a node's pages to G2 where it lacks them. False, on every rank alike: the request does not want it, or
+        there is none. What goes wrong after that is told by the completion; the tree will then ask again."""
+        head, self._head = self._head, []
         transfer = _kv(transfers)
-        if pages is None or owner is None or not transfer.keys:
+        if self._owner is None or not transfer.keys:
             return False
-        control = self._controls.parse(_asked(owner))
-        scope = self._scope(owner, control)
+        control, scope = self._visits.wishes(self._owner)
         if scope is None or not control.store:
             return False
-        hashes = [*head, *transfer.keys]
-        chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
-        numbers = _page_numbers(transfer.device_indices, self._pool.page)
-        if len(numbers) != len(transfer.keys):
-            return False
-        return pages.offload(chain, len(head), numbers, control.terms)
+        pages = self._pages
+        if pages is None:
+            self._lost += 1
+            return True
+        owed = pages.outstanding()
+        try:
+            chain = engine_keys(scope, [bytes.fromhex(page) for page in (*head, *transfer.keys)])
+            numbers = _page_numbers(transfer.device_indices, self._pool.page)
+            pages.offload(chain, len(head), numbers, control.chain_terms(self._pool.page))
+        except Exception:
+            log.exception("an offload of %d pages failed", len(transfer.keys))
+        if pages.outstanding() == owed:
+            pages.fail()
+        return True
 
     @_degrades(0)
     def num_completed_offloads(self) -> int:
@@ -342,16 +328,18 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     @_degrades(None)
     def reset(self) -> None:
-        """The tree is being emptied: let transfers end, forget requests. Stored blocks stay, unless the weights changed
-        since the last time: then those stored meanwhile may stand on a prefix of the old ones."""
+        """The tree is being emptied: let transfers end, forget requests. Stored blocks stay."""
         self._quiesce()
+
+    @_degrades(None)
+    def flushed(self) -> None:
+        """If the weights changed since the last time, what was stored meanwhile may stand on a prefix of old ones."""
         if self._stale:
             self._stale = False
             self._rotate()
 
     def _quiesce(self) -> None:
-        for rid in list(self._visits):
-            self.forget(rid)
+        self._visits.clear()
         for _, lease, _ in self._queue:
             lease.release()
         self._queue.clear()
@@ -362,52 +350,21 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self.layer_done_counter.reset()
 
     def _rotate(self) -> None:
-        """Go on in a namespace that no other process shares. The old cache closes and the new one opens off this
-        thread; until then everything misses."""
-        for rid in list(self._visits):
-            self.forget(rid)
-        with self._swap:
-            namespace = self._namespace = epoch_after_reset(self._settings.config, self._namespace)
-            old, self._pages = self._pages, None
-        self._lost += old.outstanding() if old is not None else 0
-        log.warning("new weights: the cache goes on in a namespace of this process alone, and misses until it is open")
-        self._rotation = threading.Thread(
-            target=self._replace, args=(old, namespace, self._rotation), name="kvtier-rotate", daemon=True
-        )
-        self._rotation.start()
-
-    def _replace(self, old: Pages | None, namespace: Namespace, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
-        _close(old)
-        if self._namespace is not namespace:
-            return  # a later rotation opens
-        try:
-            opened: Pages | None = self._open(namespace)
-        except Exception:
-            log.exception("the cache could not be opened again after new weights; the engine goes on without")
-            return
-        with self._swap:
-            if self._namespace is namespace:
-                self._pages, opened = opened, None
-                log.warning("the cache is open again after new weights")
-        _close(opened)
+        self._visits.clear()
+        old = self._rotation.rotate()
+        if old is not None:
+            self._lost += old.outstanding()
+            self._events.update(old.events)
 
     @_degrades(None)
     def close(self) -> None:
         self._quiesce()
-        if self._rotation is not None:
-            self._rotation.join(self._wait_s)
-        with self._swap:
-            pages, self._pages = self._pages, None
-            self._namespace = self._namespace.rotated("closed")
-        _close(pages)
+        self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
 
 
-def _close(pages: Pages | None) -> None:
-    if pages is not None:
-        pages.close()
-        pages.cache.close()
+def _close(pages: Pages) -> None:
+    pages.close()
+    pages.cache.close()
 
 
 def _namespace(server_args: Any, settings: Settings, pool: Any) -> Namespace:
@@ -431,12 +388,6 @@ def _refuse(params: Any) -> None:
         )
 
 
-def _asked(req: Any) -> object:
-    """The request's "kvtier" parameters; None if it has none."""
-    custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
-    return custom.get("kvtier") if isinstance(custom, dict) else None
-
-
 def _kv(transfers: Sequence[Any]) -> Any:
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
 
@@ -447,8 +398,3 @@ def _page_numbers(indices: Any, page: int) -> list[int]:
     first = rows[:, 0]
     aligned = bool((first % page == 0).all()) and bool((rows[:, -1] - first == page - 1).all())
     return [int(number) for number in (first // page).tolist()] if aligned else []
-
-
-def _release_result(promotion: Future[Lease]) -> None:
-    if not promotion.cancelled() and promotion.exception() is None:
-        promotion.result().release()

@@ -1,34 +1,50 @@
 """What SGLang does not tell a linker, taken from where it happens.
 
 A linker is handed page hashes beyond the device's prefix, without the pages before them, the request, its salt, or word
-of new weights. Eleven small hooks, made with SGLang's own HookRegistry, tell a `Follower`:
+of new weights. Small hooks, made with SGLang's own HookRegistry, tell a `Follower`:
 
     match               whose prompt is being looked up, and which pages come before those on the device's edge
     checkpoint          whose pages the tree is about to offload
     admission           may wait: a request whose blocks are on their way up is passed over until they are there
     release             the request is gone
+    results             what the last batch computed, and since when
     weights             changed in place
 
 SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
-process did not do so (SGLANG_PLUGINS names others) installs the hooks itself. They pass through for other linkers.
+process did not do so (SGLANG_PLUGINS names others) installs the hooks itself. They pass through for other linkers. A
+HiCacheStorage hears of new weights and of flushes, as an `Owner`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 from kvtier.errors import ConfigError
 
 
-class Follower(ABC):
-    """A linker that wants to know. All calls come from the scheduler's thread; none may wait or raise."""
+class Owner(ABC):
+    """Who keeps blocks of the engine's weights. All calls come from the scheduler's thread; none may wait or raise."""
 
     @abstractmethod
-    def meet(self, req: Any, head: Callable[[], list[str]]) -> None:
-        """`lookup` comes next, for this request; `head()` are the page hashes on the device, from the first on."""
+    def weights_change(self) -> None:
+        """The weights are about to change in place."""
+
+    @abstractmethod
+    def flushed(self) -> None:
+        """The tree is empty now, and so are the queues of a HiCache."""
+
+
+class Follower(Owner):
+    """A linker that wants to know."""
+
+    @abstractmethod
+    def meet(self, req: Any, head: Callable[[], list[str]], agree: Callable[[bool], bool]) -> None:
+        """`lookup` comes next, for this request; `head()` are the page hashes on the device, from the first on. `agree`
+        is true if its argument is on every rank; every rank must call it in the same place."""
 
     @abstractmethod
     def own(self, req: Any | None) -> None:
@@ -39,17 +55,21 @@ class Follower(ABC):
         """`offload` comes next, of pages that follow these."""
 
     @abstractmethod
-    def awaited(self, rid: str, agree: Callable[[bool], bool]) -> bool:
-        """Whether the request should wait for its blocks. `agree` is true if it is on every rank; where a request has
-        been looked up and not yet decided on, every rank calls it."""
+    def awaited(self, rid: str) -> bool:
+        """Whether the request should wait for its blocks, on all ranks alike."""
+
+    @abstractmethod
+    def admitted(self, rid: str) -> None:
+        """The request is in the next batch."""
 
     @abstractmethod
     def forget(self, rid: str) -> None:
-        """The request is admitted, finished or aborted."""
+        """The request is finished or aborted."""
 
     @abstractmethod
-    def weights_change(self) -> None:
-        """The weights are about to change in place."""
+    def ran(self, tokens: int, began: float) -> None:
+        """A batch is over that was launched at `began` (monotonic) and computed so many prompt tokens and nothing else;
+        0 tokens for any other batch."""
 
 
 def _follower(wrapper: Any) -> Follower | None:
@@ -68,7 +88,7 @@ def _match(wrapper: Any, key: Any, req: Any, result: Any) -> None:
             return []
         return [*core.get_prefix_hash_values(node), *core.get_hash_values(node)]
 
-    follower.meet(req, head)
+    follower.meet(req, head, partial(_on_all_ranks, wrapper.cache))
 
 
 def _offload_node(wrapper: Any, node_id: Any, transfers: Any) -> None:
@@ -97,11 +117,11 @@ def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments:
     follower = _follower(getattr(cache, "linker", None))
     if follower is None:
         return original(adder, req, *arguments, **named)
-    if follower.awaited(req.rid, lambda ready: _on_all_ranks(cache, ready)):
+    if follower.awaited(req.rid):
         return resolve_name("sglang.srt.managers.schedule_policy:AddReqResult").CONTINUE
     outcome = original(adder, req, *arguments, **named)
     if adder.can_run_list and adder.can_run_list[-1] is req:
-        follower.forget(req.rid)
+        follower.admitted(req.rid)
     return outcome
 
 
@@ -113,10 +133,32 @@ def _on_all_ranks(cache: Any, answer: bool) -> bool:
     return bool(mask.item())
 
 
+def _ran(_: Any, processor: Any, batch: Any, result: Any) -> None:
+    follower = _follower(getattr(processor.tree_cache, "linker", None))
+    if follower is None or batch.launch_ts is None:
+        return
+    mode = batch.forward_mode
+    pure = mode.is_extend() and not mode.is_mixed() and batch.hicache_consumer_index < 0  # no loads to wait for
+    follower.ran(int(batch.extend_num_tokens or 0) if pure else 0, batch.launch_ts)
+
+
+def _flushed(_: Any, cache: Any) -> None:
+    if (owner := _owner(cache)) is not None:
+        owner.flushed()
+
+
+def _owner(cache: Any) -> Owner | None:
+    """The linker of a tree, or what lies below its HiCache; SGLang's fault injector wraps the latter."""
+    backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
+    for candidate in (_follower(getattr(cache, "linker", None)), backend, getattr(backend, "_backend", None)):
+        if isinstance(candidate, Owner):
+            return candidate
+    return None
+
+
 def _weights(updater: Any, request: Any) -> None:
-    scheduler = updater.scheduler
-    if (follower := _follower(getattr(getattr(scheduler, "tree_cache", None), "linker", None))) is not None:
-        follower.weights_change()
+    if (owner := _owner(getattr(updater.scheduler, "tree_cache", None))) is not None:
+        owner.weights_change()
 
 
 def _resume(updater: Any, request: Any) -> None:
@@ -125,13 +167,17 @@ def _resume(updater: Any, request: Any) -> None:
 
 
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_WRAPPER}.match", "before", _match),
     (f"{_WRAPPER}._offload_node", "before", _offload_node),
     (f"{_WRAPPER}.release_request", "before", _release_request),
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", "around", _checkpoint),
+    ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", _flushed),
     ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", "around", _add_one_req),
+    (f"{_RESULTS}.process_batch_result_prefill", "after", _ran),
+    (f"{_RESULTS}.process_batch_result_decode", "after", _ran),
     (f"{_UPDATER}.update_weights_from_disk", "before", _weights),
     (f"{_UPDATER}.update_weights_from_distributed", "before", _weights),
     (f"{_UPDATER}.update_weights_from_tensor", "before", _weights),

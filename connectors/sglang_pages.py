@@ -6,10 +6,9 @@ Used from the scheduler's thread only. Nothing here waits, but for `landed` and 
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvtier.block import BlockKey
 from kvtier.cache import Cache
@@ -19,13 +18,15 @@ from kvtier.kernels.copy import Ack, Moves, Outcome
 from kvtier.kernels.engine import open_engine
 from kvtier.kernels.layout import of_slots
 from kvtier.lease import Lease
+from kvtier.ranges import ChainTerms
 from kvtier.terms import Terms
 from kvtier.tiers.host import Slot
 
 
 @dataclass(slots=True)
 class Offload:
-    """Pages on their way to G2, and what became of them. Completions are told in the order of submission."""
+    """Pages on their way to G2, and what became of them. Completions are told in the order of submission; one for every
+    call, since all ranks must tell equally many."""
 
     chain: Sequence[BlockKey]
     slots: dict[tuple[int, int], Slot] = field(default_factory=dict)  # by (number, generation), under way
@@ -49,8 +50,16 @@ class Load:
 class Pages:
     """The copies between `pool` and `cache`'s G2. Owns the copy engine; `close` it before the cache."""
 
-    def __init__(self, cache: Cache, pool: Pool, wait_s: float, gate: Callable[[Callable[[], int]], int]) -> None:
-        """`gate(submit)` calls submit() where the device orders it behind the pages' last writer."""
+    def __init__(
+        self,
+        cache: Cache,
+        pool: Pool,
+        wait_s: float,
+        gate: Callable[[Callable[[], int]], int],
+        copy_by: str = "auto",
+    ) -> None:
+        """`gate(submit)` calls submit() where the device orders it behind the pages' last writer; `copy_by` is the
+        configuration's."""
         self.cache = cache
         self._manager = cache.manager
         arena = self._manager.host.arena
@@ -65,35 +74,39 @@ class Pages:
         )
         self._wait_s = wait_s
         self._gate = gate
+        self.events: Counter[str] = Counter()
         self._offloads: deque[Offload] = deque()
         self._by_ticket: dict[int, Offload | Load] = {}
 
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def offload(self, chain: Sequence[BlockKey], start: int, pages: Sequence[int], terms: Terms) -> bool:
-        """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them. False: nothing was queued.
+    def offload(self, chain: Sequence[BlockKey], start: int, pages: Sequence[int], terms: Terms | ChainTerms) -> None:
+        """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them; its completion tells the outcome.
 
         Blocks that are here already cost nothing. Where G2 has no room the tail is left out, and the offload fails.
         """
+        offload = Offload(chain, whole=False, over=True)
+        self._offloads.append(offload)
         manager = self._manager
         stop = start + len(pages)
         slots, reached = manager.reserve(chain, start, stop, terms)
-        offload = Offload(chain, whole=reached == stop)
+        self.events["stores_without_room"] += stop - reached
         if slots:
             moves = Moves.of((pages[slot.index - start], slot.number, slot.generation) for slot in slots)
             try:
                 offload.ticket = self._gate(lambda: self._engine.store(moves))
             except BaseException:
                 manager.abort(slots, [slot.generation for slot in slots])
+                self.events["copies_failed"] += len(slots)
                 raise
             offload.slots = {(slot.number, slot.generation): slot for slot in slots}
             self._by_ticket[offload.ticket] = offload
-        elif reached == start:
-            return False
-        else:
-            offload.over = True
-        self._offloads.append(offload)
-        return True
+            offload.over = False
+        offload.whole = reached == stop
+
+    def fail(self) -> None:
+        """Owe the tree a completion that says no, in its turn."""
+        self._offloads.append(Offload((), whole=False, over=True))
 
     def completed(self) -> int:
         """How many of the oldest offloads are over."""
@@ -159,12 +172,14 @@ class Pages:
             offload.done += acked
         else:
             offload.whole = False
+            self.events["copies_failed"] += len(acked)
             self._manager.abort(acked, [slot.generation for slot in acked])
         if ack.last:
             offload.over = True
             done = sorted(offload.done, key=lambda slot: slot.index)
             if done:
                 self._manager.commit(offload.chain, done, [slot.generation for slot in done])
+                self.events["blocks_stored"] += len(done)
 
     def _release(self, load: Load) -> None:
         for lease in load.leases:
@@ -180,7 +195,3 @@ class Pages:
         """Quiesce and let go of the device's pages. What still flies keeps its memory."""
         self.quiesce()
         self._engine.close(self._wait_s)
-
-    def stats(self) -> Any:
-        """Counters of the copy engine."""
-        return self._engine.stats()

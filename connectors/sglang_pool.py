@@ -105,19 +105,8 @@ def namespace_of(server: Any, model_config: Any, settings: Settings, pool: Pool,
 
     MLA pools are equal on all tensor-parallel ranks, so theirs is rank 0 of 1 and they share what lies below G2.
     """
-    if getattr(server, "speculative_algorithm", None):
-        raise IdentityError(
-            "speculative decoding keeps KV of a draft model that kvtier does not; start without it, or without kvtier"
-        )
-    text = getattr(model_config, "hf_text_config", None) or model_config.hf_config
-    rope = {name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
-    _refuse_rope(rope)
     replicated = pool.kind == "mla"
-    quantized = pool.dtype.startswith("float8")
     return Namespace(
-        model=model_name(server.model_path, settings.model),
-        weights=f"{weights_of(settings, server.model_path, server.revision)}+{_made(server, model_config)}",
-        dtype=pool.dtype,
         layout=f"sglang:{'L' if replicated else 'L2'}NHD",
         block_tokens=pool.page,
         block_bytes=pool.block_bytes,
@@ -129,12 +118,31 @@ def namespace_of(server: Any, model_config: Any, settings: Settings, pool: Pool,
         tp=1 if replicated else ranks.tp,
         pp=ranks.pp,
         group=pool.kind,
-        quantization=pool.dtype if quantized else "",
-        scales=_scales(server) if quantized else "",
-        rope=_canonical(rope),
-        hash_algorithm=HASH_ALGORITHM,
-        hash_version=HASH_VERSION,
+        **engine_fields(server, model_config, settings, pool.dtype),
     )
+
+
+def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str) -> dict[str, str]:
+    """What a namespace says of the engine, whatever the shape of its pools. Reads the checkpoint. Raises IdentityError
+    for runs whose KV depends on more than a namespace can say."""
+    if getattr(server, "speculative_algorithm", None):
+        raise IdentityError(
+            "speculative decoding keeps KV of a draft model that kvtier does not; start without it, or without kvtier"
+        )
+    text = getattr(model_config, "hf_text_config", None) or model_config.hf_config
+    rope = {name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
+    _refuse_rope(rope)
+    quantized = dtype.startswith("float8")
+    return {
+        "model": model_name(server.model_path, settings.model),
+        "weights": f"{weights_of(settings, server.model_path, server.revision)}+{_made(server, model_config)}",
+        "dtype": dtype,
+        "quantization": dtype if quantized else "",
+        "scales": _scales(server) if quantized else "",
+        "rope": _canonical(rope),
+        "hash_algorithm": HASH_ALGORITHM,
+        "hash_version": HASH_VERSION,
+    }
 
 
 def _made(server: Any, model_config: Any) -> str:

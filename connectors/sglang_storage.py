@@ -6,8 +6,8 @@
 
 For who keeps HiCache and its host tier; `kvtier.connectors.sglang` is the shorter way. Each page is copied once,
 between SGLang's host pool and G2, which is a small staging area here. SGLang calls from its own storage threads, so
-these calls may wait, up to the configuration's deadlines. Salts seed the page hashes, but who asked is not known here:
-all pages lie in the shared scope.
+these calls may wait, up to the configuration's deadlines. Salts and extra keys seed the page hashes, so tenants never
+share; but who asked is not known here, and all pages lie in one scope. New weights are noticed as the linker does it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 
 import kvtier
 from kvtier.block import SHARED, BlockKey
-from kvtier.connectors.common import Controls, Settings, engine_keys, model_name, weights_of
-from kvtier.connectors.sglang_pool import HASH_ALGORITHM, HASH_VERSION
+from kvtier.connectors.common import Controls, Settings, engine_keys
+from kvtier.connectors.rotation import Rotation
+from kvtier.connectors.sglang_hooks import Owner, install
+from kvtier.connectors.sglang_pool import engine_fields
 from kvtier.errors import ConfigError, IdentityError
+from kvtier.metrics import serve
 from kvtier.namespace import Namespace
 from kvtier.tiers.host import Slot
 
@@ -41,7 +44,7 @@ _THEIRS = frozenset(
 _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
-class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
+class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has no types
     """See the module. Opens its cache when SGLang registers the host pool; thread-safe from then on.
 
     Raises ConfigError or IdentityError for what would never work. Afterwards what fails is a miss, or a page not kept.
@@ -55,18 +58,37 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # sglang has no type
                     f"hicache-storage-backend-extra-config: {name} must be set; without it kvtier cannot tell which "
                     "pages come before a batch"
                 )
-        self._settings = Settings.parse({key: value for key, value in extra.items() if key not in _THEIRS})
+        self._settings = Settings.parse({k: v for k, v in extra.items() if k not in _THEIRS}, ("metrics_port",))
+        self._port = extra.get("metrics_port")
         if self._settings.config.security.salt == "deny":
             raise ConfigError("security.salt: deny cannot be kept below HiCache, which names no salts; use the linker")
+        install()
         self._place = storage_config
         self._control = Controls(self._settings.config).parse(None)
-        self._cache: kvtier.Cache | None = None
+        self._rotation: Rotation[kvtier.Cache] | None = None
+        self._stale = False  # weights changed, and the tree was not flushed since
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the cache for this pool's pages. Reads the checkpoint; may take seconds."""
         self.mem_pool_host = mem_pool_host
         self.close()
-        self._cache = self.open_cache(self._namespace(mem_pool_host))
+        namespace = self._namespace(mem_pool_host)
+        rotation = Rotation(self._settings.config, namespace, self.open_cache, kvtier.Cache.close)
+        rotation.open()
+        self._rotation = rotation
+        if self._port is not None:
+            port, self._port = int(self._port) + namespace.rank, None
+            serve(self.stats, port=port)
+
+    def stats(self) -> dict[str, Any]:
+        """The cache's `stats()`; empty while there is none."""
+        cache = self._cache
+        return cache.stats() if cache is not None else {}
+
+    @property
+    def _cache(self) -> kvtier.Cache | None:
+        """None before there is a host pool, after `close`, and while it is opened anew after new weights."""
+        return self._rotation.current if self._rotation is not None else None
 
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
         """The cache below; a seam for tests and for other tiers."""
@@ -88,11 +110,8 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # sglang has no type
             if getattr(place, name, 1) > 1:
                 raise IdentityError(f"{name} is {getattr(place, name)}: pages are spread over ranks; kvtier serves 1")
         mla = bool(place.is_mla_model)
-        dtype = str(pool.dtype).removeprefix("torch.")
+        server, model_config = running_engine()
         return Namespace(
-            model=model_name(str(place.model_name), self._settings.model),
-            weights=weights_of(self._settings, str(place.model_name)),
-            dtype=dtype,
             layout=f"sglang-host:{pool.layout}",
             block_tokens=int(pool.page_size),
             block_bytes=sum(self._pieces([0])[0][1]),
@@ -104,10 +123,7 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # sglang has no type
             tp=1 if mla else place.tp_size,
             pp=place.pp_size,
             group="mla" if mla else "full",
-            quantization=dtype if dtype.startswith("float8") else "",
-            scales="checkpoint" if dtype.startswith("float8") else "",
-            hash_algorithm=HASH_ALGORITHM,
-            hash_version=HASH_VERSION,
+            **engine_fields(server, model_config, self._settings, str(pool.dtype).removeprefix("torch.")),
         )
 
     # ── pages ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -247,17 +263,38 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # sglang has no type
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def weights_change(self) -> None:
+        if not self._settings.config.keep_on_reset and self._rotation is not None:
+            self._stale = True
+            self._rotation.rotate()
+
+    def flushed(self) -> None:
+        """The queues of the old weights' pages are empty now: what was stored of them meanwhile must not be found."""
+        if self._stale and self._rotation is not None:
+            self._stale = False
+            self._rotation.rotate()
+
     def clear(self) -> None:
         """Drop this namespace's pages from every tier, for all replicas that share it."""
-        if self._cache is not None:
-            for tier in ("g2", *self._cache.manager.lower):
-                self._cache.evict(tier)
+        cache = self._cache
+        if cache is not None:
+            for tier in ("g2", *cache.manager.lower):
+                cache.evict(tier)
 
     def close(self) -> None:
         """Flush within deadlines.close, and let go. Idempotent."""
-        cache, self._cache = self._cache, None
-        if cache is not None:
-            cache.close()
+        rotation, self._rotation = self._rotation, None
+        if rotation is not None:
+            rotation.close(2 * self._settings.config.deadlines.close)
+
+
+def running_engine() -> tuple[Any, Any]:
+    """This process's server arguments and model configuration, as SGLang published them."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_server_args
+
+    server = get_server_args()
+    return server, ModelConfig.from_server_args(server)
 
 
 def _scatter(block: memoryview, page: tuple[list[int], list[int]]) -> None:

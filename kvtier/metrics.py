@@ -43,6 +43,12 @@ REQUESTS = {
 }
 """Entries of `stats()["requests"]`."""
 
+ENGINE = {
+    "tokens_read": Family("kvtier_tokens_read", "Prompt tokens that an engine was given, by tier.", label="tier"),
+    "events": Family("kvtier_events", "What happened to an engine's blocks and look-ups.", label="event"),
+}
+"""Entries of `stats()["engine"]`, which connectors add."""
+
 TIERS = {
     "blocks": Family("kvtier_tier_blocks", "Blocks held.", counter=False),
     "bytes": Family("kvtier_tier_bytes", "Bytes held.", counter=False),
@@ -75,9 +81,10 @@ class StatsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """One metric family per entry. Takes as long as `stats` does; waits for no tier."""
         stats = self._stats()
-        tiers = {name: entry for name, entry in stats.items() if name != "requests"}
-        for key, family in REQUESTS.items():
-            yield _export(family, {(): stats["requests"].get(key)}, ())
+        tiers = {name: entry for name, entry in stats.items() if name not in ("requests", "engine")}
+        for section, families in (("requests", REQUESTS), ("engine", ENGINE)):
+            for key, family in families.items():
+                yield _export(family, {(): stats.get(section, {}).get(key)}, ())
         for key, family in TIERS.items():
             yield _export(family, {(name,): entry.get(key) for name, entry in tiers.items()}, ("tier",))
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +106,43 @@ class EngineHost:
         self.process.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int, together: int = 1) -> list[int]:
+    """Ports that are free now, each with the `together` - 1 above it."""
+    found: list[int] = []
+    while len(found) < count:
+        with ExitStack() as probes:
+            try:
+                first = 0
+                for offset in range(together):
+                    probe = probes.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", first + offset if first else 0))
+                    first = first or probe.getsockname()[1]
+            except OSError:
+                continue
+            if all(abs(first - other) >= together for other in found):
+                found.append(first)
+    return found
 
 
 class Served:
-    """An engine over kvtier, the trial file that steers it, and its metrics."""
+    """An engine over kvtier, with rank 0's orders and metrics."""
 
-    def __init__(self, model: Path, folder: Path, tiers: dict[str, Any], **more: Any) -> None:
-        self.trial = folder / "trial.json"
-        self.port = free_port()
-        config = {"version": 1, "tiers": tiers, **more}
-        extra = {"kvtier_config": config, "trial": str(self.trial), "metrics_port": self.port}
+    def __init__(
+        self,
+        model: Path,
+        tiers: dict[str, Any],
+        arguments: dict[str, Any],
+        linker: dict[str, Any],
+        more: dict[str, Any],
+    ) -> None:
+        self.port, self._control = free_ports(2, together=int(arguments.get("tp_size", 1)))
+        extra = {
+            "kvtier_config": {"version": 1, "tiers": tiers, **more},
+            "recompute": "never",  # a tiny model computes faster than any disk reads
+            "control": self._control,
+            "metrics_port": self.port,
+            **linker,
+        }
         self.host = EngineHost(
             {
                 "model_path": str(model),
@@ -129,11 +153,31 @@ class Served:
                     "linker_module_path": "trial_linker",
                     "linker_extra_config": extra,
                 },
+                **arguments,
             }
         )
 
+    def order(self, do: str, rank: int = 0, **named: Any) -> Any:
+        """One verb of the TrialLinker."""
+        with socket.create_connection(("127.0.0.1", self._control + rank), timeout=ANSWER_S) as line:
+            line.sendall(json.dumps({"do": do, **named}).encode() + b"\n")
+            answer = json.loads(line.makefile().readline())
+        assert not (isinstance(answer, dict) and "error" in answer), answer
+        return answer
+
     def steer(self, **wanted: Any) -> None:
-        self.trial.write_text(json.dumps(wanted))
+        self.order("steer", **wanted)
+
+    def push_down(self, *tiers: str) -> None:
+        """All that was stored is durable, and then leaves these tiers and the device."""
+        self.host.flush()
+        assert self.order("flush") == 0
+        for tier in tiers:
+            self.order("evict", tier=tier)
+
+    def read(self, tier: str) -> int:
+        """Prompt tokens that requests were given from a tier so far."""
+        return int(self.order("stats")["engine"]["tokens_read"].get(tier, 0))
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels."""
@@ -175,16 +219,18 @@ def make_model(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
-    """Starts an engine; the one before it is ended first."""
+def serve(model: Path) -> Iterator[Callable[..., Served]]:
+    """Starts an engine; the one before it is ended first, unless it is to stay `beside`."""
     running: list[Served] = []
 
-    def start(tiers: dict[str, Any], *, path: Path = model, **more: Any) -> Served:
-        while running:
+    def start(
+        tiers: dict[str, Any], *, path: Path = model, beside: bool = False, arguments: dict[str, Any] | None = None,
+        linker: dict[str, Any] | None = None, **config: Any,
+    ) -> Served:  # fmt: skip
+        while running and not beside:
             running.pop().host.close()
-        served = Served(path, tmp_path_factory.mktemp("trial"), tiers, **more)
-        running.append(served)
-        return served
+        running.append(Served(path, tiers, arguments or {}, linker or {}, config))
+        return running[-1]
 
     yield start
     for served in running:
@@ -199,3 +245,25 @@ def prompt_of(seed: int, length: int = 397) -> list[int]:
 @pytest.fixture
 def prompt() -> Callable[..., list[int]]:
     return prompt_of
+
+
+@pytest.fixture
+def damage() -> Callable[[Path], int]:
+    return flip_bits
+
+
+def flip_bits(folder: Path) -> int:
+    """One bit in every 4 KiB of what lies in a G3 directory's segments or in a bucket's objects; how many."""
+    flipped = 0
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".mdb"):
+        size = file.stat().st_size
+        if size < 64 << 10:
+            continue
+        with open(file, "r+b") as stream:
+            for offset in range(7, size, 4096):
+                stream.seek(offset)
+                byte = stream.read(1)
+                stream.seek(offset)
+                stream.write(bytes([byte[0] ^ 1]))
+                flipped += 1
+    return flipped

@@ -7,9 +7,11 @@ Answers are lines that begin with "@@ " on stdout; everything else there is SGLa
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +43,46 @@ def say(answer: Any) -> None:
     print("@@ " + json.dumps(answer), flush=True)
 
 
-def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+def request_of(order: dict[str, Any]) -> Any:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = {"max_new_tokens": order.get("new", 8), "temperature": 0, "ignore_eos": True}
     if "kvtier" in order:
         sampling["custom_params"] = {"kvtier": order["kvtier"]}
-    named = {name: order[name] for name in ("extra_key", "cache_salt") if name in order}
-    request = GenerateReqInput(input_ids=order["prompts"], sampling_params=sampling, **named)
-    results = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+    named = {name: order[name] for name in ("extra_key", "cache_salt", "rid") if name in order}
+    return GenerateReqInput(input_ids=order["prompts"], sampling_params=sampling, **named)
+
+
+def abort(engine: Any, order: dict[str, Any]) -> str:
+    """Send a request, abort it after a while, and say how it ended."""
+
+    async def run() -> str:
+        manager = engine.tokenizer_manager
+        asking = asyncio.ensure_future(anext(manager.generate_request(request_of({**order, "rid": ["gone"]}), None)))
+        await asyncio.sleep(order["after"])
+        if asking.done():
+            return "finished before"
+        manager.abort_request(rid="gone")
+        try:
+            result = await asyncio.wait_for(asking, 60)
+        except Exception as error:
+            return type(error).__name__
+        return str(result[0]["meta_info"]["finish_reason"]["type"])
+
+    return str(engine.loop.run_until_complete(run()))
+
+
+def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+    began = time.monotonic()
+    asking = anext(engine.tokenizer_manager.generate_request(request_of(order), None))
+    results = engine.loop.run_until_complete(asking)
+    seconds = time.monotonic() - began
     return [
         {
             "tokens": list(result["output_ids"]),
             "cached": result["meta_info"]["cached_tokens"],
             "host": (result["meta_info"].get("cached_tokens_details") or {}).get("host", 0),
+            "seconds": seconds,
         }
         for result in results
     ]
@@ -70,6 +98,8 @@ def main() -> None:
         try:
             if order["do"] == "generate":
                 say(generate(engine, order))
+            elif order["do"] == "abort":
+                say(abort(engine, order))
             elif order["do"] == "flush":
                 flushing = engine.tokenizer_manager.flush_cache(timeout_s=30)
                 say("flushed" if engine.loop.run_until_complete(flushing).success else "busy")

@@ -9,21 +9,35 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # the first of them starts the engine
+
 PROMPT_PAGES = 24
 
 
 @pytest.fixture(scope="module")
-def engine(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield serve({"g2": {"capacity": "16MiB"}, "g3": {"path": str(tmp_path_factory.mktemp("g3")), "capacity": "256MiB"}})
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp(name) for name in ("g3", "g4")}
 
 
-def stored_by(engine: Any, blocks: float, tier: str = "g3") -> None:
-    """Wait until the write-behind has brought so many blocks to a tier."""
-    for _ in range(200):
-        if engine.metric("kvtier_tier_stored_blocks_total", tier=tier, outcome="stored") >= blocks:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{tier} did not get {blocks} blocks")
+@pytest.fixture(scope="module")
+def engine(serve: Any, folders: dict[str, Path]) -> Any:
+    return serve(
+        {
+            "g2": {"capacity": "16MiB"},
+            "g3": {"path": str(folders["g3"]), "capacity": "256MiB"},
+            "g4": {"url": f"file://{folders['g4']}/kv", "stride": 4},
+        },
+        deadlines={"get": "5s", "lookup": "1s"},
+    )
+
+
+@pytest.fixture(autouse=True)
+def _whole(engine: Any) -> Iterator[None]:
+    """After every scenario nothing is held, and every invariant stands."""
+    yield
+    engine.steer()
+    engine.host.flush()
+    assert set(engine.order("check").values()) == {0}
 
 
 def test_tokens_after_a_flush_are_those_of_the_engines_own_hit(engine: Any, prompt: Any) -> None:
@@ -112,27 +126,80 @@ def test_requests_say_what_may_be_kept(engine: Any, prompt: Any) -> None:
     assert again["host"] == PROMPT_PAGES * 16
 
 
-def test_what_left_host_ram_comes_back_from_the_disk(engine: Any, prompt: Any) -> None:
-    (own,) = engine.host.generate(prompt(20))
-    for seed in range(21, 40):  # more than G2 holds
-        engine.host.generate(prompt(seed, 800), new=1)
-        engine.host.flush()
-    (restored,) = engine.host.generate(prompt(20))
-    assert engine.metric("kvtier_tier_loaded_blocks_total", tier="g3") >= PROMPT_PAGES
+@pytest.mark.parametrize("tier", ["g3", "g4"])
+def test_what_left_host_ram_comes_back_from_below(engine: Any, prompt: Any, tier: str) -> None:
+    seed = {"g3": 20, "g4": 21}[tier]
+    engine.host.generate(prompt(seed))
+    (own,) = engine.host.generate(prompt(seed))
+    engine.push_down("g2", *(["g3"] if tier == "g4" else []))
+    before = engine.read(tier)
+    (restored,) = engine.host.generate(prompt(seed))
+    assert restored["host"] == PROMPT_PAGES * 16
+    assert restored["tokens"] == own["tokens"]
+    assert engine.read(tier) - before == PROMPT_PAGES * 16
+
+
+@pytest.mark.parametrize("kind", ["error", "hang", "drop"])
+@pytest.mark.parametrize("tier", ["g3", "g4"])
+def test_a_sick_tier_is_a_miss(engine: Any, prompt: Any, tier: str, kind: str) -> None:
+    seed = 30 + 10 * int(tier[1]) + len(kind)
+    engine.host.generate(prompt(seed))
+    (own,) = engine.host.generate(prompt(seed))
+    engine.push_down("g2", *(["g3"] if tier == "g4" else []))
+    engine.steer(faults={tier: [["read", kind, 1.0, None, 0.0]]})
+    (computed,) = engine.host.generate(prompt(seed))
+    assert computed["host"] == 0
+    assert computed["tokens"] == own["tokens"]
+    assert computed["seconds"] < 15
+
+
+@pytest.mark.parametrize("tier", ["g3", "g4"])
+def test_flipped_bits_are_never_served(
+    engine: Any, prompt: Any, folders: dict[str, Path], damage: Any, tier: str
+) -> None:
+    seed = {"g3": 60, "g4": 61}[tier]
+    engine.host.generate(prompt(seed))
+    (own,) = engine.host.generate(prompt(seed))
+    engine.push_down("g2", *(["g3"] if tier == "g4" else []))
+    assert damage(folders[tier])
+    (computed,) = engine.host.generate(prompt(seed))
+    assert computed["host"] == 0
+    assert computed["tokens"] == own["tokens"]
+    assert engine.metric("kvtier_tier_miss_blocks_total", tier=tier, reason="corrupt") > 0
+
+
+def test_an_aborted_request_waits_no_more(engine: Any, prompt: Any) -> None:
+    engine.host.generate(prompt(70))
+    (own,) = engine.host.generate(prompt(70))
+    engine.push_down("g2")
+    engine.steer(faults={"g3": [["read", "slow", 1.0, None, 2.0]]})
+    assert engine.host.ask(do="abort", prompts=[prompt(70)], after=0.5) in ("abort", "CancelledError")
+    engine.steer()
+    (restored,) = engine.host.generate(prompt(70))
     assert restored["host"] == PROMPT_PAGES * 16
     assert restored["tokens"] == own["tokens"]
 
 
-def test_a_sick_disk_is_a_miss(engine: Any, prompt: Any) -> None:
-    (own,) = engine.host.generate(prompt(50))
-    for seed in range(51, 70):
-        engine.host.generate(prompt(seed, 800), new=1)
-        engine.host.flush()
-    engine.steer(faults={"g3": [["read", "error"], ["lookup", "error"]]})
-    (computed,) = engine.host.generate(prompt(50))
+def test_a_load_that_fails_ends_its_request_and_poisons_nothing(engine: Any, prompt: Any) -> None:
+    engine.host.generate(prompt(75))
+    (own,) = engine.host.generate(prompt(75))
+    engine.host.flush()
+    engine.steer(lose=True)
+    answer = engine.host.ask(do="generate", prompts=[prompt(75)])
+    assert "error" in answer, answer
     engine.steer()
-    assert computed["host"] == 0
-    assert computed["tokens"] == own["tokens"]
+    (restored,) = engine.host.generate(prompt(75))
+    assert restored["host"] == PROMPT_PAGES * 16
+    assert restored["tokens"] == own["tokens"]
+
+
+def test_what_was_read_is_told_by_tier(engine: Any, prompt: Any) -> None:
+    before = engine.metric("kvtier_tokens_read_total", tier="g2")
+    engine.host.generate(prompt(78))
+    engine.host.flush()
+    engine.host.generate(prompt(78))
+    assert engine.metric("kvtier_tokens_read_total", tier="g2") - before == PROMPT_PAGES * 16
+    assert engine.metric("kvtier_events_total", event="blocks_stored") > PROMPT_PAGES
 
 
 def test_new_weights_never_meet_old_blocks(engine: Any, prompt: Any, model: Path, other_model: Path) -> None:

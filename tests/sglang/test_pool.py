@@ -168,6 +168,8 @@ class Bench:
         from kvtier.testing import sample_namespace
 
         self.device, self.page = mha(page), page
+        self.refusals = 0  # votes of another rank, to come
+
         for tensor in (*self.device.k_buffer, *self.device.v_buffer):
             tensor.copy_(torch.randn(tensor.shape))
         kept = pool(self.device, page)
@@ -181,6 +183,10 @@ class Bench:
         tiers = {"g2": {"capacity": g2}, "g3": {"path": str(folder), "capacity": "64MiB"}}
         extra = {"kvtier_config": {"version": 1, "tiers": tiers}}
         self.linker = module.KVTierLinker(server(), params, components={Kind.FULL}, extra_config=extra)
+
+    def vote(self, answer: bool) -> bool:
+        refused, self.refusals = self.refusals > 0, max(0, self.refusals - 1)
+        return answer and not refused
 
     def req(self, rid: str, salt: str | None = None, **asked: Any) -> Any:
         params = SimpleNamespace(custom_params={"kvtier": asked} if asked else None)
@@ -206,8 +212,12 @@ class Bench:
         return [self.linker.pop_completed_offload() for _ in range(self.linker.num_completed_offloads())]
 
     def lookup(self, rid: str, keys: list[str], head: list[str] | None = None, **req: Any) -> int:
-        self.linker.meet(self.req(rid, **req), lambda: head or [])
+        self.linker.meet(self.req(rid, **req), lambda: head or [], self.vote)
         return len(self.linker.lookup(rid, self.transfer(keys)))
+
+    def flush(self) -> None:
+        self.linker.reset()
+        self.linker.flushed()
 
     def run(self) -> bool:
         return bool(self.linker.finish_layer_wise_loading(self.linker.start_layer_wise_loading()))
@@ -222,10 +232,19 @@ class Bench:
         layers = zip(self.device.k_buffer, self.device.v_buffer, strict=True)
         return b"".join(t[rows].numpy().tobytes() for pair in layers for t in pair)
 
+    def until_promoted(self, rid: str, keys: list[str]) -> int:
+        """Blocks in G2 once nothing is on its way up any more."""
+        for _ in range(400):
+            hit = self.lookup(rid, keys)
+            if not self.linker._visits.of(rid).waits:
+                return hit
+            time.sleep(0.01)
+        pytest.fail("the promotion does not end")
+
     def until_resident(self, rid: str, keys: list[str]) -> int:
         for _ in range(400):
             hit = self.lookup(rid, keys)
-            if not self.linker.awaited(rid, lambda ready: ready):
+            if not self.linker.awaited(rid):
                 return hit
             time.sleep(0.01)
         pytest.fail("the request waits for ever")
@@ -351,14 +370,110 @@ def test_what_is_deeper_is_waited_for_and_verified(bench: Any) -> None:
 
 
 def test_a_request_waits_for_all_ranks_and_only_once(bench: Any) -> None:
-    b = bench()
-    b.lookup("r", keys_of(3))
+    b, keys = bench(), keys_of(3)
     answers = []
-    for agreed in (False, True):
-        b.lookup("r", keys_of(3))
-        answers.append(b.linker.awaited("r", lambda ready, agreed=agreed: agreed))
+    for b.refusals in (1, 0):
+        b.until_promoted("r", keys)
+        answers.append(b.linker.awaited("r"))
     assert answers == [True, False]
-    assert not b.linker.awaited("r", lambda ready: pytest.fail("decided requests are not asked for again"))
+    b.refusals = 1
+    assert not b.linker.awaited("r")
+    assert b.refusals == 1  # who is decided on is not voted on again
+
+
+def test_ranks_vote_on_a_request_also_where_one_has_no_cache(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, keys = bench(), keys_of(3)
+    monkeypatch.setattr(b.linker._rotation, "current", None)
+    assert b.lookup("r", keys) == 0
+    b.refusals = 1
+    assert b.linker.awaited("r")
+    assert b.refusals == 0
+
+
+def test_a_load_that_one_rank_refuses_is_nobodys(bench: Any) -> None:
+    b, keys = bench(), keys_of(2)
+    b.offload(keys, [1, 2])
+    b.settle()
+    b.lookup("r", keys)
+    b.refusals = 1
+    assert not b.linker.load("r", b.transfer(keys, [5, 6]))
+    assert b.linker.start_layer_wise_loading() == -1
+    assert b.pinned() == 0
+    assert b.linker.load("r", b.transfer(keys, [5, 6]))
+    assert b.run()
+
+
+def test_every_offload_has_one_answer(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, keys = bench(), keys_of(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._rotation, "current", None)
+        assert b.offload(keys, [1, 2])
+        assert b.settle() == [False]
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._pages._engine, "store", lambda _: 1 / 0)
+        assert b.offload(keys, [1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._pages, "offload", lambda *_: 1 / 0)
+        assert b.offload(keys, [1, 2])
+    assert b.offload(keys, [1, 2])
+    assert b.settle() == [False, False, True]
+    assert b.linker.stats()["engine"]["events"] == {"copies_failed": 2, "blocks_stored": 2}
+
+
+def test_tokens_are_booked_by_the_tier_they_came_from(bench: Any) -> None:
+    b, keys = bench(), keys_of(6)
+    b.offload(keys, [1, 2, 3, 4, 5, 6])
+    b.settle()
+    cache = b.linker._pages.cache
+    cache.flush()
+    cache.evict("g2")
+    b.offload(keys[:2], [1, 2])
+    b.settle()
+    b.until_promoted("r", keys)
+    assert b.linker.load("r", b.transfer(keys, [11, 12, 13, 14, 15, 16]))
+    b.linker.admitted("r")
+    assert b.run()
+    assert b.linker.stats()["engine"]["tokens_read"] == {"g2": 2 * PAGE, "g3": 4 * PAGE}
+    b.until_promoted("s", keys_of(3, 1))
+    b.linker.admitted("s")
+    requests = b.linker.stats()["requests"]
+    assert (requests["lookups"], requests["hits"], requests["misses"]) == (9, 6, {"absent": 3})
+    assert b.pinned() == 0
+
+
+def test_what_prefill_costs_decides_what_is_loaded(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, keys = bench(), keys_of(6)
+    b.offload(keys, [1, 2, 3, 4, 5, 6])
+    b.settle()
+    cache = b.linker._pages.cache
+    cache.flush()
+    slow = cache.manager.lower["g3"]
+    monkeypatch.setattr(type(slow), "read_s_per_block", property(lambda _: 1.0))
+    for seconds, hit in ((0.1, 0), (60.0, 6)):
+        cache.evict("g2")
+        now = time.monotonic()
+        for _ in range(40):
+            b.linker.ran(8 * PAGE, now - seconds)
+            b.linker._prefill._free_at = 0.0  # as if the engine had been idle in between
+        assert b.until_promoted(f"r{seconds}", keys) == hit, seconds
+        b.linker.admitted(f"r{seconds}")
+    assert b.linker.stats()["requests"]["misses"] == {"slower": 6}
+
+
+def test_metrics_follow_what_was_counted() -> None:
+    from prometheus_client import CollectorRegistry
+
+    from kvtier.connectors.sglang_metrics import EngineMetrics
+
+    registry = CollectorRegistry()
+    metrics = EngineMetrics({"model_name": "m", "tp_rank": "0"}, registry)
+    metrics.update({"tokens_read": {"g2": 16}, "events": {}})
+    metrics.update({"tokens_read": {"g2": 48, "g3": 16}, "events": {"lookups_late": 1}})
+    labels = {"model_name": "m", "tp_rank": "0"}
+    read = "sglang:kvtier_tokens_read_total"
+    assert registry.get_sample_value(read, {**labels, "tier": "g2"}) == 48
+    assert registry.get_sample_value(read, {**labels, "tier": "g3"}) == 16
+    assert registry.get_sample_value("sglang:kvtier_events_total", {**labels, "event": "lookups_late"}) == 1
 
 
 def test_an_aborted_request_lets_go_of_its_promotion(bench: Any) -> None:
@@ -383,8 +498,9 @@ def test_a_full_host_ram_fails_the_tail_of_an_offload(bench: Any) -> None:
     assert b.offload(keys[:blocks], list(range(1, blocks + 1)))
     b.settle()
     b.lookup("r", keys[:blocks])
-    with manager.pin(b.linker._visits["r"].chain):  # every slot is in use
-        assert not b.offload(keys_of(2, 1), [9, 10])
+    with manager.pin(b.linker._visits.of("r").chain):  # every slot is in use
+        assert b.offload(keys_of(2, 1), [9, 10])
+        assert b.settle() == [False]
     assert b.lookup("s", keys[:blocks]) == blocks
     manager.check()
 
@@ -416,13 +532,13 @@ def test_new_weights_leave_the_old_blocks_behind(bench: Any) -> None:
     b.offload(keys_of(2, 1), [3, 4])  # its completion is still owed to the tree
     b.linker.weights_change()
     assert b.settle() == [False]
-    b.linker.reset()
-    b.linker._rotation.join(30)
+    b.flush()
+    assert b.linker._rotation.join(30)
     assert b.lookup("r", keys) == 0
     assert b.offload(keys, [1, 2])
     b.settle()
     assert b.lookup("s", keys) == 2
-    b.linker.reset()
+    b.flush()
     assert b.lookup("t", keys) == 2
 
 

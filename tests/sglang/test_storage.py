@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,10 +76,24 @@ def extra_config(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def engine(**changed: Any) -> tuple[Any, Any]:
+    """What SGLang would say of a running engine."""
+    server = {
+        "model_path": "hub/tiny", "revision": None, "speculative_algorithm": None, "load_format": "auto",
+        "quantization": None, "json_model_override_args": "{}", "quantization_param_path": None,
+    }  # fmt: skip
+    text = SimpleNamespace(rope_theta=10000.0, rope_scaling=None, rope_parameters=changed.pop("rope", None))
+    return SimpleNamespace(**{**server, **changed}), SimpleNamespace(hf_text_config=text, dtype=torch.float32)
+
+
 @pytest.fixture
-def attach(tmp_path: Path) -> Iterator[Any]:
+def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes backends as SGLang does, over one directory; closes them."""
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    from kvtier.connectors import sglang_storage as module
+
+    monkeypatch.setattr(module, "running_engine", engine)
 
     made: list[Any] = []
 
@@ -187,6 +202,53 @@ def test_other_ranks_layouts_and_salts_are_apart(attach: Any) -> None:
     assert attach(pool, tp_size=2).batch_exists(keys) == 4
 
 
+@pytest.mark.parametrize(
+    "changed", [{"quantization": "fp8"}, {"json_model_override_args": "{1}"}, {"rope": {"rope_type": "linear"}}]
+)
+def test_whatever_the_engine_makes_of_the_weights_is_in_the_name(
+    attach: Any, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    from kvtier.connectors import sglang_storage as module
+
+    pool, keys = host_pool("mha", "page_first"), keys_of(3)
+    writer = attach(pool)
+    writer.batch_set_v1(keys, indices_of([0, 1, 2]))
+    writer.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "running_engine", lambda: engine(**changed))
+        other = attach(pool)
+        assert other.batch_exists(keys) == 0
+        other.close()
+    assert attach(pool).batch_exists(keys) == 3
+
+
+def test_new_weights_leave_the_old_pages_behind(attach: Any) -> None:
+    """Told by the hooks on SGLang's own weight updater and tree, through its fault injector too."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache as Tree
+
+    pool, keys = host_pool("mha", "page_first"), keys_of(3)
+    backend = attach(pool)
+    wrapped = SimpleNamespace(_backend=backend)
+    tree = SimpleNamespace(
+        linker=None, cache_controller=SimpleNamespace(storage_backend=wrapped), _reset_full=lambda: None
+    )
+    backend.batch_set_v1(keys, indices_of([0, 1, 2]))
+    assert backend.batch_exists(keys) == 3
+    with pytest.raises(AttributeError):  # it has nothing to update
+        Updater.update_weights_from_disk(SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)), None)
+    assert backend.batch_exists(keys) == 0
+    assert backend._rotation.join(30)
+    backend.batch_set_v1(keys, indices_of([3, 4, 5]))  # was queued before the update
+    assert backend.batch_exists(keys) == 3
+    Tree.reset(tree)
+    assert backend._rotation.join(30)
+    assert backend.batch_exists(keys) == 0
+    backend.batch_set_v1(keys, indices_of([0, 1, 2]))
+    Tree.reset(tree)
+    assert backend.batch_exists(keys) == 3  # a plain flush keeps what is stored
+
+
 def test_only_one_of_the_mla_replicas_writes(attach: Any) -> None:
     pool = host_pool("mla", "page_first")
     fill(pool)
@@ -211,6 +273,8 @@ def test_clear_leaves_nothing(attach: Any) -> None:
 
 
 def test_what_would_never_work_is_refused(attach: Any, tmp_path: Path) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
     from kvtier.connectors.sglang_storage import KVTierStorage
     from kvtier.errors import ConfigError, IdentityError
 
@@ -218,8 +282,31 @@ def test_what_would_never_work_is_refused(attach: Any, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=missing):
             KVTierStorage(storage_config({**extra_config(tmp_path), missing: 0}))
     backend = attach(host_pool("mha", "page_first"))
-    with pytest.raises(IdentityError, match="mamba"):
-        backend.register_mem_host_pool_v2(object(), "mamba")
+    for name in PoolName:
+        if name != PoolName.KV:
+            with pytest.raises(IdentityError, match=name.value):
+                backend.register_mem_host_pool_v2(object(), name)
+    backend.register_mem_host_pool_v2(host_pool("mha", "page_first"), PoolName.KV)
+
+
+def test_v2_serves_the_kv_pool_and_denies_what_needs_more(attach: Any) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    pool, keys = host_pool("mha", "page_first"), keys_of(4)
+    fill(pool)
+    backend = attach(pool)
+
+    def transfer(name: Any, pages: list[int]) -> Any:
+        return PoolTransfer(name=name, host_indices=indices_of(pages), keys=keys)
+
+    written = backend.batch_set_v2([transfer(PoolName.KV, [0, 1, 2, 3]), transfer(PoolName.SWA, [0, 1, 2, 3])])
+    assert written == {PoolName.KV: [True] * 4, PoolName.SWA: [False] * 4}
+    found = backend.batch_exists_v2(keys)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [1, 2, 3, 4])
+    assert backend.batch_exists_v2(keys, [PoolTransfer(name=PoolName.SWA, keys=keys)]).kv_hit_pages == 0
+    expected = [page_bytes(pool, page) for page in range(4)]
+    assert backend.batch_get_v2([transfer(PoolName.KV, [8, 9, 10, 11])]) == {PoolName.KV: [True] * 4}
+    assert [page_bytes(pool, page) for page in (8, 9, 10, 11)] == expected
 
 
 def test_it_passes_under_sglangs_fault_injector(attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:

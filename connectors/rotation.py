@@ -1,0 +1,115 @@
+"""What is open under an engine's namespace, and is opened anew, off the engine's thread, when its weights change."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvtier.config import Config
+from kvtier.connectors.common import epoch_after_reset
+from kvtier.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Rotation(Generic[T]):
+    """At most one open thing; `current` is None while there is none. Thread-safe; only `open` and `close` wait."""
+
+    def __init__(
+        self, config: Config, namespace: Namespace, opener: Callable[[Namespace], T], closer: Callable[[T], object]
+    ) -> None:
+        """`opener` and `closer` may take seconds; after `open` they are called on threads of this object's."""
+        self.namespace = namespace
+        self.current: T | None = None
+        self._config = config
+        self._opener = opener
+        self._closer = closer
+        self._lock = threading.Lock()
+        self._old: list[T] = []  # to be closed by `_replace`
+        self._thread: threading.Thread | None = None  # of `_replace`, until it has decided to end
+        self._closed = False
+
+    def open(self) -> T:
+        """Open for the first time, on the caller's thread. Raises what `opener` raises."""
+        opened = self._opener(self.namespace)
+        with self._lock:
+            self.current = opened
+        return opened
+
+    def rotate(self) -> T | None:
+        """New weights: go on in a namespace that nobody else has (see `epoch_after_reset`). Returns at once, with what
+        was current and is being closed now; until the next one is open there is none."""
+        with self._lock:
+            if self._closed:
+                return None
+            old, self.current = self.current, None
+            self.namespace = epoch_after_reset(self._config, self.namespace)
+            if old is not None:
+                self._old.append(old)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._replace, name="kvtier-rotate", daemon=True)
+                self._thread.start()
+        log.warning("new weights: the cache goes on in a namespace of this process alone, and misses until it is open")
+        return old
+
+    def _replace(self) -> None:
+        while True:
+            with self._lock:
+                stale, self._old = self._old, []
+                wanted = self.namespace
+            for old in stale:
+                self._close_one(old)
+            opened = None if self._closed else self._open_one(wanted)
+            with self._lock:
+                if self.namespace is wanted and not self._old and not self._closed:
+                    self.current, self._thread = opened, None
+                    return
+                if opened is not None:
+                    self._old.append(opened)
+                if not self._old and self._closed:
+                    self._thread = None
+                    return
+
+    def _open_one(self, namespace: Namespace) -> T | None:
+        try:
+            return self._opener(namespace)
+        except Exception:
+            log.exception("no cache after new weights; the engine goes on without one")
+            return None
+
+    def _close_one(self, opened: T) -> None:
+        try:
+            self._closer(opened)
+        except Exception:
+            log.exception("closing the cache")
+
+    def join(self, timeout: float) -> bool:
+        """Wait for a rotation that is under way; whether none is any more."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+        return self._thread is None
+
+    def close(self, timeout: float) -> bool:
+        """Close for good, within `timeout` seconds; False if that was not enough (the process's end does it)."""
+        with self._lock:
+            self._closed = True
+            old, self.current = self.current, None
+            rotating = self._thread
+
+        def run() -> None:
+            if rotating is not None:
+                rotating.join()
+            if old is not None:
+                self._close_one(old)
+
+        closing = threading.Thread(target=run, name="kvtier-close", daemon=True)
+        closing.start()
+        closing.join(timeout)
+        if closing.is_alive():
+            log.warning("the cache did not close within %.1f s; what was not written yet is lost", timeout)
+        return not closing.is_alive()
