@@ -5,12 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import queue
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,8 +15,19 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-START_S = 420.0
 ANSWER_S = 240.0
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"sglang_tests_{name}", HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EngineHost = _beside("engine_process").EngineHost
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,70 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def _sglang_is_missing() -> None:
     pytest.fail("CI is set and sglang is not installed; run `make sglang`")
-
-
-class EngineHost:
-    """An engine behind a pipe. `close` or `kill` ends it with all its processes."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_host.py"), json.dumps(arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        self.log: list[str] = []
-        self._answers: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-        assert self._answer(START_S) == "ready"
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("@@ "):
-                self._answers.put(json.loads(line[3:]))
-            else:
-                self.log.append(line)
-        self._answers.put(EOFError)
-
-    def _answer(self, timeout: float) -> Any:
-        try:
-            answer = self._answers.get(timeout=timeout)
-        except queue.Empty:
-            answer = TimeoutError
-        if answer in (EOFError, TimeoutError):
-            self.kill()
-            pytest.fail(f"the engine gave {answer.__name__}; its last words:\n" + "".join(self.log[-60:]))
-        return answer
-
-    def ask(self, **order: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return self._answer(ANSWER_S)
-
-    def generate(self, *prompts: list[int], **order: Any) -> list[dict[str, Any]]:
-        answers = self.ask(do="generate", prompts=list(prompts), **order)
-        assert isinstance(answers, list), answers
-        return answers
-
-    def flush(self) -> None:
-        assert self.ask(do="flush") == "flushed"
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            try:
-                self.ask(do="end")
-                self.process.wait(60)
-            finally:
-                self.kill()
-
-    def kill(self) -> None:
-        """SIGKILL to every process of the engine."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
 
 
 def free_ports(count: int, together: int = 1) -> list[int]:
@@ -245,6 +187,11 @@ def prompt_of(seed: int, length: int = 397) -> list[int]:
 @pytest.fixture
 def prompt() -> Callable[..., list[int]]:
     return prompt_of
+
+
+@pytest.fixture
+def ports() -> Callable[..., list[int]]:
+    return free_ports
 
 
 @pytest.fixture

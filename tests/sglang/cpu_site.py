@@ -1,11 +1,12 @@
 """Lets SGLang run on a CPU beside a CPU build of torch. Import before sglang, in the main script of every process.
 
-SGLang imports torchvision and, off CUDA, one function of vllm at module level, on paths that a text-only CPU run
-never calls. What is not installed gets a stand-in here; what is installed stays.
+SGLang imports torchvision, triton and, off CUDA, one function of vllm at module level, on paths that a text-only CPU
+run never calls. What is not installed gets a stand-in here (triton alone is 1 GB); what is installed stays.
 """
 
 from __future__ import annotations
 
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -18,15 +19,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
+def _none(name: str) -> bool:
+    """What even a stand-in has not: Python's own names, and triton's driver, since there is no device."""
+    return name.startswith("__") or name == "driver"
+
+
 class _Anything:
+    """Whatever is done with it, nothing happens; as a decorator it leaves functions as they are."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Anything:
-        return self
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else _Anything()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if _none(name):
             raise AttributeError(name)
         return _Anything()
 
@@ -36,16 +44,27 @@ class _StandIn(types.ModuleType):
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if _none(name):
             raise AttributeError(name)
-        return _Anything()
+        return type(name, (_Anything,), {}) if name[0].isupper() else _Anything()
 
 
-def _stand_in(*names: str) -> None:
-    for name in names:
-        module = _StandIn(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        sys.modules[name] = module
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds any module of the packages that are missing."""
+
+    def __init__(self, packages: set[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] not in self._packages:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
 
 
 def _absent(name: str) -> bool:
@@ -59,12 +78,10 @@ def install() -> None:
 
     for probe in ("is_torchvision_available", "is_torchvision_v2_available"):
         getattr(import_utils, probe, lambda: None)()
-    if _absent("torchvision"):
-        parts = ("", ".io", ".ops", ".transforms", ".transforms.functional")
-        parts += (".transforms.v2", ".transforms.v2.functional")
-        _stand_in(*(f"torchvision{part}" for part in parts))
+    packages = {name for name in ("torchvision", "triton") if _absent(name)}
     if "vllm" not in sys.modules:  # also where it is installed: an engine inside an engine's process helps nobody
-        _stand_in("vllm", "vllm._custom_ops")
+        packages.add("vllm")
+    sys.meta_path.insert(0, _StandIns(packages))
 
 
 install()

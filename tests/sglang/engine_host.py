@@ -20,8 +20,10 @@ sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 import cpu_site  # noqa: E402
+import hicache_cpu  # noqa: E402
 
 cpu_site.install()
+hicache_cpu.install()
 
 DEFAULTS = {
     "device": "cpu",

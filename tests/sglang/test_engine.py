@@ -27,17 +27,22 @@ def engine(serve: Any, folders: dict[str, Path]) -> Any:
             "g3": {"path": str(folders["g3"]), "capacity": "256MiB"},
             "g4": {"url": f"file://{folders['g4']}/kv", "stride": 4},
         },
-        deadlines={"get": "5s", "lookup": "1s"},
+        deadlines={"get": "2s", "lookup": "1s"},
     )
 
 
 @pytest.fixture(autouse=True)
 def _whole(engine: Any) -> Iterator[None]:
-    """After every scenario nothing is held, and every invariant stands."""
+    """After every scenario nothing is held (once the slowest reads are over), and every invariant stands."""
     yield
     engine.steer()
     engine.host.flush()
-    assert set(engine.order("check").values()) == {0}
+    for _ in range(40):
+        held = engine.order("check")
+        if set(held.values()) == {0}:
+            break
+        time.sleep(0.2)
+    assert set(held.values()) == {0}, held
 
 
 def test_tokens_after_a_flush_are_those_of_the_engines_own_hit(engine: Any, prompt: Any) -> None:
@@ -139,18 +144,18 @@ def test_what_left_host_ram_comes_back_from_below(engine: Any, prompt: Any, tier
     assert engine.read(tier) - before == PROMPT_PAGES * 16
 
 
-@pytest.mark.parametrize("kind", ["error", "hang", "drop"])
+@pytest.mark.parametrize("kind", ["error", "slow", "drop"])
 @pytest.mark.parametrize("tier", ["g3", "g4"])
 def test_a_sick_tier_is_a_miss(engine: Any, prompt: Any, tier: str, kind: str) -> None:
     seed = 30 + 10 * int(tier[1]) + len(kind)
     engine.host.generate(prompt(seed))
     (own,) = engine.host.generate(prompt(seed))
     engine.push_down("g2", *(["g3"] if tier == "g4" else []))
-    engine.steer(faults={tier: [["read", kind, 1.0, None, 0.0]]})
+    engine.steer(faults={tier: [["read", kind, 1.0, None, 4.0]]})
     (computed,) = engine.host.generate(prompt(seed))
     assert computed["host"] == 0
     assert computed["tokens"] == own["tokens"]
-    assert computed["seconds"] < 15
+    assert computed["seconds"] < 4, "a request waits until deadlines.get and no longer"
 
 
 @pytest.mark.parametrize("tier", ["g3", "g4"])
@@ -172,8 +177,8 @@ def test_an_aborted_request_waits_no_more(engine: Any, prompt: Any) -> None:
     engine.host.generate(prompt(70))
     (own,) = engine.host.generate(prompt(70))
     engine.push_down("g2")
-    engine.steer(faults={"g3": [["read", "slow", 1.0, None, 2.0]]})
-    assert engine.host.ask(do="abort", prompts=[prompt(70)], after=0.5) in ("abort", "CancelledError")
+    engine.steer(faults={"g3": [["read", "slow", 1.0, None, 1.0]]})
+    assert engine.host.ask(do="abort", prompts=[prompt(70)], after=0.3) in ("abort", "CancelledError")
     engine.steer()
     (restored,) = engine.host.generate(prompt(70))
     assert restored["host"] == PROMPT_PAGES * 16
