@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ARGUMENTS = ("metrics_port",)
+_NONE = cast("tuple[Visit, Lease, list[int]] | None", None)
 
 
 def _degrades(fallback: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -116,7 +117,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
     def _open(self, namespace: Namespace) -> Pages:
         cache = self.open_cache(namespace)
         try:
-            return Pages(cache, self._pool, self._wait_s, self._behind_writers, self._settings.config.offload.copy_by)
+            return Pages(cache, self._pool, self._wait_s, self._behind_writers)
         except BaseException:
             cache.close()
             raise
@@ -195,8 +196,11 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self._visits.forget(rid)
 
     @_degrades(None)
-    def ran(self, tokens: int, began: float) -> None:
-        self._prefill.ran(tokens, began, time.monotonic())
+    def ran(self, batch: Any) -> None:
+        mode, began = batch.forward_mode, batch.launch_ts
+        # Mixed batches also decode, and those that were loaded for have waited.
+        pure = mode.is_extend() and not mode.is_mixed() and batch.hicache_consumer_index < 0
+        self._prefill.ran(int(batch.extend_num_tokens or 0) if pure else 0, began, time.monotonic())
         if self._metrics is not None:
             self._metrics.update(self._engine_stats())
 
@@ -220,7 +224,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self._queue.append((rid, lease, numbers))
         return True
 
-    @_degrades(None)
+    @_degrades(_NONE)
     def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[Visit, Lease, list[int]] | None:
         transfer, visit, pages = _kv(transfers), self._visits.of(rid), self._pages
         if visit is None or not visit.chain or pages is None:

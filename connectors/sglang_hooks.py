@@ -67,9 +67,8 @@ class Follower(Owner):
         """The request is finished or aborted."""
 
     @abstractmethod
-    def ran(self, tokens: int, began: float) -> None:
-        """A batch is over that was launched at `began` (monotonic) and computed so many prompt tokens and nothing else;
-        0 tokens for any other batch."""
+    def ran(self, batch: Any) -> None:
+        """A batch's results are there."""
 
 
 def _follower(wrapper: Any) -> Follower | None:
@@ -134,12 +133,8 @@ def _on_all_ranks(cache: Any, answer: bool) -> bool:
 
 
 def _ran(_: Any, processor: Any, batch: Any, result: Any) -> None:
-    follower = _follower(getattr(processor.tree_cache, "linker", None))
-    if follower is None or batch.launch_ts is None:
-        return
-    mode = batch.forward_mode
-    pure = mode.is_extend() and not mode.is_mixed() and batch.hicache_consumer_index < 0  # no loads to wait for
-    follower.ran(int(batch.extend_num_tokens or 0) if pure else 0, batch.launch_ts)
+    if (follower := _follower(getattr(getattr(processor, "tree_cache", None), "linker", None))) is not None:
+        follower.ran(batch)
 
 
 def _flushed(_: Any, cache: Any) -> None:

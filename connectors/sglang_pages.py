@@ -50,16 +50,8 @@ class Load:
 class Pages:
     """The copies between `pool` and `cache`'s G2. Owns the copy engine; `close` it before the cache."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        pool: Pool,
-        wait_s: float,
-        gate: Callable[[Callable[[], int]], int],
-        copy_by: str = "auto",
-    ) -> None:
-        """`gate(submit)` calls submit() where the device orders it behind the pages' last writer; `copy_by` is the
-        configuration's."""
+    def __init__(self, cache: Cache, pool: Pool, wait_s: float, gate: Callable[[Callable[[], int]], int]) -> None:
+        """`gate(submit)` calls submit() where the device orders it behind the pages' last writer."""
         self.cache = cache
         self._manager = cache.manager
         arena = self._manager.host.arena

@@ -122,7 +122,7 @@ def namespace_of(server: Any, model_config: Any, settings: Settings, pool: Pool,
     )
 
 
-def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str) -> dict[str, str]:
+def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str) -> dict[str, Any]:
     """What a namespace says of the engine, whatever the shape of its pools. Reads the checkpoint. Raises IdentityError
     for runs whose KV depends on more than a namespace can say."""
     if getattr(server, "speculative_algorithm", None):
