@@ -52,12 +52,10 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
-        for name in ("interface_v1", "hicache_storage_pass_prefix_keys"):
-            if not extra.get(name):
-                raise ConfigError(
-                    f"hicache-storage-backend-extra-config: {name} must be set; without it kvtier cannot tell which "
-                    "pages come before a batch"
-                )
+        if not extra.get("interface_v1"):
+            raise ConfigError(
+                "hicache-storage-backend-extra-config: interface_v1 must be set; kvtier serves no other way of calling"
+            )
         self._settings = Settings.parse({k: v for k, v in extra.items() if k not in _THEIRS}, ("metrics_port",))
         self._port = extra.get("metrics_port")
         if self._settings.config.security.salt == "deny":
@@ -66,6 +64,7 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
         self._place = storage_config
         self._control = Controls(self._settings.config).parse(None)
         self._rotation: Rotation[kvtier.Cache] | None = None
+        self._warned = False
         self._stale = False  # weights changed, and the tree was not flushed since
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -182,6 +181,9 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Copy pages out of the host pool; true for those that are kept. Waits for room up to deadlines.put."""
         cache, done = self._cache, 0
+        if extra_info is not None and extra_info.prefix_keys is None:
+            self._warn_of_prefixes()
+            return [False] * len(keys)
         if not getattr(self._place, "is_storage_writer", True):
             return [True] * len(keys)  # another rank writes these very bytes
         try:
@@ -191,6 +193,15 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
         except Exception:
             log.exception("a write failed; the engine goes on without")
         return [True] * done + [False] * (len(keys) - done)
+
+    def _warn_of_prefixes(self) -> None:
+        """SGLang keeps the switch to itself, so that only its calls tell."""
+        if not self._warned:
+            self._warned = True
+            log.error(
+                "hicache-storage-backend-extra-config: hicache_storage_pass_prefix_keys must be true; without it kvtier "
+                "cannot tell which pages come before a batch, and stores nothing"
+            )
 
     def _put(
         self, cache: kvtier.Cache, chain: Sequence[BlockKey], start: int, pages: Sequence[tuple[list[int], list[int]]]

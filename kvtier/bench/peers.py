@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -165,27 +165,35 @@ def compare(setting: Setting, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Figures per contender. Starts engines one after another; blocks for minutes. A contender that cannot be run has
     an entry that says why."""
     truth = _replay(setting, "oracle", {"enable_prefix_caching": False}, setting.prompts, margins=True)
+    return contest(setting, names, truth, _transfer, _replay)
+
+
+def contest(
+    setting: Setting,
+    names: Sequence[str],
+    truth: Replay,
+    arguments: Callable[[Setting, str, Path], AbstractContextManager[dict[str, Any]]],
+    replay: Callable[[Setting, str, Mapping[str, Any], Sequence[Sequence[int]]], Replay],
+) -> dict[str, Any]:
+    """Figures per contender. `arguments` are the engine's that switch one on, in a directory of its own; `replay` runs
+    an engine. A contender that cannot be run has an entry that says why."""
     out: dict[str, Any] = {"without_any_cache": _figures(setting, truth, truth)}
     for name in names:
         try:
-            out[name] = _contend(setting, name, truth)
+            folder = setting.folder / name
+            folder.mkdir(parents=True)
+            with arguments(setting, name, folder) as more:
+                first = replay(setting, name, more, setting.prompts)
+            entry = _figures(setting, first, truth)
+            if setting.again and name != "nothing":
+                last = setting.prompts[-setting.again :]
+                with arguments(setting, name, folder) as more:
+                    second = replay(setting, name, more, last)
+                entry["after_restart"] = _figures(setting, second, truth, len(setting.prompts) - len(last))
+            out[name] = entry
         except PeerFailed as failure:
             out[name] = {"not_run": str(failure)}
     return out
-
-
-def _contend(setting: Setting, name: str, truth: Replay) -> dict[str, Any]:
-    folder = setting.folder / name
-    folder.mkdir(parents=True)
-    with _transfer(setting, name, folder) as transfer:
-        first = _replay(setting, name, transfer, setting.prompts)
-    entry = _figures(setting, first, truth)
-    if setting.again and name != "nothing":
-        last = setting.prompts[-setting.again :]
-        with _transfer(setting, name, folder) as transfer:
-            second = _replay(setting, name, transfer, last)
-        entry["after_restart"] = _figures(setting, second, truth, len(setting.prompts) - len(last))
-    return entry
 
 
 @contextmanager
@@ -298,17 +306,23 @@ def _replay(
         "settle_s": 3.0,
     }
     interpreter = setting.lmcache if name == "lmcache" and setting.lmcache is not None else Path(sys.executable)
+    return run_engine(setting, name, [str(interpreter), "-P", str(_ENGINE)], asked, len(prompts))
+
+
+def run_engine(setting: Setting, name: str, command: Sequence[str], asked: Mapping[str, Any], count: int) -> Replay:
+    """Run a program that replays what it is told on standard input and says so in JSON lines, as peers_engine does.
+    Raises PeerFailed."""
     errors = setting.folder / f"{name}.log"
     with errors.open("a") as log:
         child = subprocess.Popen(
-            [*_ENVIRONMENT, str(interpreter), "-P", str(_ENGINE)],
+            [*_ENVIRONMENT, *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
             assert child.stdin is not None and child.stdout is not None
             child.stdin.write(json.dumps(asked).encode())
             child.stdin.close()
-            return _collect(setting, name, child.stdout, len(prompts))
+            return _collect(setting, name, child.stdout, count)
         except (TimeoutError, EOFError) as failure:
             raise PeerFailed(f"the engine {failure}: {_tail(errors.read_text())}") from None
         finally:

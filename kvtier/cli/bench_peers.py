@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.bench.peers import NAMES, Setting, compare, make_model, prompts_of, reusable, slice_of
+from kvtier.bench import peers as vllm_peers
+from kvtier.bench import peers_sglang
+from kvtier.bench.peers import Setting, make_model, prompts_of, reusable, slice_of
 from kvtier.bench.record import record, save
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import ConfigError
@@ -22,7 +24,7 @@ _RESUMED_BLOCKS = 8
 
 
 def peers(
-    engine: Annotated[str, typer.Option(help="The engine: vllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="The engine: vllm or sglang.")] = "vllm",
     trace: Annotated[
         Path | None, typer.Option(help="A trace to slice; none: the slice that comes with kvtier.")
     ] = None,
@@ -31,19 +33,23 @@ def peers(
     gpu_blocks: Annotated[int, typer.Option(min=80, help="Blocks of the engine's own pool.")] = 160,
     host_blocks: Annotated[int, typer.Option(min=64, help="Blocks of host memory that every contender has.")] = 512,
     again: Annotated[int, typer.Option(min=0, help="Requests asked once more after a restart.")] = 30,
-    only: Annotated[str, typer.Option(help="Contenders, separated by commas.")] = ",".join(NAMES),
+    only: Annotated[str, typer.Option(help="Contenders, separated by commas; none: all of the engine's.")] = "",
     lmcache: Annotated[Path | None, typer.Option(help="A Python interpreter that has vLLM and LMCache.")] = None,
+    sglang: Annotated[
+        Path | None, typer.Option(help="A Python interpreter that has SGLang; none: .venv-sglang here, or this one.")
+    ] = None,
     path: Annotated[Path | None, typer.Option(help="Directory on the disk to use; none: the temporary one.")] = None,
     seed: Annotated[int, typer.Option(help="Which conversations of --trace.")] = 0,
-    folder: Annotated[Path | None, typer.Option("--save", help="Directory to write peers_vllm.json to.")] = None,
+    folder: Annotated[Path | None, typer.Option("--save", help="Directory to write peers_ENGINE.json to.")] = None,
     json: Json = False,
 ) -> None:
-    """Starts a vLLM engine per contender, and once more after a restart: minutes."""
-    if engine != "vllm":
-        raise ConfigError(f"--engine {engine}: only vllm can be compared")
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in NAMES]:
-        raise ConfigError(f"--only {unknown[0]}: no such contender; known: {', '.join(NAMES)}")
+    """Starts an engine per contender, and once more after a restart: minutes."""
+    if engine not in ("vllm", "sglang"):
+        raise ConfigError(f"--engine {engine}: vllm and sglang can be compared")
+    known = vllm_peers.NAMES if engine == "vllm" else peers_sglang.NAMES
+    names = [name.strip() for name in only.split(",") if name.strip()] or list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--only {unknown[0]}: no such contender; known: {', '.join(known)}")
     blocks = slice_of(trace, requests, seed)
     with tempfile.TemporaryDirectory(prefix="kvtier-peers-", dir=path) as temporary, _progress(json) as tell:
         where = Path(temporary)
@@ -58,7 +64,11 @@ def peers(
             tell=tell,
         )
         load_before = os.getloadavg()
-        figures = compare(setting, names)
+        figures = (
+            vllm_peers.compare(setting, names)
+            if engine == "vllm"
+            else peers_sglang.compare(setting, _python_with_sglang(sglang), names)
+        )
     reuse = reusable(blocks)
     results = {
         "slice": {
@@ -75,15 +85,24 @@ def peers(
     }
     _resumed(results, reuse)
     # Where things lie on this machine is nobody's business.
-    hidden = {str(where): what for where, what in ((lmcache, "PYTHON"), (path, "DIR"), (folder, "DIR")) if where}
+    hidden = {
+        str(where): what
+        for where, what in ((lmcache, "PYTHON"), (sglang, "PYTHON"), (path, "DIR"), (folder, "DIR"))
+        if where
+    }
     hidden |= {str(where): where.name for where in (trace, model) if where is not None}
-    entry = record("peers_vllm", ["kvtier", *(hidden.get(word, word) for word in sys.argv[1:])], results)
+    entry = record(f"peers_{engine}", ["kvtier", *(hidden.get(word, word) for word in sys.argv[1:])], results)
     if folder is not None:
         save(entry, folder)
     if json:
         write_json(entry)
     else:
         _show(results)
+
+
+def _python_with_sglang(given: Path | None) -> Path:
+    beside = Path(".venv-sglang/bin/python")
+    return given or (beside if beside.exists() else Path(sys.executable))
 
 
 def _resumed(results: dict[str, Any], reuse: list[int]) -> None:

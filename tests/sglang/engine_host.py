@@ -19,11 +19,9 @@ HERE = str(Path(__file__).resolve().parent)
 sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-import cpu_site  # noqa: E402
-import hicache_cpu  # noqa: E402
+from kvtier.testing import sglang_cpu  # noqa: E402
 
-cpu_site.install()
-hicache_cpu.install()
+sglang_cpu.install()
 
 DEFAULTS = {
     "device": "cpu",

@@ -3,7 +3,6 @@ calls: on SGLang's real pool classes, without an engine."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from enum import IntEnum
 from pathlib import Path
@@ -25,9 +24,9 @@ class Kind(IntEnum):
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu() -> None:
-    spec = importlib.util.spec_from_file_location("cpu_site", Path(__file__).with_name("cpu_site.py"))
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    from kvtier.testing import sglang_cpu
+
+    sglang_cpu.install()
 
 
 def mha(page: int = PAGE, **changed: Any) -> Any:

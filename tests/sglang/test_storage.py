@@ -17,12 +17,10 @@ MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cpu(pytestconfig: Any) -> None:
-    import importlib.util
+def _cpu() -> None:
+    from kvtier.testing import sglang_cpu
 
-    spec = importlib.util.spec_from_file_location("cpu_site", Path(__file__).with_name("cpu_site.py"))
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    sglang_cpu.install()
 
 
 def host_pool(kind: str, layout: str) -> Any:
@@ -69,7 +67,6 @@ def extra_config(folder: Path, **more: Any) -> dict[str, Any]:
         "module_path": "kvtier.connectors.sglang_storage",
         "class_name": "KVTierStorage",
         "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
         "kvtier_config": {"version": 1, "tiers": tiers},
         "weights": "test-1",
         **more,
@@ -278,15 +275,25 @@ def test_what_would_never_work_is_refused(attach: Any, tmp_path: Path) -> None:
     from kvtier.connectors.sglang_storage import KVTierStorage
     from kvtier.errors import ConfigError, IdentityError
 
-    for missing in ("interface_v1", "hicache_storage_pass_prefix_keys"):
-        with pytest.raises(ConfigError, match=missing):
-            KVTierStorage(storage_config({**extra_config(tmp_path), missing: 0}))
+    with pytest.raises(ConfigError, match="interface_v1"):
+        KVTierStorage(storage_config({**extra_config(tmp_path), "interface_v1": 0}))
     backend = attach(host_pool("mha", "page_first"))
     for name in PoolName:
         if name != PoolName.KV:
             with pytest.raises(IdentityError, match=name.value):
                 backend.register_mem_host_pool_v2(object(), name)
     backend.register_mem_host_pool_v2(host_pool("mha", "page_first"), PoolName.KV)
+
+
+def test_pages_of_which_nobody_says_what_comes_before_are_not_stored(attach: Any, caplog: Any) -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+
+    backend, keys = attach(host_pool("mha", "page_first")), keys_of(2)
+    for _ in range(2):
+        assert backend.batch_set_v1(keys, indices_of([0, 1]), HiCacheStorageExtraInfo(prefix_keys=None)) == [False] * 2
+    assert sum("pass_prefix_keys" in record.message for record in caplog.records) == 1
+    assert backend.batch_set_v1(keys, indices_of([0, 1]), HiCacheStorageExtraInfo(prefix_keys=[])) == [True] * 2
+    assert backend.batch_exists(keys, HiCacheStorageExtraInfo(prefix_keys=None)) == 2
 
 
 def test_v2_serves_the_kv_pool_and_denies_what_needs_more(attach: Any) -> None:

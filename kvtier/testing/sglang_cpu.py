@@ -1,22 +1,27 @@
-"""Lets SGLang run on a CPU beside a CPU build of torch. Import before sglang, in the main script of every process.
+"""Lets SGLang run on a CPU beside a CPU build of torch: stands in for what it imports and never calls there.
 
-SGLang imports torchvision, triton and, off CUDA, one function of vllm at module level, on paths that a text-only CPU
-run never calls. What is not installed gets a stand-in here (triton alone is 1 GB); what is installed stays.
+    from kvtier.testing import sglang_cpu
+
+    sglang_cpu.install()     at module level of the main script, before sglang: every child process repeats that
+
+SGLang imports torchvision, triton (1 GB) and, off CUDA, one function of vllm at module level, on paths that a text-only
+CPU run never calls. What is installed stays. HiCache calls CUDA for page-locking its host pool and for copies; of the
+latter, the one of `hicache_io_backend="direct"` with `hicache_mem_layout="layer_first"` is done here with torch.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
+from collections.abc import Sequence
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
-
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
 def _none(name: str) -> bool:
@@ -73,6 +78,10 @@ def _absent(name: str) -> bool:
 
 def install() -> None:
     """Put stand-ins where something is missing. Idempotent."""
+    if any(isinstance(finder, _StandIns) for finder in sys.meta_path):
+        return
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_OFFLINE", "1")):
+        os.environ.setdefault(name, value)
     # Let transformers record that torchvision is absent before a stand-in makes it look present.
     from transformers.utils import import_utils
 
@@ -82,6 +91,26 @@ def install() -> None:
     if "vllm" not in sys.modules:  # also where it is installed: an engine inside an engine's process helps nobody
         packages.add("vllm")
     sys.meta_path.insert(0, _StandIns(packages))
+    _install_hicache()
 
 
-install()
+def _install_hicache() -> None:
+    """SGLang looks the copy up as a global that it imports only on CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    builtins.transfer_kv_direct = _transfer_kv_direct  # type: ignore[attr-defined]
+    done = SimpleNamespace(
+        cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0, cudaGetErrorString=lambda _: ""
+    )
+    torch.cuda.cudart = lambda: done
+    zeros = torch.zeros
+    torch.zeros = wraps(zeros)(lambda *shape, pin_memory=False, **named: zeros(*shape, **named))
+
+
+def _transfer_kv_direct(
+    src_layers: Sequence[Any], dst_layers: Sequence[Any], src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices.to(target.device)] = source[src_indices.to(source.device)]

@@ -1,0 +1,77 @@
+"""One SGLang engine on a CPU that replays prompts one after another. Run by `kvtier.bench.peers_sglang`; what it reads
+and writes is what `kvtier.bench.peers_engine` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from kvtier.testing import sglang_cpu
+
+sglang_cpu.install()
+
+_CPU = {
+    "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "attention_backend": "torch_native",
+    "sampling_backend": "pytorch", "grammar_backend": "none", "disable_overlap_schedule": True,
+    "disable_cuda_graph": True, "mem_fraction_static": 0.1, "max_running_requests": 4, "log_level": "error",
+}  # fmt: skip
+
+
+def main() -> None:
+    # What the engine prints goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    asked = json.load(sys.stdin)
+    began = time.monotonic()
+    import sglang
+
+    engine = sglang.Engine(**{**_CPU, **asked["engine"]})
+    _ask(engine, [7] * 40, asked)  # what a first request pays for being the first is nobody's
+    answer(ready=time.monotonic() - began)
+    computed = 0
+    for prompt in asked["prompts"]:
+        out, first_s = _ask(engine, prompt, asked)
+        computed += len(prompt) - out["meta_info"]["cached_tokens"]
+        answer(
+            tokens=list(out["output_ids"]),
+            ttft_s=first_s,
+            cached=out["meta_info"]["cached_tokens"],
+            margins=_margins(out["meta_info"]) if asked["margins"] else [],
+        )
+    answer(computed=computed, prompted=sum(len(prompt) for prompt in asked["prompts"]))
+    time.sleep(asked["settle_s"])
+    engine.shutdown()
+
+
+def _ask(engine: Any, prompt: list[int], asked: dict[str, Any]) -> tuple[Any, float]:
+    """The last answer of a stream, and the time to its first token."""
+    sampling = {"max_new_tokens": asked["tokens"], "temperature": 0, "ignore_eos": True}
+    more = {"return_logprob": True, "top_logprobs_num": 2} if asked["margins"] else {}
+    began = time.monotonic()
+    first_s, out, tokens = 0.0, None, []
+    for out in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True, **more):
+        first_s = first_s or time.monotonic() - began
+        tokens = out["output_ids"] if len(out["output_ids"]) > len(tokens) else tokens + out["output_ids"]
+    assert out is not None
+    return {**out, "output_ids": tokens[-asked["tokens"] :]}, first_s
+
+
+def _margins(meta: dict[str, Any]) -> list[float]:
+    """By how much the best token was better than the second, per step."""
+    out = []
+    for step in meta["output_top_logprobs"]:
+        best = sorted((entry[0] for entry in step), reverse=True)
+        out.append(float(best[0] - best[1]) if len(best) > 1 else float("inf"))
+    return out
+
+
+if __name__ == "__main__":
+    main()
