@@ -199,8 +199,8 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
         if not self._warned:
             self._warned = True
             log.error(
-                "hicache-storage-backend-extra-config: hicache_storage_pass_prefix_keys must be true; without it kvtier "
-                "cannot tell which pages come before a batch, and stores nothing"
+                "hicache-storage-backend-extra-config: hicache_storage_pass_prefix_keys must be true; without it "
+                "kvtier cannot tell which pages come before a batch, and stores nothing"
             )
 
     def _put(

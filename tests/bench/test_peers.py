@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench import peers
+from kvtier.bench import peers, peers_sglang
 from kvtier.bench.peers import (
     BLOCK_TOKENS,
     PROMPT_BLOCKS_MAX,
@@ -93,7 +93,7 @@ def test_an_engine_that_dies_is_reported_with_what_it_said(tmp_path: Path, monke
         peers.compare(Setting(tmp_path, [[1] * 33], 80, 64, tmp_path))
 
 
-@pytest.mark.parametrize("options", [{"engine": "sglang"}, {"only": "nobody"}])
+@pytest.mark.parametrize("options", [{"engine": "llama"}, {"only": "nobody"}])
 def test_wrong_options_are_named(options: dict[str, str]) -> None:
     from kvtier.cli.bench_peers import peers as command
 
@@ -122,7 +122,7 @@ def test_the_command_writes_what_was_found(
             "lmcache": {"not_run": "no such interpreter"},
         }
 
-    monkeypatch.setattr(bench_peers, "compare", compare)
+    monkeypatch.setattr(bench_peers.vllm_peers, "compare", compare)
     monkeypatch.setattr(bench_peers, "make_model", lambda folder: folder)
     bench_peers.peers(folder=tmp_path, requests=40, again=20)
     shown = capsys.readouterr().out
@@ -136,3 +136,20 @@ def test_the_command_writes_what_was_found(
     )
     bench_peers.peers(requests=40, again=20, json=True)
     assert json.loads(capsys.readouterr().out)["results"]["slice"]["requests"] == 40
+
+
+def test_sglangs_contenders_differ_only_in_what_lies_below_them(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [[1] * 33], 80, 64, tmp_path)
+    told: dict[str, Any] = {}
+    for name in peers_sglang.NAMES:
+        with peers_sglang._arguments(setting, name, tmp_path / name) as more:
+            told[name] = more
+    assert told["nothing"] == {}
+    assert told["kvtier"]["unified_cache_external_linker_config"]["linker"] == "KVTierLinker"
+    file, ours = told["hicache"], told["hicache+kvtier"]
+    assert (file["hicache_ratio"], ours["hicache_ratio"]) == (64 / 80, 32 / 80)
+    assert {k: v for k, v in file.items() if "backend" not in k and "ratio" not in k} == {
+        k: v for k, v in ours.items() if "backend" not in k and "ratio" not in k
+    }
+    with pytest.raises(InvalidRequest, match="nobody"), peers_sglang._arguments(setting, "nobody", tmp_path):
+        pass

@@ -122,15 +122,51 @@ class Served:
         return int(self.order("stats")["engine"]["tokens_read"].get(tier, 0))
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry these labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=20) as answer:
-            lines = answer.read().decode().splitlines()
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.split("{")[0].split(" ")[0] == name and all(label in line for label in wanted)
+        return metric_at(self.port, name, **labels)
+
+
+class HiCache:
+    """An engine under HiCache, with kvtier or SGLang's files as its storage."""
+
+    def __init__(self, model: Path, folder: Path, backend: str) -> None:
+        (self.port,) = free_ports(1)
+        extra: dict[str, Any] = {"file_storage_path": str(folder)}
+        if backend == "kvtier":
+            tiers = {"g2": {"capacity": "4MiB"}, "g3": {"path": str(folder), "capacity": "64MiB"}}
+            extra = {
+                "backend_name": "kvtier", "module_path": "kvtier.connectors.sglang_storage",
+                "class_name": "KVTierStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": True,
+                "kvtier_config": {"version": 1, "tiers": tiers, "deadlines": {"get": "3s"}}, "recompute": "never",
+                "metrics_port": self.port,
+            }  # fmt: skip
+        self.host = EngineHost(
+            {
+                "model_path": str(model),
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": 2.0,
+                "hicache_write_policy": "write_through",
+                "hicache_io_backend": "direct",
+                "hicache_mem_layout": "layer_first",
+                "hicache_storage_backend": "dynamic" if backend == "kvtier" else "file",
+                "hicache_storage_prefetch_policy": "wait_complete",
+                "hicache_storage_backend_extra_config": json.dumps({**extra, "prefetch_threshold": 16}),
+            }
         )
+
+    def metric(self, name: str, **labels: str) -> float:
+        return metric_at(self.port, name, **labels)
+
+
+def metric_at(port: int, name: str, **labels: str) -> float:
+    """Sum of a metric's samples that carry these labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.split("{")[0].split(" ")[0] == name and all(label in line for label in wanted)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -177,6 +213,22 @@ def serve(model: Path) -> Iterator[Callable[..., Served]]:
     yield start
     for served in running:
         served.host.close()
+
+
+@pytest.fixture
+def hicache(model: Path) -> Iterator[Callable[..., HiCache]]:
+    """Starts an engine under HiCache; the one before it is ended first."""
+    running: list[HiCache] = []
+
+    def start(folder: Path, backend: str = "kvtier") -> HiCache:
+        while running:
+            running.pop().host.close()
+        running.append(HiCache(model, folder, backend))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.host.close()
 
 
 def prompt_of(seed: int, length: int = 397) -> list[int]:

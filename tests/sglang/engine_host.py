@@ -82,6 +82,7 @@ def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
             "tokens": list(result["output_ids"]),
             "cached": result["meta_info"]["cached_tokens"],
             "host": (result["meta_info"].get("cached_tokens_details") or {}).get("host", 0),
+            "storage": (result["meta_info"].get("cached_tokens_details") or {}).get("storage", 0),
             "seconds": seconds,
         }
         for result in results
