@@ -56,7 +56,8 @@ def _ask(engine: Any, prompt: list[int], asked: dict[str, Any]) -> tuple[Any, fl
     sampling = {"max_new_tokens": asked["tokens"], "temperature": 0, "ignore_eos": True}
     more = {"return_logprob": True, "top_logprobs_num": 2} if asked["margins"] else {}
     began = time.monotonic()
-    first_s, out, tokens = 0.0, None, []
+    first_s, out = 0.0, None
+    tokens: list[int] = []
     for out in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True, **more):
         first_s = first_s or time.monotonic() - began
         tokens = out["output_ids"] if len(out["output_ids"]) > len(tokens) else tokens + out["output_ids"]
