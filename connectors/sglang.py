@@ -147,8 +147,10 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     def _engine_stats(self) -> dict[str, dict[str, int]]:
         pages = self._pages
-        events = self._events + self._visits.events + (pages.events if pages is not None else Counter())
-        return {"tokens_read": dict(self._visits.tokens_read), "events": dict(events)}
+        events: Counter[str] = Counter()
+        for source in (self._events, self._visits.events, *([pages.events] if pages is not None else [])):
+            events.update(dict(source))  # a copy at once: metrics are asked for on a thread of their own
+        return {"tokens_read": dict(self._visits.tokens_read), "events": {k: n for k, n in events.items() if n}}
 
     def _behind_writers(self, submit: Callable[[], int]) -> int:
         """Submit a copy out of the device's pages behind the forward that fills them."""
