@@ -230,8 +230,9 @@ def test_other_tree_cores_and_pages(
     assert set(engine.order("check").values()) == {0}
 
 
-def test_two_ranks_decide_alike(serve: Any, prompt: Any, tmp_path: Path) -> None:
+def test_two_ranks_decide_alike(serve: Any, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has a manager of its own; what one of them lacks, both compute."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     for name in ("g3", "g4"):
         (tmp_path / name).mkdir()
     engine = serve(tiers(tmp_path / "g3", tmp_path / "g4"), arguments={"tp_size": 2})
