@@ -27,6 +27,9 @@ File = Annotated[
     Path | None, typer.Option("--config", help="Measure on its tiers; default: a server started on loopback.")
 ]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, max=100, help="Interleaved rounds; the median counts.")]
+Part = Annotated[
+    str, typer.Option("--part", help="g4: reads (throughput, CPU) or bucket (look-ups, requests, prices).")
+]
 Strides = Annotated[
     int, typer.Option("--strides", min=32, help="g4: objects that the bucket is filled with for look-ups.")
 ]
@@ -38,7 +41,7 @@ Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON r
 
 
 def tiers(
-    tier: Tier = "g4", config: File = None, rounds: Rounds = 3, strides: Strides = 10_000,
+    tier: Tier = "g4", config: File = None, rounds: Rounds = 3, part: Part = "reads", strides: Strides = 10_000,
     path: Folder = Path(), size: Size = "4GiB",
     block: Blocks = ["2MiB"], restart: Restart = False,  # noqa: B006 (typer's way to have a default)
     folder: Save = None, json: Json = False,
@@ -54,13 +57,28 @@ def tiers(
         return
     if tier != "g4":
         raise ConfigError(f"--tier is {tier!r}: this command measures g2, g3 and g4")
-    entry = record("tiers_g4", ["kvtier", *sys.argv[1:]], _objects(config, rounds, strides))
-    if folder is not None:
-        save(entry, folder)
-    if json:
-        write_json(entry)
-        return
-    for client, results in entry["results"]["clients"].items():
+    if part not in ("reads", "bucket"):
+        raise ConfigError(f"--part is {part!r}: write reads or bucket")
+    g4 = Config.load(config).tiers.g4 if config is not None else None
+    with _place(g4) as place:
+        server = "SeaweedFS on loopback, same machine" if g4 is None else "as configured"
+        found: dict[str, Any] = {"load_average_before": os.getloadavg(), "server": server}
+        if part == "reads":
+            _deliver("tiers_g4", found | _reads(place, rounds), _show_reads, folder, as_json=json)
+        else:
+            found |= _bucket(place, strides, g4 or G4(url=place.url))
+            _deliver("tiers_g4_bucket", found, _show_bucket, folder, as_json=json)
+
+
+def _reads(place: Place, rounds: int) -> dict[str, Any]:
+    from kvtier.bench import objects
+
+    clients: tuple[Literal["s3fs", "obstore"], ...] = ("s3fs", "obstore")
+    return {"clients": {client: objects.measure(place, client, rounds) for client in clients}}
+
+
+def _show_reads(found: dict[str, Any]) -> None:
+    for client, results in found["clients"].items():
         rows = [
             [label, *(_two(f[name]["gb_per_s"]["median"]) for name in ("kvtier", "client", "http")),
              *(_two(ratio) for ratio in f["ratios"].values()),
@@ -69,7 +87,16 @@ def tiers(
         ]  # fmt: skip
         columns = ["read", "kvtier GB/s", client, "http", f"/{client}", "/http", "CPU s/GB kvtier", client, "http"]
         write_table(columns, rows, title=f"G4 over {client}")
-    looked, cost = entry["results"]["lookup"], entry["results"]["requests"]
+
+
+def _bucket(place: Place, strides: int, g4: G4) -> dict[str, Any]:
+    from kvtier.bench import bucket
+
+    return {"lookup": bucket.lookups(place, strides), "requests": bucket.per_100k_tokens(g4)}
+
+
+def _show_bucket(found: dict[str, Any]) -> None:
+    looked, cost = found["lookup"], found["requests"]
     cold = looked["cold"]
     console().print(
         f"lookup of 512 blocks in a bucket of {looked['strides']:,} strides: {looked['warm_ms']['median']:.2f} ms by "
@@ -114,21 +141,6 @@ def _show_host(results: dict[str, Any]) -> None:
 
 def _two(figure: float) -> float:
     return round(figure, 2)
-
-
-def _objects(file: Path | None, rounds: int, strides: int) -> dict[str, Any]:
-    from kvtier.bench import bucket, objects
-
-    clients: tuple[Literal["s3fs", "obstore"], ...] = ("s3fs", "obstore")
-    g4 = Config.load(file).tiers.g4 if file is not None else None
-    with _place(g4) as place:
-        return {
-            "load_average_before": os.getloadavg(),
-            "server": "SeaweedFS on loopback, same machine" if g4 is None else "as configured",
-            "clients": {client: objects.measure(place, client, rounds) for client in clients},
-            "lookup": bucket.lookups(place, strides),
-            "requests": bucket.per_100k_tokens(g4 or G4(url=place.url)),
-        }
 
 
 @contextmanager
