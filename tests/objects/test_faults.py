@@ -19,7 +19,8 @@ from kvtier.tiers.objects import ObjectTier
 
 NS = sample_namespace(8192)
 S = 4
-DEADLINE_S = 3.0
+DEADLINE_S = 1.5
+HEALTHY_S = 15.0
 ATTEMPTS = 3
 
 
@@ -36,12 +37,14 @@ class Scene:
     def _tier(self, client: str, seed: int) -> ObjectTier:
         return ObjectTier(
             "s3://bucket/p", NS, clock=self.clock, stride=S, options=self.server.options, client=client,  # type: ignore[arg-type]
-            limits=Limits(connect_s=0.5, read_s=0.3), attempts=ATTEMPTS, seed=seed,
+            limits=Limits(connect_s=0.5, read_s=0.2), attempts=ATTEMPTS, seed=seed,
         )  # fmt: skip
+
+    patience = DEADLINE_S
 
     @property
     def deadline(self) -> float:
-        return self.clock.monotonic() + DEADLINE_S
+        return self.clock.monotonic() + self.patience
 
     async def use(self, chain: Sequence[BlockKey]) -> int:
         """Every verb once, whatever comes of it; returns how many blocks came back, all with their own bytes."""
@@ -90,12 +93,14 @@ class Scene:
     async def healthy(self, chain: Sequence[BlockKey]) -> None:
         """With the faults gone and a moment later, everything works, under the same names."""
         self.clock.advance(60)
+        self.patience = HEALTHY_S
         blocks = seal(chain, range(len(chain)), NS.block_bytes, self.clock.wall(), Terms("t", ttl=300))
         results = await self.writer.write(blocks, self.deadline)
         if not all(result.durable for result in results):  # the first reuse of a connection that died
             results = await self.writer.write(blocks, self.deadline)
         assert all(result.durable for result in results), results
         assert await self._read_into(chain)() == len(chain), self.last
+        self.patience = DEADLINE_S
 
     def prompt(self) -> list[BlockKey]:
         self.seed += 1

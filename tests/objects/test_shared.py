@@ -59,7 +59,8 @@ def start_writer(*args: object) -> subprocess.Popen[str]:
 
 
 async def open_tier(server: S3Server, url: str, **more: object) -> ObjectTier:
-    tier = ObjectTier(url, NS, clock=SystemClock(), options=server.options, stride=S, **more)  # type: ignore[arg-type]
+    more = {"clock": SystemClock(), "options": server.options, "stride": S} | more
+    tier = ObjectTier(url, NS, **more)  # type: ignore[arg-type]
     await tier.open()
     return tier
 
@@ -109,9 +110,20 @@ async def test_a_writer_killed_in_mid_upload_leaves_nothing_partial(seaweedfs: S
     writer = start_writer(url, seaweedfs.options, "obstore", 64, "tenant", 3600)
     out, _ = writer.communicate(timeout=60)
     assert set(json.loads(out.splitlines()[1])) <= {"stored", "present"}
-    await asyncio.sleep(6)  # what a probe did not find is believed for a while
-    assert loaded(await read(tier, chain)) == 64
-    await tier.close(SystemClock().monotonic() + 5)
+    fresh = await open_tier(seaweedfs, url)  # one that does not remember what was not there a moment ago
+    assert loaded(await read(fresh, chain)) == 64
+    for each in (tier, fresh):
+        await each.close(SystemClock().monotonic() + 5)
+
+
+class Ahead(SystemClock):
+    """The same clock, `seconds` later."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def wall(self) -> float:
+        return super().wall() + self._seconds
 
 
 async def test_a_longer_term_of_another_process_outlives_the_first(seaweedfs: S3Server) -> None:
@@ -119,13 +131,12 @@ async def test_a_longer_term_of_another_process_outlives_the_first(seaweedfs: S3
     tier = await open_tier(seaweedfs, url)
     chain = chain_of(NS, S, 7, scope_of("tenant"))
     clock = SystemClock()
-    await tier.write(seal(chain, range(S), BLOCK, clock.wall(), Terms("short", ttl=12)), clock.monotonic() + 30)
+    await tier.write(seal(chain, range(S), BLOCK, clock.wall(), Terms("short", ttl=600)), clock.monotonic() + 30)
     other = chain_of(NS, S, 8, scope_of("tenant"))
-    await tier.write(seal(other, range(S), BLOCK, clock.wall(), Terms("short", ttl=12)), clock.monotonic() + 30)
+    await tier.write(seal(other, range(S), BLOCK, clock.wall(), Terms("short", ttl=600)), clock.monotonic() + 30)
     out, _ = start_writer(url, seaweedfs.options, "s3fs", S, "tenant", 3600).communicate(timeout=60)
     assert json.loads(out.splitlines()[1]) == ["present"] * S
-    await asyncio.sleep(13)
-    fresh = await open_tier(seaweedfs, url)
+    fresh = await open_tier(seaweedfs, url, clock=Ahead(700))
     assert loaded(await read(fresh, chain)) == S
     assert loaded(await read(fresh, other)) == 0, "the control: what nobody extended is gone"
     await tier.close(clock.monotonic() + 5)
