@@ -22,6 +22,12 @@ from kvtier.tiers.bucket_url import Limits, open_bucket
 RULE = "kvtier-backstop"
 _DAY_S = 86400.0
 _BYTES_PER_TOKEN_8B = 128 << 10
+_PREFILL_8B = 10_000
+"""Tokens per second that an 8B model prefills on a large GPU."""
+
+PARALLEL_MAX = 8
+_REACH = "check the URL, the endpoint, and the credentials in the client's chain and their right to get and put"
+_GRANT = "grant get, put, delete and list below the prefix, or see why the server refuses"
 
 File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="CONFIG")]
 Apply = Annotated[bool, typer.Option("--apply", help="Put the rule into the bucket, beside the rules that are there.")]
@@ -35,7 +41,7 @@ def exam_of(g4: G4) -> Exam:
         bucket, prefix = open_bucket(g4.url, g4.options, g4.client, clock, Limits(concurrency=g4.concurrency))
         await bucket.start()
         try:
-            return await examine(Patient(bucket, attempts=2), prefix, clock)
+            return await examine(Patient(bucket, attempts=2), prefix, clock, min(g4.concurrency, PARALLEL_MAX))
         finally:
             await bucket.close()
 
@@ -47,17 +53,13 @@ def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
     try:
         exam = exam_of(g4)
     except (ConfigError, TierError) as error:
-        yield (
-            "g4 reachable",
-            "fail",
-            str(error),
-            "check the URL, the endpoint and the credentials of its client's chain",
-        )
+        yield "g4 reachable", "fail", str(error), _REACH
         return
     broken = [trait for trait in exam.traits if trait.ok is False]
     for trait in broken:
         if trait.needed:
-            yield f"g4 {trait.name}", "fail", trait.detail, "grant get, put, delete and list below the prefix"
+            advice = _REACH if trait.name == "reachable" else _GRANT
+            yield f"g4 {trait.name}", "fail", trait.detail, advice
         elif "renewal" in trait.name:
             yield f"g4 {trait.name}", "warn", trait.detail, "blocks live their first ttl only, or set client: obstore"
         else:
@@ -73,11 +75,12 @@ def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
     if exam.read_bytes_per_s and exam.write_bytes_per_s:
         pays = exam.read_bytes_per_s / _BYTES_PER_TOKEN_8B
         detail = (
-            f"one request at a time: reads {exam.read_bytes_per_s / 1e6:.0f} MB/s, writes "
+            f"{exam.parallel} requests at once: reads {exam.read_bytes_per_s / 1e6:.0f} MB/s, writes "
             f"{exam.write_bytes_per_s / 1e6:.0f} MB/s; at 128 KiB per token (8B, bf16) a read beats a prefill slower "
             f"than {pays:,.0f} tokens/s"
         )
-        yield "g4 break-even", "ok", detail, "raise tiers.g4.concurrency: reads run in parallel"
+        slow = "a fast GPU prefills such a model sooner: what is served from here then saves its work, not time"
+        yield "g4 break-even", "ok", detail, slow if pays < _PREFILL_8B else ""
 
 
 def backstop(config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -39,6 +39,7 @@ class Exam:
     skew_s: float | None = None
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
+    parallel: int = 1
 
     @property
     def shareable(self) -> bool:
@@ -46,62 +47,84 @@ class Exam:
         return all(trait.ok is not False for trait in self.traits)
 
 
-async def examine(bucket: Bucket, prefix: str, clock: Clock) -> Exam:
-    """Try a started bucket below `prefix`, for at most EXAM_S. Never raises for what the server does."""
+async def examine(bucket: Bucket, prefix: str, clock: Clock, parallel: int = 1) -> Exam:
+    """Try a started bucket below `prefix`, for at most EXAM_S, its speed with `parallel` requests at once. Never raises
+    for what the server does."""
     name = f"{prefix}/exam-{uuid4().hex}" if prefix else f"exam-{uuid4().hex}"
-    traits: list[Trait] = []
-    figures: dict[str, float] = {}
+    notes = _Notes()
     try:
         async with asyncio.timeout(EXAM_S):
-            await _try_all(bucket, name, clock, traits, figures)
+            await _try_all(bucket, name, clock, notes)
+            pieces = [f"{name}-{number}" for number in range(parallel)]
+            await _measure(bucket, pieces, clock, notes.figures)
     except TimeoutError:
-        traits.append(Trait("answers in time", False, f"not done after {EXAM_S:.0f} s"))
+        notes.add(notes.trying, False, f"no end of it within {EXAM_S:.0f} s")
     except (TierError, CorruptError) as error:
-        traits.append(Trait("serves", False, str(error)))
+        notes.add(notes.trying, False, str(error))
     finally:
         try:
             async with asyncio.timeout(5):
-                await bucket.delete(name)
+                for each in (name, *(f"{name}-{number}" for number in range(parallel))):
+                    await bucket.delete(each)
         except (TierError, TimeoutError):
             pass
-    return Exam(tuple(traits), figures.get("skew"), figures.get("write"), figures.get("read"))
+    figures = notes.figures
+    return Exam(tuple(notes.traits), figures.get("skew"), figures.get("write"), figures.get("read"), parallel)
 
 
-async def _try_all(
-    bucket: Bucket, name: str, clock: Clock, traits: list[Trait], figures: dict[str, float]
-) -> None:  # fmt: skip
-    def note(trait: str, ok: bool | None, detail: str, needed: bool = True) -> None:
-        traits.append(Trait(trait, ok, detail, needed))
+class _Notes:
+    """What was found so far, and what is being tried: whatever fails unexpectedly failed at that."""
 
+    def __init__(self) -> None:
+        self.traits: list[Trait] = []
+        self.figures: dict[str, float] = {}
+        self.trying = "reachable"
+
+    def add(self, trait: str, ok: bool | None, detail: str, needed: bool = True) -> None:
+        self.traits.append(Trait(trait, ok, detail, needed))
+
+
+async def _try_all(bucket: Bucket, name: str, clock: Clock, notes: _Notes) -> None:
     one, two = bytearray(b"one" * 1000), bytearray(b"two" * 1000)
+    nobody = '"00000000000000000000000000000000"'
+    await bucket.head(name)
+    notes.add("reachable", True, "answers")
+    notes.trying = "writes"
     first = await bucket.create(name, one, clock.wall())
-    note("writes", first is not None, "created an object" if first is not None else "the name is taken at once")
+    notes.add("writes", first is not None, "created an object" if first is not None else "the name is taken at once")
+    notes.trying = "head"
     there = await bucket.head(name)
-    note("head", there is not None and there.size == len(one), "size and ETag" if there else "says it is not there")
+    found = there is not None and there.size == len(one)
+    notes.add("head", found, "size and ETag" if there else "says it is not there")
     if there is None:
         return
     if there.modified is not None:
-        figures["skew"] = clock.wall() - there.modified
+        notes.figures["skew"] = clock.wall() - there.modified
+    notes.trying = "create-only writes (If-None-Match)"
     second = await bucket.create(name, two, clock.wall())
-    note("create-only writes (If-None-Match)", second is None, _honoured(second is None), needed=False)
+    notes.add(notes.trying, second is None, _honoured(second is None), needed=False)
+    notes.trying = "replacement of one version (If-Match)"
+    wrong = await bucket.replace(name, two, clock.wall(), nobody)
+    notes.add(notes.trying, wrong is None, _honoured(wrong is None), needed=False)
     current = await bucket.head(name) or there
-    wrong = await bucket.replace(name, two, clock.wall(), '"00000000000000000000000000000000"')
-    note("replacement of one version (If-Match)", wrong is None, _honoured(wrong is None), needed=False)
-    current = await bucket.head(name) or current
     fits = await bucket.replace(name, two, clock.wall(), current.etag)
-    note("replacement of the right version", fits is not None, "done" if fits else "refused", needed=False)
+    notes.add("replacement of the right version", fits is not None, "done" if fits else "refused", needed=False)
+    notes.trying = "ranged reads"
     part = bytearray(300)
     got = await bucket.read(name, 300, [memoryview(part)])
-    note("ranged reads", got is not None and part == two[300:600], "right bytes" if got else "not there")
-    await _try_uses(bucket, name, clock, note)
-    await bucket.delete(name, '"00000000000000000000000000000000"')
+    notes.add(notes.trying, got is not None and part == two[300:600], "right bytes" if got else "not there")
+    await _try_uses(bucket, name, clock, notes.add)
+    notes.trying = "deletion of one version (If-Match)"
+    await bucket.delete(name, nobody)
     kept = await bucket.head(name)
-    note("deletion of one version (If-Match)", kept is not None, _honoured(kept is not None), needed=False)
+    notes.add(notes.trying, kept is not None, _honoured(kept is not None), needed=False)
+    notes.trying = "lists"
     names = [stat.name async for page in bucket.list(name.rpartition("-")[0]) for stat in page]
-    note("lists", kept is None or name in names, "by prefix")
+    notes.add("lists", kept is None or name in names, "by prefix")
+    notes.trying = "deletes"
     await bucket.delete(name)
-    note("deletes", await bucket.head(name) is None, "gone")
-    await _measure(bucket, name, clock, figures)
+    notes.add("deletes", await bucket.head(name) is None, "gone")
+    notes.trying = "throughput"
 
 
 async def _try_uses(bucket: Bucket, name: str, clock: Clock, note: Callable[..., None]) -> None:
@@ -122,18 +145,20 @@ async def _try_uses(bucket: Bucket, name: str, clock: Clock, note: Callable[...,
     note("renewal without rewriting", ok, "a copy onto itself keeps the use" if ok else "the use is lost", False)
 
 
-async def _measure(bucket: Bucket, name: str, clock: Clock, figures: dict[str, float]) -> None:
-    data = bytearray(PIECE_BYTES)
+async def _measure(bucket: Bucket, pieces: Sequence[str], clock: Clock, figures: dict[str, float]) -> None:
+    """Bytes per second each way, all pieces at once, the better of two times."""
+    data, into = bytearray(PIECE_BYTES), [bytearray(PIECE_BYTES) for _ in pieces]
     for verb in ("write", "read"):
         best = float("inf")
-        for _ in range(3):
+        for _ in range(2):
             began = time.perf_counter()
             if verb == "write":
-                await bucket.replace(name, data, clock.wall(), None)
+                await asyncio.gather(*(bucket.replace(piece, data, clock.wall(), None) for piece in pieces))
             else:
-                await bucket.read(name, 0, [memoryview(data)])
+                reads = zip(pieces, into, strict=True)
+                await asyncio.gather(*(bucket.read(piece, 0, [memoryview(buffer)]) for piece, buffer in reads))
             best = min(best, time.perf_counter() - began)
-        figures[verb] = PIECE_BYTES / best
+        figures[verb] = len(pieces) * PIECE_BYTES / best
 
 
 def _honoured(yes: bool) -> str:

@@ -62,6 +62,14 @@ def test_a_sick_server_is_a_finding_not_a_crash(fault: S3Fault) -> None:
         assert "fail" in levels(config("s3://bucket/p", server.options)).values()
 
 
+def test_what_is_not_granted_is_named() -> None:
+    with FaultyS3().running() as server:
+        for verb, named in (("head", "reachable"), ("put", "writes"), ("get", "ranged reads"), ("list", "lists")):
+            server.rules = [S3Rule(verb, S3Fault.STATUS_403)]
+            found = levels(config("s3://bucket/p", server.options, g4={"client": "s3fs"}))
+            assert [subject for subject, level in found.items() if level == "fail"] == [f"g4 {named}"]
+
+
 def test_the_backstop_outlives_every_class() -> None:
     rule = backstop(config("s3://bucket/some/prefix", retention={"classes": {"week": {"ttl": "7d"}}}))
     assert rule["Filter"] == {"Prefix": "some/prefix/"}
