@@ -42,7 +42,7 @@ COMMANDS = (
     Command("gc", "kvtier.cli.disk:gc", "Free expired, purged and abandoned room of a G3 directory; resize it."),
     Command("purge", "kvtier.cli.purge:purge", "Drop a tenant's blocks from every tier and replica."),
     Command("bench peers", "kvtier.cli.bench_peers:peers", "What an engine computes with kvtier, and with others."),
-    Command("pin create", "kvtier.cli.pin:create", "Keep a prompt's blocks for a time, on every replica."),
+    Command("pin create", "kvtier.cli.pin:create", "Keep a prompt's blocks for a time, by name."),
     Command("pin extend", "kvtier.cli.pin:extend", "Let a pin end later, or sooner."),
     Command("pin delete", "kvtier.cli.pin:delete", "End a pin."),
     Command("pin list", "kvtier.cli.pin:listing", "Show the pins of a namespace."),
@@ -56,7 +56,7 @@ GROUPS = {
     "config": "Check, show and describe configurations.",
     "bench": "Measure tiers, index, transfers and retention.",
     "g4": "Look after object storage.",
-    "pin": "Keep named prompts in the bucket that replicas share.",
+    "pin": "Keep named prompts, in the bucket or directory that processes share.",
 }
 
 

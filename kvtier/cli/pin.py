@@ -1,30 +1,35 @@
-"""`kvtier pin create|extend|delete|list`: prefixes that every replica of a bucket keeps until a time, by name."""
+"""`kvtier pin create|extend|delete|list`: prefixes that stay until a time, by name.
+
+Where the configuration has a G4, pins are made in its bucket, and every replica that shares it learns of them; else in
+the G3 directory, for the processes that share that.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json as jsonlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol
 
 import typer
 
 from kvtier.block import BlockKey
 from kvtier.cache import chain_hashes, lower_tiers
+from kvtier.cache import open as open_cache
 from kvtier.cli.doctor import read_namespace
 from kvtier.cli.output import Json, console, write_json, write_table
-from kvtier.clock import Clock, SystemClock
-from kvtier.config import Config
+from kvtier.clock import SystemClock
+from kvtier.config import G2, Config
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.namespace import Namespace
+from kvtier.pinning import PinInfo, seconds
 from kvtier.pins import Pin
-from kvtier.terms import parse_duration
 from kvtier.tiers.objects import ObjectTier
 
-T = TypeVar("T")
 TOKENS_BYTES_MAX = 64 << 20
 LOOKUP_S = 10.0
 
@@ -41,42 +46,29 @@ Salt = Annotated[str | None, typer.Option("--salt", help="The tenant's salt; def
 def create(
     file: File, name: Name, namespace: Fields, tokens: Tokens, ttl: Ttl, salt: Salt = None, json: Json = False
 ) -> None:
-    """Keep the blocks of a prompt under NAME for --ttl, for every replica that shares the bucket."""
+    """Keep the blocks of a prompt under NAME for --ttl: what is there, and what comes."""
     config, fields = Config.load(file), read_namespace(namespace)
     ids = read_tokens(tokens)
-    chain = tuple(BlockKey(key) for key in chain_hashes(ids, fields, salt, secret=config.scope_secret))
+    chain = [BlockKey(key) for key in chain_hashes(ids, fields, salt, secret=config.scope_secret)]
     if not chain:
         raise InvalidRequest(f"{tokens} has {len(ids)} tokens, which is no whole block of {fields.block_tokens}")
-
-    async def work(tier: ObjectTier, clock: Clock) -> tuple[Pin, int]:
-        if any(pin.name == name for pin in await tier.pins()):
-            raise InvalidRequest(f"pin {name!r} exists already; extend it, or delete it first")
-        pin = Pin(name, chain, clock.wall(), clock.wall() + _seconds(ttl), len(ids))
-        await tier.pin(pin)
-        found = await tier.lookup(pin.chain, range(len(pin.chain)), clock.monotonic() + LOOKUP_S)
-        return pin, next((depth for depth, miss in enumerate(found) if miss is not None), len(found))
-
-    pin, here = _on_bucket(config, fields, work)
-    _tell(pin, f"{here} of its {len(chain)} blocks are in the bucket now", json, resident_blocks=here)
+    with _opened(config, fields) as place:
+        pin = place.create(name, chain, ttl, tokens=len(ids))
+        here = place.match(chain)
+    _tell(pin, f"{here} of its {len(chain)} blocks are there now", json, resident_blocks=here)
 
 
 def extend(file: File, name: Name, namespace: Fields, ttl: Ttl, json: Json = False) -> None:
     """Let a pin end --ttl from now: later than it would, or sooner."""
-
-    async def work(tier: ObjectTier, clock: Clock) -> Pin:
-        for pin in await tier.pins():
-            if pin.name == name:
-                longer = replace(pin, until=clock.wall() + _seconds(ttl))
-                await tier.pin(longer)
-                return longer
-        raise InvalidRequest(f"there is no pin {name[:40]!r}")
-
-    _tell(_on_bucket(Config.load(file), read_namespace(namespace), work), "extended", json)
+    with _opened(Config.load(file), read_namespace(namespace)) as place:
+        pin = place.extend(name, ttl)
+    _tell(pin, "extended", json)
 
 
 def delete(file: File, name: Name, namespace: Fields, json: Json = False) -> None:
     """End a pin: from now on its blocks live as long as their terms say."""
-    there = _on_bucket(Config.load(file), read_namespace(namespace), lambda tier, clock: tier.unpin(name))
+    with _opened(Config.load(file), read_namespace(namespace)) as place:
+        there = place.delete(name)
     if json:
         write_json({"name": name, "deleted": there})
     else:
@@ -87,11 +79,12 @@ def delete(file: File, name: Name, namespace: Fields, json: Json = False) -> Non
 
 def listing(file: File, namespace: Fields, json: Json = False) -> None:
     """Show all pins of a namespace."""
-    pins = _on_bucket(Config.load(file), read_namespace(namespace), lambda tier, clock: tier.pins())
+    with _opened(Config.load(file), read_namespace(namespace)) as place:
+        pins = place.list()
     if json:
         write_json({"pins": [_shown(pin) for pin in pins]})
     else:
-        rows = [[pin.name, len(pin.chain), pin.tokens, _date(pin.created), _date(pin.until)] for pin in pins]
+        rows = [[pin.name, pin.blocks, pin.tokens, _date(pin.created), _date(pin.until)] for pin in pins]
         write_table(["pin", "blocks", "tokens", "since", "until"], rows)
 
 
@@ -109,45 +102,91 @@ def read_tokens(path: Path) -> list[int]:
     return list(found)
 
 
-def _seconds(ttl: str) -> float:
-    seconds = parse_duration(ttl)
-    if seconds <= 0:
-        raise InvalidRequest(f"--ttl {ttl}: write a time above 0, such as 7d")
-    return seconds
+class _Place(Protocol):
+    """Where pins are made."""
+
+    def create(self, name: str, keys: Sequence[BlockKey], ttl: str, *, tokens: int) -> PinInfo: ...
+    def extend(self, name: str, ttl: str) -> PinInfo: ...
+    def delete(self, name: str) -> bool: ...
+    def list(self) -> list[PinInfo]: ...
+    def match(self, keys: Sequence[BlockKey]) -> int: ...
 
 
-def _on_bucket(config: Config, fields: Namespace, work: Callable[[ObjectTier, Clock], Awaitable[T]]) -> T:
-    """`work` on the bucket that the configuration names, opened and closed."""
+@contextmanager
+def _opened(config: Config, fields: Namespace) -> Iterator[_Place]:
     clock = SystemClock()
-    tier = next((tier for tier in lower_tiers(config, fields, clock) if isinstance(tier, ObjectTier)), None)
-    if tier is None:
-        raise ConfigError("tiers.g4 is not set: pins are kept in the bucket that replicas share")
+    bucket = next((tier for tier in lower_tiers(config, fields, clock) if isinstance(tier, ObjectTier)), None)
+    if bucket is not None:
+        with asyncio.Runner() as runner:
+            runner.run(bucket.open())
+            try:
+                yield _Bucket(bucket, runner, clock)
+            finally:
+                runner.run(bucket.close(clock.monotonic() + LOOKUP_S))
+        return
+    if config.tiers.g3 is None:
+        raise ConfigError("neither tiers.g4 nor tiers.g3 is set: a pin needs a tier that outlives the process")
+    # G2 belongs to a process, and this one holds nothing: one slot is enough.
+    small = config.tiers.model_copy(update={"g2": G2(capacity=fields.block_bytes + 4096 * fields.ranks_served)})
+    with open_cache(config.model_copy(update={"tiers": small}), fields) as cache:
+        yield _Directory(cache)
 
-    async def run() -> T:
-        await tier.open()
-        try:
-            return await work(tier, clock)
-        finally:
-            await tier.close(clock.monotonic() + LOOKUP_S)
 
-    return asyncio.run(run())
+class _Directory:
+    """A G3 directory: a cache's own pins."""
+
+    def __init__(self, cache: Any) -> None:
+        self.create, self.extend = cache.pins.create, cache.pins.extend
+        self.delete, self.list, self.match = cache.pins.delete, cache.pins.list, cache.match
 
 
-def _tell(pin: Pin, what: str, as_json: bool, **more: Any) -> None:
+class _Bucket:
+    """A bucket, without a cache around it."""
+
+    def __init__(self, tier: ObjectTier, runner: asyncio.Runner, clock: SystemClock) -> None:
+        self._tier, self._runner, self._clock = tier, runner, clock
+
+    def create(self, name: str, keys: Sequence[BlockKey], ttl: str, *, tokens: int) -> PinInfo:
+        if any(pin.name == name for pin in self._runner.run(self._tier.pins())):
+            raise InvalidRequest(f"pin {name!r} exists already; extend it, or delete it first")
+        now = self._clock.wall()
+        return self._put(Pin(name, tuple(keys), now, now + seconds(ttl), tokens))
+
+    def extend(self, name: str, ttl: str) -> PinInfo:
+        until = self._clock.wall() + seconds(ttl)
+        for pin in self._runner.run(self._tier.pins()):
+            if pin.name == name:
+                return self._put(replace(pin, until=until))
+        raise InvalidRequest(f"pin {name[:40]!r} does not exist")
+
+    def _put(self, pin: Pin) -> PinInfo:
+        self._runner.run(self._tier.pin(pin))
+        return self._info(pin)
+
+    def delete(self, name: str) -> bool:
+        return self._runner.run(self._tier.unpin(name))
+
+    def list(self) -> list[PinInfo]:
+        return [self._info(pin) for pin in self._runner.run(self._tier.pins())]
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        found = self._runner.run(self._tier.lookup(keys, range(len(keys)), self._clock.monotonic() + LOOKUP_S))
+        return next((depth for depth, miss in enumerate(found) if miss is not None), len(found))
+
+    def _info(self, pin: Pin) -> PinInfo:
+        blocks = len(pin.chain)
+        return PinInfo(pin.name, pin.created, pin.until, blocks, pin.tokens, blocks * self._tier.block_bytes, 0)
+
+
+def _tell(pin: PinInfo, what: str, as_json: bool, **more: Any) -> None:
     if as_json:
         write_json(_shown(pin) | more)
     else:
-        console().print(f"{pin.name}: {len(pin.chain)} blocks until {_date(pin.until)}; {what}")
+        console().print(f"{pin.name}: {pin.blocks} blocks until {_date(pin.until)}; {what}")
 
 
-def _shown(pin: Pin) -> dict[str, Any]:
-    return {
-        "name": pin.name,
-        "blocks": len(pin.chain),
-        "tokens": pin.tokens,
-        "created": pin.created,
-        "until": pin.until,
-    }
+def _shown(pin: PinInfo) -> dict[str, Any]:
+    return {name: getattr(pin, name) for name in ("name", "blocks", "tokens", "bytes", "created", "until")}
 
 
 def _date(wall: float) -> str:

@@ -1,4 +1,4 @@
-"""`kvtier pin` over a bucket that caches share."""
+"""`kvtier pin` over a bucket or a directory that caches share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from kvtier.testing import payloads_of, sample_namespace
 NS = sample_namespace(4096)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    (tmp_path / "kvtier.yaml").write_text(
-        f"tiers: {{g2: {{capacity: 4MiB}}, g4: {{url: 'file://{tmp_path}/g4', stride: 2}}}}\n"
-    )
+@pytest.fixture(params=["g4: {{url: 'file://{}/g4', stride: 2}}", "g3: {{path: {}/g3, capacity: 64MiB}}"])
+def place(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    lower = request.param.format(tmp_path)
+    (tmp_path / "kvtier.yaml").write_text(f"tiers: {{g2: {{capacity: 4MiB}}, {lower}}}\n")
     (tmp_path / "namespace.json").write_text(json.dumps(NS.fields()))
     (tmp_path / "prompt.json").write_text(json.dumps(list(range(64))))
     return tmp_path
@@ -59,7 +58,16 @@ def test_a_wrong_prompt_is_said_so(run: Callable[..., Any], place: Path, text: s
     assert done.status == 2 and says in done.err
 
 
-def test_a_pin_needs_a_bucket(run: Callable[..., Any], place: Path) -> None:
+def test_a_pin_needs_a_tier_that_stays(run: Callable[..., Any], place: Path) -> None:
     (place / "kvtier.yaml").write_text("tiers: {g2: {capacity: 4MiB}}\n")
     done = pin(run, place, "list")
     assert done.status == 2 and "tiers.g4" in done.err
+
+
+def test_a_running_cache_learns_of_it(run: Callable[..., Any], place: Path) -> None:
+    tokens = ("--tokens", str(place / "prompt.json"))
+    assert pin(run, place, "create", "p", *tokens, "--ttl", "7d").status == 0
+    with kvtier.open(kvtier.Config.load(place / "kvtier.yaml"), NS) as cache:
+        assert [(each.name, each.blocks) for each in cache.pins.list()] == [("p", 4)]
+        assert cache.pins.delete("p")
+    assert pin(run, place, "list").json()["pins"] == []
