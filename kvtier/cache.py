@@ -26,6 +26,7 @@ from kvtier.block import BlockKey, Scope, check_keys, scope_of
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
+from kvtier.expiry import TrustedClock
 from kvtier.lease import Lease
 from kvtier.manager import Flushed, Manager, Settings
 from kvtier.namespace import Namespace
@@ -539,7 +540,7 @@ def build(
     near: Sequence[Collection[int]] = (),
 ) -> Manager:
     """A closed manager for this configuration. Opens nothing. Raises ConfigError."""
-    tiers = config.tiers
+    tiers, clock = config.tiers, TrustedClock.around(clock)
     arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
     g3 = tiers.g3
     settings = Settings(

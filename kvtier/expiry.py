@@ -14,9 +14,14 @@ clock that was wrong, and has to be dropped by the owner: it could come back to 
 
 from __future__ import annotations
 
+import struct
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtier.clock import Clock
+from kvtier.errors import CorruptError
+from kvtier.integrity import DIGEST_BYTES, digest_of
 
 SKEW_S = 120.0
 SETTLE_S = 600.0
@@ -80,3 +85,84 @@ class ExpiryClock:
             self._trusted, self._other = Anchor(wall, monotonic), None
             return Reading(wall, wall, wall, adopted=True)
         return Reading(max(wall, expected), min(wall, expected), None)
+
+
+class TrustedClock:
+    """A `kvtier.clock.Clock` whose `wall` is the time to serve by under the rule above. Thread-safe.
+
+    Wrapped once, around the clock of a whole cache: the manager and its tiers must agree about the time.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._expiry = ExpiryClock(clock)
+        self.adopted = 0  # times that a jump was accepted
+
+    @classmethod
+    def around(cls, clock: Clock) -> TrustedClock:
+        """`clock` itself if it is one already."""
+        return clock if isinstance(clock, TrustedClock) else cls(clock)
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+
+    def read(self) -> Reading:
+        """The time for all purposes at once."""
+        with self._lock:
+            reading = self._expiry.read()
+            self.adopted += reading.adopted
+            return reading
+
+    def wall(self) -> float:
+        """The time to serve by."""
+        return self.read().serve
+
+    def resume(self, raw: bytes, boot: bytes) -> None:
+        """Go on from the anchor that an earlier process of this boot stored. Raises CorruptError; one of another boot,
+        or from after now, is ignored."""
+        anchor = decode_anchor(raw, boot)
+        if anchor is not None and anchor.monotonic <= self._clock.monotonic():
+            with self._lock:
+                self._expiry = ExpiryClock(self._clock, anchor)
+
+    def anchor(self, boot: bytes) -> bytes:
+        """What `resume` takes."""
+        with self._lock:
+            return encode_anchor(self._expiry.anchor, boot)
+
+
+def deletion_time(clock: Clock) -> float | None:
+    """What is dead at this time may be deleted; None: nothing now."""
+    return clock.read().delete if isinstance(clock, TrustedClock) else clock.wall()
+
+
+_ANCHOR = struct.Struct("<8sdd36s")
+_MAGIC = b"KVCLOCK1"
+
+
+def boot_id() -> bytes:
+    """The kernel's name for this boot; empty where it has none. Reads a file of the kernel's."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36]
+    except OSError:
+        return b""
+
+
+def encode_anchor(anchor: Anchor, boot: bytes) -> bytes:
+    """Magic, wall f64, monotonic f64, boot id (36), XXH3-128 of all that. Pure."""
+    body = _ANCHOR.pack(_MAGIC, anchor.wall, anchor.monotonic, boot)
+    return body + digest_of([body])
+
+
+def decode_anchor(raw: bytes, boot: bytes) -> Anchor | None:
+    """The inverse of `encode_anchor`; None if it is another boot's. Raises CorruptError."""
+    if len(raw) != _ANCHOR.size + DIGEST_BYTES or digest_of([raw[: _ANCHOR.size]]) != raw[_ANCHOR.size :]:
+        raise CorruptError("no anchor of a clock")
+    magic, wall, monotonic, its_boot = _ANCHOR.unpack_from(raw)
+    if magic != _MAGIC or not (0 <= wall < 2**40 and 0 <= monotonic < 2**40):
+        raise CorruptError("an anchor with impossible fields")
+    return Anchor(wall, monotonic) if boot and its_boot.rstrip(b"\0") == boot else None

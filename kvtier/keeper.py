@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, cast
 
 from kvtier import pins as codec
 from kvtier.block import BlockKey, Scope, scope_of_key
-from kvtier.clock import Clock
 from kvtier.errors import ClosedError, CorruptError, InvalidRequest, TierError
+from kvtier.expiry import TrustedClock
 from kvtier.pins import Pin, Pins
 from kvtier.quota import Guarantees
 from kvtier.ranges import ChainTerms
@@ -51,9 +51,9 @@ class _Promise:
 class Keeper:
     """The promises of one manager. Sync verbs are called under the manager's lock; async ones on its loop."""
 
-    def __init__(self, manager: Manager, clock: Clock, share: float) -> None:
+    def __init__(self, manager: Manager, time: TrustedClock, share: float) -> None:
         self._manager = manager
-        self._clock = clock
+        self._time = time
         self._share = share
         self._tier: Keeping | None = None
         self._tier_name = ""
@@ -91,7 +91,7 @@ class Keeper:
         except _FAILURES as error:
             log.warning("promises of earlier processes cannot be read: %s", error)
             return
-        now = self._clock.wall()
+        now = self._time.read().stamp
         with self._manager.lock:
             self._below.update(kept)
             for key, until in kept.items():
@@ -142,12 +142,13 @@ class Keeper:
             if key not in self._manager.host.index and key not in self._below:
                 self._withdraw(key)
 
-    def arrived(self, slots: Sequence[Slot], now: float) -> None:
+    def arrived(self, slots: Sequence[Slot]) -> None:
         """Blocks are READY in G2: those that are pinned live until their pins end, those that are promised stay."""
         wanted = [slot for slot in slots if slot.key is not None and self._wanted(slot.key)]
         if not wanted:
             return
         untils = self.pins.untils(slot.key for slot in wanted if slot.key is not None)
+        now = self._time.read().serve
         for slot in wanted:
             if slot.key in untils:
                 _extend(slot, untils[slot.key], now)
@@ -216,22 +217,22 @@ class Keeper:
         """Pin a chain under a new name for `ttl` seconds: what is here of it, and what will be. When this returns it is
         noted, and kept by the tiers below as far as they have it. Raises InvalidRequest, and then nothing changed."""
         async with self._turn:
-            now = self._clock.wall()
+            now = self._time.read().stamp
             with self._manager.lock:
                 self._expire(now)
                 self._make_room()
                 pin = self.pins.create(name, list(chain), now, ttl, tokens)
-            await self._establish(pin, now)
+            await self._establish(pin)
             return pin
 
     async def extend(self, name: str, ttl: float) -> Pin:
         """Let a pin end `ttl` seconds from now, later or sooner. Raises InvalidRequest if there is none."""
         async with self._turn:
-            now = self._clock.wall()
+            now = self._time.read().stamp
             with self._manager.lock:
                 self._expire(now)
                 pin = self.pins.extend(name, now, ttl)
-            await self._establish(pin, now)
+            await self._establish(pin)
             return pin
 
     async def delete(self, name: str, *, drop: bool = False) -> bool:
@@ -253,7 +254,7 @@ class Keeper:
 
     def listed(self) -> list[Pin]:
         """The pins that have not ended, by name."""
-        now = self._clock.wall()
+        now = self._time.wall()
         with self._manager.lock:
             return [pin for pin in self.pins.listed() if pin.until >= now]
 
@@ -267,10 +268,11 @@ class Keeper:
         with self._manager.lock:
             return sum(key in self._manager.host.index for key in pin.chain)
 
-    async def _establish(self, pin: Pin, now: float) -> None:
+    async def _establish(self, pin: Pin) -> None:
+        now = self._time.wall()
         with self._manager.lock:
             index = self._manager.host.index
-            self.arrived([index[key] for key in pin.chain if key in index and index[key].expires_at >= now], now)
+            self.arrived([index[key] for key in pin.chain if key in index and index[key].expires_at >= now])
             self._to_keep.update(pin.chain)
             self._unnoted.add(pin.name)
         await self._note([pin.name])
@@ -281,8 +283,10 @@ class Keeper:
     async def tend(self, *, learn: bool = False) -> None:
         """End what is over, and bring to the tiers below what they do not know yet; `learn`: of pins made elsewhere."""
         async with self._turn:
+            now = self._time.read().delete
             with self._manager.lock:
-                self._expire(self._clock.wall())
+                if now is not None:
+                    self._expire(now)
                 names = list(self._unnoted)
             await self._note(names)
             await self._keep_below()
@@ -384,7 +388,7 @@ class Keeper:
             for pin in await tier.pins():
                 if pin.name not in found or found[pin.name].until < pin.until:
                     found[pin.name] = pin
-        now = self._clock.wall()
+        now = self._time.read().stamp
         with self._manager.lock:
             for pin in self.pins.listed():
                 if pin.name not in found and pin.name not in self._unnoted:

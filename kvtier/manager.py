@@ -24,11 +24,13 @@ from kvtier.clock import Clock
 from kvtier.demoter import Demoter
 from kvtier.errors import ClosedError, InvalidRequest, KVTierError, TierError
 from kvtier.events import Events
+from kvtier.expiry import Reading, TrustedClock
 from kvtier.keeper import Keeper
 from kvtier.lease import Hold, Lease
+from kvtier.notes import Notes
 from kvtier.plan import Costs, Where, make_plan
 from kvtier.ranges import ChainTerms, uniform
-from kvtier.terms import Depth, Lifetime, Terms
+from kvtier.terms import FUTURE_S, Depth, Lifetime, Terms
 from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
 from kvtier.tiers.wrap import Guarded, Metered
@@ -83,15 +85,18 @@ class Manager:
         self.lock = threading.Lock()
         self.accounts = Accounts()
         self._compute_s_per_block: float | None = None
-        self._clock = clock
+        self.time = self._clock = TrustedClock.around(clock)
         self._settings = settings or Settings()
+        self._adopted = 0  # times that a jump of the clock was accepted
+        self._drop_below = False
         self._touched: dict[BlockKey, float] = {}
         self._forgotten: deque[Sequence[Hold]] = deque()  # pins of leases that nobody released
         self._room: deque[asyncio.Future[None]] = deque()
         self.room_told = 0  # times that room may have appeared: read it before looking, give it to `wait_room`
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.keeper = Keeper(self, clock, self._settings.reserved)
+        self.keeper = Keeper(self, self.time, self._settings.reserved)
+        self._notes = Notes(self.time, host, self.lock)
         self.closed = True
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,6 +125,7 @@ class Manager:
             self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
         )
         await self._learn_purges()
+        await self._notes.open(self.lower)
         await self.keeper.open()
         self.demoter = Demoter(self, self._clock, self._settings)
         self.demoter.start(self._loop)
@@ -138,6 +144,7 @@ class Manager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.demoter.close()
         await self.transfers.close(deadline)
+        await self._notes.write()
         for tier in self.lower.values():
             await tier.close(deadline)
         with self.lock:
@@ -161,30 +168,33 @@ class Manager:
     def prefix(self, chain: Sequence[BlockKey]) -> int:
         """Leading blocks READY in G2. Moves nothing, promises nothing."""
         self._usable()
+        now = self._now().serve
         with self.lock:
-            return self.host.prefix(chain, self._clock.wall())
+            return self.host.prefix(chain, now)
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is READY in G2 or on its way there. Promises nothing."""
+        now = self._now().serve
         with self.lock:
-            return self.host.peek(key, self._clock.wall()) in (None, Miss.PENDING)
+            return self.host.peek(key, now) in (None, Miss.PENDING)
 
     def pin(self, chain: Sequence[BlockKey], start: int = 0) -> Lease:
         """Look up and pin, in one critical section, the blocks from `start` on that are READY in G2, up to the first
         that is not. Those before `start` the caller has (in G1); they count as used."""
         self._usable()
-        now = self._clock.wall()
+        time = self._now()
+        now, used = time.serve, time.stamp
         holds: list[Hold] = []
         miss: Miss | None = None
         with self.lock:
             for key in chain[start:]:
-                slot = self.host.pin(key, now)
+                slot = self.host.pin(key, now, used)
                 if slot is None:
                     miss = self.host.peek(key, now) or Miss.EVICTED
                     break
                 holds.append((slot, slot.generation))
             self.host.reference(chain, start + len(holds), self._clock.monotonic())
-            self._note_use(chain[: start + len(holds)], now)
+            self._note_use(chain[: start + len(holds)], used)
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._forgotten.append)
 
     async def match(self, chain: Sequence[BlockKey], deadline: float | None = None) -> int:
@@ -195,7 +205,7 @@ class Manager:
         """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Those before
         `start` need no looking for and are given as G2's."""
         self._usable()
-        now = self._clock.wall()
+        now = self._now().serve
         with self.lock:
             where: list[Where] = [self.host.name] * start
             where += [self.host.peek(key, now) or self.host.name for key in chain[start:]]
@@ -225,11 +235,14 @@ class Manager:
         lookup_by = min(deadline, self._clock.monotonic() + self._settings.lookup_s)
         where = await self._locate(chain, lookup_by, start)
         plan = make_plan(where, start + self.host.capacity, self.host.name, self._costs())
-        now = self._clock.wall()
+        time = self._now()
         pinned: dict[int, Slot] = {}
         with self.lock:
             for index in range(start, plan.hit):
-                if where[index] == self.host.name and (slot := self.host.pin(chain[index], now)) is not None:
+                if (
+                    where[index] == self.host.name
+                    and (slot := self.host.pin(chain[index], time.serve, time.stamp)) is not None
+                ):
                     pinned[index] = slot
             if not referenced:  # before the loads, so that the policy knows for whom it makes room
                 self.host.reference(chain, len(pinned), self._clock.monotonic())
@@ -249,8 +262,8 @@ class Manager:
         with self.lock:
             for index, out in loaded.items():
                 if index < hit and isinstance(out, Slot):
-                    out.use(now)
-            self._note_use(chain[:hit], now)
+                    out.use(time.stamp)
+            self._note_use(chain[:hit], time.stamp)
         self._sink(chain, where, loaded)
         return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release, self._forgotten.append)
 
@@ -321,7 +334,7 @@ class Manager:
         """
         self._usable()
         self._release_forgotten()
-        now = self._clock.wall()
+        time = self._now()
         asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
             insist = self.demoter.well()
@@ -331,9 +344,11 @@ class Manager:
         reached = start
         with self.lock:
             if asked.guarantees:
-                self._promise(chain, start, stop, asked, now)
+                self._promise(chain, start, stop, asked, time.stamp)
             for first, end, block in asked.spans(start, stop):
-                reached = self._reserve_span(chain, first, end, block.terms, now, keep, insist, slots, present, widened)
+                reached = self._reserve_span(
+                    chain, first, end, block.terms, time, keep, insist, slots, present, widened
+                )
                 if reached < end:
                     break
         self.demoter.demote(chain, sorted({*widened, *self.demoter.lacking(chain, present)}))
@@ -342,8 +357,9 @@ class Manager:
     def promise(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms) -> None:
         """Reserve bytes for the guaranteed blocks of a chain from `start` on before they are stored. Raises
         InvalidRequest, and then nothing is promised, when that would be more than may be reserved."""
+        now = self._now().stamp
         with self.lock:
-            self.keeper.promise(chain, start, terms, self._clock.wall())
+            self.keeper.promise(chain, start, terms, now)
 
     def _promise(self, chain: Sequence[BlockKey], start: int, stop: int, terms: ChainTerms, now: float) -> None:
         """The same for who must not fail: what is refused (and counted) lives on without a guarantee."""
@@ -361,7 +377,7 @@ class Manager:
         start: int,
         stop: int,
         terms: Terms,
-        now: float,
+        time: Reading,
         keep: Callable[[BlockKey], bool] | None,
         insist: bool,
         slots: list[Slot],
@@ -369,8 +385,8 @@ class Manager:
         widened: list[int],
     ) -> int:
         """`reserve` for blocks of the same terms: adds to the lists, returns the index reached. Under the lock."""
-        host = self.host
-        life = Lifetime.of(terms, now)
+        host, now = self.host, time.serve
+        life = Lifetime.of(terms, time.stamp)
         ends, priority = life.ends(Depth.G2), terms.priority
         for index in range(start, stop):
             key = chain[index]
@@ -380,12 +396,12 @@ class Manager:
                 found = None
             if found is not None:
                 present.append(index)
-                if found.extend(terms, now):
+                if found.extend(terms, time.stamp):
                     widened.append(index)
                 if priority > found.priority:
                     host.raise_priority(found, priority)
                 if self.keeper.busy:
-                    self.keeper.arrived([found], now)
+                    self.keeper.arrived([found])
             elif host.peek(key, now) is not Miss.PENDING:
                 slot = host.reserve(key, index, keep, insist=insist, priority=priority, now=now)
                 if slot is None:
@@ -410,7 +426,7 @@ class Manager:
                     slot.pins += 1  # at once: nobody may evict it before it is queued
                     published.append(slot)
             if self.keeper.busy:
-                self.keeper.arrived(published, self._clock.wall())
+                self.keeper.arrived(published)
             self.accounts.accepted += len(published)
         refused = self.demoter.demote_pinned(chain, published)
         if self.lower and not again:
@@ -433,9 +449,10 @@ class Manager:
     def settle(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
         """A put of `chain` is over, and `dropped` of its blocks found no queue: give the others their order of
         eviction, tail coldest."""
+        now = self._now().serve
         with self.lock:
             self.demoter.dropped += dropped
-            resident = self.host.prefix(chain, self._clock.wall())
+            resident = self.host.prefix(chain, now)
             self.host.settle(chain, resident, self._clock.monotonic())
 
     def queue_room(self) -> int:
@@ -506,7 +523,7 @@ class Manager:
     async def purge(self, scope: Scope) -> int:
         """Drop a scope from every tier, for good: what was stored until now is a miss everywhere from now on."""
         self._usable()
-        before = self._clock.wall()
+        before = self._now().serve
         count = self._bury({scope: before})
         failures: list[Exception] = []
         for tier in self.lower.values():
@@ -534,12 +551,33 @@ class Manager:
             self._flush_touches()
             with self.lock:
                 self.host.learn()
+            await self.accept_time()
             waited_s += self._settings.housekeeping_s
             learn = waited_s >= self._settings.tombstones_s
             if learn:
                 waited_s = 0.0
                 await self._learn_purges()
             await self.keeper.tend(learn=learn)
+            await self._notes.write_when_due()
+
+    def _now(self) -> Reading:
+        """The time. If the wall clock was set and that is accepted now, what was stamped by the time before and lies in
+        the future now is dropped: it would come back to life when that time is reached. Without the lock."""
+        time = self.time.read()
+        if self.time.adopted != self._adopted:
+            with self.lock:
+                self._adopted = self.time.adopted
+                self._drop_below = True
+                self.host.drop_made_after(time.serve + FUTURE_S)
+        return time
+
+    async def accept_time(self) -> None:
+        """The same for the lower tiers; until then they serve nothing of the future."""
+        future = self._now().serve + FUTURE_S
+        if self._drop_below:
+            self._drop_below = False
+            for tier in self.lower.values():
+                await tier.drop_made_after(future)
 
     async def _learn_purges(self) -> None:
         """What one tier's store remembers of purges, all others learn: another process may share only one of them."""

@@ -25,6 +25,9 @@ from kvtier.errors import CorruptError, InvalidRequest
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*$")
 
+FUTURE_S = 300.0
+"""A stamp made so much later than now was made by a clock that is wrong, and allows nothing."""
+
 STAMPS_MAX = 4
 """More terms than this on one block are merged into the stamp they resemble most; see `Lifetime.add`."""
 
@@ -92,6 +95,8 @@ class Stamp:
 
     def alive(self, last_use: float, now: float) -> bool:
         """Whether this stamp lets the block be served at `now`. Pure."""
+        if self.created > now + FUTURE_S:
+            return False
         if self.ttl is not None and now - last_use > self.ttl:
             return False
         return self.max_age is None or now - self.created <= self.max_age

@@ -157,8 +157,8 @@ class Tier(Protocol):
 
 
 class Keeping(Protocol):
-    """What a local tier may do on top of `Tier`: promise not to evict. Over restarts, and for every process that shares
-    the store. Raises TierError."""
+    """What a local tier may do on top of `Tier`: promise not to evict, and forget what a wrong clock stamped. Over
+    restarts, and for every process that shares the store. Raises TierError."""
 
     async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
         """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms say.
@@ -169,6 +169,10 @@ class Keeping(Protocol):
 
     async def kept(self) -> Mapping[BlockKey, float]:
         """The namespace's kept blocks, and until when."""
+
+    async def drop_made_after(self, time: float) -> int:
+        """Drop the namespace's blocks that carry a use or stamp later than this wall time: the clock that made it was
+        wrong. Returns how many."""
 
 
 class Pinning(Protocol):

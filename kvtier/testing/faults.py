@@ -15,7 +15,7 @@ from kvtier.errors import TierError
 from kvtier.terms import Depth
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
 
-_OPTIONAL = frozenset({"keep", "kept", "let_go", "pin", "pins", "read_notes", "unpin", "write_note"})
+_OPTIONAL = frozenset({"drop_made_after", "keep", "kept", "let_go", "pin", "pins", "read_notes", "unpin", "write_note"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,14 @@ class MemoryTier:
         kept = self.store.kept.items()
         return {BlockKey(name[cut:]): until for name, until in kept if name.startswith(self._namespace)}
 
+    async def drop_made_after(self, time: float) -> int:
+        self._usable()
+        entries = self.store.entries
+        doomed = [n for n, e in entries.items() if max(e.life.last_use, *(s.created for s in e.life.stamps)) > time]
+        return await self.evict(
+            [BlockKey(name[len(self._namespace) :]) for name in doomed if name.startswith(self._namespace)]
+        )
+
     async def write_note(self, name: str, value: bytes | None) -> None:
         self._usable()
         if value is None:

@@ -26,7 +26,7 @@ from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, TierFull, TierTimeout
 from kvtier.events import Told
 from kvtier.namespace import Namespace
-from kvtier.terms import Depth
+from kvtier.terms import FUTURE_S, Depth, Lifetime
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.tiers.deposit import Deposit, neighbours
 from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, Reservation, born, slot_class
@@ -147,16 +147,16 @@ class DiskTier:
                 if birth <= purged:
                     answers.append(Miss.PURGED)
                 else:
-                    expired = now > ends and self._expired(store, prefix + chain[i], raw, now)
+                    doubtful = now > ends or birth > now + FUTURE_S
+                    expired = doubtful and self._expired(store, prefix + chain[i], raw, now)
                     answers.append(Miss.EXPIRED if expired else None)
         return answers
 
     @staticmethod
     def _expired(store: Store, name: bytes, raw: bytes, now: float) -> bool:
         """Whether an entry that looks expired is, given its uses that are not in the index yet."""
-        uses = store.uses(name)
         try:
-            return not uses or not renewed(Entry.decode(name, raw).life, uses).servable(Depth.G3, now)
+            return not renewed(Entry.decode(name, raw).life, store.uses(name)).servable(Depth.G3, now)
         except CorruptError:
             return True
 
@@ -198,7 +198,7 @@ class DiskTier:
                 ends, birth = SPAN.unpack_from(raw)
                 if birth <= purged:
                     block.result = Miss.PURGED
-                elif now > ends and self._expired(store, block.name, raw, now):
+                elif (now > ends or birth > now + FUTURE_S) and self._expired(store, block.name, raw, now):
                     block.result = Miss.EXPIRED
                 elif entry.length != sum(map(len, block.target.into)):
                     block.result = Miss.MISMATCH
@@ -362,7 +362,7 @@ class DiskTier:
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         store = self._store
         if keys is None:
-            return await self._drop_all(store, self._prefix, float("inf"))
+            return await self._drop_all(store, self._prefix, lambda _life: True)
         count = 0
         for start in range(0, len(keys), DROP_CHUNK):
             names = [self._prefix + key for key in keys[start : start + DROP_CHUNK]]
@@ -373,14 +373,17 @@ class DiskTier:
         store = self._store
         scoped = self._prefix + scope
         await self._transact(store, lambda ledger: ledger.bury(scoped, before), None)
-        return await self._drop_all(store, scoped, before)
+        return await self._drop_all(store, scoped, lambda life: born(life) <= before)
 
-    async def _drop_all(self, store: Store, prefix: bytes, born_until: float) -> int:
+    async def drop_made_after(self, time: float) -> int:
+        return await self._drop_all(self._store, self._prefix, lambda life: max(born(life), life.last_use) > time)
+
+    async def _drop_all(self, store: Store, prefix: bytes, doomed: Callable[[Lifetime], bool]) -> int:
         count = 0
         start: bytes | None = prefix
         while start is not None:
             dropped, start = await self._transact(
-                store, partial(_drop_range, start=start, prefix=prefix, born_until=born_until), None
+                store, partial(_drop_range, start=start, prefix=prefix, doomed=doomed), None
             )
             count += dropped
         return count
@@ -472,8 +475,10 @@ def _let_go(ledger: Ledger, names: Sequence[bytes]) -> None:
         ledger.let_go(name)
 
 
-def _drop_range(ledger: Ledger, start: bytes, prefix: bytes, born_until: float) -> tuple[int, bytes | None]:
-    return ledger.drop_range(start, prefix, DROP_CHUNK, lambda _name, entry: born(entry.life) <= born_until)
+def _drop_range(
+    ledger: Ledger, start: bytes, prefix: bytes, doomed: Callable[[Lifetime], bool]
+) -> tuple[int, bytes | None]:
+    return ledger.drop_range(start, prefix, DROP_CHUNK, lambda _name, entry: doomed(entry.life))
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

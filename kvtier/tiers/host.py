@@ -87,6 +87,8 @@ class Slot:
         stamps = self.stamps
         if len(stamps) == 1:
             stamp = stamps[0]
+            if now <= self.last_use:  # another thread read the clock earlier, or it was set back
+                return
             self.last_use = now
             if stamp.ttl is not None:
                 hard = float("inf") if stamp.max_age is None else stamp.created + stamp.max_age
@@ -159,11 +161,14 @@ class HostTier:
             count += 1
         return count
 
-    def pin(self, key: BlockKey, now: float) -> Slot | None:
-        """Protect and renew a READY, living block; None if there is none. Undo with `unpin`."""
+    def pin(self, key: BlockKey, now: float, used: float | None = None) -> Slot | None:
+        """Protect and renew a READY, living block; None if there is none. Undo with `unpin`.
+
+        `used`: the time of the use, where that is not the time to serve by (`kvtier.expiry`).
+        """
         slot = self.protect(key, now)
         if slot is not None:
-            slot.use(now)
+            slot.use(now if used is None else used)
         return slot
 
     def protect(self, key: BlockKey, now: float) -> Slot | None:
@@ -334,10 +339,10 @@ class HostTier:
         """Blocks that nobody may evict."""
         return len(self._held)
 
-    def expire(self, now: float) -> int:
-        """Drop READY blocks whose terms ended before wall time `now` and that are not in use. O(n)."""
-        dead = [key for key, slot in self.index.items() if slot.expires_at < now and not slot.pins]
-        return sum(self.drop(key) for key in dead)
+    def drop_made_after(self, time: float) -> int:
+        """Drop the blocks that carry a use or stamp later than this: the clock that made it was wrong."""
+        doomed = [key for key, slot in self.index.items() if max(slot.last_use, _born(slot.stamps)) > time]
+        return sum(self.drop(key) for key in doomed)
 
     def bury(self, tombstones: Mapping[Scope, float]) -> int:
         """Drop the blocks of these scopes that were made before the given wall times, and let none of them in again.
@@ -357,7 +362,7 @@ class HostTier:
 
     def _buried(self, key: BlockKey, stamps: Sequence[Stamp]) -> bool:
         before = self._tombstones.get(scope_of_key(key), -1.0)
-        return max((stamp.created for stamp in stamps), default=0.0) <= before
+        return _born(stamps) <= before
 
     def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """A request named `chain`, whose first `resident` blocks are here: renew their order of eviction."""
@@ -399,3 +404,7 @@ class HostTier:
         self._slots, self.index, self._filling = [], {}, {}
         self._free.clear()
         self.arena.close()
+
+
+def _born(stamps: Sequence[Stamp]) -> float:
+    return max((stamp.created for stamp in stamps), default=0.0)

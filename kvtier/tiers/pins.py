@@ -15,6 +15,7 @@ from kvtier import pins as codec
 from kvtier.block import BlockKey, Scope, scope_of_key
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, InvalidRequest
+from kvtier.expiry import deletion_time
 from kvtier.pins import PINS_MAX, Pin
 from kvtier.tiers.bucket import Bucket, Stat
 from kvtier.tiers.strides import Names
@@ -116,7 +117,9 @@ class SharedPins:
 
     async def sweep(self) -> int:
         """Delete pins that have ended; returns how many."""
-        now = self._clock.wall()
+        now = deletion_time(self._clock)
+        if now is None:
+            return 0
         ended = [at for at, (_, pin) in self._known.items() if pin.until <= now]
         await self._drop(ended)
         return len(ended)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvtier.block import BlockKey
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError
+from kvtier.expiry import deletion_time
 from kvtier.terms import Depth
 from kvtier.tier import Miss
 from kvtier.tiers.bucket import Stat, first_page
@@ -117,5 +118,7 @@ class Sweeper:
             return False
         if unit is None:
             return False
-        verdict = self._store.why_not(unit, self._clock.wall() - GRACE_S)
-        return verdict in (Miss.EXPIRED, Miss.PURGED)
+        now = deletion_time(self._clock)
+        if now is None or any(stamp.created > now for stamp in unit.life.stamps):
+            return False  # ours or its writer's clock is wrong: whose, is not for a sweeper to decide
+        return self._store.why_not(unit, now - GRACE_S) in (Miss.EXPIRED, Miss.PURGED)

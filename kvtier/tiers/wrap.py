@@ -58,6 +58,11 @@ class Wrapper:
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         return await self.inner.evict(keys)
 
+    async def drop_made_after(self, time: float) -> int:
+        """See `kvtier.tier.Keeping`; a tier that cannot drops nothing."""
+        work = getattr(self.inner, "drop_made_after", None)
+        return int(await work(time)) if work is not None else 0
+
     async def purge(self, scope: Scope, before: float) -> int:
         return await self.inner.purge(scope, before)
 
@@ -168,6 +173,15 @@ class Guarded(Wrapper):
             raise
         except Exception as error:
             self._note("evict", error)
+            return 0
+
+    async def drop_made_after(self, time: float) -> int:
+        try:
+            return await super().drop_made_after(time)
+        except ClosedError:
+            raise
+        except Exception as error:
+            self._note("drop_made_after", error)
             return 0
 
     async def tombstones(self) -> Mapping[Scope, float]:

@@ -1,0 +1,159 @@
+"""A wall clock that is set, by ten days either way: nothing that has expired is served, whichever time is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.errors import CorruptError
+from kvtier.expiry import SETTLE_S, Anchor, TrustedClock, decode_anchor, deletion_time, encode_anchor
+from kvtier.testing import VirtualClock, chain_of, payload_of, payloads_of, sample_namespace
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+DAY = 86_400.0
+KEYS = list(chain_of(NS, 8))
+OTHER = list(chain_of(NS, 8, seed=1))
+
+
+@contextmanager
+def opened(path: Path, clock: VirtualClock, stack: str) -> Iterator[kvtier.Cache]:
+    tiers: dict[str, object] = {"g2": {"capacity": 32 * BLOCK}}
+    if "g3" in stack:
+        tiers["g3"] = {"path": str(path / "g3"), "capacity": 64 * BLOCK}
+    if "g4" in stack:
+        tiers["g4"] = {"url": f"file://{path}/g4", "stride": 4}
+    with kvtier.open(kvtier.Config.parse({"tiers": tiers}), NS, clock=clock) as cache:
+        yield cache
+        cache.check()
+
+
+def put(cache: kvtier.Cache, keys: list[bytes], retention: str = "24h") -> None:
+    assert cache.put(keys, payloads_of(keys, BLOCK), retention) == len(keys)
+    cache.flush()
+
+
+def served(cache: kvtier.Cache, keys: list[bytes]) -> int:
+    with cache.get(keys) as hit:
+        assert [bytes(block) for block in hit.blocks] == [payload_of(key, BLOCK) for key in keys[: len(hit)]]
+        return len(hit)
+
+
+STACKS = pytest.mark.parametrize("stack", ["", "g3", "g4", "g3+g4"])
+
+
+@STACKS
+def test_a_jump_forward_serves_nothing_that_may_have_expired(tmp_path: Path, stack: str) -> None:
+    clock = VirtualClock()
+    with opened(tmp_path, clock, stack) as cache:
+        put(cache, KEYS)
+        assert served(cache, KEYS) == 8
+        clock.jump_wall(10 * DAY)
+        assert served(cache, KEYS) == 0
+        clock.jump_wall(-10 * DAY)  # an operator's mistake, undone
+        assert served(cache, KEYS) == 8, "it was deleted, though it had not expired"
+
+
+@STACKS
+def test_a_jump_back_lengthens_nothing(tmp_path: Path, stack: str) -> None:
+    clock = VirtualClock()
+    with opened(tmp_path, clock, stack) as cache:
+        put(cache, KEYS, "1h")
+        clock.advance(1000)
+        clock.jump_wall(-10 * DAY)
+        assert served(cache, KEYS) == 8
+        for _ in range(5):
+            clock.advance(1000)
+            assert served(cache, KEYS) in (0, 8)
+        clock.advance(3601)
+        assert served(cache, KEYS) == 0
+
+
+@STACKS
+@pytest.mark.parametrize("days", [-10, 10])
+def test_a_time_that_is_set_is_accepted_in_the_end(tmp_path: Path, stack: str, days: int) -> None:
+    clock = VirtualClock()
+    with opened(tmp_path, clock, stack) as cache:
+        put(cache, KEYS)
+        clock.jump_wall(days * DAY)
+        served(cache, OTHER)
+        clock.advance(SETTLE_S + 1)
+        served(cache, OTHER)
+        put(cache, OTHER)
+        assert served(cache, OTHER) == 8
+        clock.advance(DAY + 1)
+        assert served(cache, OTHER) == 0
+
+
+@pytest.mark.parametrize("stack", ["g3", "g3+g4"])
+@pytest.mark.parametrize("days", [-10, 10])
+def test_a_jump_while_nobody_runs_is_seen_by_the_next_process(tmp_path: Path, stack: str, days: int) -> None:
+    clock = VirtualClock()
+    with opened(tmp_path, clock, stack) as cache:
+        put(cache, KEYS, "1h")
+    clock.advance(3000)
+    clock.jump_wall(days * DAY)
+    with opened(tmp_path, clock, stack) as cache:
+        assert served(cache, KEYS) == (8 if days < 0 else 0)
+    clock.advance(700)
+    with opened(tmp_path, clock, stack) as cache:
+        assert days < 0 or served(cache, KEYS) == 0
+        clock.advance(3601)
+        assert served(cache, KEYS) == 0, "served after its hour"
+
+
+@pytest.mark.parametrize("stack", ["g3", "g4"])
+def test_what_another_process_stamped_in_the_future_is_not_served(tmp_path: Path, stack: str) -> None:
+    ahead, right = VirtualClock(1_800_000_000.0 + 10 * DAY), VirtualClock()
+    ahead.advance(1)
+    with opened(tmp_path, ahead, stack) as cache:
+        put(cache, KEYS)
+        assert served(cache, KEYS) == 8
+    if stack == "g3":
+        right._monotonic = 0.0  # another boot: what the first process trusted says nothing
+    with opened(tmp_path, right, stack) as cache:
+        assert served(cache, KEYS) == 0
+        put(cache, OTHER)
+        assert served(cache, OTHER) == 8
+
+
+def test_what_a_wrong_clock_stamped_does_not_come_back_later(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    with opened(tmp_path, clock, "g3") as cache:
+        clock.jump_wall(10 * DAY)
+        cache.match(KEYS)
+        clock.advance(SETTLE_S + 1)
+        cache.match(KEYS)
+        put(cache, KEYS)
+        assert served(cache, KEYS) == 8
+        clock.jump_wall(-10 * DAY)
+        cache.match(KEYS)
+        clock.advance(SETTLE_S + 1)
+        cache.match(KEYS)
+        cache._run(cache.manager.accept_time())
+        clock.advance(10 * DAY)
+        assert served(cache, KEYS) == 0
+
+
+def test_deletion_waits_while_the_time_is_in_doubt() -> None:
+    inner = VirtualClock()
+    clock = TrustedClock.around(inner)
+    assert TrustedClock.around(clock) is clock
+    assert deletion_time(clock) == deletion_time(inner) == inner.wall()
+    inner.jump_wall(10 * DAY)
+    assert deletion_time(clock) is None and clock.wall() == inner.wall()
+    inner.jump_wall(-20 * DAY)
+    assert deletion_time(clock) is None and clock.wall() == inner.wall() + 10 * DAY
+
+
+def test_an_anchor_is_checked() -> None:
+    anchor = Anchor(1.8e9, 5000.0)
+    raw = encode_anchor(anchor, b"boot")
+    assert decode_anchor(raw, b"boot") == anchor and decode_anchor(raw, b"other") is None
+    for bad in (b"", raw[:-1], raw[:9] + b"\xff" + raw[10:]):
+        with pytest.raises(CorruptError):
+            decode_anchor(bad, b"boot")
