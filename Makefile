@@ -16,7 +16,7 @@ SGLANG := .venv-sglang
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-sglang test-long check types bench gpu-check clean
+.PHONY: help setup sglang demo test test-sglang test-long check types bench gpu-check gpu-wheels clean
 
 help:
 	@echo "make setup      .venv with everything the other targets need"
@@ -26,6 +26,7 @@ help:
 	@echo "make check      style, types, direction of imports"
 	@echo "make bench      what the tiers and the index cost; writes benchmarks/results/"
 	@echo "make gpu-check  all that needs a GPU, in eight minutes; GPU_PYTHON names the interpreter"
+	@echo "make gpu-wheels beforehand, with a network: what gpu-check needs beside CUDA torch, CuPy and transformers"
 
 setup: $(READY) $(SGLANG)/.ready
 
@@ -81,11 +82,23 @@ bench: $(BASE)
 	$(BIN)/kvtier bench index --save benchmarks/results
 	for tier in g2 g3 g4; do $(BIN)/kvtier bench tiers --tier $$tier --save benchmarks/results || exit 1; done
 
-# Runs with the interpreter that has CUDA torch and CuPy; kvtier itself need not be installed there.
+# Runs with the interpreter that has CUDA torch, CuPy, NumPy and transformers; kvtier need not be installed there. The few
+# wheels that gpu-wheels has fetched, for the Python version of that interpreter, are unpacked without a network.
 GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
 GPU_RESULTS ?= benchmarks/results
+GPU_WHEELS := build/gpu-wheels
+GPU_SITE := $(CURDIR)/build/gpu-site
 gpu-check: types
-	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR)/benchmarks $(GPU_PYTHON) benchmarks/gpu_check.py --results $(GPU_RESULTS) $(GPU_OPTIONS)
+	test ! -d $(GPU_WHEELS) || $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade \
+		--target $(GPU_SITE) $(GPU_WHEELS)/*.whl || echo "gpu-check: $(GPU_WHEELS) is not for this Python; going on without"
+	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR)/benchmarks:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_check.py \
+		--results $(GPU_RESULTS) $(GPU_OPTIONS)
+
+gpu-wheels: $(BASE)
+	$(BIN)/python -m pip download -q -d $(GPU_WHEELS) --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		-c constraints.txt lmdb pydantic xxhash pytest
 
 clean:
 	rm -rf build dist .venv .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

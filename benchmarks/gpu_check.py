@@ -1,237 +1,190 @@
 """Everything that needs a GPU, in one command of at most eight minutes: right bytes first, then how fast.
 
-    make gpu-check      needs CUDA, torch, CuPy, numpy, pytest with pytest-timeout, and for its last part transformers;
-                        no network, and no installed kvtier
+    make gpu-check      needs CUDA, torch, CuPy, numpy, pytest, and for one part transformers and what kvtier itself
+                        needs (`make gpu-wheels` fetches that beforehand); no network
 
-Prints a table last and writes benchmarks/results/gpu-check.json. Exit code 1 when a byte was wrong or a part broke;
-a missed target is shown as such and does not fail. `--smoke` runs what a CPU can of it, in tiny sizes.
+Every check is a row of its own: an error, a crash or a hang costs that row and no other. Prints a table last and writes
+benchmarks/results/gpu-check.json, also when it is interrupted. Exit code 1 when something that must hold did not (a
+wrong byte, a part that broke), 2 without a device; a missed target is shown as such and does not fail. `--smoke` runs
+what a CPU can of it, in tiny sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from gpu_rows import Rows, append, read, supervise
+from gpu_table import failures, print_table, table
 
 from kvtier.bench.record import record, save
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent / "tests" / "kernels" / "test_gpu.py"
-TOTAL_S = 470.0
-KIB, MIB = 1 << 10, 1 << 20
+TOTAL_S = 465.0
 # Seconds each part may take; what one leaves over, the next has in addition.
-BUDGETS = {"tests": 170.0, "sanitizer": 80.0, "transfer": 110.0, "ttft": 90.0}
-Row = tuple[str, str, str]
+BUDGETS = {"tests": 170.0, "transfer": 110.0, "ttft": 125.0, "sanitizer": 60.0}
+MODULES = {
+    "tests": ("gpu_tests", "measure"),
+    "transfer": ("gpu_transfer", "measure"),
+    "ttft": ("gpu_ttft", "measure"),
+    "sanitizer": ("gpu_sanitized", "measure"),
+    "overrun": ("gpu_sanitized", "overrun"),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: shows that the parts run")
-    parser.add_argument("--part", choices=["transfer", "ttft"], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=list(BUDGETS), action="append", help="this part alone; may be repeated")
+    parser.add_argument("--part", choices=list(MODULES), help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, default=60.0, help=argparse.SUPPRESS)
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        module = importlib.import_module(f"gpu_{options.part}")
-        figures = module.measure("cpu" if options.smoke else "cuda", options.budget, tiny=options.smoke)
-        options.into.write_text(json.dumps(figures))
+        module, function = MODULES[options.part]
+        measure = getattr(importlib.import_module(module), function)
+        measure("cpu" if options.smoke else "cuda", Rows(options.rows, options.budget), tiny=options.smoke)
         return 0
-    return run_all(options.results, options.smoke)
+    signal.signal(signal.SIGTERM, _interrupt)
+    return run_all(options.results, options.smoke, options.only or list(BUDGETS))
 
 
-def run_all(folder: Path, smoke: bool) -> int:
+def run_all(folder: Path, smoke: bool, parts: list[str]) -> int:
     started = time.monotonic()
-    results: dict[str, Any] = {"environment": environment()}
-    if not smoke and not results["environment"].get("gpu"):
-        print("gpu-check: no CUDA device here. Nothing was run.")
+    about = environment(smoke)
+    if not smoke and "gpu" not in about:
+        print(f"gpu-check: no CUDA device here ({about['why']}). Nothing was run.")
         return 2
-    owed = 0.0
-    for name, budget in BUDGETS.items():
-        begun = time.monotonic()
-        allowed = min(budget + owed, TOTAL_S - (begun - started))
-        print(f"gpu-check: {name}, up to {allowed:.0f} s", flush=True)
-        if name in ("tests", "sanitizer"):
-            results[name] = {"ok": True, "skipped": "on a CPU"} if smoke else CHECKS[name](allowed)
-        else:
-            results[name] = measure_part(name, allowed, smoke)
-        results[name]["seconds"] = round(time.monotonic() - begun, 1)
-        owed = max(0.0, allowed - results[name]["seconds"])
-    entry = record("gpu-check-smoke" if smoke else "gpu-check", ["make", "gpu-check"], results)
-    path = save(entry, folder)
-    print_table([*correctness(results), *speed(results), *first_token(results)])
-    print(f"written to {path}, {time.monotonic() - started:.0f} s in all")
-    return 0 if all(results[name].get("ok") for name in BUDGETS) else 1
+    name = "gpu-check-smoke" if smoke else "gpu-check"
+    head = record(name, ["make", "gpu-check"], {})
+    results: dict[str, Any] = {"environment": about, "complete": False, "parts": {}}
+    code = 1
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = {part: Path(scratch) / part for part in parts}
 
+        def write() -> Path:
+            results["parts"] = {part: list(read(path).values()) for part, path in paths.items()}
+            results["seconds"] = round(time.monotonic() - started, 1)
+            return save(head | {"results": results}, folder)
 
-def environment() -> dict[str, Any]:
-    """Versions, and the device if there is one."""
-    import torch
-
-    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    try:
-        found["cupy"] = importlib.import_module("cupy").__version__
-    except ImportError as error:
-        found["cupy"] = f"absent: {error}"
-    if torch.cuda.is_available():
-        from kvtier.kernels.driver import CudaDriver
-
-        driver = CudaDriver(torch.cuda.current_device())
-        found |= {"gpu": driver.name, "batch_copy": driver.has_batch, "cuda": torch.version.cuda}
-    return found
-
-
-def run_tests(seconds: float) -> dict[str, Any]:
-    return pytest_run([sys.executable], ["-m", "gpu"], seconds)
-
-
-def run_sanitizer(seconds: float) -> dict[str, Any]:
-    """The layouts of an odd size under compute-sanitizer's memcheck, where the tool is there and takes the device."""
-    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if tool is None:
-        return {"ok": True, "skipped": "compute-sanitizer is not installed"}
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5", sys.executable]
-    done = pytest_run(command, ["-k", "every_layout and halves and (direct or staged)"], seconds)
-    if "Device not supported" in done["tail"]:
-        return {"ok": True, "skipped": "compute-sanitizer does not support this device or its virtualisation"}
-    return done
-
-
-CHECKS = {"tests": run_tests, "sanitizer": run_sanitizer}
-
-
-def pytest_run(command: list[str], choice: list[str], seconds: float) -> dict[str, Any]:
-    command = [*command, "-m", "pytest", str(TESTS), "-q", "-p", "no:cacheprovider", *choice]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=max(1.0, seconds), cwd=HERE.parent, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        text = (error.stdout or b"").decode(errors="replace")
-        return {"ok": False, "summary": f"not done within {seconds:.0f} s", "tail": text[-4000:]}
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    summary = next(
-        (line for line in reversed(lines) if " passed" in line or " failed" in line), lines[-1] if lines else ""
-    )
-    if done.returncode:
-        print("\n".join(lines[-60:]), flush=True)
-    passed = done.returncode == 0 and " passed" in summary
-    return {"ok": passed, "summary": summary.strip("= "), "tail": "\n".join(lines)[-4000:]}
-
-
-def measure_part(name: str, seconds: float, smoke: bool) -> dict[str, Any]:
-    """In a process of its own, so that a crash of one part leaves the others' figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        into = Path(folder) / "figures.json"
-        command = [sys.executable, str(HERE / "gpu_check.py"), "--part", name, "--into", str(into)]
-        command += ["--budget", str(seconds * 0.7), *(["--smoke"] if smoke else [])]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=max(1.0, seconds), check=False, env=dict(os.environ)
-            )
-            if done.returncode == 0:
-                return {"ok": True} | json.loads(into.read_text())
-            text = done.stderr
+            run_parts(paths, smoke, started, write)
+            results["complete"] = True
+        except KeyboardInterrupt:
+            print("gpu-check: interrupted; what was measured until now:")
+        path = write()
+        print_table(table(results["parts"]))
+        failed = failures(results["parts"], () if smoke else ("tests",))
+        print(f"\nwritten to {path}, {time.monotonic() - started:.0f} s in all; {len(failed)} failed")
+        code = 0 if results["complete"] and not failed else 1
+    return code
+
+
+def run_parts(paths: dict[str, Path], smoke: bool, started: float, write: Callable[[], object]) -> None:
+    owed = 0.0
+    for part, path in paths.items():
+        begun = time.monotonic()
+        allowed = min(BUDGETS[part] + owed, TOTAL_S - (begun - started))
+        print(f"gpu-check: {part}, up to {allowed:.0f} s", flush=True)
+        (sanitize if part == "sanitizer" else measure)(part, path, allowed, smoke, write)
+        write()
+        for row in read(path).values():
+            if "error" in row:
+                print(f"--- {part}: {row['name']}: {row['error']}\n{row.get('detail', '')}", flush=True)
+        owed = max(0.0, allowed - (time.monotonic() - begun))
+
+
+def measure(part: str, path: Path, seconds: float, smoke: bool, seen: Callable[[], object]) -> None:
+    supervise(command(part, smoke), path, seconds, seen)
+    if not read(path):
+        append(path, {"name": part, "skipped": "no time left"} if seconds < 10 else {"name": part, "error": "no rows"})
+
+
+def sanitize(part: str, path: Path, seconds: float, smoke: bool, seen: Callable[[], object]) -> None:
+    """The kernels under compute-sanitizer's memcheck, where the tool is there and takes the device; and a control."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if smoke:
+        return measure(part, path, seconds, smoke, seen)
+    if tool is None:
+        return append(path, {"name": "compute-sanitizer", "skipped": "the tool is not installed"})
+    checked = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
+    said = overrun([*checked, *command("overrun", smoke)], min(60.0, seconds / 2))
+    if "Device not supported" in said:
+        return append(path, {"name": "compute-sanitizer", "skipped": "the tool does not support this device"})
+    if "Invalid __global__ read" in said:
+        append(path, {"name": "one byte too far is seen", "passed": True})
+    else:
+        append(path, {"name": "one byte too far is seen", "error": "it was not reported", "detail": said[-3000:]})
+    supervise([*checked, *command(part, smoke)], path, seconds / 2, seen)
+
+
+def overrun(checked: list[str], seconds: float) -> str:
+    """What the tool says to a kernel that reads beyond its memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*checked, "--rows", str(Path(folder) / "rows"), "--budget", str(seconds)]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=max(1.0, seconds), check=False)
         except subprocess.TimeoutExpired as error:
-            text = f"not done within {seconds:.0f} s\n" + (error.stderr or b"").decode(errors="replace")
-    print(text[-3000:], flush=True)
-    return {"ok": False, "error": text[-3000:]}
+            return f"no end within {seconds:.0f} s\n{(error.stdout or b'').decode(errors='replace')}"
+    return done.stdout + done.stderr
 
 
-def correctness(results: dict[str, Any]) -> list[Row]:
-    def said(part: dict[str, Any]) -> str:
-        return part.get("skipped") or part.get("summary", "")
-
-    return [
-        (label, said(results[name]), "ok" if results[name]["ok"] else "FAILED")
-        for label, name in (
-            ("bytes, ordering, cancellation, memory", "tests"),
-            ("compute-sanitizer memcheck", "sanitizer"),
-        )
-    ]
+def command(part: str, smoke: bool) -> list[str]:
+    return [sys.executable, str(HERE / "gpu_check.py"), "--part", part, *(["--smoke"] if smoke else [])]
 
 
-def speed(results: dict[str, Any]) -> list[Row]:
-    part = results["transfer"]
-    if not part["ok"]:
-        return [broken("transfer", part)]
-    ceiling, cells = part["ceiling_gb_s"], [cell for cell in part["cells"] if cell["method"] == "auto"]
-    rows: list[Row] = [
-        ("one big pinned copy (GB/s)", " ".join(f"{way} {value:.1f}" for way, value in ceiling.items()), "")
-    ]
-
-    def worst(way: str, low: int, high: int, share: float, gb_s: float) -> Row | None:
-        there = [c for c in cells if low <= c["fragment"] <= high and c["fragment"] * c["count"] >= 64 * MIB]
-        if not there:
-            return None
-        cell = min(there, key=lambda each: each[way])
-        fraction = cell[way] / ceiling[way]
-        what = f"{low // KIB} … {high // KIB} KiB, {way}, worst"
-        seen = f"{cell[way]:.1f} GB/s, {fraction:.0%}, {cell['fragment'] // KIB} KiB × {cell['count']}"
-        goal = f"≥ {share:.0%}" + (f", ≥ {gb_s:.0f} GB/s" if gb_s else "")
-        return (what, seen, verdict(fraction >= share and cell[way] >= gb_s, goal))
-
-    wanted = [worst(way, 256 * KIB, 4 * MIB, 0.9, 50.0) for way in ("store", "load")]
-    wanted += [worst("both", 256 * KIB, 4 * MIB, 0.0, 80.0)]
-    wanted += [worst(way, 8 * KIB, 32 * KIB, 0.8, 0.0) for way in ("store", "load")]
-    rows += [row for row in wanted if row is not None]
-    submits = [c["submit_us"] for c in part["cells"] if c["method"] == "dma" and c["count"] >= 4096]
-    if submits:
-        rows.append(("CPU per descriptor, worst", f"{max(submits):.2f} µs", verdict(max(submits) <= 0.5, "≤ 0.5 µs")))
-    for name, slowdown in part["gemm_slowdown"].items():
-        rows.append((f"GEMM beside {name}", f"{slowdown:+.1%}", verdict(slowdown <= 0.02, "≤ 2 %")))
-    for naive in part["naive"]:
-        figures = ", ".join(f"{key} {value:.1f}" for key, value in naive.items() if key not in ("fragment", "count"))
-        rows.append((f"loop, {naive['fragment'] // KIB} KiB × {naive['count']} (GB/s)", figures, ""))
-    if not part["complete"]:
-        rows.append(("sweep", "ended early: no time left", ""))
-    return rows
+def environment(smoke: bool) -> dict[str, Any]:
+    """Versions, and the device if there is one; else `why` there is none. The device is asked in a process of its own,
+    so that this one holds no memory of it."""
+    about: dict[str, Any] = {"python": sys.version.split()[0]}
+    if smoke:
+        return about
+    try:
+        words = [sys.executable, "-c", _ASK]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False, env=dict(os.environ))
+    except subprocess.TimeoutExpired:
+        return about | {"why": "the device did not answer within 90 s"}
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode or not lines:
+        return about | {"why": lines[-1] if lines else f"exit code {done.returncode}"}
+    return about | dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def first_token(results: dict[str, Any]) -> list[Row]:
-    part = results["ttft"]
-    if not part["ok"]:
-        return [
-            ("first token", part["error"].strip().splitlines()[-1] if part["error"].strip() else "crashed", "FAILED")
-        ]
-    if "skipped" in part:
-        return [("first token", part["skipped"], "")]
-    rows: list[Row] = []
-    for each in part["lengths"]:
-        label = f"first token, prefix of {each['tokens']}"
-        if "skipped" in each:
-            rows.append((label, each["skipped"], ""))
-            continue
-        seen = f"computed {each['recompute_s']:.3f} s, G2 {each['g2_s']:.3f} s ({each['g2_speedup']:.1f}×)"
-        if "disk_s" in each:
-            seen += f", disk {each['disk_s']:.3f} s ({each['disk_speedup']:.1f}×)"
-        goal = verdict(each["g2_speedup"] >= 10, "≥ 10× from G2") if each["tokens"] == 32768 else ""
-        rows.append((label, seen, goal))
-    return rows
+_ASK = """
+import torch
+print("torch=" + torch.__version__)
+if not torch.cuda.is_available():
+    print("why=torch " + torch.__version__ + " sees none")
+    raise SystemExit
+from kvtier.kernels.driver import CudaDriver
+from kvtier.kernels.memory import node_cpus
+driver = CudaDriver(torch.cuda.current_device())
+print("gpu=" + driver.name)
+print("cuda=" + str(torch.version.cuda))
+print("batch_copy=" + str(driver.has_batch))
+print("cpus_near=" + str(len(node_cpus(driver.pci_bus_id()))))
+for package in ("cupy", "transformers", "numpy"):
+    try:
+        print(package + "=" + __import__(package).__version__)
+    except ImportError as error:
+        print(package + "=absent: " + str(error).splitlines()[0])
+"""
 
 
-def broken(what: str, part: dict[str, Any]) -> Row:
-    lines = part["error"].strip().splitlines()
-    return (what, lines[-1] if lines else "crashed", "FAILED")
-
-
-def verdict(met: bool, goal: str) -> str:
-    return f"{'met' if met else 'MISSED'} ({goal})"
-
-
-def print_table(rows: list[Row]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    print()
-    for what, seen, goal in rows:
-        print(f"{what:<{widths[0]}}  {seen:<{widths[1]}}  {goal}".rstrip())
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

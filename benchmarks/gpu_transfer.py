@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_rows import Rows
 
 from kvtier.kernels import cpu
 from kvtier.kernels.copy import CopyEngine, Limits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
-from kvtier.kernels.driver import CudaDriver
+from kvtier.kernels.driver import KERNELS, CudaDriver, DeviceError
 from kvtier.kernels.engine import measurement
 from kvtier.kernels.layout import Paged, Region, Shape
 from kvtier.kernels.method import Method, Table, calibrate
@@ -49,23 +50,33 @@ class Bench:
         self.pool = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
         self.host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # page-aligned
         self.host.copy_(self.pool)
-        self.pin_seconds = 0.0
         self.table = Table("cpu", {})
+        self.figures: dict[str, Any] = {}
         self._release: Callable[[], None] = lambda: None
         if self.cuda:
             self.ordinal = torch.cuda.current_device()
             self._driver = CudaDriver(self.ordinal)
             started = time.perf_counter()
             chunks = pin(self._driver, [Region(self.host.data_ptr(), nbytes)], 2 * MIB)
-            self.pin_seconds = time.perf_counter() - started
             if not chunks:
-                raise SystemExit("this process may not page-lock memory: raise the memlock limit")
+                raise RuntimeError("this process may not page-lock memory: raise the memlock limit")
+            self.figures["pin_gb_s"] = nbytes / (time.perf_counter() - started) / 1e9
             self._release = partial(unpin, self._driver, chunks)
-            measured = measurement(lambda: CudaDriver(self.ordinal))
-            measured(Method.DIRECT, 512)  # compiles the kernels
             started = time.perf_counter()
+            try:
+                self._driver.kernel(KERNELS[0])
+                self.figures["compile_s"] = time.perf_counter() - started
+            except DeviceError as error:  # without kernels the copy engine can still be measured
+                self.figures["no_kernels"] = str(error)
+            started = time.perf_counter()
+            measured = measurement(lambda: CudaDriver(self.ordinal))
             self.table = calibrate(self._driver.name, measured, time.monotonic, first=16 * KIB)
-            self.calibration_seconds = time.perf_counter() - started
+            self.figures["calibration_s"] = time.perf_counter() - started
+            self.figures["methods"] = [[s, f, n, m.value] for (s, f, n), m in sorted(self.table.best.items())]
+
+    def start_up(self) -> dict[str, Any]:
+        """What opening cost, and which method calibration chose for what."""
+        return self.figures
 
     def close(self) -> None:
         self._release()
@@ -122,7 +133,7 @@ class Bench:
         mover = CudaMover(CudaDriver(self.ordinal), device, host, shape, self.table, method=method)
         return CopyEngine(mover, UNLIMITED), blocks, shape
 
-    def cell(self, fragment: int, count: int, method: Method | None) -> dict[str, float]:
+    def cell(self, fragment: int, count: int, method: Method | None) -> dict[str, Any]:
         """GB/s stored, loaded, both at once; µs of CPU per descriptor of a load. Every copy must report DONE."""
         engine, blocks, shape = self.engine(fragment, count, method)
         half, generation = blocks // 2, 0
@@ -152,9 +163,10 @@ class Bench:
                 if name == "load":
                     figures["submit_us"].append(submit * 1e6 / count)
         assert engine.close(10.0)
-        return {name: statistics.median(values[1:]) for name, values in figures.items()}
+        named = {"fragment": fragment, "count": count, "method": method.value if method else "auto"}
+        return named | {name: statistics.median(values[1:]) for name, values in figures.items()}
 
-    def naive(self, fragment: int, count: int) -> dict[str, float]:
+    def naive(self, fragment: int, count: int) -> dict[str, Any]:
         """GB/s of loads by a loop: torch's copy_ per fragment, and the driver's plain copy per fragment."""
         device, host, shape, blocks = self.geometry(fragment, count)
         half = blocks // 2
@@ -183,82 +195,113 @@ class Bench:
                 figures[name].append(nbytes / (time.perf_counter() - started) / 1e9)
         return {name: statistics.median(values) for name, values in figures.items()}
 
-    def interference(self, fragment: int, count: int, method: Method | None, size: int, seconds: float) -> float:
-        """How much slower bf16 matrix products run while stores and loads fly all the time: 0.02 is 2 %."""
-        left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=self.pool.device) for _ in range(2))
-        engine, blocks, _ = self.engine(fragment, count, method)
-        half, generation = blocks // 2, 0
+    def interference(
+        self, fragment: int, count: int, method: Method | None, size: int, products: int
+    ) -> dict[str, Any]:
+        """How much slower bf16 matrix products run while stores and loads fly all the time: 0.02 is 2 %.
+
+        All products are enqueued at once, and the device's clock times them, so that only the device is shared.
+        """
+        left, right, result = (torch.randn(size, size, device=self.pool.device).bfloat16() for _ in range(3))
+        engine, blocks, shape = self.engine(fragment, count, method)
+        half, generation, moved = blocks // 2, 0, 0
         every = np.arange(half)
         # Copies wait for an event long past, not for the products that they are to disturb.
         event = torch.cuda.Event() if self.cuda else None
         if event is not None:
             event.record()
 
-        def products(copying: bool) -> float:
-            nonlocal generation
-            done, started = 0, time.perf_counter()
-            while time.perf_counter() - started < seconds:
-                engine.poll()
+        def run(copying: bool) -> float:
+            nonlocal generation, moved
+            clock = _Clock(self.cuda)
+            for _ in range(products):
+                torch.mm(left, right, out=result)
+            clock.stop()
+            stopped = False
+            while not stopped:
+                stopped = clock.stopped()
+                acks = engine.poll()
+                moved += sum(len(ack.moves) for ack in acks if ack.outcome is Outcome.DONE)
                 if copying and engine.stats().in_flight == 0:
                     generation += 1
                     named = np.full(half, generation)
                     engine.store(Moves(every, every, named), after=event)
                     engine.load(Moves(half + every, half + every, named), after=event)
-                for _ in range(4):
-                    torch.mm(left, right)
-                done += 4
-                if self.cuda:
-                    torch.cuda.current_stream().synchronize()
-            rate = done / (time.perf_counter() - started)
+            seconds = clock.seconds()
             while engine.stats().in_flight:
                 engine.poll()
-            return rate
+            return seconds
 
-        products(False)
+        run(True)
+        engine.poll()
+        moved = 0
         figures: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(ROUNDS):
-            for copying, rates in figures.items():
-                rates.append(products(copying))
+            for copying, seconds in figures.items():
+                seconds.append(run(copying))
         assert engine.close(10.0)
-        return statistics.median(figures[False]) / statistics.median(figures[True]) - 1
+        alone, beside = (statistics.median(figures[copying]) for copying in (False, True))
+        return {
+            "slowdown": beside / alone - 1,
+            "alone_s": alone,
+            "copied_gb_s": moved * shape.block_bytes / sum(figures[True]) / 1e9,
+        }
 
 
-def measure(device: str, budget_s: float, *, tiny: bool = False) -> dict[str, Any]:
-    """The whole sweep, ended early (and saying so) when the budget is used up."""
-    deadline = time.monotonic() + budget_s
+class _Clock:
+    """Of the current stream; of the host on a CPU."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+        self._begun, self._ended = time.perf_counter(), 0.0
+        if cuda:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def stopped(self) -> bool:
+        return not self._events or self._events[1].query()
+
+    def seconds(self) -> float:
+        if self._events:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1000
+        return self._ended - self._begun
+
+
+def measure(device: str, rows: Rows, *, tiny: bool) -> None:
+    """Each figure a row of its own: what the targets ask for first, the rest of the sweep last."""
     bench = Bench(device, 4 * MIB if tiny else 4 * GIB)
-    results: dict[str, Any] = {"ceiling_gb_s": bench.ceiling(), "complete": True}
-    if bench.cuda:
-        results["pin_gb_s"] = bench.nbytes / bench.pin_seconds / 1e9
-        results["calibration_s"] = bench.calibration_seconds
-        results["method_table"] = [[store, f, n, m.value] for (store, f, n), m in sorted(bench.table.best.items())]
-    results["naive"] = [
-        {"fragment": fragment, "count": count} | bench.naive(fragment, count)
-        for fragment, count in ([(4 * KIB, 16)] if tiny else [(16 * KIB, 4096), (256 * KIB, 1024), (2 * MIB, 256)])
-    ]
-    size, seconds = (64, 0.01) if tiny else (8192, 0.4)
-    mixes: list[tuple[int, int, Method | None]] = [(4 * KIB, 16, None)] if tiny else [(MIB, 256, Method.DMA)]
+    rows.run("ceiling", bench.ceiling)
+    rows.run("start-up", bench.start_up)
+    cells = _cells(bench, tiny)
+    for fragment, count, method in cells:
+        if method is None:
+            rows.run(_name(fragment, count, method), partial(bench.cell, fragment, count, method))
+    size, products = (64, 4) if tiny else (8192, 200)
+    mixes: list[tuple[int, int, Method | None]] = [(4 * KIB, 16, None)] if tiny else [(MIB, 1024, Method.DMA)]
     if not tiny:
-        mixes += [(16 * KIB, 4096, method) for method in (None, Method.DIRECT, Method.STAGED)]
-    results["gemm_slowdown"] = {
-        f"{fragment // KIB} KiB × {count}, {method.value if method else 'auto'}": bench.interference(
-            fragment, count, method, size, seconds
-        )
-        for fragment, count, method in mixes
-    }
-    results["cells"] = []
-    for fragment, count, method in _cells(bench, tiny):
-        if time.monotonic() > deadline:
-            results["complete"] = False
-            break
-        named = {"fragment": fragment, "count": count, "method": method.value if method else "auto"}
-        results["cells"].append(named | bench.cell(fragment, count, method))
+        mixes += [(16 * KIB, 32768, method) for method in (None, Method.DIRECT, Method.STAGED)]
+    for fragment, count, method in mixes:
+        work = partial(bench.interference, fragment, count, method, size, products)
+        rows.run(f"GEMM beside {_name(fragment, count, method)}", work)
+    loops = [(4 * KIB, 16)] if tiny else [(16 * KIB, 4096), (256 * KIB, 1024), (2 * MIB, 256)]
+    for fragment, count in loops:
+        rows.run(f"loop, {fragment // KIB} KiB × {count}", partial(bench.naive, fragment, count))
+    for fragment, count, method in cells:
+        if method is not None:
+            rows.run(_name(fragment, count, method), partial(bench.cell, fragment, count, method))
     bench.close()
-    return results
+
+
+def _name(fragment: int, count: int, method: Method | None) -> str:
+    return f"{fragment // KIB} KiB × {count}, {method.value if method else 'auto'}"
 
 
 def _cells(bench: Bench, tiny: bool) -> list[tuple[int, int, Method | None]]:
-    """What is swept, `auto` everywhere before each method by itself where they compete."""
+    """What is swept: `auto` everywhere, and each method by itself where they compete."""
     fragments, counts = ((4 * KIB, 16 * KIB), (16, 64)) if tiny else (FRAGMENTS, COUNTS)
     cells: list[tuple[int, int, Method | None]] = [
         (fragment, count, None) for fragment in fragments for count in counts if 2 * fragment * count <= bench.nbytes

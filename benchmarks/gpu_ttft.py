@@ -1,35 +1,29 @@
-"""Time to first token with the prefix's KV in G2 or on disk, against computing it. A part of `make gpu-check`.
+"""Time to first token with the prefix's KV in G2 or G3, against computing it. A part of `make gpu-check`.
 
-A model of Llama-3.1-8B's shape with random weights, in transformers, and KV blocks of 16 tokens (2 MiB in bf16).
-G2 is page-locked host memory behind a copy engine. The disk figure is a stand-in for G3: O_DIRECT reads of whole
-blocks by 8 threads into the same host slots, no index, then the way of G2. Recomputing is a prefill of prefix and
-suffix by the same model. What is compared: bytes of every block against the computed ones, and the first token
-against the model's own cache at the same boundary.
+A model of Llama-3.1-8B's shape with random weights, in transformers, through kvtier's own connector: `PrefixCache` with
+a pool on the GPU, G2 in page-locked host memory, G3 in a temporary folder. A block has 16 tokens and 2 MiB in bf16.
+Recomputing is a prefill of prefix and suffix by the same model; a hit is `fetch` and a prefill of the suffix. The first
+token must be that of the model's own cache at the same boundary, and the KV must be that which was stored.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
+import shutil
 import statistics
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-
-from kvtier.kernels.copy import CopyEngine, Moves, Outcome
-from kvtier.kernels.engine import open_pool_engine
-from kvtier.kernels.memory import populate
+from gpu_rows import Rows, Skip
 
 BLOCK_TOKENS = 16
 SUFFIX_TOKENS = 16
-DISK_LIMIT_BYTES = 6 << 30  # longer prefixes are not written to disk: the check has minutes
-TIMEOUT_S = 120.0
-
+GIB = 1 << 30
+TIMEOUT = "100s"
 
 LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
@@ -41,198 +35,192 @@ TINY = {
 }  # fmt: skip
 
 
-class Setup:
-    """The model, a pool of KV blocks on its device, host slots, and an engine between them."""
+def measure(device: str, rows: Rows, *, tiny: bool) -> None:
+    """A row per length, in ascending order; a length that does not fit says why."""
+    lengths = (64, 128) if tiny else (8192, 32768, 131072)
+    with tempfile.TemporaryDirectory(prefix="kvtier-ttft-", dir=".") as folder:
+        bench = Bench(device, Path(folder), tiny=tiny)
+        for tokens in lengths:
+            rows.run(f"prefix of {tokens} tokens", lambda n=tokens: bench.length(n, rows))  # type: ignore[misc]
 
-    def __init__(self, device: str, longest: int, *, tiny: bool) -> None:
-        from transformers import AutoModelForCausalLM, LlamaConfig
 
-        shape = TINY if tiny else LLAMA_8B
-        config = LlamaConfig(**shape, max_position_embeddings=longest + 64, initializer_range=0.2 if tiny else 0.02)
-        self.device = torch.device(device)
-        torch.manual_seed(0)
-        with self.device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        self.model = model.eval()
-        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
-        self.width = config.hidden_size // config.num_attention_heads
-        self.block_bytes = self.layers * 2 * self.heads * BLOCK_TOKENS * self.width * 2
-        blocks = longest // BLOCK_TOKENS
-        self.pool = torch.empty((blocks, self.block_bytes), dtype=torch.uint8, device=self.device)
-        self.slot_bytes = -(-self.block_bytes // 4096) * 4096
-        self.arena = memoryview(mmap.mmap(-1, blocks * self.slot_bytes))
-        if populate(self.arena) < self.arena.nbytes:
-            raise MemoryError("host memory is short of the longest prefix")
-        self.engine: CopyEngine = open_pool_engine(self.pool, [self.arena], self.slot_bytes)
-        self.generation = 0
+class Bench:
+    """The model, made when it is first asked for, and how fast this disk took what G3 wrote."""
 
-    @property
-    def rows(self) -> torch.Tensor:
-        """[blocks, layer, kv, head, token, channel]"""
-        shape = (len(self.pool), self.layers, 2, self.heads, BLOCK_TOKENS, self.width)
-        return self.pool.view(torch.bfloat16).view(shape)
+    def __init__(self, device: str, folder: Path, *, tiny: bool) -> None:
+        self._device, self._folder, self._tiny = torch.device(device), folder, tiny
+        self._model: Any = None
+        self._written_s_per_gib = 0.0
+        self._last: dict[str, float] = {}  # what the length before took
 
-    def first_token(self, tokens: torch.Tensor, cache: Any) -> int:
+    def model(self, longest: int = 131072) -> Any:
+        if self._model is None:
+            try:
+                from transformers import AutoModelForCausalLM, LlamaConfig
+            except ImportError as error:
+                raise Skip(f"transformers is not here: {error}") from None
+            config = LlamaConfig(
+                **(TINY if self._tiny else LLAMA_8B), max_position_embeddings=longest + 64, pad_token_id=None,
+                initializer_range=0.2 if self._tiny else 0.02,
+            )  # fmt: skip
+            torch.manual_seed(0)
+            with self._device:
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+            self._model = model.eval()
+            self.first_token(self._prompt(BLOCK_TOKENS * 8), None)  # warms up
+        return self._model
+
+    def length(self, tokens: int, rows: Rows) -> Mapping[str, Any]:
+        """All subjects at one length of prefix. Raises Skip for what does not fit."""
+        model = self.model()
+        block_bytes = 2 * 2 * BLOCK_TOKENS * model.config.num_hidden_layers * model.config.num_key_value_heads
+        block_bytes *= model.config.hidden_size // model.config.num_attention_heads
+        blocks = tokens // BLOCK_TOKENS
+        gib = blocks * block_bytes / GIB
+        self._check_time(tokens, rows.left_s)
+        self._check_memory(blocks * block_bytes)
+        with_disk = self._disk_fits(blocks * block_bytes, rows.left_s)
+        prefixes = self._open(blocks, block_bytes, with_disk)
+        try:
+            figures = self._subjects(prefixes, tokens, rows)
+            self._last = {"tokens": tokens, **{name: s for name, s in figures.items() if name.endswith("_s")}}
+        finally:
+            prefixes.close()
+            shutil.rmtree(self._folder / "g3", ignore_errors=True)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        return {"tokens": tokens, "gib": gib, **figures}
+
+    def _subjects(self, prefixes: Any, tokens: int, rows: Rows) -> dict[str, Any]:
+        prompt = self._prompt(tokens + SUFFIX_TOKENS)
+        rounds = 1 if tokens > 40_000 else 3
+        recomputed: list[float] = []
+        for _ in range(rounds):
+            cache = self._cache()
+            recomputed.append(self._timed(partial(self.first_token, prompt, cache)))
+        started = time.perf_counter()
+        stored = prefixes.store(prompt, cache, attention_mask=torch.ones_like(prompt))
+        assert stored == (tokens + SUFFIX_TOKENS) // BLOCK_TOKENS, f"{stored} blocks were stored"
+        store_s = time.perf_counter() - started
+        cache.crop(tokens)
+        sums = _checksums(cache)
+        expected = self.first_token(prompt[:, tokens:], cache)  # the model's own cache hit
+        del cache
+        flushed = prefixes.flush()
+        flush_s = time.perf_counter() - started - store_s
+        figures: dict[str, Any] = {"store_s": store_s, "flush_s": flush_s}
+        with_disk = "g3" in prefixes.stats()
+        if with_disk:
+            assert not flushed.pending, f"not all was written: {flushed}"
+            self._written_s_per_gib = flush_s / (stored * prefixes.namespace.block_bytes / GIB)
+        emptied = {"g2_s": ["g1"], **({"g3_s": ["g1", "g2"]} if with_disk else {})}
+        for name, tiers in emptied.items():
+            times = []
+            for _ in range(rounds):
+                times.append(self._hit(prefixes, prompt, tokens, tiers, name[:2], expected, sums))
+                if rows.left_s < times[0] + 5:
+                    break
+            figures[name] = statistics.median(times)
+        figures["recompute_s"] = statistics.median(recomputed)
+        figures |= {f"{name[:2]}_speedup": figures["recompute_s"] / figures[name] for name in emptied}
+        if not with_disk:
+            figures["g3_skipped"] = "no room on the disk, or no time to write it"
+        return figures
+
+    def _hit(
+        self, prefixes: Any, prompt: Any, tokens: int, emptied: list[str], tier: str, expected: int, sums: Any
+    ) -> float:
+        """Seconds from the request to its first token, with the prefix in `tier` alone or also below."""
+        for name in emptied:
+            prefixes.pool.evict() if name == "g1" else prefixes.cache.evict(name)
+        prefixes.pool.rows.fill_(0xEE)
+        before = prefixes.served[tier]
+        found: list[Any] = []
+
+        def request() -> None:
+            cache, hit = prefixes.fetch(prompt)
+            found.extend((hit, self.first_token(prompt[:, hit:], cache), cache))
+
+        seconds = self._timed(request)
+        hit, token, cache = found
+        assert hit == tokens == prefixes.served[tier] - before, f"{hit} tokens hit, served {dict(prefixes.served)}"
+        assert token == expected, "another first token than the model's own cache gives"
+        cache.crop(tokens)
+        assert torch.equal(_checksums(cache), sums), "other bytes than were stored"
+        return seconds
+
+    def first_token(self, tokens: Any, cache: Any) -> int:
         with torch.inference_mode():
-            out = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())  # waits for the device
 
-    def cache_of(self, blocks: int) -> Any:
-        """A cache made of the first blocks of the pool."""
+    def _open(self, blocks: int, block_bytes: int, with_disk: bool) -> Any:
+        try:
+            from kvtier.config import Config
+            from kvtier.connectors.transformers import PrefixCache
+        except ImportError as error:
+            raise Skip(f"{error}: `make gpu-wheels` brings what kvtier needs") from None
+        spare = blocks + 8  # the suffix's blocks, and some
+        tiers: dict[str, Any] = {"g1": {"blocks": spare}, "g2": {"capacity": spare * block_bytes}}
+        if with_disk:
+            tiers["g3"] = {"path": str(self._folder / "g3"), "capacity": _disk_bytes(spare * block_bytes)}
+        deadlines = dict.fromkeys(("get", "put", "flush"), TIMEOUT)
+        config = Config.parse({"tiers": tiers, "deadlines": deadlines, "policy": "lru"})
+        prefixes = PrefixCache(config, self._model, name="random", weights="seed-0")
+        if (slots := prefixes.cache.manager.host.capacity) < blocks + 1:
+            prefixes.close()
+            raise Skip(f"host memory had room for {slots} of {blocks + 1} blocks of {block_bytes} bytes")
+        return prefixes
+
+    def _check_time(self, tokens: int, left_s: float) -> None:
+        """Computing grows with the square of a long prefix, all else with its length."""
+        if last := self._last:
+            scale = tokens / last["tokens"]
+            others = sum(last.get(name, 0.0) for name in ("store_s", "flush_s", "g2_s", "g3_s"))
+            wanted = 2.3 * scale * last["recompute_s"] + 1.5 * scale * others + 5
+            if wanted > left_s:
+                raise Skip(f"no time left: it would take {wanted:.0f} s, {left_s:.0f} are left")
+
+    def _check_memory(self, nbytes: int) -> None:
+        """Of the device: the pool, the prefix gathered from it, its layers side by side, and what computing takes."""
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            if free < 4 * nbytes + 4 * GIB:
+                raise Skip(f"{4 * nbytes / GIB + 4:.0f} GiB of device memory are needed, {free / GIB:.0f} are free")
+
+    def _disk_fits(self, nbytes: int, left_s: float) -> bool:
+        writing_s = self._written_s_per_gib * nbytes / GIB
+        return shutil.disk_usage(self._folder).free > 1.2 * _disk_bytes(nbytes) and 2 * writing_s < left_s - 30
+
+    def _prompt(self, tokens: int) -> Any:
+        generator = torch.Generator().manual_seed(tokens)
+        return torch.randint(0, self._model.config.vocab_size, (1, tokens), generator=generator).to(self._device)
+
+    def _cache(self) -> Any:
         from transformers import DynamicCache
 
-        cache = DynamicCache()
-        for layer in range(self.layers):
-            pair = self.rows[:blocks, layer].permute(1, 2, 0, 3, 4).reshape(2, 1, self.heads, -1, self.width)
-            cache.update(pair[0], pair[1], layer)
-        return cache
+        return DynamicCache(config=self._model.config)
 
-    def fill_pool(self, cache: Any, blocks: int) -> None:
-        for layer in range(self.layers):
-            for kv, values in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
-                part = values[0, :, : blocks * BLOCK_TOKENS].reshape(self.heads, blocks, BLOCK_TOKENS, self.width)
-                self.rows[:blocks, layer, kv].copy_(part.transpose(0, 1))
-
-    def moves(self, blocks: int) -> Moves:
-        every = np.arange(blocks)
-        return Moves(every, every, np.full(blocks, self.generation))
-
-    def onboard(self, blocks: int) -> int:
-        """Start loading; what follows on the stream waits for it, the host does not."""
-        ticket = self.engine.load(self.moves(blocks))
-        self.engine.fence(ticket)
-        return ticket
-
-    def settle(self, ticket: int) -> None:
-        assert self.engine.wait([ticket], TIMEOUT_S)
-        outcomes = {ack.outcome for ack in self.engine.poll()}
-        assert outcomes == {Outcome.DONE}, outcomes
+    def _timed(self, work: Callable[[], object]) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
 
 
-def one_length(setup: Setup, tokens: int, folder: Path, rounds: int) -> dict[str, Any]:
-    from transformers import DynamicCache
-
-    generator = torch.Generator().manual_seed(tokens)
-    vocabulary = setup.model.config.vocab_size
-    prompt = torch.randint(0, vocabulary, (1, tokens + SUFFIX_TOKENS), generator=generator).to(setup.device)
-    prefix, suffix, blocks = prompt[:, :tokens], prompt[:, tokens:], tokens // BLOCK_TOKENS
-
-    computed = DynamicCache()
-    setup.first_token(prefix, computed)
-    setup.fill_pool(computed, blocks)
-    expected = setup.first_token(suffix, computed)  # the model's own cache hit
-    del computed
-    sums = _checksums(setup.pool[:blocks])
-    setup.generation += 1
-    started = time.perf_counter()
-    setup.settle(setup.engine.store(setup.moves(blocks)))
-    result: dict[str, Any] = {"tokens": tokens, "gib": blocks * setup.block_bytes / 2**30}
-    result["offload_s"] = time.perf_counter() - started
-
-    def recompute() -> int:
-        return setup.first_token(prompt, DynamicCache())
-
-    def from_host() -> int:
-        ticket = setup.onboard(blocks)
-        token = setup.first_token(suffix, setup.cache_of(blocks))
-        setup.settle(ticket)
-        return token
-
-    subjects = {"recompute_s": recompute, "g2_s": from_host}
-    if blocks * setup.slot_bytes <= DISK_LIMIT_BYTES:
-        file = folder / f"{tokens}.kv"
-        _write(file, setup.arena[: blocks * setup.slot_bytes])
-
-        def from_disk() -> int:
-            result["disk_direct_io"] = _read(file, setup.arena[: blocks * setup.slot_bytes], setup.slot_bytes)
-            return from_host()
-
-        subjects["disk_s"] = from_disk
-    figures: dict[str, list[float]] = {name: [] for name in subjects}
-    for _ in range(rounds):
-        for name, subject in subjects.items():
-            setup.pool[:blocks].fill_(0xEE)
-            if name == "disk_s":
-                np.frombuffer(setup.arena, np.uint8)[: blocks * setup.slot_bytes] = 0xEE
-            if setup.device.type == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            token = subject()
-            figures[name].append(time.perf_counter() - started)
-            if name != "recompute_s":
-                assert token == expected, f"{name}: another first token than the model's own cache gives"
-                assert torch.equal(_checksums(setup.pool[:blocks]), sums), f"{name}: other bytes than were stored"
-    result |= {name: statistics.median(values) for name, values in figures.items()}
-    result |= {
-        name.replace("_s", "_speedup"): result["recompute_s"] / result[name]
-        for name in ("g2_s", "disk_s")
-        if name in result
-    }
-    return result
+def _disk_bytes(nbytes: int) -> int:
+    """What G3 needs for that: whole segments of 1 GiB, and one written ahead."""
+    return (nbytes // GIB + 4) * GIB
 
 
-def measure(device: str, budget_s: float, *, tiny: bool = False) -> dict[str, Any]:
-    """Lengths in ascending order until the budget is used up; a length that does not fit is named with its reason."""
-    deadline = time.monotonic() + budget_s
-    lengths = (64, 128) if tiny else (8192, 32768, 131072)
-    try:
-        setup, lengths = _largest(device, lengths, tiny)
-    except ImportError as error:
-        return {"skipped": f"transformers is not here: {error}"}
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        one_length(setup, lengths[0], Path(folder), 1)  # warms up
-        for tokens in lengths:
-            if time.monotonic() > deadline:
-                results.append({"tokens": tokens, "skipped": "no time left"})
-                continue
-            try:
-                results.append(one_length(setup, tokens, Path(folder), 1 if tokens > 40_000 else 3))
-            except torch.OutOfMemoryError as error:
-                results.append({"tokens": tokens, "skipped": str(error).splitlines()[0]})
-                torch.cuda.empty_cache()
-    assert setup.engine.close(10.0)
-    return {"lengths": results}
-
-
-def _largest(device: str, lengths: tuple[int, ...], tiny: bool) -> tuple[Setup, tuple[int, ...]]:
-    """A setup for as many of the lengths as fit the memory of this machine."""
-    for fitting in range(len(lengths), 1, -1):
-        try:
-            return Setup(device, lengths[fitting - 1], tiny=tiny), lengths[:fitting]
-        except (torch.OutOfMemoryError, MemoryError):
-            torch.cuda.empty_cache()
-    return Setup(device, lengths[0], tiny=tiny), lengths[:1]
-
-
-def _checksums(rows: torch.Tensor) -> torch.Tensor:
-    """Two sums per block, one of them weighted by position: enough to see a byte lost or moved. [blocks, 2]"""
-    words = rows.view(torch.int64)
-    weights = torch.arange(1, words.shape[1] + 1, device=rows.device)
-    return torch.stack([torch.stack([row.sum(), (row * weights).sum()]) for row in words])
-
-
-def _write(path: Path, data: memoryview) -> None:
-    with path.open("wb") as file:
-        for start in range(0, len(data), 64 << 20):
-            file.write(data[start : start + (64 << 20)])
-        file.flush()
-        os.fdatasync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _read(path: Path, into: memoryview, step: int) -> bool:
-    """Whether the page cache was passed by."""
-    direct = True
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:  # a file system without it, such as tmpfs
-        direct, fd = False, os.open(path, os.O_RDONLY)
-
-    def read(start: int) -> None:
-        assert os.preadv(fd, [into[start : start + step]], start) == step
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(read, range(0, len(into), step)))
-    os.close(fd)
-    return direct
+def _checksums(cache: Any) -> Any:
+    """Two sums per layer and half, one of them weighted by position: enough to see a byte lost or moved."""
+    sums = []
+    for layer in cache.layers:
+        for half in (layer.keys, layer.values):
+            words = half.contiguous().view(torch.int64).flatten()
+            weights = torch.arange(1, words.numel() + 1, device=words.device)
+            sums.append(torch.stack([words.sum(), (words * weights).sum()]))
+    return torch.stack(sums)

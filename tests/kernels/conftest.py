@@ -30,6 +30,15 @@ def kernel_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="session")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A stand-in for the driver's library, whose kernels are the real ones."""
+    path = tmp_path_factory.mktemp("fake") / "libcuda.so"
+    library = ctypes.CDLL(str(build(HERE / "fakecuda.cpp", path, "-shared", "-fPIC")))
+    library.fake_calls.restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture(scope="session")
 def kernel_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     """The kernels as a program under the address and undefined-behaviour sanitizers, fed with cases on its stdin."""
     folder = tmp_path_factory.mktemp("sanitized")

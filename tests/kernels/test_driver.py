@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import torch
-from native import build
+from headless import HeadlessDriver
 
 from kvtier.kernels.copy import CopyEngine, Lane, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
@@ -20,29 +19,6 @@ from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import of_arenas, of_pool
 from kvtier.kernels.method import COUNTS, Method, Table
 from kvtier.kernels.plan import Runs
-
-
-@pytest.fixture(scope="session")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("fake") / "libcuda.so"
-    library = ctypes.CDLL(str(build(Path(__file__).parent / "fakecuda.cpp", path, "-shared", "-fPIC")))
-    library.fake_calls.restype = ctypes.c_char_p
-    return library
-
-
-class HeadlessDriver(CudaDriver):
-    """Without torch's CUDA and CuPy: the caller computes on a stream of ours, kernels are the fake's."""
-
-    compiler = True
-
-    def current_stream(self) -> int:
-        return 4242
-
-    def kernel(self, name: str) -> int:
-        if not self.compiler:
-            raise DeviceError(f"kernel {name} (no compiler)", -1)
-        unit = name.removeprefix("kvtier_copy_")
-        return 99 if name == "kvtier_delay" else int(unit)
 
 
 @pytest.fixture

@@ -1,12 +1,20 @@
-"""`make gpu-check` cannot run here; its parts run in tiny sizes, and its table judges figures that are given to it."""
+"""`make gpu-check` cannot run here; its parts run in tiny sizes, its supervision survives what a device may do to a
+process, and its table judges figures that are given to it."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from headless import HeadlessDriver
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -16,72 +24,148 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_the_transfer_part_runs() -> None:
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    import gpu_rows
+
+    return gpu_rows.read(path)
+
+
+# ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_transfer_part_runs(tmp_path: Path) -> None:
+    import gpu_rows
     import gpu_transfer
 
-    figures = gpu_transfer.measure("cpu", 20.0, tiny=True)
-    assert figures["complete"] and len(figures["cells"]) == 4
-    assert all(cell[way] > 0 for cell in figures["cells"] for way in ("store", "load", "both"))
+    gpu_transfer.measure("cpu", gpu_rows.Rows(tmp_path / "rows", 30.0), tiny=True)
+    rows = rows_of(tmp_path / "rows")
+    assert not any("error" in row or "skipped" in row for row in rows.values())
+    cells = [row for row in rows.values() if "fragment" in row and "store" in row]
+    assert len(cells) == 4 and all(cell[way] > 0 for cell in cells for way in ("store", "load", "both"))
+
+
+def test_what_time_does_not_allow_is_named(tmp_path: Path) -> None:
+    import gpu_rows
+    import gpu_transfer
+
+    gpu_transfer.measure("cpu", gpu_rows.Rows(tmp_path / "rows", 0.0), tiny=True)
+    assert {row.get("skipped") for row in rows_of(tmp_path / "rows").values()} == {"no time left"}
+
+
+def test_the_kernels_that_a_sanitizer_will_watch_run(libcuda: ctypes.CDLL, tmp_path: Path) -> None:
+    import gpu_rows
+    import gpu_sanitized
+
+    class Streaming(gpu_sanitized.Streaming, HeadlessDriver):
+        pass
+
+    libcuda.fake_reset(1, 0, 0)
+    rows = gpu_rows.Rows(tmp_path / "rows", 60.0)
+    gpu_sanitized.measure("cuda", rows, tiny=False, opened=lambda: Streaming(0, library=libcuda))
+    found = rows_of(tmp_path / "rows")
+    assert len(found) == 8 and all(row.get("passed") for row in found.values())
+    assert libcuda.fake_calls().decode().split().count("cuLaunchKernel") >= 32
 
 
 @pytest.mark.long
 def test_the_first_token_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_rows
     import gpu_ttft
 
     monkeypatch.chdir(tmp_path)
-    figures = gpu_ttft.measure("cpu", 60.0, tiny=True)
-    assert [each["tokens"] for each in figures["lengths"]] == [64, 128]
-    assert all(each["g2_s"] > 0 and each["disk_s"] > 0 for each in figures["lengths"])
+    gpu_ttft.measure("cpu", gpu_rows.Rows(tmp_path / "rows", 200.0), tiny=True)
+    rows = rows_of(tmp_path / "rows").values()
+    assert [row["tokens"] for row in rows] == [64, 128]
+    assert all(row["g2_s"] > 0 and row["g3_s"] > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == [tmp_path / "rows"]
 
 
-def figures(fraction: float) -> dict[str, Any]:
-    """A run in which everything reaches `fraction` of what is asked."""
-    speed = {"store": 55.0, "load": 55.0, "both": 100.0}
-    cells = [
-        {"fragment": fragment, "count": count, "method": "auto", "submit_us": 0.1}
-        | {way: value * fraction for way, value in speed.items()}
-        for fragment, count in ((8192, 65536), (1 << 20, 256))
-    ]
-    cells.append(cells[0] | {"method": "dma", "count": 4096, "submit_us": 0.4 / fraction})
-    return {
-        "tests": {"ok": True, "summary": "30 passed"},
-        "sanitizer": {"ok": True, "skipped": "compute-sanitizer is not installed"},
-        "transfer": {
-            "ok": True, "complete": True, "ceiling_gb_s": speed, "cells": cells,
-            "gemm_slowdown": {"x": 0.015 / fraction},
-            "naive": [{"fragment": 16384, "count": 4096, "torch_per_fragment": 2.0}],
-        },
-        "ttft": {
-            "ok": True,
-            "lengths": [
-                {"tokens": 32768, "recompute_s": 2.0, "g2_s": 0.15 / fraction, "g2_speedup": 13.0 * fraction},
-                {"tokens": 131072, "skipped": "no time left"},
-            ],
-        },
-    }  # fmt: skip
+@pytest.mark.long
+def test_the_whole_runs_in_tiny_sizes_and_keeps_what_it_has_when_interrupted(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--smoke", "--results", str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "gpu-check-smoke.json").read_text())["results"]
+    assert results["complete"] and list(results["parts"]) == ["tests", "transfer", "ttft", "sanitizer"]
+    assert all(results["parts"].values()) and "first token" in done.stdout
+    process = subprocess.Popen([*command, "--only", "transfer"], env=environ, stdout=subprocess.PIPE, text=True)
+    path, deadline = tmp_path / "gpu-check-smoke.json", time.monotonic() + 60
+    path.unlink()
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "interrupted" in said
+    assert not json.loads(path.read_text())["results"]["complete"]
 
 
-@pytest.mark.parametrize(("fraction", "met"), [(1.0, True), (0.5, False)])
-def test_the_table_compares_with_the_targets(fraction: float, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    import gpu_check
+# ── supervision ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    results = figures(fraction)
-    rows = [*gpu_check.correctness(results), *gpu_check.speed(results), *gpu_check.first_token(results)]
-    judged = [goal for _, _, goal in rows if "met" in goal or "MISSED" in goal]
-    assert len(judged) == 8 and all(goal.startswith("met") is met for goal in judged)
-    gpu_check.print_table(rows)
-    assert "no time left" in capsys.readouterr().out
+CHILD = """
+import argparse, os, sys, time
+from pathlib import Path
+from gpu_rows import Rows, Skip
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=Path)
+parser.add_argument("--budget", type=float)
+options = parser.parse_args()
+rows = Rows(options.rows, options.budget)
+def wrong(): raise RuntimeError("a byte was wrong")
+def absent(): raise Skip("not here")
+rows.run("first", lambda: {"figure": 1})
+rows.run("wrong", wrong)
+rows.run("absent", absent)
+rows.run("crash", lambda: os._exit(7))
+rows.run("hang", lambda: time.sleep(60))
+rows.run("last", lambda: {"figure": 2})
+"""
 
 
-def test_a_part_that_broke_is_shown_as_failed() -> None:
-    import gpu_check
+def child(folder: Path, source: str) -> list[str]:
+    path = folder / "child.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n{source}")
+    return [sys.executable, str(path)]
 
-    results = figures(1.0)
-    results["transfer"] = {"ok": False, "error": "Traceback …\nRuntimeError: out of memory\n"}
-    results["tests"] = {"ok": False, "summary": "1 failed, 29 passed"}
-    rows = [*gpu_check.correctness(results), *gpu_check.speed(results)]
-    assert [goal for _, _, goal in rows] == ["FAILED", "ok", "FAILED"]
-    assert rows[-1][1] == "RuntimeError: out of memory"
+
+def test_an_error_a_crash_and_a_hang_cost_their_own_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_rows
+
+    monkeypatch.setattr(gpu_rows, "ROW_LIMIT_S", 2.0)
+    changes: list[int] = []
+    gpu_rows.supervise(child(tmp_path, CHILD), tmp_path / "rows", 60.0, lambda: changes.append(1))
+    rows = rows_of(tmp_path / "rows")
+    assert list(rows) == ["first", "wrong", "absent", "crash", "hang", "last"]
+    assert rows["first"]["figure"] == 1 and rows["last"]["figure"] == 2 and rows["absent"]["skipped"] == "not here"
+    assert rows["wrong"]["error"] == "RuntimeError: a byte was wrong" and "Traceback" in rows["wrong"]["detail"]
+    assert "code 7" in rows["crash"]["error"] and "within 2 s" in rows["hang"]["error"]
+    assert changes
+
+
+def test_a_part_ends_with_its_time_and_says_what_was_under_way(tmp_path: Path) -> None:
+    import gpu_rows
+
+    started = time.monotonic()
+    source = CHILD.replace("os._exit(7)", "time.sleep(60)")
+    gpu_rows.supervise(child(tmp_path, source), tmp_path / "rows", 7.0)
+    assert time.monotonic() - started < 20
+    rows = rows_of(tmp_path / "rows")
+    assert "time of this part" in rows["crash"]["error"] and "last" not in rows
+
+
+@pytest.mark.parametrize("source", ["raise SystemExit('no such module')", "import os; os._exit(3)"])
+def test_a_part_that_cannot_start_is_tried_once(tmp_path: Path, source: str) -> None:
+    import gpu_rows
+
+    gpu_rows.supervise(child(tmp_path, source), tmp_path / "rows", 60.0)
+    rows = rows_of(tmp_path / "rows")
+    assert list(rows) == ["the process"] and "ended with code" in rows["the process"]["error"]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text('{"name": "one", "figure": 1}\n{"name": "two", "fig')
+    assert list(rows_of(tmp_path / "rows")) == ["one"]
+    assert rows_of(tmp_path / "nothing") == {}
 
 
 def test_without_a_device_nothing_is_claimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,15 +174,71 @@ def test_without_a_device_nothing_is_claimed(tmp_path: Path, capsys: pytest.Capt
 
     if torch.cuda.is_available():
         pytest.skip("there is a device")
-    assert gpu_check.run_all(tmp_path, smoke=False) == 2
-    assert "Nothing was run" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert gpu_check.run_all(tmp_path, False, list(gpu_check.BUDGETS)) == 2
+    said = capsys.readouterr().out
+    assert "no CUDA device here" in said and "Nothing was run" in said and not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
-def test_a_run_of_the_gpu_tests_that_all_skip_is_not_a_pass() -> None:
+def test_its_parts_fit_into_eight_minutes() -> None:
     import gpu_check
-    import torch
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a device")
-    assert not gpu_check.pytest_run([sys.executable], ["-m", "gpu"], 60.0)["ok"]
+    assert sum(gpu_check.BUDGETS.values()) <= gpu_check.TOTAL_S <= 470
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parts(fraction: float) -> dict[str, list[dict[str, Any]]]:
+    """A run in which everything reaches `fraction` of what is asked."""
+    speeds = {"store": 55.0, "load": 55.0, "both": 100.0}
+    cells = [
+        {"name": f"{fragment} {method}", "fragment": fragment, "count": count, "method": method}
+        | {"submit_us": 0.4 / fraction}
+        | {way: value * fraction for way, value in speeds.items()}
+        for fragment, count, method in ((8192, 65536, "auto"), (1 << 20, 256, "auto"), (8192, 4096, "dma"))
+    ]
+    return {
+        "tests": [{"name": "test_bytes[one]", "passed": True}, {"name": "test_bytes[two]", "passed": True}],
+        "sanitizer": [{"name": "compute-sanitizer", "skipped": "the tool is not installed"}],
+        "transfer": [
+            {"name": "ceiling", **speeds},
+            {"name": "start-up", "calibration_s": 1.5},
+            *cells,
+            {"name": "GEMM beside x", "slowdown": 0.015 / fraction, "copied_gb_s": 90.0},
+            {"name": "loop, 16 KiB × 4096", "torch_per_fragment": 2.0},
+            {"name": "later", "skipped": "no time left"},
+        ],
+        "ttft": [
+            {"name": "prefix of 32768 tokens", "tokens": 32768, "recompute_s": 2.0, "g2_s": 0.15 / fraction}
+            | {"g2_speedup": 13.0 * fraction, "g3_s": 1.0, "g3_speedup": 2.0},
+            {"name": "prefix of 131072 tokens", "skipped": "no time left"},
+        ],
+    }
+
+
+@pytest.mark.parametrize(("fraction", "met"), [(1.0, True), (0.5, False)])
+def test_the_table_compares_with_the_targets(fraction: float, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    import gpu_table
+
+    lines = gpu_table.table(parts(fraction))
+    judged = [goal for _, _, goal in lines if "met" in goal or "MISSED" in goal]
+    assert len(judged) == 8 and all(goal.startswith("met") is met for goal in judged)
+    assert ("bytes", "2 of 2", "ok") in lines
+    gpu_table.print_table(lines)
+    assert capsys.readouterr().out.count("no time left") == 2
+    assert gpu_table.failures(parts(fraction)) == [], "a target that was missed is no failure"
+
+
+def test_what_broke_fails_and_what_must_be_proved_may_not_be_left_out() -> None:
+    import gpu_table
+
+    results = parts(1.0)
+    results["tests"][1] = {"name": "test_bytes[two]", "error": "E   assert 1 == 2"}
+    results["transfer"][2] = {"name": "8 KiB", "error": "RuntimeError: out of memory"}
+    lines = gpu_table.table(results)
+    assert ("test_bytes[two]", "E   assert 1 == 2", "FAILED") in lines
+    assert ("8 KiB", "RuntimeError: out of memory", "FAILED") in lines
+    assert gpu_table.failures(results) == ["tests: test_bytes[two]", "transfer: 8 KiB"]
+    skipped = {"tests": [{"name": "test_bytes", "skipped": "no CUDA device"}]}
+    assert gpu_table.failures(skipped) == [] and gpu_table.failures(skipped, ["tests"]) == ["tests: test_bytes"]
+    assert gpu_table.table({"tests": []}) == [("nothing", "no row was finished", "")]
