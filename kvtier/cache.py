@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier import hashing
+from kvtier.accounts import Account
 from kvtier.arena import Arena
 from kvtier.block import BlockKey, Scope, check_keys, scope_of
 from kvtier.clock import Clock, SystemClock
@@ -50,11 +51,13 @@ class Hit:
     """The prefix that `get` found. A context manager: its blocks are valid inside the `with` and not after it.
 
     `blocks[i]` is a read-only view of block i's bytes, which lie in `slots[i]`; `tiers[i]` names the tier it was in,
-    `lives[i]` its terms; `miss` says why the prefix is not longer (None: all keys were served).
+    `lives[i]` its terms; `miss` says why the prefix is not longer (None: all keys were served). `account` is the
+    request's, in tokens.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, account: Account) -> None:
         self._lease = lease
+        self.account = account
         self.tiers: list[str] = lease.tiers
         self.slots: list[Slot] = lease.slots
         self.lives: list[Lifetime] = [slot.life for slot in lease.slots]
@@ -91,8 +94,11 @@ class _Store:
     """One `put`, step by step. Each `next()` of `steps` copies what there is room for; a yield means: wait for
     room that appears after the yielded count."""
 
-    def __init__(self, manager: Manager, chain: Sequence[BlockKey], start: int, buffers: Sequence[Buffer]) -> None:
+    def __init__(
+        self, manager: Manager, chain: Sequence[BlockKey], start: int, buffers: Sequence[Buffer], request_id: str
+    ) -> None:
         self._manager = manager
+        self._request_id = request_id
         self._chain = chain
         self._start = start
         self._buffers = self._checked(buffers)
@@ -135,7 +141,8 @@ class _Store:
             if reached < stop:
                 slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
                 self._fill(slots)
-                refused = manager.commit(chain, slots, [slot.generation for slot in slots], again=True)
+                generations = [slot.generation for slot in slots]
+                refused = manager.commit(chain, slots, generations, again=True, request_id=self._request_id)
                 alone.update(refused)
                 waiting.update(index for index in refused if index < manager.demoter.sinkable(len(chain)))
                 tried.update({slot.index for slot in slots}.difference(refused))
@@ -210,13 +217,13 @@ class _Face:
         return chain
 
     def _store(
-        self, keys: Sequence[bytes], buffers: Sequence[Buffer], retention: Wanted, start: int
+        self, keys: Sequence[bytes], buffers: Sequence[Buffer], retention: Wanted, start: int, request_id: str
     ) -> tuple[_Store, ChainTerms]:
         chain = self._chain(keys, distinct=True)
         if not 0 <= start <= len(chain):
             raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
         terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
-        return _Store(self.manager, chain, start, buffers), terms
+        return _Store(self.manager, chain, start, buffers, request_id), terms
 
     def _terms(self, retention: Wanted) -> RequestTerms:
         return request_terms(retention, self._classes, self.config.retention.default)
@@ -242,6 +249,17 @@ class _Face:
         if tier not in _TIER_NAMES:
             raise InvalidRequest(f"{tier!r} is not a tier; this cache has {', '.join(_TIER_NAMES)}")
         return tier
+
+    def account(self, request_id: str) -> Account | None:
+        """In tokens, what a request asked for, read by tier, missed by reason and wrote by retention class. None: it is
+        not among the latest thousand."""
+        return self.manager.account(request_id)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens of a prompt in this time: what takes longer to load is not loaded."""
+        if not (tokens > 0 and 0 <= seconds < float("inf")):
+            raise InvalidRequest(f"tokens and seconds must be positive, got {tokens} and {seconds}")
+        self.manager.computed(tokens / self.namespace.block_tokens, seconds)
 
     def stats(self) -> dict[str, Any]:
         """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`."""
@@ -278,8 +296,9 @@ class AsyncCache(_Face):
         *,
         start: int = 0,
         timeout: float | None = None,
+        request_id: str = "",
     ) -> int:
-        store, terms = self._store(keys, buffers, retention, start)
+        store, terms = self._store(keys, buffers, retention, start, request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
         steps = store.steps(terms, wait)
         while True:
@@ -294,14 +313,28 @@ class AsyncCache(_Face):
         chain = self._chain(keys, distinct=False)
         return await self.manager.match(chain, self._deadline(timeout, self.config.deadlines.lookup))
 
-    def get(self, keys: Sequence[bytes], timeout: float | None = None, *, start: int = 0) -> _Getting:
+    def get(
+        self,
+        keys: Sequence[bytes],
+        timeout: float | None = None,
+        *,
+        start: int = 0,
+        request_id: str = "",
+        compared_with: str = "",
+    ) -> _Getting:
         chain = self._wanted(keys, start)
-        return _Getting(self._get(chain, self._deadline(timeout, self.config.deadlines.get), start))
+        deadline = self._deadline(timeout, self.config.deadlines.get)
+        return _Getting(self._get(chain, deadline, start, request_id, compared_with))
 
-    async def _get(self, chain: list[BlockKey], deadline: float, start: int) -> Hit:
+    async def _get(
+        self, chain: list[BlockKey], deadline: float, start: int, request_id: str, compared_with: str
+    ) -> Hit:
         lease = await self.manager.promote(chain, deadline, start)
-        self.manager.count(lease, len(chain) - start)
-        return Hit(lease)
+        return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
+
+    async def prewarm(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
+        chain = self._chain(keys, distinct=False)
+        return await self.manager.prewarm(chain, self._deadline(timeout, self.config.deadlines.get))
 
     async def flush(self, timeout: float | None = None) -> Flushed:
         self._chain((), distinct=False)
@@ -381,6 +414,7 @@ class Cache(_Face):
         *,
         start: int = 0,
         timeout: float | None = None,
+        request_id: str = "",
     ) -> int:
         """Store blocks; returns how many of them, from `start` on, are in the cache now.
 
@@ -388,9 +422,10 @@ class Cache(_Face):
         copied before this returns. `retention` is a class of the configuration, or `(start, stop, class)` per range of
         the request's tokens. With `wait`, waits for room in the queues to the lower tiers until `timeout` seconds
         (deadlines.put); without, what finds no room stays in G2 only, or is
-        refused, newest and deepest first. Raises InvalidRequest, and then nothing was stored.
+        refused, newest and deepest first. What is taken in is booked to the account of `request_id`. Raises
+        InvalidRequest, and then nothing was stored.
         """
-        store, terms = self._store(keys, buffers, retention, start)
+        store, terms = self._store(keys, buffers, retention, start, request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
         steps = store.steps(terms, wait)
         while True:
@@ -410,10 +445,19 @@ class Cache(_Face):
             return resident
         return self._run(self.manager.match(chain, self._deadline(timeout, self.config.deadlines.lookup)))
 
-    def get(self, keys: Sequence[bytes], timeout: float | None = None, *, start: int = 0) -> Hit:
+    def get(
+        self,
+        keys: Sequence[bytes],
+        timeout: float | None = None,
+        *,
+        start: int = 0,
+        request_id: str = "",
+        compared_with: str = "",
+    ) -> Hit:
         """The longest prefix that is there by `timeout` seconds (deadlines.get), promoted into G2 and verified.
 
-        With `start`, the caller has the blocks before it already: the hit begins with block `start`.
+        With `start`, the caller has the blocks before it already: the hit begins with block `start`. What was read is
+        booked to the account of `request_id`, which tells where its chain left that of `compared_with`, an earlier one.
         """
         chain = self._wanted(keys, start)
         deadline = self._deadline(timeout, self.config.deadlines.get)
@@ -421,8 +465,13 @@ class Cache(_Face):
         if len(lease) < len(chain) - start and self.manager.lower:
             lease.release()
             lease = self._run(self.manager.promote(chain, deadline, start, referenced=True))
-        self.manager.count(lease, len(chain) - start)
-        return Hit(lease)
+        return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
+
+    def prewarm(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
+        """Bring what is in any tier of `keys` into RAM by `timeout` seconds (deadlines.get), for a request to come.
+        Returns how many leading blocks are there now."""
+        chain = self._chain(keys, distinct=False)
+        return self._run(self.manager.prewarm(chain, self._deadline(timeout, self.config.deadlines.get)))
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Wait until what was put is durable as deep as its terms allow, at most `timeout` s (deadlines.flush)."""
@@ -546,6 +595,10 @@ def build(
     settings = Settings(
         lookup_s=config.deadlines.lookup,
         reserved=config.retention.reserved,
+        store_threshold=config.offload.store_threshold,
+        min_prefix_blocks=-(-config.offload.min_prefix // namespace.block_tokens),
+        block_tokens=namespace.block_tokens,
+        classes=tuple(terms.name for terms in config.terms()),
         close_s=config.deadlines.close,
         write_rate=float(g3.write_rate or 0) if g3 else 0.0,
         write_budget_per_day=float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0,

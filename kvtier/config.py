@@ -255,6 +255,12 @@ class Offload(_Section):
     dirty_max_age: Duration = Field(
         default=5.0, description="A confirmed block is copied out at this age at the latest."
     )
+    store_threshold: int = Field(
+        default=1, ge=1, le=1000, description="Requests that must have wanted a block before it is written below G2."
+    )
+    min_prefix: int = Field(
+        default=0, ge=0, le=2**31, description="Tokens that a prompt must have before any of it is written below G2."
+    )
     copy_by: Literal["auto", "dma", "direct", "staged"] = Field(
         default="auto",
         description="By what a GPU copies: its copy engine, a kernel, a kernel and staging memory; auto: as measured.",

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvtier.admission import Admission
 from kvtier.block import BlockKey
 from kvtier.clock import Clock
 from kvtier.demotion import Batch, QueueLimits, WriteBehind
@@ -43,6 +44,7 @@ class Demoter:
         self.queues = {name: self._queue_for(tier, settings) for name, tier in manager.lower.items()}
         deepest = next((tier for tier in manager.lower.values() if tier.stride > 1), None)
         self._feeder = Feeder(manager, deepest, self.queues[deepest.name], clock) if deepest is not None else None
+        self.admission = Admission(settings.store_threshold, settings.min_prefix_blocks)
         self.durable: Counter[str] = Counter()  # blocks by tier
         self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of room in its queue
 
@@ -82,6 +84,10 @@ class Demoter:
         if self._nearest is None or not slots:
             self._release(slots)
             return [slot.index for slot in slots]
+        if self.admission.active:
+            slots = self._admitted(chain, slots)
+            if not slots:
+                return []
         if self._nearest.stride > 1:
             return self._hold_strides(chain, slots)
         parents = self._missing_parents(chain, slots[0].index)
@@ -99,6 +105,15 @@ class Demoter:
         self._release(shallow + deep[taken:])
         return [slot.index for slot in deep[taken:]]
 
+    def _admitted(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Slot]:
+        """Those that are worth a write; the others are let go of, and are not for waiting."""
+        with self._lock:
+            worth = [slot for slot in slots if self.admission.admits(chain, slot.index)]
+            self.admission.refused += len(slots) - len(worth)
+        kept = {slot.number for slot in worth}
+        self._release([slot for slot in slots if slot.number not in kept])
+        return worth
+
     def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int]) -> tuple[set[int], set[int]]:
         """Queue what is READY before depth `stop`, not below yet and not `tried`; adds to `tried` what was accepted.
 
@@ -114,10 +129,12 @@ class Demoter:
         return (lacking & tried) | refused, {index for index in refused if index < self.sinkable(stop)}
 
     def lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
-        """Those depths whose blocks are neither in the nearest lower tier nor on their way there."""
+        """Those depths whose blocks are neither in the nearest lower tier nor on their way there, and should be."""
         if self._nearest is None or not indices:
             return set()
         with self._lock:
+            if self.admission.active:
+                indices = [index for index in indices if self.admission.admits(chain, index)]
             has = self._feeder.has if self._feeder and self._nearest.stride > 1 else self.queues[self._nearest.name].has
             idle = [index for index in indices if not has(chain[index])]
         # Asked in this order: what is on its way now has arrived, or failed, by the time the tier is asked.

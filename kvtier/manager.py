@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from kvtier.accounts import Account, Accounts
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.demoter import Demoter
@@ -30,6 +32,7 @@ from kvtier.lease import Hold, Lease
 from kvtier.notes import Notes
 from kvtier.plan import Costs, Where, make_plan
 from kvtier.ranges import ChainTerms, uniform
+from kvtier.stats import stats_of
 from kvtier.terms import FUTURE_S, Depth, Lifetime, Terms
 from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
@@ -53,6 +56,10 @@ class Settings:
     overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
     touched_max: int = 100_000
     reserved: float = 0.5  # of a tier's blocks that guarantees and pins may reserve
+    store_threshold: int = 1  # requests that must have wanted a block before it is written below G2
+    min_prefix_blocks: int = 0  # of a prompt, before any of it is written below G2
+    block_tokens: int = 1  # what accounts are multiplied with
+    classes: tuple[str, ...] = ()  # names that accounts of written tokens are kept under
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +72,6 @@ class Flushed:
     pending: int
 
 
-@dataclass
-class Accounts:
-    """Counters of blocks asked for: lookups = Σ hits + Σ misses."""
-
-    lookups: int = 0
-    hits: Counter[str] = field(default_factory=Counter)
-    misses: Counter[Miss] = field(default_factory=Counter)
-    accepted: int = 0
-
-
 class Manager:
     """See the module. Built closed; `start` opens the tiers, `close` flushes and closes them."""
 
@@ -83,10 +80,11 @@ class Manager:
         self.host = host
         self.lower: dict[str, Metered] = {tier.name: Metered(Guarded(tier, clock), clock) for tier in lower}
         self.lock = threading.Lock()
-        self.accounts = Accounts()
         self._compute_s_per_block: float | None = None
         self.time = self._clock = TrustedClock.around(clock)
         self._settings = settings or Settings()
+        self.accounts = Accounts(self._settings.block_tokens, self._settings.classes)
+        host.lost = self.accounts.losses.note
         self._adopted = 0  # times that a jump of the clock was accepted
         self._drop_below = False
         self._touched: dict[BlockKey, float] = {}
@@ -190,12 +188,24 @@ class Manager:
             for key in chain[start:]:
                 slot = self.host.pin(key, now, used)
                 if slot is None:
-                    miss = self.host.peek(key, now) or Miss.EVICTED
+                    miss = self._why(key, self.host.peek(key, now) or Miss.EVICTED)
                     break
                 holds.append((slot, slot.generation))
             self.host.reference(chain, start + len(holds), self._clock.monotonic())
             self._note_use(chain[: start + len(holds)], used)
+        self._admit(chain, start, start + len(holds))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._forgotten.append)
+
+    def _admit(self, chain: Sequence[BlockKey], start: int, stop: int) -> None:
+        """A request found these blocks: that may make them worth a write."""
+        if self.demoter.admission.active:
+            with self.lock:
+                self.demoter.admission.want(chain[start:stop])
+            self.demoter.demote(chain, sorted(self.demoter.lacking(chain, range(start, stop))))
+
+    def _why(self, key: BlockKey, miss: Miss) -> Miss:
+        """What is not here may have left for a reason that is remembered. Under the lock."""
+        return self.accounts.losses.why(key) if miss is Miss.ABSENT else miss
 
     async def match(self, chain: Sequence[BlockKey], deadline: float | None = None) -> int:
         """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
@@ -260,23 +270,34 @@ class Manager:
             outcome = loaded.get(hit, Miss.EVICTED)
             miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
         with self.lock:
+            if miss is Miss.CORRUPT:
+                self.accounts.losses.note(chain[hit], miss)
+            elif miss is not None:
+                miss = self._why(chain[hit], miss)
             for index, out in loaded.items():
                 if index < hit and isinstance(out, Slot):
                     out.use(time.stamp)
             self._note_use(chain[:hit], time.stamp)
+        self._admit(chain, start, hit)
         self._sink(chain, where, loaded)
         return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release, self._forgotten.append)
 
-    def computed(self, blocks: int, seconds: float) -> None:
+    async def prewarm(self, chain: Sequence[BlockKey], deadline: float) -> int:
+        """Bring what is anywhere of `chain` into G2 by `deadline`, for a request to come; returns how many leading
+        blocks are there now. Asks for nothing in the accounts."""
+        with await self.promote(chain, deadline) as lease:
+            return len(lease)
+
+    def computed(self, blocks: float, seconds: float) -> None:
         """The engine computed this many blocks in this time: the estimate that loading is weighed against."""
-        sample = seconds / max(1, blocks)
+        sample = seconds / max(blocks, 1e-9)
         old = self._compute_s_per_block
         self._compute_s_per_block = sample if old is None else old + 0.2 * (sample - old)
 
     def _costs(self) -> Costs | None:
         if self._compute_s_per_block is None:
             return None
-        known = {name: tier.read_s_per_block for name, tier in self.lower.items()}
+        known = {name: tier.estimate() for name, tier in self.lower.items()}
         return Costs(self._compute_s_per_block, {name: s for name, s in known.items() if s is not None})
 
     def _sink(self, chain: Sequence[BlockKey], where: Sequence[Where], loaded: Mapping[int, Slot | Miss]) -> None:
@@ -286,13 +307,24 @@ class Manager:
         if nearest is not None and indices:
             self.demoter.demote(chain, sorted(indices))
 
-    def count(self, lease: Lease, asked: int) -> None:
-        """Book a request for `asked` blocks that was served by `lease`."""
+    def count(
+        self, lease: Lease, asked: int, request_id: str = "", compared_with: str = "", chain: Sequence[BlockKey] = ()
+    ) -> Account:
+        """Book a request for `asked` blocks that was served by `lease`; see `Accounts.read`."""
         with self.lock:
-            self.accounts.lookups += asked
-            self.accounts.hits.update(lease.tiers)
-            if asked > len(lease):
-                self.accounts.misses[lease.miss or Miss.ABSENT] += asked - len(lease)
+            return self.accounts.read(lease, asked, request_id, compared_with, chain)
+
+    def lost(self, keys: Sequence[BlockKey], why: Miss) -> None:
+        """These blocks will be missed, and that is why: for accounts of later requests."""
+        with self.lock:
+            for key in keys:
+                self.accounts.losses.note(key, why)
+
+    def account(self, request_id: str) -> Account | None:
+        """What a request has asked for, read and written so far; a copy. None: it is not among the latest."""
+        with self.lock:
+            account = self.accounts.known(request_id)
+            return copy.deepcopy(account)
 
     def release(self, holds: Sequence[Hold]) -> None:
         """Undo pins. Does not block."""
@@ -343,6 +375,8 @@ class Manager:
         widened: list[int] = []
         reached = start
         with self.lock:
+            if self.demoter.admission.active:
+                self.demoter.admission.want(chain[start:stop])
             if asked.guarantees:
                 self._promise(chain, start, stop, asked, time.stamp)
             for first, end, block in asked.spans(start, stop):
@@ -405,18 +439,26 @@ class Manager:
             elif host.peek(key, now) is not Miss.PENDING:
                 slot = host.reserve(key, index, keep, insist=insist, priority=priority, now=now)
                 if slot is None:
+                    self.accounts.losses.note(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
                     return index
+                slot.kind = terms.name
                 slot.stamp(life, ends)
                 slots.append(slot)
         return stop
 
     def commit(
-        self, chain: Sequence[BlockKey], slots: Sequence[Slot], generations: Sequence[int], *, again: bool = False
+        self,
+        chain: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        generations: Sequence[int],
+        *,
+        again: bool = False,
+        request_id: str = "",
     ) -> list[int]:
         """Publish filled slots, ascending in depth, and queue them for the lower tiers.
 
         Returns the depths that no queue accepted: they are readable in G2 and nowhere else, and count as dropped,
-        unless the caller will see to them `again`.
+        unless the caller will see to them `again`. `request_id`: whose account they are booked to, too.
         """
         self._usable()
         published: list[Slot] = []
@@ -427,7 +469,7 @@ class Manager:
                     published.append(slot)
             if self.keeper.busy:
                 self.keeper.arrived(published)
-            self.accounts.accepted += len(published)
+            self.accounts.wrote([slot.kind for slot in published], request_id)
         refused = self.demoter.demote_pinned(chain, published)
         if self.lower and not again:
             self.demoter.dropped += len(refused)
@@ -610,61 +652,7 @@ class Manager:
     def stats(self) -> dict[str, Any]:
         """Counters since start and gauges of now; see docs/operations.md for each."""
         self._release_forgotten()
-        with self.lock:
-            accounts = self.accounts
-            pinned = sum(slot.pins > 0 for slot in self.host.index.values())
-            missed = accounts.misses.copy()  # G2 lacks what a lower tier served, too
-            missed[Miss.ABSENT] += sum(n for name, n in accounts.hits.items() if name != self.host.name)
-            out: dict[str, Any] = {
-                "requests": {
-                    "lookups": accounts.lookups,
-                    "hits": sum(accounts.hits.values()),
-                    "misses": {str(miss): n for miss, n in accounts.misses.items()},
-                    "accepted": accounts.accepted,
-                    "dropped": self.demoter.dropped,
-                    "promises": self.keeper.stats(),
-                },
-                "g2": {
-                    "blocks": len(self.host.index),
-                    "bytes": len(self.host.index) * self.host.block_bytes,
-                    "capacity_bytes": self.host.capacity_bytes,
-                    "hits": accounts.hits[self.host.name],
-                    "misses": {str(miss): n for miss, n in missed.items() if n},
-                    "evictions": self.host.evictions,
-                    "latency": {},
-                    "pinned": pinned,
-                    "quarantined": self.host.quarantined + self.transfers.overdue,
-                    "late": self.transfers.late,
-                },
-            }
-            for name, tier in self.lower.items():
-                out[name] = self._tier_stats(name, tier)
-        return out
-
-    def _tier_stats(self, name: str, tier: Metered) -> dict[str, Any]:
-        usage, queue = tier.usage(), self.demoter.queues[name]
-        return {
-            "blocks": usage.blocks,
-            "bytes": usage.bytes,
-            "capacity_bytes": usage.capacity_bytes,
-            "hits": self.accounts.hits[name],
-            "misses": {str(miss): n for miss, n in tier.misses.items()},
-            "evictions": usage.evictions,
-            "latency": {
-                "read_p50_ms": tier.read_latency.quantile_ms(0.5),
-                "read_p99_ms": tier.read_latency.quantile_ms(0.99),
-                "write_p50_ms": tier.write_latency.quantile_ms(0.5),
-                "write_p99_ms": tier.write_latency.quantile_ms(0.99),
-            },
-            "loaded": tier.loaded,
-            "stored": {str(stored): n for stored, n in tier.stored.items()},
-            "refused": dict(queue.refused),
-            "pending": queue.pending(),
-            "read_bytes": tier.read_bytes,
-            "written_bytes": tier.written_bytes,
-            "health": tier.inner.breaker.health.value,
-            "counters": dict(tier.counters()),
-        }
+        return stats_of(self)
 
     def check(self) -> None:
         """Assert the invariants of every part that has some."""

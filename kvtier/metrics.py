@@ -32,6 +32,9 @@ REQUESTS = {
     "lookups": Family("kvtier_lookup_blocks", "Blocks asked for."),
     "hits": Family("kvtier_hit_blocks", "Blocks served, by all tiers together."),
     "misses": Family("kvtier_miss_blocks", "Blocks not served, by reason.", label="reason"),
+    "read_tokens": Family("kvtier_read_tokens", "Tokens served, by the tier they were in.", label="tier"),
+    "missed_tokens": Family("kvtier_missed_tokens", "Tokens not served, by reason.", label="reason"),
+    "written_tokens": Family("kvtier_written_tokens", "Tokens taken in, by retention class.", label="class"),
     "accepted": Family("kvtier_accepted_blocks", "Blocks taken in by put."),
     "dropped": Family("kvtier_dropped_blocks", "Accepted blocks that no lower tier took."),
     "promises": Family(

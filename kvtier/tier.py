@@ -22,7 +22,9 @@ class Miss(StrEnum):
 
     ABSENT = "absent"  # never stored here, or not any more
     EXPIRED = "expired"  # its terms ended
-    EVICTED = "evicted"  # was here at lookup, gone at use
+    EVICTED = "evicted"  # was here, and left for others
+    QUOTA = "quota"  # its scope had no room left when it was to be stored
+    SPILL_LOST = "spill_lost"  # the engine reused its memory before it was copied out
     PURGED = "purged"  # older than a tombstone of its scope
     PENDING = "pending"  # being written; not whole yet
     CORRUPT = "corrupt"  # failed its check; the entry was deleted

@@ -38,8 +38,8 @@ class Slot:
     """A place for one block. Mutable, owned by the HostTier; others hold it together with its generation."""
 
     __slots__ = (
-        "digest", "expires_at", "generation", "index", "key", "last_use", "number", "pieces", "pins", "priority",
-        "stamps", "state",
+        "digest", "expires_at", "generation", "index", "key", "kind", "last_use", "number", "pieces", "pins",
+        "priority", "stamps", "state",
     )  # fmt: skip
 
     def __init__(self, number: int, pieces: Pieces) -> None:
@@ -51,6 +51,7 @@ class Slot:
         self.index = 0  # depth of the block in its chain
         self.pins = 0
         self.priority = PRIORITY
+        self.kind = ""  # name of the retention class it was stored under
         self.digest: bytes | None = None  # None until sealed
         self.last_use = 0.0
         self.stamps: tuple[Stamp, ...] = ()
@@ -118,6 +119,7 @@ class HostTier:
         self._tombstones: dict[Scope, float] = {}
         self.quota = Quota(0, self.block_bytes)
         self.told: Told | None = None  # hears of blocks that become visible or cease to be
+        self.lost: Callable[[BlockKey, Miss], None] | None = None  # hears which blocks left for others, and why
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
@@ -138,6 +140,10 @@ class HostTier:
     @property
     def capacity_bytes(self) -> int:
         return self.arena.capacity_bytes
+
+    def over_quota(self, key: BlockKey) -> bool:
+        """Whether the block's scope has as many slots as it may."""
+        return self._share > 0 and self.quota.full(key)
 
     def peek(self, key: BlockKey, now: float) -> Miss | None:
         """None if a READY block of this name may be served at wall time `now`, else why not. Changes nothing."""
@@ -209,13 +215,15 @@ class HostTier:
         """
         if key in self.index or key in self._filling:
             return None
-        full = self._share > 0 and self.quota.full(key)
+        full = self.over_quota(key)
         if full or not self._free:
             victim = self._victim(key, keep, insist, priority, scope_of_key(key) if full else None, now)
             if victim is None:
                 self.quota.refused += full
                 return None
             self.evictions += 1
+            if self.lost is not None:
+                self.lost(victim, Miss.EXPIRED if self.index[victim].expires_at < now else Miss.EVICTED)
             self.drop(victim)
         slot = self._free.popleft()
         slot.state, slot.key, slot.index, slot.priority = State.FILLING, key, index, priority

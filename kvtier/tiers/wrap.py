@@ -257,6 +257,7 @@ class Latency:
 class Metered(Wrapper):
     """Counts blocks by outcome, bytes, and latency per call; keeps the estimates that plans are made with."""
 
+    ESTIMATE_S = 60.0
     _SMOOTHING = 0.2
 
     inner: Guarded
@@ -271,7 +272,8 @@ class Metered(Wrapper):
         self.written_bytes = 0
         self.read_latency = Latency()
         self.write_latency = Latency()
-        self.read_s_per_block: float | None = None
+        self._read_s_per_block: float | None = None
+        self._read_at = 0.0
         self._told: Told | None = None
 
     def watch(self, told: Told | None) -> None:
@@ -292,9 +294,17 @@ class Metered(Wrapper):
             gone = [target.index for target, result in zip(targets, results, strict=True) if _is_gone(result)]
             self._told([chain[index] for index in gone], False)
         if loaded:
-            sample, old = took / loaded, self.read_s_per_block
-            self.read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
+            sample, old = took / loaded, self._read_s_per_block
+            self._read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
+            self._read_at = self._clock.monotonic()
         return results
+
+    def estimate(self) -> float | None:
+        """Seconds per block of late reads; None when there were none for ESTIMATE_S. So a tier that was found too slow
+        is tried again now and then: nothing else would tell that it has become faster."""
+        if self._clock.monotonic() - self._read_at > self.ESTIMATE_S:
+            self._read_s_per_block = None
+        return self._read_s_per_block
 
     async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
         began = self._clock.monotonic()

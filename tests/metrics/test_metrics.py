@@ -61,7 +61,7 @@ def test_every_figure_is_exported() -> None:
 
 def test_no_label_names_a_tenant() -> None:
     labels = {family.label for family in (*REQUESTS.values(), *TIERS.values())} - {None}
-    assert labels == {"reason", "figure", "outcome", "state", "kind"}
+    assert labels == {"reason", "figure", "outcome", "state", "kind", "tier", "class"}
 
 
 def test_top_reads_the_endpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:

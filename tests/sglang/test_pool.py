@@ -470,7 +470,7 @@ def test_what_prefill_costs_decides_what_is_loaded(bench: Any, monkeypatch: pyte
     cache = b.linker._pages.cache
     cache.flush()
     slow = cache.manager.lower["g3"]
-    monkeypatch.setattr(slow, "read_s_per_block", 1.0)
+    monkeypatch.setattr(slow, "estimate", lambda: 1.0)
     for seconds, hit in ((0.1, 0), (60.0, 6)):
         cache.evict("g2")
         now = time.monotonic()
