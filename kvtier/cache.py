@@ -327,7 +327,7 @@ class AsyncCache(_Face):
         return _Getting(self._get(chain, deadline, start, request_id, compared_with))
 
     async def _get(
-        self, chain: list[BlockKey], deadline: float, start: int, request_id: str, compared_with: str
+        self, chain: list[BlockKey], deadline: float, start: int, request_id: str = "", compared_with: str = ""
     ) -> Hit:
         lease = await self.manager.promote(chain, deadline, start)
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
