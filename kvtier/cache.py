@@ -132,8 +132,9 @@ class _Store:
 
         if terms.guarantees:
             manager.promise(chain, reached, terms)  # refused: before anything is stored
+        manager.settle(chain)  # before room is made for it: else the policy gives each block a rank of its own
+        seen = manager.room_told
         while True:
-            seen = manager.room_told
             wait = wait and manager.demoter.well()
             stop = min(len(chain), reached + self._step)
             if wait:
@@ -151,9 +152,12 @@ class _Store:
             if not wait or (reached == len(chain) and not waiting):
                 break
             yield seen
-            now_alone, waiting = manager.demoter.demote_rest(chain, reached, tried)
+            waiting = manager.demoter.demote_rest(chain, reached, tried)
+            # In this order: what comes down after `alone` was asked for wakes the wait. What `demote_rest` itself
+            # gave back does not.
+            seen = manager.room_told
             alone.clear()
-            alone.update(now_alone)
+            alone.update(manager.demoter.alone(chain, reached))
         manager.settle(chain, dropped=len(waiting) if manager.lower else 0)
         if terms.guarantees:
             manager.forgive(chain[reached:])

@@ -114,19 +114,22 @@ class Demoter:
         self._release([slot for slot in slots if slot.number not in kept])
         return worth
 
-    def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int]) -> tuple[set[int], set[int]]:
+    def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int]) -> set[int]:
         """Queue what is READY before depth `stop`, not below yet and not `tried`; adds to `tried` what was accepted.
 
-        Returns the depths that are in G2 alone, and those of them for which waiting may help: no queue had room. (A
-        block that a tier was given and did not keep, or that waits for the rest of its stride, stays alone.)
+        Returns the depths for which waiting may help: no queue had room. (A block that a tier was given and did not
+        keep, or that waits for the rest of its stride, stays in G2 alone.)
         """
-        with self._lock:
-            here = [index for index in range(stop) if chain[index] in self._host.index]
-        lacking = self.lacking(chain, here)
-        fresh = sorted(lacking - tried)
+        fresh = sorted(self.alone(chain, stop) - tried)
         refused = set(self.demote(chain, fresh))
         tried.update(set(fresh) - refused)
-        return (lacking & tried) | refused, {index for index in refused if index < self.sinkable(stop)}
+        return {index for index in refused if index < self.sinkable(stop)}
+
+    def alone(self, chain: Sequence[BlockKey], stop: int) -> set[int]:
+        """Depths before `stop` whose blocks are READY in G2 and nowhere below it, nor on their way there."""
+        with self._lock:
+            here = [index for index in range(stop) if chain[index] in self._host.index]
+        return self.lacking(chain, here)
 
     def lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
         """Those depths whose blocks are neither in the nearest lower tier nor on their way there, and should be."""

@@ -64,7 +64,7 @@ class ManagerMachine(RuleBasedStateMachine):
         stored = self.cache.put(keys, payloads_of(keys[start:], BLOCK), DAY, wait, start=start)
         assert 0 <= stored <= length - start
         self.put_upto[c] = max(self.put_upto[c], start + stored)
-        if self.deep and wait and not self._ill() and start <= self.sure[c]:
+        if self.deep and wait and not self._ill() and self.cache.manager.demoter.well() and start <= self.sure[c]:
             assert stored == length - start, "a put that may wait found no room"
             # Right above G4, the tail of an incomplete stride is in G2 alone until a flush.
             kept = length // 4 * 4 if self.tiers[0].stride == 4 else length
