@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from math import log10
+from math import ceil, floor, log10
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 16, 44
+ROW = 52
 
 
 def _frame(body: str, label: str, height: int = HEIGHT) -> str:
@@ -31,12 +32,18 @@ def _grid(top: float, unit: str, height: int = HEIGHT) -> str:
     return "".join(out)
 
 
+def duration(seconds: float) -> str:
+    """As people say it: 600 → 10 min, 86400 → 24 h. Pure."""
+    return f"{seconds / 60:g} min" if seconds < 3600 else f"{seconds / 3600:g} h"
+
+
 def nice(value: float) -> float:
     """The next round number at or above `value`. Pure."""
     if value <= 0:
         return 1.0
     power = 10.0 ** int(log10(value) if value >= 1 else log10(value) - 1)
-    return next(step * power for step in (1, 2, 4, 5, 6, 8, 10) if step * power >= value - 1e-9)
+    steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10)  # a quarter of each is round enough to letter
+    return next(round(step * power, 9) for step in steps if step * power >= value - 1e-9)
 
 
 def line(points: Sequence[tuple[float, float]], ticks: Mapping[float, str], label: str, unit: str = " %") -> str:
@@ -80,11 +87,16 @@ def stacked(columns: Sequence[tuple[str, Mapping[str, float]]], label: str) -> s
     return _frame("".join(body), label)
 
 
-def dumbbells(rows: Sequence[tuple[str, float, float]], label: str, unit: str = " s") -> str:
-    """Per row a value with (filled) and one without (hollow), on a logarithmic axis, joined by a line."""
-    height = TOP + BOTTOM + 44 * len(rows)
-    values = [max(v, 1e-3) for _, a, b in rows for v in (a, b)]
-    low, high = int(log10(min(values)) - 1), int(log10(max(values)) + 1)
+Spread = tuple[float, float, float]
+"""The 10th, 50th and 90th percentile."""
+
+
+def ranges(rows: Sequence[tuple[str, Spread, Spread]], label: str, unit: str = " s") -> str:
+    """Per row two bars from the 10th to the 90th percentile on a logarithmic axis, medians marked: ours above, filled,
+    and without below it, hollow."""
+    height = TOP + BOTTOM + ROW * len(rows)
+    values = [max(v, 1e-3) for _, ours, without in rows for v in (*ours, *without)]
+    low, high = floor(log10(min(values))), ceil(log10(max(values)))
     start = 110
 
     def place(value: float) -> float:
@@ -97,13 +109,15 @@ def dumbbells(rows: Sequence[tuple[str, float, float]], label: str, unit: str = 
         body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="grid"/>')
         body.append(_text(x, height - BOTTOM + 20, f"{10.0**power:g}{unit}"))
     for number, (name, ours, without) in enumerate(rows):
-        y = TOP + 22 + 44 * number
-        a, b = place(ours), place(without)
+        y = TOP + ROW * (number + 0.5)
         body.append(_text(start - 14, y + 4, name, "end", "name"))
-        body.append(f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{y}" y2="{y}" class="span"/>')
-        body.append(f'<circle cx="{b:.1f}" cy="{y}" r="6" class="hollow"/>')
-        body.append(f'<circle cx="{a:.1f}" cy="{y}" r="6" class="dot"/>')
-        body.append(_text(a, y - 11, f"{ours:.2g}", kind="value"))
-        if abs(a - b) > 40:
-            body.append(_text(b, y - 11, f"{without:.2g}", kind="value"))
+        for (few, middle, many), kind, down in ((ours, "dot", -9), (without, "hollow", 9)):
+            a, b, m = place(few), place(many), place(middle)
+            hint = f"{name}: {few:.3g} … {middle:.3g} … {many:.3g}{unit}"
+            body.append(
+                f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{y + down}" y2="{y + down}" class="range {kind}-range">'
+                f"<title>{html.escape(hint)}</title></line>"
+                f'<circle cx="{m:.1f}" cy="{y + down}" r="5" class="{kind}"/>'
+            )
+            body.append(_text(b + 9, y + down + 4, f"{middle:.2g}", "start", "value"))
     return _frame("".join(body), label, height)

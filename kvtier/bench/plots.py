@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.charts import duration
 from kvtier.bench.worth import Worth
 from kvtier.errors import ConfigError
-from kvtier.units import format_duration
 
 COLORS = {"g1": "#0b3d91", "g2": "#1f6feb", "g3": "#5aa9e6", "g4": "#9fd0c4", "left": "#f0b86b"}
 
@@ -35,7 +35,7 @@ def draw_worth(worth: Worth, folder: Path, stem: str) -> list[Path]:
     figure, axes = _figure()
     axes.plot(*zip(*worth.ttl_points, strict=True), marker="o", color=COLORS["g2"])
     axes.set_xscale("log")
-    axes.set_xticks([t for t, _ in worth.ttl_points], [format_duration(t) for t, _ in worth.ttl_points], minor=False)
+    axes.set_xticks([t for t, _ in worth.ttl_points], [duration(t) for t, _ in worth.ttl_points], minor=False)
     axes.minorticks_off()
     axes.set_ylim(0)
     axes.set_xlabel("idle KV is kept for")
@@ -59,18 +59,20 @@ def draw_worth(worth: Worth, folder: Path, stem: str) -> list[Path]:
 
     figure, axes = _figure()
     places = range(len(worth.gaps))
-    axes.barh(
-        [p - 0.2 for p in places], [g["ttft_p50_s"] for g in worth.gaps], 0.38, color=COLORS["g2"], label="all tiers"
-    )
-    axes.barh(
-        [p + 0.2 for p in places], [g["without_p50_s"] for g in worth.gaps], 0.38, color="#c3c7cc", label="VRAM only"
-    )
+    for kind, down, color, label in (
+        ("ttft", -0.17, COLORS["g2"], "all tiers"),
+        ("without", 0.17, "#8a9199", "VRAM only"),
+    ):
+        low, middle, high = ([g[f"{kind}_p{n}_s"] for g in worth.gaps] for n in (10, 50, 90))
+        rows = [place + down for place in places]
+        axes.hlines(rows, low, high, color=color, alpha=0.35, linewidth=6, capstyle="round")
+        axes.plot(middle, rows, "o", color=color, label=label)
     axes.set_yticks(list(places), [g["gap"] for g in worth.gaps])
     axes.set_xscale("log")
     axes.invert_yaxis()
     axes.grid(axis="x", color="#e3e4e0")
-    axes.set_xlabel("median time to first token, s (modelled)")
-    axes.legend(frameon=False)
+    axes.set_xlabel("time to first token, s: median, 10th to 90th percentile (modelled)")
+    axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.savefig(paths[2])
     return paths
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.charts import dumbbells, line, stacked
+from kvtier.bench.charts import duration, line, ranges, stacked
 from kvtier.bench.replay import Replayed
 from kvtier.bench.worth import PRICES, Worth
-from kvtier.units import format_duration
 
 TIER_NAMES = {"g1": "G1 VRAM", "g2": "G2 RAM", "g3": "G3 SSD", "g4": "G4 objects"}
 
@@ -32,7 +31,8 @@ svg { width: 100%; height: auto; display: block; background: var(--card); border
   border-radius: 10px; margin: 12px 0 }
 .grid { stroke: var(--rule) } .line { fill: none; stroke: var(--main); stroke-width: 2.5 }
 .dot { fill: var(--main) } .hollow { fill: var(--card); stroke: var(--soft); stroke-width: 2 }
-.span { stroke: var(--soft); stroke-width: 1.5; opacity: .5 }
+.range { stroke-width: 7; stroke-linecap: round; opacity: .35 } .dot-range { stroke: var(--main) }
+.hollow-range { stroke: var(--soft) }
 text { fill: var(--soft); font-size: 12px; font-family: inherit } text.value { fill: var(--ink); font-size: 12px }
 text.name { fill: var(--ink); font-size: 13px }
 .g1 { fill: var(--g1) } .g2 { fill: var(--g2) } .g3 { fill: var(--g3) } .g4 { fill: var(--g4) }
@@ -78,7 +78,7 @@ def render(worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] 
     points = dict(worth.ttl_points)
     longest, ten = max(points), 600.0
     parts = [
-        f"<h1>Keeping KV for {html.escape(format_duration(longest))} leaves {points[longest]:.1f} % of the prompt to "
+        f"<h1>Keeping KV for {html.escape(duration(longest))} leaves {points[longest]:.1f} % of the prompt to "
         f"prefill; ten minutes leave {points[ten]:.1f} %</h1>",
         f'<p class="soft">{html.escape(str(trace["name"]))}: {trace["requests"]:,} requests over {trace["hours"]:g} h, '
         f"{trace['references']:,} references to {trace['unique_blocks']:,} blocks of {trace['block_tokens']} tokens. "
@@ -89,7 +89,7 @@ def render(worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] 
         "<p>Sliding: every use renews. Capacity is not the limit here. Exact for this trace.</p>",
         line(
             worth.ttl_points,
-            {t: format_duration(t) for t in points},
+            {t: duration(t) for t in points},
             "Share of block references left to prefill by retention",
         ),
         *_tiers(worth),
@@ -109,7 +109,7 @@ def render(worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] 
 def _headline(worth: Worth, points: Mapping[float, float], longest: float) -> str:
     resumed = [g for g in worth.gaps if g["gap"] in ("10-60 min", "1-4 h")]
     figures = [
-        _figure(f"{points[longest] / points[600.0]:.2f}×", f"prefill at {format_duration(longest)} against 10 min"),
+        _figure(f"{points[longest] / points[600.0]:.2f}×", f"prefill at {duration(longest)} against 10 min"),
         _figure(f"{100 - worth.prefill_left_percent:.1f} %", "served by this stack"),
     ]
     if resumed:
@@ -136,7 +136,7 @@ def _tiers(worth: Worth) -> list[str]:
     return [
         "<h2>Where the prompt came from, over time</h2>",
         f"<p>Hours since the start. Leaf-first LRU in every tier, written through on creation, retention "
-        f"{html.escape('unbounded' if worth.ttl == float('inf') else format_duration(worth.ttl))}.</p>",
+        f"{html.escape('unbounded' if worth.ttl == float('inf') else duration(worth.ttl))}.</p>",
         _keys([*names, "left"]),
         stacked(columns, "Share of block references served by each tier over time"),
         _table(["Tier", "GB", "served %", "read GB/s", "× break-even"], rows),
@@ -146,7 +146,11 @@ def _tiers(worth: Worth) -> list[str]:
 
 
 def _waiting(worth: Worth) -> list[str]:
-    rows = [(g["gap"], g["ttft_p50_s"], g["without_p50_s"]) for g in worth.gaps]
+    rows = [
+        (g["gap"], (g["ttft_p10_s"], g["ttft_p50_s"], g["ttft_p90_s"]),
+         (g["without_p10_s"], g["without_p50_s"], g["without_p90_s"]))
+        for g in worth.gaps
+    ]  # fmt: skip
     table = [
         (g["gap"], g["requests"], g["reused_tokens_mean"], g["ttft_p50_s"], g["ttft_p90_s"], g["without_p50_s"],
          g["without_p90_s"])
@@ -156,9 +160,11 @@ def _waiting(worth: Worth) -> list[str]:
         return []
     return [
         "<h2>Time to first token, by how long a session paused</h2>",
-        "<p>Median of each class: filled with all tiers, hollow with VRAM alone. Modelled from prefill rate and "
-        "bandwidths, without queueing; the logarithmic axis makes equal factors equal distances.</p>",
-        dumbbells(rows, "Modelled time to first token by idle gap, with and without lower tiers"),
+        "<p>Bars reach from the 10th to the 90th percentile of each class, the dot and the figure are its median. "
+        "Modelled from prefill rate and bandwidths, without queueing; the logarithmic axis makes equal factors equal distances.</p>",
+        '<ul class="keys"><li><i style="color: var(--main)"></i>all tiers</li>'
+        '<li><i style="color: var(--soft)"></i>VRAM alone</li></ul>',
+        ranges(rows, "Modelled time to first token by idle gap, with and without lower tiers"),
         _table(["Pause", "requests", "tokens reused", "p50 s", "p90 s", "p50 s, VRAM only", "p90 s, VRAM only"], table),
     ]
 
@@ -199,7 +205,7 @@ def _replayed(replays: Sequence[Replayed]) -> list[str]:
         loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
         rows.append(
             (
-                format_duration(done.setup.ttl), done.prefill_left_percent,
+                duration(done.setup.ttl), done.prefill_left_percent,
                 ", ".join(f"{name} {share:.3g} %" for name, share in done.tier_percent.items()),
                 done.bytes_checked / 1e9, loads[len(loads) // 2] if loads else 0.0,
                 loads[int(len(loads) * 0.99)] if loads else 0.0, done.seconds,

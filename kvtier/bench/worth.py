@@ -3,7 +3,7 @@
 Hits are exact for leaf-first LRU in every tier with write-through (`kvtier.bench.curves`). Times and money are
 modelled from the rates and prices given here, which are assumptions to be replaced by one's own:
 
-    time to first token = latency + Σ bytes per tier / its bandwidth + missing tokens / prefill rate
+    time to first token = latency + Σ bytes per tier below G1 / its bandwidth + missing tokens / prefill rate
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _gaps(
     block_bytes = trace.block_tokens * given.shape.bytes_per_token
     rate, latency = given.shape.prefill_tokens_s, given.latency_s
     loads = sum(
-        (part * block_bytes / (store.read_gb_s * 1e9) for store, part in zip(stores, by_tier, strict=True)),
+        # What is in G1 is where it is needed.
+        (p * block_bytes / (s.read_gb_s * 1e9) for s, p in zip(stores, by_tier, strict=True) if s.name != "g1"),
         start=np.zeros(len(asked)),
     )
     tokens = asked * trace.block_tokens
@@ -170,8 +171,10 @@ def _gaps(
                     "gap": name,
                     "requests": int(these.sum()),
                     "reused_tokens_mean": float(served[these].mean()),
+                    "ttft_p10_s": float(np.quantile(with_all[these], 0.1)),
                     "ttft_p50_s": float(np.quantile(with_all[these], 0.5)),
                     "ttft_p90_s": float(np.quantile(with_all[these], 0.9)),
+                    "without_p10_s": float(np.quantile(with_g1[these], 0.1)),
                     "without_p50_s": float(np.quantile(with_g1[these], 0.5)),
                     "without_p90_s": float(np.quantile(with_g1[these], 0.9)),
                 }

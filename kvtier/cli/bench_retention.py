@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.arena import SLOT_ALIGN
+from kvtier.bench.charts import duration
 from kvtier.bench.curves import Reuse, TtlCurve
 from kvtier.bench.record import record, save
 from kvtier.bench.replay import Replayed, Setup, replay
@@ -19,11 +20,11 @@ from kvtier.bench.report import write_report
 from kvtier.bench.shapes import Shape, shape_of
 from kvtier.bench.simulate import FOREVER, Level, capacity_of, simulate, simulate_stack
 from kvtier.bench.traces import Trace, load_trace
-from kvtier.bench.worth import PRICES, SPEEDS_GB_S, Assumptions, Store, appraise
-from kvtier.cli.output import Json, write_json, write_table
+from kvtier.bench.worth import PRICES, SPEEDS_GB_S, Assumptions, Store, Worth, appraise
+from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
 from kvtier.terms import Terms, parse_duration
-from kvtier.units import format_duration, parse_size
+from kvtier.units import parse_size
 
 TracePath = Annotated[
     Path,
@@ -132,7 +133,34 @@ def retention(
     if json:
         write_json(head | results)
     else:
+        worth = results.pop("worth", None)
         write_table(["", loaded.name], _rows(head | results))
+        if worth is not None:
+            _show(worth)
+
+
+def _show(worth: Mapping[str, Any]) -> None:
+    """The report's figures as tables."""
+    kept = worth["prefill_left_percent_kept_for"]
+    write_table(["idle KV kept for", *kept], [["left to prefill, %", *kept.values()]])
+    rows = [
+        [name, share, tier["read_gb_s"], tier["factor"]]
+        for (name, share), tier in zip(worth["served_percent"].items(), worth["break_even"].values(), strict=True)
+    ]
+    write_table(["tier", "served %", "read GB/s", "× break-even"], rows)
+    shown = ("requests", "ttft_p50_s", "ttft_p90_s", "without_p50_s", "without_p90_s")
+    rows = [[pause, *(gap[name] for name in shown)] for pause, gap in worth["first_token_s_after_pause"].items()]
+    write_table(["first token after", "requests", "p50 s", "p90 s", "VRAM only p50 s", "p90 s"], rows)
+    wear, cost = worth["ssd"], worth["cost_per_month"]
+    if wear:
+        console().print(
+            f"SSD: {wear['written_gb_per_day']:,.0f} GB written a day, {wear['drive_writes_per_day']:.2g} drive writes;"
+            f" its endurance lasts {wear['endurance_days']:,.0f} days."
+        )
+    console().print(
+        f"A month's prefill costs {cost['gpu_with']:,.0f} $ of GPU time, with VRAM alone {cost['gpu_without']:,.0f} $; "
+        f"RAM, SSD and objects {cost['storage']:,.0f} $."
+    )
 
 
 def _rows(results: dict[str, Any], above: str = "") -> list[tuple[str, object]]:
@@ -142,7 +170,7 @@ def _rows(results: dict[str, Any], above: str = "") -> list[tuple[str, object]]:
         name = f"{above} {key}".strip().replace("_", " ")
         if isinstance(value, dict):
             out += _rows(value, name)
-        elif value is not None:
+        elif value is not None and not isinstance(value, list):
             out.append((name, value))
     return out
 
@@ -190,7 +218,7 @@ def _told(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
     exact = TtlCurve(trace)
     for done in replays:
         loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
-        out[format_duration(done.setup.ttl)] = {
+        out[duration(done.setup.ttl).replace(" min", "m").replace(" ", "")] = {
             "prefill_left_percent": round(done.prefill_left_percent, 3),
             "unbounded_percent": round(exact.prefill_left_percent(done.setup.ttl), 3),
             "tiers_percent": done.tier_percent,
@@ -219,7 +247,28 @@ def _report(
     worth = appraise(trace, Reuse(trace), stores, Assumptions(shape), ttl)
     origin = record("retention", ["kvtier", *sys.argv[1:]], {})
     written = write_report(path, worth, origin, replays)
-    return {"report": [str(part) for part in written]}
+    return {"worth": _summary(worth), "report": [str(part) for part in written]}
+
+
+def _summary(worth: Worth) -> dict[str, Any]:
+    """The report's figures, for the terminal and as JSON."""
+
+    def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
+
+    return {
+        "prefill_left_percent_kept_for": {duration(ttl): round(left, 3) for ttl, left in worth.ttl_points},
+        "served_percent": rounded(worth.percent),
+        "first_token_s_after_pause": {
+            gap["gap"]: rounded({k: v for k, v in gap.items() if k != "gap"}) for gap in worth.gaps
+        },
+        "ssd": rounded(worth.ssd),
+        "break_even": {
+            str(tier["tier"]): rounded({k: v for k, v in tier.items() if k != "tier"}) for tier in worth.break_even
+        },
+        "cost_per_month": rounded(worth.cost),
+        "hours": [rounded(hour) for hour in worth.hours],
+    }
 
 
 def _single(trace: Trace, policy: str, fraction: float | None, ttl: str | None) -> dict[str, Any]:
