@@ -161,7 +161,8 @@ def _waiting(worth: Worth) -> list[str]:
     return [
         "<h2>Time to first token, by how long a session paused</h2>",
         "<p>Bars reach from the 10th to the 90th percentile of each class, the dot and the figure are its median. "
-        "Modelled from prefill rate and bandwidths, without queueing; the logarithmic axis makes equal factors equal distances.</p>",
+        "Modelled from prefill rate and bandwidths, without queueing; on the logarithmic axis equal factors are equal "
+        "distances.</p>",
         '<ul class="keys"><li><i style="color: var(--main)"></i>all tiers</li>'
         '<li><i style="color: var(--soft)"></i>VRAM alone</li></ul>',
         ranges(rows, "Modelled time to first token by idle gap, with and without lower tiers"),
