@@ -112,6 +112,8 @@ def load_trace(path: str | Path, *, limit: int | None = None) -> Trace:
         trace = _load_lines(where)
     if not trace.requests:
         raise InvalidRequest(f"{where}: a trace without requests")
+    if not trace.unique:
+        raise InvalidRequest(f"{where}: no request names a block (of {trace.block_tokens} tokens)")
     if limit is None or limit >= len(trace.requests):
         return trace
     names = _Names()
@@ -156,24 +158,49 @@ def _load_claude(path: Path) -> Trace:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            t, session = arrays["t"].tolist(), arrays["session"].tolist()
-            sizes = arrays["input_tokens"].tolist(), arrays["output_tokens"].tolist()
-            ids, offsets = arrays["block_ids"].tolist(), arrays["offsets"].tolist()
-            block_tokens = int(arrays["block_tokens"])
-    except (OSError, ValueError, BadZipFile) as wrong:
+        content = np.load(path, allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            raise InvalidRequest(f"{path}: one array, not an archive of them")
+        with content as arrays:
+            t = _array(path, arrays, "t", "iuf")
+            session, given, made, ids, offsets = (
+                _array(path, arrays, name, "iu")
+                for name in ("session", "input_tokens", "output_tokens", "block_ids", "offsets")
+            )
+            block_tokens = int(_array(path, arrays, "block_tokens", "iu", axes=0))
+    except InvalidRequest:
+        raise
+    except (OSError, EOFError, ValueError, BadZipFile) as wrong:
         raise InvalidRequest(f"{path}: not a trace of arrays: {wrong}") from None
-    except KeyError as missing:
-        raise InvalidRequest(f"{path}: array {missing} is missing") from None
-    if len(offsets) != len(t) + 1 or offsets[-1] != len(ids):
+    for name, array in (("session", session), ("input_tokens", given), ("output_tokens", made)):
+        if len(array) != len(t):
+            raise InvalidRequest(f"{path}: {name}: {len(array)} entries for {len(t)} requests")
+    if len(offsets) != len(t) + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
         raise InvalidRequest(f"{path}: offsets: {len(offsets)} for {len(t)} requests and {len(ids)} block_ids")
+    for name, wrong_at in (("t", ~((t >= 0) & (t < 2**53))), ("offsets", np.diff(offsets.astype(np.int64)) < 0)):
+        if wrong_at.any():
+            place = int(wrong_at.argmax())
+            raise InvalidRequest(f"{path}: {name}[{place}]: {t[place] if name == 't' else 'decreases after it'}")
+    if block_tokens < 1:
+        raise InvalidRequest(f"{path}: block_tokens: expected at least 1, got {block_tokens}")
     names = _Names()
-    shared = list(map(names.of, ids))
+    shared = list(map(names.of, ids.tolist()))
+    columns = (array.tolist() for array in (t, offsets[:-1], offsets[1:], given, made, session))
     requests = [
-        Request(at, list(dict.fromkeys(shared[start:stop])), given, made, who)
-        for at, start, stop, given, made, who in zip(t, offsets, offsets[1:], *sizes, session, strict=False)
+        Request(at, list(dict.fromkeys(shared[start:stop])), size, output, who)
+        for at, start, stop, size, output, who in zip(*columns, strict=True)
     ]
     return _finish(path.stem, "claude", block_tokens, requests, len(names))
+
+
+def _array(path: Path, arrays: Mapping[str, Any], name: str, kinds: str, axes: int = 1) -> Any:
+    if name not in arrays:
+        raise InvalidRequest(f"{path}: array {name} is missing")
+    array = arrays[name]
+    if array.ndim != axes or array.dtype.kind not in kinds:
+        meant = {"iu": "integers", "iuf": "numbers"}[kinds]
+        raise InvalidRequest(f"{path}: {name}: expected {meant} in {axes} axes, got {array.dtype} in {array.ndim}")
+    return array
 
 
 # -- lines -----------------------------------------------------------------------------------------------------
@@ -186,14 +213,19 @@ class _Line:
     place: str
     fields: Mapping[str, Any]
 
+    def _field(self, name: str) -> Any:
+        if name not in self.fields:
+            raise InvalidRequest(f"{self.place}: {name} is missing")
+        return self.fields[name]
+
     def number(self, name: str) -> float:
-        value = self.fields.get(name)
+        value = self._field(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
             raise InvalidRequest(f"{self.place}: {name}: expected a number of at least 0, got {value!r}")
         return value
 
     def ids(self, name: str) -> list[int]:
-        value = self.fields.get(name)
+        value = self._field(name)
         if not isinstance(value, list) or not all(type(x) is int for x in value):
             raise InvalidRequest(f"{self.place}: {name}: expected a list of integers, got {str(value)[:40]!r}")
         return value
@@ -207,7 +239,7 @@ def _lines(path: Path) -> Iterator[_Line]:
                 continue
             try:
                 fields = json.loads(raw)
-            except ValueError as wrong:
+            except (ValueError, RecursionError) as wrong:
                 raise InvalidRequest(f"{place}: not JSON: {wrong}") from None
             if not isinstance(fields, dict):
                 raise InvalidRequest(f"{place}: expected a JSON object, got {type(fields).__name__}")
@@ -296,12 +328,14 @@ def _load_sessions(path: Path) -> Trace:
     for number, file in enumerate(files):
         try:
             session = json.loads(file.read_bytes())
-        except (OSError, ValueError) as wrong:
+        except (OSError, ValueError, RecursionError) as wrong:
             raise InvalidRequest(f"{file}: not JSON: {wrong}") from None
         if not isinstance(session, dict) or not isinstance(session.get("requests"), list):
             raise InvalidRequest(f"{file}: requests: expected a session with a list of requests")
         size = int(_Line(str(file), session).number("block_size"))
-        if not size or (block_tokens and size != block_tokens):
+        if not size:
+            raise InvalidRequest(f"{file}: block_size: expected at least 1, got 0")
+        if block_tokens and size != block_tokens:
             raise InvalidRequest(f"{file}: block_size: {size}, the other sessions have {block_tokens}")
         block_tokens = size
         start = random.Random(file.name).uniform(0, DAY_S) if path.is_dir() else 0.0

@@ -82,22 +82,45 @@ def test_prompts_share_the_blocks_they_begin_with(tmp_path: Path) -> None:
 
 
 def test_arrays(tmp_path: Path) -> None:
-    arrays = {
-        "t": [5.0, 6.0], "session": [1, 1], "input_tokens": [1024, 1536], "output_tokens": [1, 1],
-        "block_ids": [0, 1, 0, 1, 2], "offsets": [0, 2, 5], "block_tokens": 512,
-    }  # fmt: skip
-    np.savez(tmp_path / "c.npz", **{name: np.array(value) for name, value in arrays.items()})
+    np.savez(tmp_path / "c.npz", **{name: np.array(value) for name, value in ARRAYS.items()})
     trace = load_trace(tmp_path / "c.npz")
     assert [(r.at, r.blocks) for r in trace.requests] == [(0.0, [0, 1]), (1.0, [0, 1, 2])]
-    np.savez(tmp_path / "d.npz", **{name: np.array(value) for name, value in arrays.items() if name != "session"})
-    with pytest.raises(InvalidRequest, match=r"d\.npz: array .*session"):
+    np.savez(tmp_path / "d.npz", **{name: np.array(value) for name, value in ARRAYS.items() if name != "session"})
+    with pytest.raises(InvalidRequest, match=r"d\.npz: array session is missing"):
         load_trace(tmp_path / "d.npz")
+
+
+ARRAYS = {
+    "t": [5.0, 6.0], "session": [1, 1], "input_tokens": [1024, 1536], "output_tokens": [1, 1],
+    "block_ids": [0, 1, 0, 1, 2], "offsets": [0, 2, 5], "block_tokens": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("t", [5.0, float("nan")], r"c\.npz: t\[1\]: nan"),
+        ("t", [-1.0, 2.0], r"c\.npz: t\[0\]: -1"),
+        ("session", [1], r"c\.npz: session: 1 entries for 2 requests"),
+        ("offsets", [0, 6, 5], r"c\.npz: offsets\[1\]: decreases"),
+        ("offsets", [0, 2, 4], r"c\.npz: offsets: 3 for 2 requests and 5 block_ids"),
+        ("block_ids", [0.5, 1, 0, 1, 2], r"c\.npz: block_ids: expected integers in 1 axes, got float64"),
+        ("block_ids", [[0, 1, 0, 1, 2]], r"c\.npz: block_ids: .* in 2"),
+        ("block_tokens", 0, r"c\.npz: block_tokens: expected at least 1"),
+    ],
+)
+def test_a_bad_array_is_named(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    np.savez(tmp_path / "c.npz", **{key: np.array(content) for key, content in (ARRAYS | {name: value}).items()})
+    with pytest.raises(InvalidRequest, match=message):
+        load_trace(tmp_path / "c.npz")
 
 
 BAD = [
     ("{", r"m\.jsonl:2: not JSON"),
     ("[1]", r"m\.jsonl:2: expected a JSON object, got list"),
-    ({"timestamp": 1, "input_length": 3, "output_length": 1}, r"m\.jsonl:2: hash_ids: expected a list of integers"),
+    ("[" * 100_000, r"m\.jsonl:2: not JSON"),
+    ({"timestamp": 1, "input_length": 3, "output_length": 1}, r"m\.jsonl:2: hash_ids is missing"),
+    ({**MOONCAKE[0], "hash_ids": {}}, r"m\.jsonl:2: hash_ids: expected a list of integers"),
     ({**MOONCAKE[0], "hash_ids": [1, "2"]}, r"m\.jsonl:2: hash_ids"),
     ({**MOONCAKE[0], "hash_ids": [1, True]}, r"m\.jsonl:2: hash_ids"),
     ({**MOONCAKE[0], "timestamp": "now"}, r"m\.jsonl:2: timestamp: expected a number of at least 0, got 'now'"),
@@ -119,9 +142,16 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
         load_trace(lines(tmp_path / "empty.jsonl", [""]))
     with pytest.raises(InvalidRequest, match=r"no known trace: expected hash_ids .* got color"):
         load_trace(lines(tmp_path / "odd.jsonl", [{"color": 1}]))
-    (tmp_path / "noise.npz").write_bytes(b"PK\3\4 nothing")
-    with pytest.raises(InvalidRequest, match="not a trace of arrays"):
-        load_trace(tmp_path / "noise.npz")
+    for noise in (b"PK\3\4 nothing", b"", b"\x93NUMPY"):
+        (tmp_path / "noise.npz").write_bytes(noise)
+        with pytest.raises(InvalidRequest, match="not a trace of arrays"):
+            load_trace(tmp_path / "noise.npz")
+    with (tmp_path / "one.npz").open("wb") as stream:
+        np.save(stream, np.arange(3))
+    with pytest.raises(InvalidRequest, match="one array"):
+        load_trace(tmp_path / "one.npz")
+    with pytest.raises(InvalidRequest, match="no request names a block"):
+        load_trace(lines(tmp_path / "short.jsonl", [{"prompt": "too short"}]))
     (tmp_path / "noise.jsonl").write_bytes(bytes(range(256)))
     with pytest.raises(InvalidRequest, match=r"noise\.jsonl"):
         load_trace(tmp_path / "noise.jsonl")
