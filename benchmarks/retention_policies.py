@@ -3,7 +3,7 @@
     python benchmarks/retention_policies.py TRACE[@HOURS] [FRACTION …]
 
 TRACE@2 is the trace with its sessions' starts squeezed into two hours. An entry replaces an earlier one of its trace
-and size.
+and size, but for the fixed policies, which are run once per size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def main(argument: str, fractions: list[float]) -> None:
     trace = load_trace(path)
     if hours:
         trace = trace.squeezed(float(hours) * 3600, SEED)
-    for fraction, row in compare(trace, fractions or FRACTIONS):
+    rows = _earlier(folder / "retention_policies.json").get(trace.name, {}).get("percent_of_footprint", {})
+    known = {float(size) / 100: row for size, row in rows.items()}
+    for fraction, row in compare(trace, fractions or FRACTIONS, known):
         print(trace.name, f"{100 * fraction:g} %", row, flush=True)
         results = _earlier(folder / "retention_policies.json")
         entry = results.setdefault(trace.name, {"references": trace.references, "unique_blocks": trace.unique})

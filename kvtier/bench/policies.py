@@ -26,11 +26,14 @@ FIXED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
 
 
 def compare(
-    trace: Trace, fractions: Sequence[float] = FRACTIONS, fixed: Sequence[str] = tuple(FIXED)
+    trace: Trace,
+    fractions: Sequence[float] = FRACTIONS,
+    known: Mapping[float, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """Per capacity: percent of references hit by each policy, the ceiling, and GapDuel's regret in points.
 
-    LRU comes from one exact pass, the others are driven without a manager. Minutes for millions of references.
+    LRU comes from one exact pass, the others are driven without a manager. Minutes for millions of references. What
+    `known` says of the fixed policies and the ceiling at a capacity is taken over: they have no state to differ in.
     """
     curve = CapacityCurve(trace)
     for fraction in fractions:
@@ -40,13 +43,14 @@ def compare(
             return round(100 * hits / trace.references, 3)
 
         row: dict[str, Any] = {"lru": percent(curve.hits(capacity))}
-        for name in fixed:
-            row[name] = percent(drive(trace, FIXED[name](capacity), capacity))
+        earlier = known.get(fraction, {})
+        for name, make in FIXED.items():
+            row[name] = earlier[name] if name in earlier else percent(drive(trace, make(capacity), capacity))
         best = max(row.values())
         duel, began = GapDuel(capacity), time.process_time()
         row["gapduel"] = percent(drive(trace, duel, capacity))
         row["gapduel_cpu_us_per_reference"] = round((time.process_time() - began) / trace.references * 1e6, 3)
-        row["ceiling"] = percent(ceiling_hits(trace, capacity))
+        row["ceiling"] = earlier["ceiling"] if "ceiling" in earlier else percent(ceiling_hits(trace, capacity))
         row["regret"] = round(best - row["gapduel"], 3)
         row["switches"] = duel.stats()["switches"]
         yield fraction, row

@@ -27,15 +27,14 @@ RULES: tuple[Rule, ...] = ((0.0, 0.0), (0.0, 1.0), (1.5, 0.0), (1.5, 1.0))
 """(beta, theta). Leaving the last out costs 0.9 points on chats, the first two 1.6."""
 
 NEW_GAP = 8.0  # predicted gap of a chain never continued, in units of G; 4 … 16 alike
-MARGIN = 1.01  # a challenger of LRU must lead by 1 %: at 5 % short traces lose 1.3 points
 WINDOW_PER_BLOCK, WINDOW_MIN = 5, 20000  # references over which scores fade; 5,000 is too noisy
 GAP_FIRST_S = 60.0  # G before the first reuse is seen
 GAP_MIN_S = 1e-3
 GAP_FADE = 0.999
 LAG_MAX = 64  # requests that may wait for `learn`; past it each `reference` catches up on two
 
-_MAGIC = b"KVGAPDU1"
-_HEAD = struct.Struct("<8sQddIB")
+_MAGIC = b"KVGAPDU2"
+_HEAD = struct.Struct("<8sQdddIB")
 
 
 class GapDuel(Ranking):
@@ -48,7 +47,7 @@ class GapDuel(Ranking):
     def __init__(self, capacity: int, *, refuses: bool = True, rules: tuple[Rule, ...] = RULES) -> None:
         super().__init__(max(MEMORY_PER_BLOCK * capacity, MEMORY_MIN) - min(capacity, MEMORY_MIN), refuses=refuses)
         self._capacity = capacity
-        self._duel = Duel(capacity, rules, max(WINDOW_PER_BLOCK * capacity, WINDOW_MIN), MARGIN)
+        self._duel = Duel(capacity, rules, max(WINDOW_PER_BLOCK * capacity, WINDOW_MIN))
         self._waiting: deque[Reference] = deque()
         self._gap_sum = 0.0
         self._gap_count = 0.0
@@ -81,7 +80,9 @@ class GapDuel(Ranking):
     def encode(self) -> bytes:
         """What it has learned (not what is resident), to survive a restart. Layout: _HEAD, f64 scores, XXH3-128."""
         scores = self._duel.scores
-        head = _HEAD.pack(_MAGIC, self._capacity, self._gap_sum, self._gap_count, self._duel.best, len(scores))
+        head = _HEAD.pack(
+            _MAGIC, self._capacity, self._gap_sum, self._gap_count, self._duel.lead, self._duel.best, len(scores)
+        )
         body = head + struct.pack(f"<{len(scores)}d", *scores)
         return body + digest_of([body])
 
@@ -90,11 +91,11 @@ class GapDuel(Ranking):
         count = len(self._duel.scores)
         if len(raw) != _HEAD.size + 8 * count + DIGEST_BYTES:
             raise CorruptError(f"GapDuel's state has {_HEAD.size + 8 * count + DIGEST_BYTES} bytes, got {len(raw)}")
-        magic, _, gap_sum, gap_count, best, rules = _HEAD.unpack_from(raw)
+        magic, _, gap_sum, gap_count, lead, best, rules = _HEAD.unpack_from(raw)
         foreign = magic != _MAGIC or rules != count or best >= count
         if foreign or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
             raise CorruptError("no state of GapDuel")
-        self._gap_sum, self._gap_count, self._duel.best = gap_sum, gap_count, best
+        self._gap_sum, self._gap_count, self._duel.best, self._duel.lead = gap_sum, gap_count, best, lead
         self._duel.scores = list(struct.unpack_from(f"<{count}d", raw, _HEAD.size))
 
     def check(self, resident: set[BlockKey]) -> None:

@@ -136,3 +136,27 @@ def test_a_reference_costs_a_bounded_number_of_steps(kind, make_owner):
 
     few, many = min(seconds(10) for _ in range(3)), min(seconds(100) for _ in range(3))
     assert many < 4 * few
+
+
+def test_a_false_alarm_makes_the_next_one_less_likely():
+    """Leaving LRU for less than a window raises the lead it takes; staying away for longer lowers it again."""
+    duel = GapDuel(10)._duel
+    window = duel._window
+
+    def follow(challenger: float, seen: int) -> int:
+        duel._seen += seen
+        duel.scores[:2] = 100.0, challenger
+        duel._choose(max(range(4), key=duel.scores.__getitem__))
+        return duel.best
+
+    assert follow(100.9, 1) == 0
+    assert follow(101.2, 1) == 1
+    assert follow(99.9, window // 2) == 0  # back at once, without a lead
+    assert follow(101.2, 1) == 0  # what was enough before
+    assert follow(101.6, 1) == 1
+    assert follow(99.9, 2 * window) == 0  # this time it had paid
+    assert follow(101.2, 1) == 1
+    for _ in range(20):
+        follow(120.0, 1)
+        follow(99.9, 1)
+    assert follow(109.0, 1) == 0 and follow(111.0, 1) == 1  # bounded
