@@ -71,7 +71,8 @@ def run_all(folder: Path, smoke: bool, parts: list[str]) -> int:
     head = record(name, ["make", "gpu-check"], {})
     results: dict[str, Any] = {"environment": about, "complete": False, "parts": {}}
     code = 1
-    with tempfile.TemporaryDirectory() as scratch:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".gpu-check-") as scratch:
         paths = {part: Path(scratch) / part for part in parts}
 
         def write() -> Path:

@@ -39,6 +39,7 @@ class Rows:
 
     def __init__(self, path: Path, budget_s: float) -> None:
         self._path, self._deadline = path, time.monotonic() + budget_s
+        self.folder = path.parent  # scratch space on the disk that results are written to; its maker removes it
         self.done = {name for name, row in read(path).items() if "begun" not in row}
         self._begun = 0.0
 

@@ -38,7 +38,7 @@ TINY = {
 def measure(device: str, rows: Rows, *, tiny: bool) -> None:
     """A row per length, in ascending order; a length that does not fit says why."""
     lengths = (64, 128) if tiny else (8192, 32768, 131072)
-    with tempfile.TemporaryDirectory(prefix="kvtier-ttft-", dir=".") as folder:
+    with tempfile.TemporaryDirectory(dir=rows.folder) as folder:
         bench = Bench(device, Path(folder), tiny=tiny)
         for tokens in lengths:
             rows.run(f"prefix of {tokens} tokens", lambda n=tokens: bench.length(n, rows))  # type: ignore[misc]
