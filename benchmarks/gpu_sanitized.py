@@ -39,9 +39,11 @@ class Streaming(CudaDriver):
 
 
 def measure(device: str, rows: Rows, *, tiny: bool, opened: Callable[[], CudaDriver] = lambda: Streaming(0)) -> None:
+    kept = opened() if device != "cpu" else None  # its context, and the kernels in it, outlive every row
     for name, shape in SHAPES.items():
         for method in (Method.DIRECT, Method.STAGED):
             rows.run(f"{name}, {method.value}", lambda s=shape, m=method: _copies(device, s, m, opened))  # type: ignore[misc]
+    del kept
 
 
 def overrun(device: str, rows: Rows, *, tiny: bool, opened: Callable[[], CudaDriver] = lambda: Streaming(0)) -> None:
@@ -87,9 +89,9 @@ def _too_far(device: str, opened: Callable[[], CudaDriver]) -> Mapping[str, Any]
         raise Skip("on a CPU")
     driver = opened()
     stream = driver.current_stream()
-    small, large = driver.device_memory(4096), driver.device_memory(1 << 20)
+    small, target = driver.device_memory(4096), driver.pinned_memory(8192)
     tables = driver.pinned_memory(32)
-    _bytes(tables, 32).view(np.uint64)[:] = [small, large, 0, 0]
+    _bytes(tables, 32).view(np.uint64)[:] = [small, target, 0, 0]
     args: list[Any] = [np.uint64(tables + 8 * i) for i in range(4)] + [np.uint64(0)] * 6
     args += [np.uint32(value) for value in (1, 1, 1, 1, 4096 + 1)]
     event = driver.event()

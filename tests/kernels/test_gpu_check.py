@@ -41,7 +41,51 @@ def test_the_transfer_part_runs(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "rows")
     assert not any("error" in row or "skipped" in row for row in rows.values())
     cells = [row for row in rows.values() if "fragment" in row and "store" in row]
-    assert len(cells) == 4 and all(cell[way] > 0 for cell in cells for way in ("store", "load", "both"))
+    assert len(cells) == 3 and all(cell[way] > 0 for cell in cells for way in ("store", "load", "both"))
+
+
+def test_the_transfer_part_runs_over_a_stand_in_for_the_driver(
+    libcuda: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that it does on a GPU alone: registering, calibration, kernels, events, streams."""
+    import gpu_rows
+    import gpu_transfer
+    import torch
+
+    class Stream:
+        cuda_stream = 77
+
+    class Event:
+        cuda_event, asked = 88, 0
+
+        def __init__(self, **_: bool) -> None: ...
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked > 5
+
+        def elapsed_time(self, other: Event) -> float:
+            return 3.0
+
+    libcuda.fake_reset(1, 0, 0)
+    empty = torch.empty
+    monkeypatch.setattr(gpu_transfer, "CudaDriver", lambda ordinal: HeadlessDriver(ordinal, library=libcuda))
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    for name, stand_in in {"Stream": Stream, "Event": Event, "current_device": lambda: 0, "synchronize": list}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr("kvtier.kernels.engine._CELL_BYTES", 4 << 20)
+    bench = gpu_transfer.Bench("cpu", 4 << 20, cuda=True)
+    gpu_transfer.sweep(bench, gpu_rows.Rows(tmp_path / "rows", 100.0), tiny=True)
+    bench.close()
+    rows = rows_of(tmp_path / "rows")
+    assert not any("error" in row or "skipped" in row for row in rows.values()), rows
+    assert {"calibration_s", "methods", "pin_gb_s"} <= rows["start-up"].keys()
+    assert sorted(row["method"] for row in rows.values() if "store" in row and "method" in row) == [
+        "auto", "auto", "auto", "direct", "dma", "staged",
+    ]  # fmt: skip
+    assert rows["GEMM beside 4 KiB × 16, auto"]["copied_gb_s"] > 0
+    assert rows["loop, 4 KiB × 16"]["memcpy_async_per_fragment"] > 0
 
 
 def test_what_time_does_not_allow_is_named(tmp_path: Path) -> None:
