@@ -41,12 +41,13 @@ BLOCK_BYTES = 65_536
 """Of the small model below: 4 layers × K and V × 2 heads × 32 numbers × 4 bytes × 32 tokens."""
 TIE = 1e-3
 """Tokens may differ from where the two best were closer than this in the engine without cache (log-probabilities)."""
-START_S, REQUEST_S = 240.0, 60.0
+START_S, REQUEST_S = 400.0, 60.0
 NAMES = ("nothing", "kvtier", "native", "native+kvtier", "lmcache")
 _ENGINE = Path(__file__).with_name("peers_engine.py")
 _ENVIRONMENT = (
     "env", "HF_HUB_OFFLINE=1", "VLLM_LOGGING_LEVEL=ERROR", "OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind",
-    "LMCACHE_TRACK_USAGE=false", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=ERROR", "PYTHONHASHSEED=0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0", "PYTHONHASHSEED=0", "LMCACHE_TRACK_USAGE=false", "LMCACHE_DISABLE_BANNER=1",
+    "LMCACHE_LOG_LEVEL=ERROR",
 )  # fmt: skip
 
 
@@ -296,14 +297,13 @@ def _replay(
         "max_model_len": BLOCK_TOKENS * (PROMPT_BLOCKS_MAX + 4), "block_size": BLOCK_TOKENS,
         "num_gpu_blocks_override": setting.gpu_blocks, "gpu_memory_utilization": 0.2, "enforce_eager": True,
         "disable_log_stats": False, "max_num_batched_tokens": 512, "async_scheduling": False,
-        "prefix_caching_hash_algo": "sha256_cbor", **more,
+        "prefix_caching_hash_algo": "sha256_cbor", "distributed_executor_backend": "uni", **more,
     }  # fmt: skip
     asked = {
         "engine": engine,
         "prompts": [list(prompt) for prompt in prompts],
         "tokens": OUTPUT_TOKENS,
         "margins": margins,
-        "settle_s": 3.0,
     }
     interpreter = setting.lmcache if name == "lmcache" and setting.lmcache is not None else Path(sys.executable)
     return run_engine(setting, name, [str(interpreter), "-P", str(_ENGINE)], asked, len(prompts))
