@@ -167,6 +167,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._visits: dict[str, Visit] = {}
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._under_way: set[concurrent.futures.Future[None]] = set()
+        self._hurry = False  # somebody waits for the stores
         self._loads = concurrent.futures.ThreadPoolExecutor(1, "kvtier-load")
         self._stores = concurrent.futures.ThreadPoolExecutor(1, "kvtier-store")
         self.counters: Counter[tuple[str, str]] = Counter()  # (metric, label) → count, since the last report
@@ -367,10 +368,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if visit is not None and cache is not None and chain:
             for run in _runs(placed):
                 stop = run[-1].depth + 1
+                timeout = 0.0 if self._hurry else self._store_wait_s
                 with self._rows.read([item.row for item in run]) as buffers:
-                    taken = cache.put(
-                        chain[:stop], buffers, visit.control.request, start=run[0].depth, timeout=self._store_wait_s
-                    )
+                    taken = cache.put(chain[:stop], buffers, visit.control.request, start=run[0].depth, timeout=timeout)
                 self.counters[_EVENTS, "blocks_stored"] += taken
                 self.counters[_EVENTS, "stores_without_room"] += len(run) - taken
         return [item.key for item in placed]
@@ -383,9 +383,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 return
 
     def drain_jobs(self) -> None:
-        """Wait for the copies, which take no longer than `store_wait`. vLLM calls this when it resets its caches, which
-        may mean new weights: nothing stored until now may be found again (unless `keep_on_reset`)."""
+        """Wait for the copies; the one that waits for room goes on for `store_wait` at most. vLLM calls this when it
+        resets its caches, which may mean new weights: nothing stored until now may be found again (unless
+        `keep_on_reset`)."""
+        self._hurry = True
         concurrent.futures.wait(list(self._under_way))
+        self._hurry = False
         for visit in self._visits.values():
             visit.stale = True
             if visit.search is not None:
@@ -424,6 +427,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Finish the copies, flush within `flush_timeout`, and give vLLM's memory back."""
+        self._hurry = True
         for thread in (self._loads, self._stores):
             thread.shutdown(wait=True)
         for visit in self._visits.values():
