@@ -194,6 +194,9 @@ def contest(
             out[name] = entry
         except PeerFailed as failure:
             out[name] = {"not_run": str(failure)}
+        except KeyboardInterrupt:  # what was found in minutes is worth showing
+            out |= {rest: {"not_run": "interrupted"} for rest in names if rest not in out}
+            break
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_a_contender_that_cannot_run_says_why_and_the_others_run(
     assert out["kvtier"]["computed_share"] == pytest.approx(10 / 33)
     assert out["kvtier"]["after_restart"]["requests"] == 2 and "after_restart" not in out["nothing"]
     assert all(out[name]["wrong_requests"] == 0 for name in ("nothing", "kvtier", "native+kvtier"))
+
+    def stop(setting: Setting, name: str, more: Any, prompts: Any, margins: bool = False) -> Replay:
+        if name == "native":
+            raise KeyboardInterrupt
+        return replay(setting, name, more, prompts, margins)
+
+    monkeypatch.setattr(peers, "_replay", stop)
+    out = peers.compare(replace(setting, folder=tmp_path / "again"))
+    assert "computed_share" in out["kvtier"] and out["lmcache"] == out["native"] == {"not_run": "interrupted"}
     with pytest.raises(InvalidRequest, match="no-such"):
         peers.compare(setting, ["no-such"])
 
