@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvtier.block import BlockKey
 from kvtier.divergence import RecentChains
@@ -19,7 +20,6 @@ REQUESTS_MAX = 1024
 LOSSES_MAX = 1 << 16
 OTHER = "other"
 """What classes that the configuration does not name are counted as."""
-_TAIL_BYTES = 8
 
 
 @dataclass(slots=True)
@@ -38,23 +38,22 @@ class Account:
 
 
 class Losses:
-    """Why blocks are not here any more, or never were: the latest LOSSES_MAX of them. O(1) per verb; no lock."""
+    """Why blocks are not here any more, or never were: the latest of them, at most LOSSES_MAX. No lock of its own."""
 
     def __init__(self, blocks_max: int = LOSSES_MAX) -> None:
         self._blocks_max = blocks_max
-        self._why: OrderedDict[bytes, Miss] = OrderedDict()
+        self._why: dict[BlockKey, Miss] = {}
 
     def note(self, key: BlockKey, why: Miss) -> None:
         """`key` was lost, for this reason."""
-        tail = key[-_TAIL_BYTES:]
-        self._why[tail] = why
-        self._why.move_to_end(tail)
-        if len(self._why) > self._blocks_max:
-            self._why.popitem(last=False)
+        self._why[key] = why
+        if len(self._why) > self._blocks_max:  # an eighth at once: this runs for every block that is evicted
+            for old in list(islice(self._why, self._blocks_max // 8 + 1)):
+                del self._why[old]
 
     def why(self, key: BlockKey) -> Miss:
         """The latest reason that is remembered; ABSENT for none."""
-        return self._why.get(key[-_TAIL_BYTES:], Miss.ABSENT)
+        return self._why.get(key, Miss.ABSENT)
 
     def __len__(self) -> int:
         return len(self._why)

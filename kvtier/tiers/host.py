@@ -26,6 +26,8 @@ from kvtier.tier import Miss, Pieces
 PRIORITY = 50
 """Of a block whose terms are not known, and of a class that names none."""
 
+PRIORITY_MAX = 100
+
 
 class State(Enum):
     FREE = "free"
@@ -247,13 +249,14 @@ class HostTier:
                 return False
             return scope is None or scope_of_key(key) == scope
 
-        levels = sorted(self._priorities)
+        levels = sorted(self._priorities) if len(self._priorities) > 1 else [priority]
         limit = priority
-        choices: list[tuple[BlockKey | None, int]] = [(newcomer, min(level, priority)) for level in levels]
-        if insist:
-            choices += [(None, level) for level in levels]
-        for claim, limit in choices:  # noqa: B007  `movable` reads it
-            if (victim := self.policy.victim(claim, movable)) is not None:
+        for limit in levels:
+            limit = min(limit, priority)
+            if (victim := self.policy.victim(newcomer, movable)) is not None:
+                return victim
+        for limit in [*levels, PRIORITY_MAX] if insist else ():  # noqa: B007
+            if (victim := self.policy.victim(None, movable)) is not None:
                 return victim
         return None
 
