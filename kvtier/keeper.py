@@ -239,7 +239,9 @@ class Keeper:
         """End a pin; whether there was one. Its blocks leave as others do from now on; with `drop`, those that nothing
         else keeps leave every tier at once."""
         async with self._turn:
+            now = self._time.read().stamp
             with self._manager.lock:
+                self._expire(now)
                 there = self.pins.get(name) is not None
                 freed = self.pins.delete(name)
                 for key in freed:
