@@ -1,6 +1,7 @@
 """A single-node Ceph RGW on loopback, from Debian's packages, without systemd: a second real server with opinions.
 
     apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common
+    python -m kvtier.testing.ceph FOLDER     starts it, prints how to reach it, stops it at the end of standard input
 
 One monitor, one OSD on a file, one gateway; cephx on (without it the gateway hangs). Takes about 20 seconds to start
 and a gigabyte of memory at its peak: for `make test-long`.
@@ -12,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from uuid import uuid4
@@ -180,3 +182,22 @@ rgw gc obj min wait = 30
 rgw gc processor period = 30
 rgw dns name = 127.0.0.1
 """
+
+
+def main(folder: Path) -> None:
+    """Serve from `folder` until standard input ends."""
+    absent = missing()
+    if absent:
+        raise SystemExit(f"not installed: {', '.join(absent)}; see the head of this file")
+    server = CephRGW(folder)
+    server.start()
+    try:
+        print(f"endpoint_url: {server.endpoint}")
+        print(f"AWS_ACCESS_KEY_ID={ACCESS_KEY} AWS_SECRET_ACCESS_KEY={SECRET_KEY}", flush=True)
+        sys.stdin.read()
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

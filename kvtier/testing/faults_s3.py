@@ -31,6 +31,7 @@ class S3Fault(StrEnum):
     STATUS_502 = "502 with a proxy's HTML page"
     STATUS_503 = "503 SlowDown"
     STATUS_504 = "504 without a body"
+    STATUS_507 = "507 InsufficientStorage"
     STATUS_429 = "429 TooManyRequests"
     STATUS_409 = "409 ConditionalRequestConflict"
     STATUS_412 = "412 although no condition failed"
@@ -350,6 +351,7 @@ class FaultyS3:
 _CANNED = {
     S3Fault.STATUS_500: (500, "InternalError"),
     S3Fault.STATUS_503: (503, "SlowDown"),
+    S3Fault.STATUS_507: (507, "InsufficientStorage"),
     S3Fault.STATUS_429: (429, "TooManyRequests"),
     S3Fault.STATUS_409: (409, "ConditionalRequestConflict"),
     S3Fault.STATUS_412: (412, "PreconditionFailed"),

@@ -23,7 +23,9 @@ DIRECT_BYTES = 16 << 10
 """Reads of at least so much are worth a URL of their own."""
 
 REFUSALS_MAX = 8
-"""After so many answers in a row that no library's request would get, this way is given up."""
+"""After so many answers in a row that are the fault of this way, it is given up for REST_S."""
+
+REST_S = 300.0
 
 _HEAD_BYTES_MAX = 64 << 10
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
@@ -39,7 +41,11 @@ def reachable(endpoint: str) -> bool:
     """Whether an endpoint speaks plain HTTP and no proxy stands before it. Pure, but for the proxies' settings, which
     are the standard library's."""
     parts = urlsplit(endpoint)
-    return parts.scheme == "http" and (not getproxies().get("http") or bool(proxy_bypass(parts.hostname or "")))
+    return (
+        parts.scheme == "http"
+        and endpoint.isascii()
+        and (not getproxies().get("http") or bool(proxy_bypass(parts.hostname or "")))
+    )
 
 
 def size_of(headers: Headers) -> int:
@@ -73,10 +79,11 @@ class Direct:
         self._read_s = read_s
         self._idle: list[_Line] = []
         self._refusals = 0
+        self._rests_until = 0.0
 
     @property
     def usable(self) -> bool:
-        return self._refusals < REFUSALS_MAX
+        return asyncio.get_running_loop().time() >= self._rests_until
 
     async def get(self, url: str, start: int, into: Sequence[memoryview]) -> Headers | None:
         """Fill `into` with the object's bytes from `start` on; the answer's headers, names in lower case.
@@ -122,6 +129,8 @@ class Direct:
         if headers is None:
             line.abort()
             self._refusals += status < 500 and status not in _NOT_THE_WAYS_FAULT
+            if self._refusals >= REFUSALS_MAX:
+                self._refusals, self._rests_until = 0, asyncio.get_running_loop().time() + REST_S
             return None
         self._refusals = 0
         if headers.get("connection", "").lower() == "close":

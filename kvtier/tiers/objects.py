@@ -33,9 +33,8 @@ from kvtier.tiers.deltas import Deltas
 from kvtier.tiers.finder import Finder
 from kvtier.tiers.loopthread import LoopThread
 from kvtier.tiers.remover import Remover
-from kvtier.tiers.strides import Names, default_stride, renewal_due
+from kvtier.tiers.strides import Names, default_stride
 from kvtier.tiers.sweeper import Sweeper
-from kvtier.tiers.unit_index import Unit
 from kvtier.tiers.unit_store import UnitStore
 
 FRESH_S = 45.0
@@ -43,6 +42,9 @@ FRESH_S = 45.0
 
 RETRY_S = 2.0
 """After the server could not be reached, calls fail at once for about this long."""
+
+RENEW_S = 30.0
+"""Between two looks at which uses are worth telling the server of."""
 
 OPEN_S = 10.0
 CHORES_S = 30.0
@@ -99,6 +101,7 @@ class ObjectTier:
         self._started = False
         self._synced = float("-inf")
         self._retry_at = float("-inf")
+        self._renew_at = clock.monotonic() + RENEW_S
         self.problem = ""
 
     def __repr__(self) -> str:
@@ -148,9 +151,9 @@ class ObjectTier:
         await self._store.bucket.close()
 
     def _begin_chores(self) -> None:
-        """Publish, sweep and learn beside the caller's work when it is time to; each never twice at once."""
-        if self._deltas.publishing_due or self._sweeper.due:
-            self._chores = self._beside(self._chores, self._publish_and_sweep)
+        """Publish, renew, sweep and learn beside the caller's work when it is time to; each never twice at once."""
+        if self._deltas.publishing_due or self._sweeper.due or self._clock.monotonic() >= self._renew_at:
+            self._chores = self._beside(self._chores, self._do_chores)
         if self._deltas.polling_due:
             self._lessons = self._beside(self._lessons, self._deltas.poll)
 
@@ -166,9 +169,12 @@ class ObjectTier:
             return last
         return asyncio.get_running_loop().create_task(bounded())
 
-    async def _publish_and_sweep(self) -> None:
+    async def _do_chores(self) -> None:
         if self._deltas.publishing_due:
             await self._deltas.publish()
+        if self._clock.monotonic() >= self._renew_at:
+            self._renew_at = self._clock.monotonic() + RENEW_S
+            await self._store.renew_used()
         if self._sweeper.due:
             await self._sweeper.page()
 
@@ -369,31 +375,18 @@ class ObjectTier:
         self._store.index.touch(keys, now)
 
     async def flush(self, deadline: float) -> None:
-        """Renew what was used and is due, and tell other replicas what was written."""
+        """Renew what was used and is due, and tell other replicas what was written. What is late stays to be done."""
         self._usable()
-        now = self._clock.wall()
-        due = [unit for unit in self._store.index.take_touched() if renewal_due(unit.life, unit.renewed, now)]
-        try:
-            await self._within(deadline, self._flush(due))
-        except TimeoutError:
-            self._store.index.touch([unit.last for unit in due], now)  # for the next flush
-        except asyncio.CancelledError:
-            self._store.index.touch([unit.last for unit in due], now)
-            raise
+        with contextlib.suppress(TimeoutError):
+            await self._within(deadline, self._flush())
 
-    async def _flush(self, due: Sequence[Unit]) -> None:
+    async def _flush(self) -> None:
         if self._chores is not None and not self._chores.done():
             await asyncio.wait([self._chores])  # it may hold what is to be published
-        if due or self._deltas.pending:
+        if self._store.index.touched() or self._deltas.pending:
             await self._ready()
-            done = await asyncio.gather(
-                self._deltas.publish(),
-                *(self._store.renew(unit, unit.life.last_use) for unit in due),
-                return_exceptions=True,
-            )
-            for outcome in done:
-                if isinstance(outcome, BaseException):
-                    raise outcome
+            await self._deltas.publish()
+            await self._store.renew_used()
 
     # -- leaving --------------------------------------------------------------------------------------------------
 

@@ -155,8 +155,9 @@ def born(life: Lifetime) -> float:
     return max((stamp.created for stamp in life.stamps), default=0.0)
 
 
-def renewal_due(life: Lifetime, renewed: float, now: float) -> bool:
-    """Whether a use at `now` is worth a write: at most once per half the ttl of the stamp that ends last."""
+def renewal_time(life: Lifetime, renewed: float, now: float) -> float:
+    """When a use is worth a write: at most once per half the ttl of the stamp that ends last. inf: never, since the
+    life is over, or does not hang on its use."""
     alive = [stamp for stamp in life.stamps if stamp.alive(life.last_use, now)]
     longest = max(alive, key=lambda stamp: stamp.ends(life.last_use), default=None)
-    return longest is not None and longest.ttl is not None and now - renewed >= longest.ttl / 2
+    return math.inf if longest is None or longest.ttl is None else renewed + longest.ttl / 2

@@ -149,11 +149,17 @@ class UnitIndex:
                 self._by_last.move_to_end(last)
                 self._touched.add(last)
 
-    def take_touched(self) -> list[Unit]:
-        """UnitIndex used since the last call."""
+    def touched(self) -> list[Unit]:
+        """Units with uses that the server has not been told of."""
         with self._lock:
-            touched, self._touched = self._touched, set()
-            return [self._by_last[last] for last in touched if last in self._by_last]
+            return [self._by_last[last] for last in self._touched]
+
+    def told(self, last: BlockKey, used: float) -> None:
+        """The server knows of this unit's uses until `used`, or need not."""
+        with self._lock:
+            unit = self._by_last.get(last)
+            if unit is None or unit.life.last_use <= used:
+                self._touched.discard(last)
 
     def miss(self, last: BlockKey, until: float) -> None:
         """A probe found nothing to serve there: do not ask again before monotonic `until`."""

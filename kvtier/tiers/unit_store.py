@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from kvtier.tier import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.bucket import LIST_PAGE, Patient, Stat
 from kvtier.tiers.bucket_url import Limits
 from kvtier.tiers.pins import SharedPins
-from kvtier.tiers.strides import Names, born, common_life, renewal_due, runs
+from kvtier.tiers.strides import Names, born, common_life, renewal_time, runs
 from kvtier.tiers.unit_index import Unit, UnitIndex
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ TRUST_S = 60.0
 """How long the index alone may say "already there" to a writer."""
 
 REWRITES_MAX = 3
+RENEWALS = 4
+"""Renewals at once: a use that is recorded a little later is as good."""
+
+_SLICE = 500
 
 
 class UnitStore:
@@ -53,6 +58,7 @@ class UnitStore:
         self._clock = clock
         self._gate = asyncio.Semaphore(limits.concurrency)
         self._probes = asyncio.Semaphore(4 * limits.concurrency)
+        self._renewals = asyncio.Semaphore(RENEWALS)
         unit_bytes = float(stride * block_bytes)
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, unit_bytes))
         self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, unit_bytes))
@@ -250,7 +256,7 @@ class UnitStore:
         """The unit was stored again: that is a use. It is there even if the server cannot be told of it now."""
         now = self._clock.wall()
         self.index.touch([unit.last], now)
-        if renewal_due(unit.life, unit.renewed, now):
+        if renewal_time(unit.life, unit.renewed, now) <= now:
             with contextlib.suppress(TierError):
                 await self.renew(unit, now)
 
@@ -301,18 +307,38 @@ class UnitStore:
             life,
         )
 
+    async def renew_used(self) -> None:
+        """Tell the server of the uses that are worth a write by now; the others wait for their time. Raises TierError
+        if one could not be told; it comes again."""
+        now, due = self._clock.wall(), []
+        for count, unit in enumerate(self.index.touched()):
+            at = renewal_time(unit.life, unit.renewed, now)
+            if at <= now:
+                due.append(unit)
+            elif at == math.inf:
+                self.index.told(unit.last, math.inf)
+            if count % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)  # look-ups share this loop
+        for failed in await asyncio.gather(
+            *(self.renew(unit, unit.life.last_use) for unit in due), return_exceptions=True
+        ):
+            if failed is not None:
+                raise failed
+
     async def renew(self, unit: Unit, used: float) -> None:
         """Tell the server of a use: by a copy of the object onto itself, or by writing it again."""
         name = self.names.unit(unit.last)
-        if self.bucket.renewable:
-            stat = await self.bucket.renew(name, unit.etag, used)
-        else:
-            stat = await self._rewrite(unit, used)
+        async with self._renewals:
+            if self.bucket.renewable:
+                stat = await self.bucket.renew(name, unit.etag, used)
+            else:
+                stat = await self._rewrite(unit, used)
         if stat is None or stat.size != unit.size:
             self.index.drop(unit.last)
             return
         self.renewed += 1
         self.index.put(replace(unit, etag=stat.etag, renewed=used))
+        self.index.told(unit.last, used)
 
     async def _rewrite(self, unit: Unit, used: float) -> Stat | None:
         """The same payload under a header with the unit's present life; None if it is not there as it should be."""

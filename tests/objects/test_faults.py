@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -122,9 +124,7 @@ _SLOW = (S3Fault.STALL, S3Fault.STALL_BODY, S3Fault.SLOW_BODY)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(
-    "verb", ["get", "put", "head", "delete", *(pytest.param(v, marks=pytest.mark.long) for v in ("list", "copy"))]
-)
+@pytest.mark.parametrize("verb", ["get", "put", "head", "delete", "list", pytest.param("copy", marks=pytest.mark.long)])
 async def test_every_fault_once(scene: Scene, verb: str) -> None:
     """One request fails: the second attempt, or a miss; then all is well."""
     for _, fault in every_fault([verb]):
@@ -169,6 +169,23 @@ async def test_a_mix_of_faults_never_gives_a_wrong_byte(scene: Scene) -> None:
         await scene.healthy(chain)
 
 
+@pytest.mark.long
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("seed", range(40))
+async def test_storms_of_faults(scene: Scene, seed: int) -> None:
+    """Some faults at once and often, chosen by the seed; then all is well."""
+    rng = random.Random(seed)
+    chosen = rng.sample([pair for pair in every_fault() if pair[1] not in _SLOW], 8)
+    chain = scene.prompt()
+    scene.server.rules = [S3Rule(verb, fault, rate=rng.uniform(0.1, 0.5)) for verb, fault in chosen]
+    await scene.use(chain)
+    await scene.use(chain)
+    scene.server.rules = []
+    await scene.healthy(chain)
+    scene.writer.check()
+    scene.reader.check()
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_without_faults_everything_comes_back(scene: Scene) -> None:
     """The control: the same calls on a healthy server lose nothing."""
@@ -190,3 +207,24 @@ async def test_a_failed_purge_is_heard_of_and_holds_here(scene: Scene) -> None:
         await scene.reader.purge(tenant, scene.clock.wall())
     scene.server.rules = []
     assert await scene._read_into(chain)() == 0
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+async def test_a_server_whose_name_nobody_knows_costs_no_more_than_the_deadline(client: str) -> None:
+    clock = VirtualClock()
+    options = {"endpoint_url": "http://nobody.invalid:1", "key": "k", "secret": "s"}
+    tier = ObjectTier("s3://bucket", NS, clock=clock, stride=S, options=options, client=client, seed=1)  # type: ignore[arg-type]
+    began = time.monotonic()
+    await tier.open()
+    chain = chain_of(NS, S)
+    targets = [Target(i, (memoryview(bytearray(NS.block_bytes)),)) for i in range(S)]
+    for call in (
+        lambda deadline: tier.lookup(chain, range(S), deadline),
+        lambda deadline: tier.read(chain, targets, deadline),
+        lambda deadline: tier.write(seal(chain, range(S), NS.block_bytes, clock.wall()), deadline),
+    ):
+        with contextlib.suppress(TierError):
+            results = await call(clock.monotonic() + DEADLINE_S)
+            assert not {None, Stored.STORED} & {*results} and not any(isinstance(r, Loaded) for r in results)
+    await tier.close(clock.monotonic() + 1)
+    assert time.monotonic() - began < 30

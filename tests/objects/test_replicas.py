@@ -244,6 +244,32 @@ async def test_a_renewed_unit_is_not_swept(site: Site) -> None:
     assert site.units() == 1
 
 
+async def heartbeat(tier: ObjectTier) -> None:
+    """What the manager does every few seconds, and the chores that it sets off."""
+    await tier.tombstones()
+    assert tier._chores is not None
+    await tier._run(asyncio.wait_for(asyncio.shield(tier._chores), 30))
+
+
+async def test_uses_reach_the_server_without_a_flush(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    used, idle = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
+    await site.store(one, used, ttl=300)
+    await site.store(one, idle, ttl=300)
+    site.clock.advance(100)
+    one.touch(used, site.clock.wall())
+    await heartbeat(one)
+    assert one.counters()["renewed_units"] == 0, "not worth a write yet"
+    site.clock.advance(100)
+    await heartbeat(one)
+    assert one.counters()["renewed_units"] == 1, "the use of a hundred seconds ago"
+    site.clock.advance(190)
+    assert all(isinstance(r, Loaded) for r in await site.read(two, used))
+    assert not any(isinstance(r, Loaded) for r in await site.read(two, idle)), "the control: nobody used it"
+    site.clock.advance(15)
+    assert not any(isinstance(r, Loaded) for r in await site.read(two, used)), "ttl after its last use"
+
+
 async def test_old_deltas_are_swept(site: Site) -> None:
     one = await site.replica()
     await site.store(one, chain_of(NS, S))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvtier.block import BlockKey, Scope
@@ -78,7 +80,7 @@ def test_a_tombstone_over_one_block_covers_its_unit() -> None:
 
 def test_renewal_is_due_once_per_half_ttl() -> None:
     life = Lifetime(1000, (Stamp(0, 600, None, Depth.G4),))
-    assert not strides.renewal_due(life, renewed=1000, now=1299)
-    assert strides.renewal_due(life, renewed=1000, now=1300)
-    assert not strides.renewal_due(life, renewed=1000, now=1601), "what is dead is not revived"
-    assert not strides.renewal_due(Lifetime(0, (Stamp(0, None, None, Depth.G4),)), 0, 1e9), "nothing to renew"
+    assert strides.renewal_time(life, renewed=1000, now=1299) == 1300
+    assert strides.renewal_time(life, renewed=1000, now=1601) == math.inf, "what is dead is not revived"
+    endless = Lifetime(0, (Stamp(0, None, None, Depth.G4),))
+    assert strides.renewal_time(endless, 0, 1e9) == math.inf, "nothing to renew"
