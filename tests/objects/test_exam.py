@@ -35,6 +35,13 @@ def test_a_good_server_is_found_good(seaweedfs: S3Server, client: str) -> None:
     assert levels(good) == {"g4": "ok", "g4 clock": "ok", "g4 break-even": "ok"}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_ceph_is_found_good(ceph: S3Server, client: str) -> None:
+    good = config(f"{ceph.new_bucket()}/p", ceph.options, g4={"client": client})
+    assert set(levels(good).values()) == {"ok"}, levels(good)
+
+
 def test_a_directory_is_found_good(tmp_path: Path) -> None:
     assert set(levels(config(f"file://{tmp_path}/g4")).values()) == {"ok"}
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing stays"

@@ -270,6 +270,23 @@ async def test_uses_reach_the_server_without_a_flush(site: Site) -> None:
     assert not any(isinstance(r, Loaded) for r in await site.read(two, used)), "ttl after its last use"
 
 
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+async def test_a_use_is_recorded_by_a_copy_not_by_the_bytes(site: Site, client: str) -> None:
+    with FaultyS3().running() as server:
+        one = await site.replica("s3://bucket/p", options=server.options, client=client)
+        chain = chain_of(NS, S)
+        await site.store(one, chain, ttl=300)
+        await one.flush(site.deadline)
+        before = server.requests.copy()
+        site.clock.advance(200)
+        one.touch(chain, site.clock.wall())
+        await one.flush(site.deadline)
+        asked = server.requests - before
+        assert asked["copy"] == 1 and not asked["put"] and not asked["get"]
+        await one.close(site.deadline)
+        site.tiers.clear()
+
+
 async def test_old_deltas_are_swept(site: Site) -> None:
     one = await site.replica()
     await site.store(one, chain_of(NS, S))
