@@ -1,7 +1,8 @@
 """Deleting what nobody may be served any more: a page at a time, from a random place, without any lease.
 
 Every replica walks the namespace in the order of names, each from a place of its own and slowly; together they see
-everything. Deleting twice is harmless, and a unit that is deleted although it was renewed a moment ago is a miss.
+everything. Deleting twice is harmless. What is deleted is the version that was found dead, so that a unit which is
+being written anew stays.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 from kvtier.block import BlockKey
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError
-from kvtier.expiry import deletion_time
 from kvtier.terms import Depth
 from kvtier.tier import Miss
 from kvtier.tiers.bucket import Stat, first_page
 from kvtier.tiers.deltas import Deltas
+from kvtier.tiers.unit_index import Unit
 from kvtier.tiers.unit_store import UnitStore
 
 SWEEP_S = 60.0
@@ -74,12 +75,11 @@ class Sweeper:
         unknown = [(last, stat) for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
         await self._renew_kept(unknown)
         unknown = [(last, stat) for last, stat in unknown if not self._alive(last)][:headers_max]
-        dead = await asyncio.gather(*(self._dead(last, stat.size) for last, stat in unknown))
-        doomed = [(last, stat) for (last, stat), gone in zip(unknown, dead, strict=True) if gone]
-        await self._store.delete([last for last, _ in doomed])
-        self.swept.units += len(doomed)
-        self.swept.blocks += sum(self._store.blocks_in(stat.size) for _, stat in doomed)
-        self.swept.bytes += sum(stat.size for _, stat in doomed)
+        for unit in await asyncio.gather(*(self._sweep(last, stat.size) for last, stat in unknown)):
+            if unit is not None:
+                self.swept.units += 1
+                self.swept.blocks += unit.blocks
+                self.swept.bytes += unit.size
         self._cursor = unknown[-1][1].name if len(unknown) == headers_max else page[-1].name if page else ""
         if not page:
             self.swept.deltas += await self._deltas.sweep()
@@ -110,15 +110,13 @@ class Sweeper:
         known = self._store.index.get(last)
         return known is not None and self._store.why_not(known, self._clock.wall()) is None
 
-    async def _dead(self, last: BlockKey, size: int) -> bool:
-        """By the header that is there now. What cannot be read is left to whoever asks for it by name."""
+    async def _sweep(self, last: BlockKey, size: int) -> Unit | None:
+        """Delete a unit that is dead by the header that is there now, in that very version: somebody may be writing it
+        anew. What cannot be read is left to whoever asks for it by name."""
         try:
             unit = await self._store.header_of(last, size)
         except CorruptError:
-            return False
-        if unit is None:
-            return False
-        now = deletion_time(self._clock)
-        if now is None or any(stamp.created > now for stamp in unit.life.stamps):
-            return False  # ours or its writer's clock is wrong: whose, is not for a sweeper to decide
-        return self._store.why_not(unit, now - GRACE_S) in (Miss.EXPIRED, Miss.PURGED)
+            return None
+        if unit is None or self._store.why_not(unit, self._clock.wall() - GRACE_S) not in (Miss.EXPIRED, Miss.PURGED):
+            return None
+        return unit if await self._store.discard(unit) else None

@@ -364,6 +364,14 @@ class UnitStore:
                 self.index.drop(last)
             await self.bucket.delete_many([self.names.unit(last) for last in some])
 
+    async def discard(self, unit: Unit) -> bool:
+        """Delete this very version of a unit; whether it was there."""
+        known = self.index.get(unit.last)
+        if known is not None and known.etag == unit.etag:
+            self.index.drop(unit.last)
+        async with self._renewals:
+            return await self.bucket.delete(self.names.unit(unit.last), unit.etag)
+
     def blocks_in(self, size: int) -> int:
         """How many blocks an object of `size` bytes holds; 0 if it is no whole frame."""
         guess = min(size // self._block_bytes, COUNT_MAX)
