@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvtier.bench.curves import Reuse
 from kvtier.bench.traces import Request, Trace
-from kvtier.bench.worth import MONTH_S, PRICES, SPEEDS_GB_S, Assumptions
+from kvtier.bench.worth import MONTH_S, Assumptions
 from kvtier.errors import InvalidRequest
 
 SSD_SHARE = 0.5
@@ -21,7 +20,7 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A capacity and what it serves. `peak_gb_s`: bytes served per second in the busiest hour."""
+    """A capacity and what it serves. `gpu_hours_per_day`: for the prefill that is left."""
 
     size_gb: float
     hit_percent: float
@@ -44,18 +43,21 @@ class CapacityPlan:
     reasons: tuple[str, ...]
 
 
-def plan_capacity(trace: Trace, given: Assumptions, ttl: float, budget: float | None = None) -> CapacityPlan:
+def plan_capacity(
+    trace: Trace, given: Assumptions, ttl: float, budget: float | None = None, scale: float = 1.0
+) -> CapacityPlan:
     """The curve, and the sizes of G2 and G3 that cost least in all, or as much as `budget` ($ per month) allows.
 
-    Seconds for millions of references. Raises InvalidRequest for a budget that buys not one block.
+    `scale`: how many sessions like it each one of the trace stands for. Seconds for millions of references. Raises
+    InvalidRequest for a budget that buys not one block.
     """
     reuse = Reuse(trace)
-    block_gb = trace.block_tokens * given.shape.bytes_per_token / 1e9
+    block_gb = trace.block_tokens * given.shape.bytes_per_token / 1e9 * scale
     sizes = _sizes(trace.unique)
     served = {blocks: float(reuse.served(blocks, ttl).sum()) for blocks in sizes}
     most = served[sizes[-1]]
     days = max(trace.span_s, 1.0) / 86_400
-    seconds = trace.block_tokens / given.shape.prefill_tokens_s
+    seconds = trace.block_tokens / given.shape.prefill_tokens_s * scale
 
     def gpu_hours(blocks: int) -> float:
         return (trace.references - served[blocks]) * seconds / 3600 / days
@@ -74,17 +76,17 @@ def plan_capacity(trace: Trace, given: Assumptions, ttl: float, budget: float | 
         for share in TARGETS
     }
     month = MONTH_S / 86_400 * given.gpu_hour
-    costs = {blocks: gpu_hours(blocks) * month + blocks * block_gb * PRICES["g3"] for blocks in sizes}
-    affordable = [b for b in sizes if budget is None or b * block_gb * PRICES["g3"] <= budget]
+    costs = {blocks: gpu_hours(blocks) * month + blocks * block_gb * given.ssd_price for blocks in sizes}
+    affordable = [b for b in sizes if budget is None or b * block_gb * given.ssd_price <= budget]
     if not affordable:
         raise InvalidRequest(f"a budget of {budget:g} $ a month buys not one block of {block_gb:.3f} GB")
     disk = min(affordable, key=costs.__getitem__)
-    memory = _memory(trace, reuse, sizes, disk, ttl, block_gb)
+    memory = _memory(trace, reuse, sizes, disk, ttl, block_gb, SSD_SHARE * given.ssd_read_gb_s)
     why = [
         f"G3: {'within the budget, ' if budget is not None else ''}the size at which storage and the prefill that is "
         "left cost least together",
         f"G2: the smallest that keeps the busiest hour's reads below {100 * SSD_SHARE:g} % of an SSD of "
-        f"{SPEEDS_GB_S['g3']:g} GB/s",
+        f"{given.ssd_read_gb_s:g} GB/s",
     ]
     return CapacityPlan(
         reachable_percent=round(100 * most / trace.references, 3),
@@ -96,8 +98,8 @@ def plan_capacity(trace: Trace, given: Assumptions, ttl: float, budget: float | 
         cost={
             "gpu_nothing_kept": round(trace.references * seconds / 3600 / days * month, 2),
             "gpu_left": round(gpu_hours(disk) * month, 2),
-            "g2": round(memory * block_gb * PRICES["g2"], 2),
-            "g3": round(disk * block_gb * PRICES["g3"], 2),
+            "g2": round(memory * block_gb * given.ram_price, 2),
+            "g3": round(disk * block_gb * given.ssd_price, 2),
         },
         reasons=tuple(why),
     )
@@ -110,8 +112,10 @@ def _sizes(unique: int) -> list[int]:
     return sorted({max(1, min(unique, round(size))) for size in steps} | {unique})
 
 
-def _memory(trace: Trace, reuse: Reuse, sizes: Sequence[int], disk: int, ttl: float, block_gb: float) -> int:
-    """Blocks of RAM that keep what the SSD has to deliver in the busiest hour within its bandwidth."""
+def _memory(
+    trace: Trace, reuse: Reuse, sizes: Sequence[int], disk: int, ttl: float, block_gb: float, bandwidth: float
+) -> int:
+    """Blocks of RAM that keep what the SSD has to deliver in the busiest hour within `bandwidth`, in GB/s."""
     import numpy as np
 
     hour = np.array([int(request.at // 3600) for request in trace.requests], dtype=np.int64)
@@ -119,9 +123,14 @@ def _memory(trace: Trace, reuse: Reuse, sizes: Sequence[int], disk: int, ttl: fl
     whole = reuse.served(disk, ttl)
     for blocks in sizes:
         below = np.maximum(whole - reuse.served(blocks, ttl), 0)
-        if np.bincount(hour, weights=below).max() * block_gb / length <= SSD_SHARE * SPEEDS_GB_S["g3"]:
+        if np.bincount(hour, weights=below).max() * block_gb / length <= bandwidth:
             return min(blocks, disk)
     return disk
+
+
+RATES_BLOCK_TOKENS = 512
+REFERENCES_MAX = 2_000_000
+"""Of a workload made from rates: more sessions than that are a sample, and count for so many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +145,32 @@ class Rates:
     pause_s: float = 120.0
     hours: float = 24.0
 
-    def trace(self, block_tokens: int = 512, seed: int = 1) -> Trace:
-        """Sessions at random over the time, pauses drawn from an exponential distribution. Deterministic."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        if any(not value > 0 for name, value in values.items() if name != "shared_tokens"):
-            raise InvalidRequest(f"rates must be positive, got {values}")
+    @property
+    def scale(self) -> float:
+        """How many sessions each one of `trace` stands for: 1, unless there are more than REFERENCES_MAX allow."""
+        return max(1.0, self.sessions_per_hour * self.hours / self._sessions_max)
+
+    @property
+    def _sessions_max(self) -> int:
+        blocks = (self.prompt_tokens + self.turn_tokens * self.turns / 2) / RATES_BLOCK_TOKENS
+        return max(1, int(REFERENCES_MAX / (self.turns * max(1.0, blocks))))
+
+    def trace(self, seed: int = 1) -> Trace:
+        """Sessions at random over the time, pauses drawn from an exponential distribution. Deterministic.
+
+        Raises InvalidRequest for what cannot be, and for sessions too long to try a hundred of them.
+        """
+        block_tokens = RATES_BLOCK_TOKENS
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not (value > 0 or (name == "shared_tokens" and value == 0)) or value == float("inf"):
+                raise InvalidRequest(f"{name.replace('_', '-')} must be positive, got {value}")
+        if self._sessions_max < 100:
+            raise InvalidRequest(f"{self.turns} turns of {self.turn_tokens} tokens: sessions are too long to be tried")
         rng = random.Random(seed)
         shared = list(range(min(self.shared_tokens, self.prompt_tokens) // block_tokens))
         fresh, requests = len(shared), []
-        for session in range(max(1, round(self.sessions_per_hour * self.hours))):
+        for session in range(max(1, round(self.sessions_per_hour * self.hours / self.scale))):
             at, blocks, tokens = rng.uniform(0, self.hours * 3600), list(shared), self.prompt_tokens
             for _ in range(self.turns):
                 while len(blocks) < tokens // block_tokens:

@@ -51,6 +51,9 @@ class Assumptions:
     drive_writes_per_day: float = 1.0  # rated over `drive_years`
     drive_years: float = 5.0
     latency_s: float = 0.02  # of scheduling, with or without a cache
+    ram_price: float = PRICES["g2"]  # $ per GB and month, as are those in PRICES
+    ssd_price: float = PRICES["g3"]
+    ssd_read_gb_s: float = SPEEDS_GB_S["g3"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import typer
 from kvtier.bench.capacity import CapacityPlan, Rates, plan_capacity
 from kvtier.bench.shapes import Shape, shape_of
 from kvtier.bench.traces import load_trace
-from kvtier.bench.worth import Assumptions
+from kvtier.bench.worth import PRICES, SPEEDS_GB_S, Assumptions
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
 from kvtier.terms import parse_duration
@@ -31,9 +31,14 @@ def plan(
     model: Annotated[
         str, typer.Option(help="Model shape: llama-3.1-8b, llama-3.1-70b or deepseek-v3.")
     ] = "llama-3.1-8b",
-    bytes_per_token: Annotated[int | None, typer.Option(help="KV bytes per token, instead of the shape's.")] = None,
-    prefill_rate: Annotated[float | None, typer.Option(help="Tokens/s that a GPU prefills.")] = None,
-    gpu_hour: Annotated[float, typer.Option(help="$ per GPU-hour.")] = 3.0,
+    bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, help="KV bytes per token, instead of the shape's.")
+    ] = None,
+    prefill_rate: Annotated[float | None, typer.Option(min=1, help="Tokens/s that a GPU prefills.")] = None,
+    gpu_hour: Annotated[float, typer.Option(min=0, help="$ per GPU-hour.")] = 3.0,
+    ram_price: Annotated[float, typer.Option(min=0, help="$ per GB of RAM and month.")] = PRICES["g2"],
+    ssd_price: Annotated[float, typer.Option(min=0, help="$ per GB of SSD and month.")] = PRICES["g3"],
+    ssd_read: Annotated[float, typer.Option(min=0.01, help="GB/s that the SSD reads.")] = SPEEDS_GB_S["g3"],
     ttl: Annotated[str, typer.Option(help="Retention.")] = "24h",
     budget: Annotated[float | None, typer.Option(help="$ per month for G3 at most.")] = None,
     json: Json = False,
@@ -43,13 +48,14 @@ def plan(
         raise InvalidRequest("give --trace FILE or --sessions-per-hour N")
     began = time.perf_counter()
     if trace is not None:
-        loaded = load_trace(trace)
+        loaded, scale = load_trace(trace), 1.0
     else:
         rates = Rates(sessions_per_hour or 0, turns, prompt_tokens, shared_tokens, turn_tokens, parse_duration(pause))
-        loaded = rates.trace()
+        loaded, scale = rates.trace(), rates.scale
     known = shape_of(model)
     shape = Shape(model, bytes_per_token or known.bytes_per_token, prefill_rate or known.prefill_tokens_s)
-    made = plan_capacity(loaded, Assumptions(shape, gpu_hour), parse_duration(ttl), budget)
+    given = Assumptions(shape, gpu_hour, ram_price=ram_price, ssd_price=ssd_price, ssd_read_gb_s=ssd_read)
+    made = plan_capacity(loaded, given, parse_duration(ttl), budget, scale)
     spent = round(time.perf_counter() - began, 2)
     if json:
         write_json(

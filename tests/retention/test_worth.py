@@ -116,12 +116,27 @@ def test_a_budget_bounds_the_ssd(made: Callable[..., Trace]) -> None:
 
 
 def test_rates_make_a_trace() -> None:
-    trace = Rates(sessions_per_hour=20, turns=4, hours=2.0).trace(block_tokens=512)
-    assert trace == Rates(sessions_per_hour=20, turns=4, hours=2.0).trace(block_tokens=512)
+    trace = Rates(sessions_per_hour=20, turns=4, hours=2.0).trace()
+    assert trace == Rates(sessions_per_hour=20, turns=4, hours=2.0).trace()
     assert len(trace.requests) == 40 * 4
     assert {r.blocks[0] for r in trace.requests} == {0}  # what all sessions share
-    with pytest.raises(InvalidRequest, match="positive"):
-        Rates(sessions_per_hour=0).trace()
+    for wrong in ({"sessions_per_hour": 0}, {"sessions_per_hour": float("nan")}, {"turns": -1}, {"pause_s": 0.0}):
+        with pytest.raises(InvalidRequest, match=f"{next(iter(wrong)).replace('_', '-')} must be positive"):
+            Rates(**({"sessions_per_hour": 5.0} | wrong)).trace()  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="too long to be tried"):
+        Rates(sessions_per_hour=5, turns=10_000).trace()
+
+
+def test_many_sessions_are_planned_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = Rates(sessions_per_hour=400, turns=5, hours=4.0)
+    whole = plan_capacity(rates.trace(), GIVEN, float("inf"), scale=rates.scale)
+    monkeypatch.setattr("kvtier.bench.capacity.REFERENCES_MAX", 8000)
+    trace = rates.trace()
+    assert rates.scale > 5 and trace.references < 10_000
+    part = plan_capacity(trace, GIVEN, float("inf"), scale=rates.scale)
+    assert part.hit_percent == pytest.approx(whole.hit_percent, abs=2)
+    assert part.footprint_gb == pytest.approx(whole.footprint_gb, rel=0.1)
+    assert part.cost["gpu_nothing_kept"] == pytest.approx(whole.cost["gpu_nothing_kept"], rel=0.1)
 
 
 def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,3 +149,12 @@ def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan"])
     assert done.value.code == 2
     assert "--trace FILE or --sessions-per-hour" in capsys.readouterr().err
+
+
+def test_prices_move_the_advice(made: Callable[..., Trace]) -> None:
+    trace = made(4)
+    given = Assumptions(Shape("large", 10_000_000, 1000.0))
+    cheap, dear = (plan_capacity(trace, replace(given, ssd_price=p), float("inf")) for p in (0.01, 1000.0))
+    assert cheap.sizes_gb["g3"] > dear.sizes_gb["g3"] and cheap.hit_percent > dear.hit_percent
+    slow, fast = (plan_capacity(trace, replace(given, ssd_read_gb_s=s), float("inf")) for s in (0.001, 1000.0))
+    assert slow.sizes_gb["g2"] > fast.sizes_gb["g2"]
