@@ -42,8 +42,9 @@ class Demoter:
         self._tiers: Mapping[str, Metered] = manager.lower
         self._nearest = next(iter(manager.lower.values()), None)
         self.queues = {name: self._queue_for(tier, settings) for name, tier in manager.lower.items()}
-        deepest = next((tier for tier in manager.lower.values() if tier.stride > 1), None)
-        self._feeder = Feeder(manager, deepest, self.queues[deepest.name], clock) if deepest is not None else None
+        last = next(reversed(manager.lower.values()), None)
+        self._fed = None if last is None or (last is self._nearest and last.stride == 1) else last
+        self._feeder = Feeder(manager, self._fed, self.queues[self._fed.name], clock) if self._fed is not None else None
         self.admission = Admission(settings.store_threshold, settings.min_prefix_blocks)
         self.durable: Counter[str] = Counter()  # blocks by tier
         self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of room in its queue
@@ -211,7 +212,7 @@ class Demoter:
         self._release([slot for slot in batch.slots if isinstance(slot, Slot)])
         if self._feeder is None:
             return
-        if tier.stride > 1:
+        if tier is self._fed:
             self._feeder.answered(batch)
         elif durable:
             self._feeder.offer(batch.chain, batch.slots[-1].index + 1)

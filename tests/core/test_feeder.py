@@ -76,3 +76,16 @@ async def test_moving_a_block_down_does_not_renew_it(used: bool) -> None:
     clock.advance(150)
     assert await manager.match(chain) == (5 if used else 0)
     await manager.close()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+async def test_the_deepest_tier_is_fed_whatever_its_stride(stride: int) -> None:
+    """Blocks of more than half a stride's bytes are a unit each."""
+    clock = VirtualClock()
+    host = HostTier(Arena(BLOCK, 1, 8 * BLOCK), make_policy("lru", 8))
+    lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=stride)]
+    manager = Manager(host, lower, clock, Settings(queue_fraction=1.0))
+    await manager.start()
+    store(manager, chain_of(NS, 4))
+    assert (await manager.flush(clock.monotonic() + 10)).durable == {"g3": 4, "g4": 4}
+    await manager.close()
