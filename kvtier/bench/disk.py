@@ -130,13 +130,17 @@ class Bench:
         return await self._all(self._put_batch)
 
     async def _put_batch(self, batch: int, lane: int) -> None:
+        sealed = await asyncio.to_thread(self._seal, batch, lane)  # as write-behind does
+        stored = await self.tier.write(sealed, self._clock.monotonic() + DEADLINE_S)
+        assert stored == [Stored.STORED] * len(sealed), set(stored)
+
+    def _seal(self, batch: int, lane: int) -> list[Sealed]:
         life = Lifetime.of(BUILTIN["24h"], self._clock.wall())
         sealed = []
         for number, (key, block) in enumerate(zip(self.chain(batch), self._blocks(lane), strict=True)):
             block[:48] = key
             sealed.append(Sealed(key, number, digest_of([block]), (block,), life))
-        stored = await self.tier.write(sealed, self._clock.monotonic() + DEADLINE_S)
-        assert stored == [Stored.STORED] * len(sealed), set(stored)
+        return sealed
 
     async def get(self) -> Pass:
         """The whole generation from the tier."""

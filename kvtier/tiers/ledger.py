@@ -126,6 +126,12 @@ class Ledger:
         self._order = txn.cursor()
         self._now = 0.0  # wall time of the last verb that was told it
         self._keeps = next(rows(txn, KEPT_KEY), None) is not None
+        # What was found out once in this transaction: every question to LMDB gives up the interpreter lock.
+        self._purged: dict[bytes, float] = {}
+        self._without_free: set[int] = set()  # classes without a free slot
+        self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
+        self._grown_out = False  # no segment is left to be given to a class
+        self._only: int | None = None  # the class of all lines in `order`, where there is but one
 
     def save(self) -> None:
         """Write what was kept in memory."""
@@ -285,12 +291,16 @@ class Ledger:
 
     def bury(self, scoped: bytes, before: float) -> None:
         """Set the tombstone of namespace ‖ scope; it only ever moves forward."""
-        if before > purged_until(self._txn, scoped):
+        if before > self.purged_until(scoped):
             self._txn.put(PURGED_KEY + scoped, _TIME.pack(before))
+            self._purged[scoped] = before
 
     def purged_until(self, name: bytes) -> float:
         """The time of the tombstone that a block's name falls under; -inf for none."""
-        return purged_until(self._txn, name[:_SCOPED])
+        scoped = name[:_SCOPED]
+        if scoped not in self._purged:
+            self._purged[scoped] = purged_until(self._txn, scoped)
+        return self._purged[scoped]
 
     def is_purged(self, name: bytes, entry: Entry) -> bool:
         """Whether a tombstone covers the block."""
@@ -361,6 +371,8 @@ class Ledger:
     def _put(self, name: bytes, entry: Entry) -> None:
         self._txn.put(BLOCKS + name, entry.encode(name))
         self._txn.put(entry.order_key(), name)
+        if entry.slot_class != self._only:
+            self._only = None
 
     def _move(self, name: bytes, entry: Entry, life: Lifetime) -> None:
         """To the warm end, with a new life."""
@@ -404,6 +416,7 @@ class Ledger:
         record = self._segment(segment)
         self._segments[segment] = replace(record, used=record.used - 1)
         self._txn.put(free_key(slot_cls, segment, slot), b"")
+        self._without_free.discard(slot_cls)
         if record.used == 1:
             self._retire(segment)
 
@@ -411,11 +424,12 @@ class Ledger:
         slot_cls = self._segments[segment].slot_class
         for key in list(self._free_keys(slot_cls, segment)):
             self._txn.delete(key)
-        fill = number_key(FILL, slot_cls)
-        if self._txn.get(fill) == number_key(SEGMENTS, segment):
-            self._txn.delete(fill)
+        if self._filling(slot_cls) == segment:
+            self._txn.delete(number_key(FILL, slot_cls))
+            self._fill[slot_cls] = None
         self._segments[segment] = Segment(segment % self.geometry.parts, 0, 0, 0, 0)
         self._txn.put(number_key(SPARE, segment), b"")
+        self._grown_out = False
 
     def _free_keys(self, slot_cls: int, segment: int) -> Iterator[bytes]:
         for key, _ in rows(self._txn, FREE, free_key(slot_cls, segment, 0)):
@@ -428,8 +442,11 @@ class Ledger:
         return self._take_free(slot_cls) or self._take_fresh(slot_cls) or self._take_victim(slot_cls)
 
     def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
+        if slot_cls in self._without_free:
+            return None
         key = next((key for key, _ in rows(self._txn, FREE, free_key(slot_cls, 0, 0))), None)
         if key is None or free_parts(key)[0] != slot_cls:
+            self._without_free.add(slot_cls)
             return None
         self._txn.delete(key)
         _cls, segment, slot = free_parts(key)
@@ -438,21 +455,27 @@ class Ledger:
         return segment, slot
 
     def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
-        fill = number_key(FILL, slot_cls)
-        raw = self._txn.get(fill)
-        number: int | None = None if raw is None else number_of(raw)
+        number = self._filling(slot_cls)
         if number is None or self._segment(number).fresh == self._segment(number).slots:
             number = self._grow(slot_cls)
             if number is None:
                 return None
-            self._txn.put(fill, number_key(SEGMENTS, number))
+            self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
+            self._fill[slot_cls] = number
         record = self._segment(number)
         self._segments[number] = replace(record, fresh=record.fresh + 1, used=record.used + 1)
         return number, record.fresh
 
+    def _filling(self, slot_cls: int) -> int | None:
+        """The segment whose never-used slots the class takes next."""
+        if slot_cls not in self._fill:
+            raw = self._txn.get(number_key(FILL, slot_cls))
+            self._fill[slot_cls] = None if raw is None else number_of(raw)
+        return self._fill[slot_cls]
+
     def _grow(self, slot_cls: int) -> int | None:
         """Give the class a segment that nobody uses."""
-        if not self._may_grow:
+        if not self._may_grow or self._grown_out:
             return None
         for key, _ in rows(self._txn, SPARE):
             if self._assign(number_of(key), slot_cls):
@@ -462,6 +485,7 @@ class Ledger:
         if number < self.geometry.segments and self._assign(number, slot_cls):
             self._segment_count += 1
             return number
+        self._grown_out = next(rows(self._txn, SPARE), None) is None and number >= self.geometry.segments
         return None
 
     def _assign(self, number: int, slot_cls: int) -> bool:
@@ -522,12 +546,16 @@ class Ledger:
     def _rival(self, slot_cls: int, coldest: tuple[bytes, bytes] | None) -> int | None:
         """Another class that should give a segment: one whose hottest block is colder than our coldest or,
         if we have no block at all, the one that holds the coldest."""
+        if self._only == slot_cls:
+            return None
         own = order_parts(coldest[0])[1] if coldest is not None else None
         best: tuple[int, int] | None = None
+        self._only = slot_cls
         key = self._seek(ORDER)
         while key is not None:
             rival, tick, *_ = order_parts(key)
             if rival != slot_cls:
+                self._only = None
                 if own is not None:
                     tick = self._hottest(rival)
                 if (own is None or tick < own) and (best is None or tick < best[0]):

@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import stat
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 OPEN_FILES_MAX = 64
+WRITE_BYTES_MAX = 512 << 10
+"""Per system call. What a device has been given it finishes before a later read or sync: few small writes in flight
+keep it as busy as many large ones, and what comes behind them waits a tenth as long."""
 _IOV_MAX = 1024
 
 
@@ -111,7 +115,7 @@ class Slab:
         """Write `pieces` at `offset` (a multiple of SLOT_ALIGN). Not durable before `sync`. Raises OSError."""
         with self._open(segment) as file:
             if not file.direct or all(map(_aligned, pieces)):
-                _whole(self._calls.pwritev, file.fd, pieces, offset)
+                _whole(self._calls.pwritev, file.fd, pieces, offset, WRITE_BYTES_MAX)
                 return
             buffer = self._buffer(sum(map(len, pieces)))
             start = 0
@@ -119,7 +123,7 @@ class Slab:
                 buffer[start : start + len(piece)] = piece
                 start += len(piece)
             buffer[start:] = bytes(len(buffer) - start)
-            _whole(self._calls.pwritev, file.fd, [buffer], offset)
+            _whole(self._calls.pwritev, file.fd, [buffer], offset, WRITE_BYTES_MAX)
 
     def sync(self, segment: int) -> None:
         """What `write` wrote into the segment before is durable when this returns. Raises OSError."""
@@ -224,12 +228,22 @@ def _aligned(piece: memoryview) -> bool:
 
 
 def _whole(
-    call: Callable[[int, Sequence[memoryview], int], int], fd: int, pieces: Iterable[memoryview], offset: int
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    pieces: Iterable[memoryview],
+    offset: int,
+    most: int = sys.maxsize,
 ) -> None:
-    """`call` until all pieces are moved; the kernel may move fewer bytes at a time."""
+    """`call` with up to `most` bytes until all pieces are moved; the kernel may move fewer bytes at a time."""
     left = [piece.cast("B") for piece in pieces]
     while left:
-        moved = call(fd, left[:_IOV_MAX], offset)
+        some, room = [], most
+        for piece in left[:_IOV_MAX]:
+            some.append(piece[:room])
+            room -= len(some[-1])
+            if not room:
+                break
+        moved = call(fd, some, offset)
         if moved <= 0:
             raise ShortIO(errno.EIO, f"{sum(map(len, left))} bytes short at offset {offset}")
         offset += moved
