@@ -433,7 +433,8 @@ class DiskTier:
     def check(self) -> None:
         store = self._store
         store.index.check()
-        sizes = [path.lstat().st_size for part in store.parts for path in (part / "slab").glob("*.slab")]
+        files = [path.lstat() for part in store.parts for path in (part / "slab").iterdir()]
+        sizes = {(status.st_dev, status.st_ino): status.st_size for status in files}.values()
         assert sum(sizes) <= store.geometry.capacity, f"slab files have {sum(sizes)} bytes"
 
     async def _transact(

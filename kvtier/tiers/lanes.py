@@ -58,8 +58,10 @@ class Lanes:
         self._lock = threading.Condition()
         self._reads: deque[Batch] = deque()
         self._writes: deque[Batch] = deque()
+        self._running = 0
         self._writing = 0
         self._idle = 0
+        self._spare: Callable[[], bool] | None = None
         self._threads: list[threading.Thread] = []
         self._stopping = False
 
@@ -71,17 +73,28 @@ class Lanes:
         """Like `read`, after all reads."""
         return self._submit(self._writes, jobs)
 
+    def spare(self, step: Callable[[], bool]) -> None:
+        """Call `step` again and again while nothing is to be read or written, until it says False. It must not raise.
+        Replaces an earlier one."""
+        with self._lock:
+            self._spare = step
+            self._start(1)
+            self._lock.notify()
+
     def _submit(self, queue: deque[Batch], jobs: Sequence[Work]) -> Batch:
         batch = Batch(jobs, asyncio.get_running_loop())
         with self._lock:
             if jobs:
                 queue.append(batch)
-            for _ in range(min(len(jobs) - self._idle, self._threads_max - len(self._threads))):
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            self._start(len(jobs))
             self._lock.notify(len(jobs))
         return batch
+
+    def _start(self, wanted: int) -> None:
+        for _ in range(min(wanted - self._idle, self._threads_max - len(self._threads))):
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def cancel(self, batch: Batch) -> None:
         """Forget the jobs of `batch` that have not started."""
@@ -108,21 +121,39 @@ class Lanes:
                 if taken is None:
                     if self._stopping:
                         return
+                    if self._spare is not None and not self._running:
+                        self._use_spare(self._spare)
+                        continue
                     self._idle += 1
                     self._lock.wait()
                     self._idle -= 1
                     continue
                 batch, work, is_write = taken
+                self._running += 1
                 self._writing += is_write
                 self._lock.release()
                 try:
                     work()
                 finally:
                     self._lock.acquire()
+                    self._running -= 1
                     self._writing -= is_write
                     batch.finished(1)
                     if is_write and self._writes:
                         self._lock.notify()
+
+    def _use_spare(self, step: Callable[[], bool]) -> None:
+        """One step, without the lock. Counts as running: there is one at a time."""
+        more = False
+        self._running += 1
+        self._lock.release()
+        try:
+            more = step()
+        finally:
+            self._lock.acquire()
+            self._running -= 1
+            if not more and self._spare is step:
+                self._spare = None
 
     def stop(self) -> None:
         """Let the threads end once nothing is queued, and wait for that."""

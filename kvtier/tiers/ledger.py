@@ -122,6 +122,7 @@ class Ledger:
         self._serial, self.tick, self._blocks, self._bytes, self._segment_count = counters
         self.tick += 1
         self.evicted: list[bytes] = []  # names of blocks that left for others
+        self.soon: int | None = None  # the segment that will be the next to be used, if that is not far
         self._segments: dict[int, Segment] = {}
         self._order = txn.cursor()
         self._now = 0.0  # wall time of the last verb that was told it
@@ -464,6 +465,8 @@ class Ledger:
             self._fill[slot_cls] = number
         record = self._segment(number)
         self._segments[number] = replace(record, fresh=record.fresh + 1, used=record.used + 1)
+        if 2 * record.fresh >= record.slots and self._segment_count < self.geometry.segments:
+            self.soon = self._segment_count
         return number, record.fresh
 
     def _filling(self, slot_cls: int) -> int | None:

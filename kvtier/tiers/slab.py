@@ -1,6 +1,7 @@
 """Slab segments: files of fixed-size slots, read and written around the page cache.
 
     PART/slab/SSSSSSSS.slab      segment SSSSSSSS (hexadecimal); slot i starts at i × slot size
+    PART/slab/ahead              the next segment in the making (kvtier.tiers.ahead)
 
 A slot holds a block's bytes and nothing else: name, length and digest are in the index. So a block moves
 between the disk and the caller's memory in one `preadv` or `pwritev` over its ranks' pieces, without a copy,
@@ -9,6 +10,7 @@ wherever those pieces are aligned; through an aligned buffer of the thread's own
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -27,6 +29,7 @@ from kvtier.tiers.entry import SLOT_ALIGN
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+DRAFT = "ahead"
 OPEN_FILES_MAX = 64
 WRITE_BYTES_MAX = 512 << 10
 """Per system call. What a device has been given it finishes before a later read or sync: few small writes in flight
@@ -92,6 +95,7 @@ class Slab:
         self._size_of = size_of
         self._calls = calls
         self._files: OrderedDict[int, _File] = OrderedDict()
+        self._named: set[int] = set()  # segments whose names this process knows to be durable
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -134,6 +138,7 @@ class Slab:
         """Shorten files that are longer than their segment may be, and remove those of no segment. The caller uses
         the store alone. Raises OSError."""
         for folder in self._parts:
+            (folder / DRAFT).unlink(missing_ok=True)
             for path in folder.glob("[0-9a-f]" * 8 + ".slab"):
                 if not stat.S_ISREG(path.lstat().st_mode):
                     continue  # nobody's work of ours; reading and writing it fails, and says so
@@ -204,7 +209,11 @@ class Slab:
                     os.ftruncate(file.fd, status.st_size)  # give back the part that there was room for
                     raise
                 os.fsync(file.fd)
+                with contextlib.suppress(FileNotFoundError):
+                    (path.parent / DRAFT).unlink()  # too late for it
+            if segment not in self._named:  # whoever made the file may not have come to this yet
                 sync_directory(path.parent)
+                self._named.add(segment)
         except BaseException:
             self._calls.close(file.fd)
             raise

@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ClosedError, ConfigError, CorruptError, FormatError, TierError, TierFull
+from kvtier.tiers.ahead import Ahead
 from kvtier.tiers.directory import DirectoryLock, move_aside, prepare, read_marker
 from kvtier.tiers.entry import SLOT_ALIGN, Reservation
 from kvtier.tiers.index import Index, Unusable
@@ -60,6 +62,8 @@ class Store:
         self.geometry = index.geometry()
         self.lanes = Lanes(THREADS, WRITERS_MAX, "kvtier-g3-io")
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
+        self._draft = Ahead(self.parts, lambda segment: self.geometry.size_of(segment), calls)
+        self._drafting = -1  # the last segment that was to be written ahead
         self.users = 0
         self.evictions = 0  # blocks that this process's writes pushed out
         self.watchers: list[Callable[[Sequence[bytes]], None]] = []  # take their names, on the writer thread
@@ -230,6 +234,7 @@ class Store:
     def _close(self) -> None:
         self._writer.stop()
         self.lanes.stop()
+        self._draft.stop()
         with self._state:
             self._quarantine = _CLOSED
             index, self._index = self._index or self._stale, None
@@ -351,6 +356,7 @@ class Store:
         results: list[Any] = []
         evicted: list[bytes] = []
         tick = 0
+        soon: int | None = None
         with self._state:
             returned, self._returned = self._returned, []
 
@@ -364,8 +370,8 @@ class Store:
             for name, uses in self._take_touches().items():
                 ledger.renew(name, uses)
             results.extend(job.work(ledger) for job in running)
-            nonlocal evicted, tick
-            evicted, tick = ledger.evicted, ledger.tick
+            nonlocal evicted, tick, soon
+            evicted, tick, soon = ledger.evicted, ledger.tick, ledger.soon
 
         try:
             index.transact(work, started=started, may_grow=time.monotonic() >= self._grow_at)
@@ -378,8 +384,17 @@ class Store:
             for told in self.watchers if evicted else ():
                 told(evicted)
             self._tick = tick
+            if soon is not None and soon != self._drafting:
+                self._drafting = soon
+                self.lanes.spare(partial(self._write_ahead, soon))
             for job, result in zip(running, results, strict=True):
                 job.future.set_result(result)
+
+    def _write_ahead(self, segment: int) -> bool:
+        """One step of it, on an I/O thread that has nothing better to do."""
+        if self._quarantine is not None:
+            return False
+        return self._draft.step() if self._draft.serves(segment) else self._draft.start(segment)
 
     def _suspect(self, index: Index, error: Exception) -> TierError:
         """What a failed transaction says about the store; returns what to tell those who waited for it."""
