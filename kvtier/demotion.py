@@ -204,7 +204,7 @@ class WriteBehind:
             self.refused["budget"] += len(batch.slots)
             return [Stored.REFUSED] * len(batch.slots)
         await self._rate.take(size)
-        sealed = await asyncio.to_thread(seal, batch.slots)
+        sealed = await asyncio.to_thread(seal, batch)
         return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
 
     async def _has_parent(self, batch: Batch, deadline: float) -> bool:
@@ -217,13 +217,14 @@ class WriteBehind:
         return (await self.tier.lookup(batch.chain, [first - 1], deadline))[0] is None
 
 
-def seal(slots: Sequence[Held]) -> list[Sealed]:
+def seal(batch: Batch) -> list[Sealed]:
     """Digest each block that has none yet, and say what it is. Reads every byte; call it off the event loop."""
     out = []
-    for slot in slots:
+    for slot in batch.slots:
         if slot.digest is None:
             slot.digest = digest_of(slot.pieces)
         assert slot.key is not None
         pieces = tuple(piece.toreadonly() for piece in slot.pieces)
-        out.append(Sealed(slot.key, slot.index, slot.digest, pieces, slot.life))
+        parent = batch.chain[slot.index - 1] if slot.index else None
+        out.append(Sealed(slot.key, slot.index, slot.digest, pieces, slot.life, parent))
     return out

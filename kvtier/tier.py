@@ -76,7 +76,9 @@ class Loaded:
 class Sealed:
     """A block on its way out of RAM: name, depth in its chain, XXH3-128 over `pieces`, and its life.
 
-    `pieces` is read-only and stays unchanged until `write` returns (the caller holds a lease on it).
+    `pieces` is read-only and stays unchanged until `write` returns (the caller holds a lease on it). Where `parent` is
+    given, a tier of single blocks takes the block only if the parent is there, or stored by the same write, and
+    lets it go no later than the parent.
     """
 
     key: BlockKey
@@ -84,6 +86,7 @@ class Sealed:
     digest: bytes
     pieces: Pieces
     life: Lifetime
+    parent: BlockKey | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,16 @@ def seal(
     now: float,
     terms: Terms = BUILTIN["24h"],
     ranks: int = 1,
+    *,
+    parents: bool = False,
 ) -> list[Sealed]:
-    """Sealed blocks of a chain with their `payload_of` bytes, cut into `ranks` pieces."""
+    """Sealed blocks of a chain with their `payload_of` bytes, cut into `ranks` pieces; with `parents`, tiers that care
+    take each only under its parent."""
     out = []
     for index in indices:
         payload = memoryview(payload_of(chain[index], block_bytes))
         step = block_bytes // ranks
         pieces = tuple(payload[r * step : (r + 1) * step] for r in range(ranks))
-        out.append(Sealed(chain[index], index, digest_of(pieces), pieces, Lifetime.of(terms, now)))
+        parent = chain[index - 1] if parents and index else None
+        out.append(Sealed(chain[index], index, digest_of(pieces), pieces, Lifetime.of(terms, now), parent))
     return out

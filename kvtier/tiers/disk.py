@@ -310,7 +310,10 @@ class DiskTier:
         return results
 
     def _reserve(self, ledger: Ledger, block: Sealed, now: float) -> Reservation | Stored:
-        return ledger.reserve(self._prefix + block.key, self.block_bytes, block.life, now)
+        return ledger.reserve(self._prefix + block.key, self.block_bytes, block.life, now, self._parent_of(block))
+
+    def _parent_of(self, block: Sealed) -> bytes | None:
+        return None if block.parent is None else self._prefix + block.parent
 
     def _take_ahead(self, store: Store, blocks: Sequence[Sealed], now: float) -> Sequence[Reservation | Stored]:
         """Slots that the publishing of an earlier write kept for this one, if nothing keeps its blocks out: a stream of
@@ -340,7 +343,14 @@ class DiskTier:
         def publish(ledger: Ledger) -> tuple[list[Stored], list[Reservation]]:
             outcomes = [
                 ledger.publish(
-                    one, self._prefix + block.key, self.block_bytes, block.index, block.digest, block.life, now
+                    one,
+                    self._prefix + block.key,
+                    self.block_bytes,
+                    block.index,
+                    block.digest,
+                    block.life,
+                    now,
+                    self._parent_of(block),
                 )
                 for block, one in written
             ]

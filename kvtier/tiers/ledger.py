@@ -110,7 +110,8 @@ class Ledger:
     """One write transaction's view of the books. Lives between the transaction's begin and commit, on one thread.
 
     All changes of a transaction share one tick, so what is used or stored together ties, and leaves
-    deepest first. `save` must be the last call before the commit.
+    deepest first. A block is never warmer than its parent, so it leaves before it. `save` must be the last call
+    before the commit.
     """
 
     def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True) -> None:
@@ -133,6 +134,9 @@ class Ledger:
         self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
         self._grown_out = False  # no segment is left to be given to a class
         self._only: int | None = None  # the class of all lines in `order`, where there is but one
+        self._ticks: dict[bytes, int] = {}  # of entries written here
+        self._promised: set[bytes] = set()  # blocks that have a reservation from here
+        self._sheltered: set[bytes] = set()  # parents of those: no victims
 
     def save(self) -> None:
         """Write what was kept in memory."""
@@ -154,17 +158,28 @@ class Ledger:
             self._excise(name)
             return None
 
-    def reserve(self, name: bytes, length: int, life: Lifetime, now: float) -> Reservation | Stored:
+    def reserve(
+        self, name: bytes, length: int, life: Lifetime, now: float, parent: bytes | None = None
+    ) -> Reservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
-        A block that is here gets the join of both lifetimes and counts as used.
+        A block that is here gets the join of both lifetimes and counts as used. One with a `parent` is refused unless
+        that is here or has a slot from this transaction.
         """
         self._now = now
         if not life.servable(Depth.G3, now) or born(life) <= self.purged_until(name):
             return Stored.REFUSED
-        if self._join(name, length, life, now):
+        if parent is not None and parent not in self._promised and self._tick_of(parent) is None:
+            return Stored.REFUSED
+        if self._join(name, length, life, now, parent):
             return Stored.PRESENT
-        return self._claim(slot_class(length)) or Stored.FULL
+        if parent is not None:
+            self._sheltered.add(parent)
+        reservation = self._claim(slot_class(length))
+        if reservation is None:
+            return Stored.FULL
+        self._promised.add(name)
+        return reservation
 
     def reserve_ahead(self, slot_cls: int, count: int) -> list[Reservation]:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
@@ -172,22 +187,33 @@ class Ledger:
         return [one for one in claimed if one is not None]
 
     def publish(
-        self, reservation: Reservation, name: bytes, length: int, depth: int, digest: bytes, life: Lifetime, now: float
+        self,
+        reservation: Reservation,
+        name: bytes,
+        length: int,
+        depth: int,
+        digest: bytes,
+        life: Lifetime,
+        now: float,
+        parent: bytes | None = None,
     ) -> Stored:
-        """Make a written block visible. FAILED if the reservation is not ours any more."""
+        """Make a written block visible. FAILED if the reservation is not ours any more; REFUSED if its parent left."""
         self._now = now
         if not self._withdraw(reservation):
             return Stored.FAILED
-        if born(life) <= self.purged_until(name):
+        above: int | None = self.tick
+        if parent is not None:
+            above = self._tick_of(parent)
+        elif depth:  # unknown; if it was used since the reservation, it must stay warmer
+            above = reservation.tick
+        if born(life) <= self.purged_until(name) or above is None:
             self._give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.REFUSED
-        if self._join(name, length, life, now):  # somebody else stored it meanwhile
+        if self._join(name, length, life, now, parent):  # somebody else stored it meanwhile
             self._give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.PRESENT
-        # The tick of the reservation, not today's: a parent used since then must stay warmer.
-        entry = Entry(
-            reservation.serial, reservation.segment, reservation.slot, length, depth, reservation.tick, digest, life
-        )
+        tick = min(self.tick, above)
+        entry = Entry(reservation.serial, reservation.segment, reservation.slot, length, depth, tick, digest, life)
         self._put(name, entry)
         self._blocks += 1
         self._bytes += entry.slot_class * SLOT_ALIGN
@@ -198,11 +224,12 @@ class Ledger:
         if self._withdraw(reservation):
             self._give(reservation.slot_class, reservation.segment, reservation.slot)
 
-    def renew(self, name: bytes, uses: Sequence[float]) -> None:
-        """`name` was used at these times, in order. Unknown, dead and purged blocks stay what they are."""
+    def renew(self, name: bytes, uses: Sequence[float], tick: int) -> None:
+        """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
+        Unknown, dead and purged blocks stay what they are."""
         entry = self.find(name)
         if entry is not None and not self.is_purged(name, entry) and entry.life.servable(Depth.G3, uses[0]):
-            self._move(name, entry, renewed(entry.life, uses))
+            self._move(name, entry, renewed(entry.life, uses), tick)
 
     def drop(self, name: bytes) -> bool:
         """Remove a block. Returns whether it was here."""
@@ -264,7 +291,7 @@ class Ledger:
         if entry is None or self.is_purged(name, entry) or not entry.life.servable(Depth.G3, now):
             return False
         if served is not None:
-            self._move(name, entry, entry.life.keep_until(served, Depth.G3, now))
+            self._move(name, entry, entry.life.keep_until(served, Depth.G3, now), self.tick)
         self._txn.put(KEPT_KEY + name, _TIME.pack(until))
         self._keeps = True
         return True
@@ -358,7 +385,16 @@ class Ledger:
         self._txn.put(reservation.place, reservation.encode())
         return reservation
 
-    def _join(self, name: bytes, length: int, life: Lifetime, now: float) -> bool:
+    def _tick_of(self, name: bytes) -> int | None:
+        """The tick of a block, None if it is not here."""
+        if name not in self._ticks:
+            entry = self.find(name)
+            if entry is None:
+                return None
+            self._ticks[name] = entry.tick
+        return self._ticks[name]
+
+    def _join(self, name: bytes, length: int, life: Lifetime, now: float, parent: bytes | None) -> bool:
         """Join `life` to the block called `name`, if there is one that may be served once it has it."""
         entry = self.find(name)
         if entry is None:
@@ -366,24 +402,27 @@ class Ledger:
         if entry.length != length or self.is_purged(name, entry):
             self.drop(name)
             return False
-        self._move(name, entry, entry.life.join(life, now))
+        above = self._tick_of(parent) if parent is not None else self.tick
+        self._move(name, entry, entry.life.join(life, now), 0 if above is None else above)
         return True
 
     def _put(self, name: bytes, entry: Entry) -> None:
         self._txn.put(BLOCKS + name, entry.encode(name))
         self._txn.put(entry.order_key(), name)
+        self._ticks[name] = entry.tick
         if entry.slot_class != self._only:
             self._only = None
 
-    def _move(self, name: bytes, entry: Entry, life: Lifetime) -> None:
-        """To the warm end, with a new life."""
+    def _move(self, name: bytes, entry: Entry, life: Lifetime, tick: int) -> None:
+        """Towards the warm end, with a new life."""
         self._txn.delete(entry.order_key())
-        self._put(name, replace(entry, tick=self.tick, life=life))
+        self._put(name, replace(entry, tick=max(entry.tick, tick), life=life))
 
     def _remove(self, name: bytes, entry: Entry) -> None:
         """Out of `blocks` and `order`; the slot is the caller's."""
         self._txn.delete(BLOCKS + name)
         self._txn.delete(entry.order_key())
+        self._ticks.pop(name, None)
         if self._keeps:
             self._txn.delete(KEPT_KEY + name)
         self._blocks -= 1
@@ -392,6 +431,7 @@ class Ledger:
     def _excise(self, name: bytes) -> None:
         """Remove a block whose entry cannot be read: its place is found in `order`, by a scan."""
         self._txn.delete(BLOCKS + name)
+        self._ticks.pop(name, None)
         self._blocks -= 1
         doomed = [key for key, value in rows(self._txn, ORDER) if value == name]
         for key in doomed:
@@ -511,7 +551,7 @@ class Ledger:
         while coldest is not None:
             key, name = coldest
             _cls, tick, segment, slot = order_parts(key)
-            if tick >= self.tick:
+            if tick >= self.tick or name in self._sheltered:
                 return None
             entry = self.find(name)
             if entry is not None and entry.order_key() == key:
@@ -519,7 +559,7 @@ class Ledger:
                     if moved == KEPT_SCAN_MAX:
                         return None
                     moved += 1
-                    self._move(name, entry, entry.life)
+                    self._move(name, entry, entry.life, self.tick)
                     coldest = self._coldest(slot_cls)
                     continue
                 self._remove(name, entry)

@@ -82,6 +82,8 @@ class Store:
         self._grow_at = 0.0
         self._moving = 0
         self._touches: dict[bytes, list[float]] = {}
+        self._overdue: dict[bytes, list[float]] = {}  # touches that the last transaction left for the next,
+        self._overdue_tick = 0  # with the tick that they all get
         self._returned: list[Reservation] = []
         self._ahead: list[Reservation] = []
         self._tick = 0  # of the last transaction
@@ -264,10 +266,10 @@ class Store:
         return self._writer.submit(work)
 
     def touch(self, names: Sequence[bytes], now: float) -> None:
-        """Note uses for the next write transaction. Past TOUCHES_MAX further ones are forgotten."""
+        """Note uses for the next write transaction, heads of chains first. Past TOUCHES_MAX the rest is forgotten."""
         with self._state:
             for name in names:
-                if len(self._touches) >= TOUCHES_MAX and name not in self._touches:
+                if len(self._touches) + len(self._overdue) >= TOUCHES_MAX and name not in self._touches:
                     return
                 uses = self._touches.setdefault(name, [])
                 del uses[USES_MAX - 1 :]
@@ -275,12 +277,12 @@ class Store:
 
     def has_touches(self) -> bool:
         """Whether uses wait for a transaction."""
-        return bool(self._touches)
+        return bool(self._touches or self._overdue)
 
     def uses(self, name: bytes) -> Sequence[float]:
         """Uses of a block that no transaction has brought to the index yet."""
         with self._state:
-            return tuple(self._touches.get(name, ()))
+            return (*self._overdue.get(name, ()), *self._touches.get(name, ()))
 
     def give_back(self, reservations: Sequence[Reservation]) -> None:
         """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
@@ -367,8 +369,9 @@ class Store:
         def work(ledger: Ledger) -> None:
             for reservation in returned:
                 ledger.release(reservation)
-            for name, uses in self._take_touches().items():
-                ledger.renew(name, uses)
+            touches, touched = self._take_touches(ledger.tick)
+            for name, uses in touches.items():
+                ledger.renew(name, uses, touched)
             results.extend(job.work(ledger) for job in running)
             nonlocal evicted, tick, soon
             evicted, tick, soon = ledger.evicted, ledger.tick, ledger.soon
@@ -421,11 +424,15 @@ class Store:
             return False
         return status.f_bavail * status.f_frsize < FREE_BYTES_MIN
 
-    def _take_touches(self) -> dict[bytes, list[float]]:
-        """The oldest of them: a transaction must not hold the lock for long."""
+    def _take_touches(self, tick: int) -> tuple[dict[bytes, list[float]], int]:
+        """The oldest of them, since a transaction must not hold the lock for long, and the tick that all get which
+        were waiting with them: a chain's head must not get less than its tail."""
         with self._state:
-            names = list(itertools.islice(self._touches, TOUCHES_PER_COMMIT_MAX))
-            return {name: self._touches.pop(name) for name in names}
+            if not self._overdue:
+                self._overdue, self._touches = self._touches, {}
+                self._overdue_tick = tick
+            names = list(itertools.islice(self._overdue, TOUCHES_PER_COMMIT_MAX))
+            return {name: self._overdue.pop(name) for name in names}, self._overdue_tick
 
     def _rest(self) -> bool:
         """Nothing to do: bring touches to the medium, take back what dead owners left, probe."""
@@ -443,7 +450,7 @@ class Store:
         if due:
             self._reclaim_at = now + RECLAIM_EVERY_S
             index.forget_dead_readers()
-        if self._touches or self._returned or (due and index.has_reservations()):
+        if self.has_touches() or self._returned or (due and index.has_reservations()):
             self._commit([Job(lambda ledger: ledger.reclaim() if due else 0)])
         return self._index is not None and self.has_touches()
 

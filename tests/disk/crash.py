@@ -123,7 +123,7 @@ async def work(path: Path, seed: int, report: int, steps: int = 200) -> None:
                 chain = CHAINS[number]
                 dice = rng.random()
                 if dice < 0.7:
-                    if all(one.durable for one in await put(tier, chain)):
+                    if all(one.durable for one in await put(tier, chain, parents=True)):
                         os.write(report, _REPORT.pack(DURABLE, number))
                 elif dice < 0.85:
                     assert Miss.CORRUPT not in await get(tier, chain)

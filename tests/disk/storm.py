@@ -39,7 +39,7 @@ async def work(path: Path, seconds: float, seed: int) -> Counter[str]:
             chain = rng.choice(CHAINS)
             dice = rng.random()
             if dice < 0.5:
-                seen.update(str(one) for one in await put(tier, chain, range(rng.randrange(1, 7))))
+                seen.update(str(one) for one in await put(tier, chain, range(rng.randrange(1, 7)), parents=True))
             elif dice < 0.9:
                 found = await get(tier, chain)
                 assert Miss.CORRUPT not in found, "another process's write was taken for damage"

@@ -48,10 +48,11 @@ async def put(
     *,
     terms: Terms = BUILTIN["24h"],
     ranks: int = 1,
+    parents: bool = False,
 ) -> list[Stored]:
     """Write blocks of a chain with their own payload."""
     wanted = range(len(chain)) if indices is None else indices
-    blocks = seal(chain, wanted, tier.block_bytes, tier._clock.wall(), terms, ranks)
+    blocks = seal(chain, wanted, tier.block_bytes, tier._clock.wall(), terms, ranks, parents=parents)
     return await tier.write(blocks, tier._clock.monotonic() + FAR_S)
 
 
