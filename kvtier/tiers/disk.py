@@ -96,7 +96,7 @@ class DiskTier:
             )
         if self._opened is not None:
             return
-        arguments = (self._paths, self._capacity, self.block_bytes, self._calls)
+        arguments = (self._paths, self._capacity, self.block_bytes, self._calls, self._clock.wall)
         self._opened = await asyncio.to_thread(Store.attach, *arguments)
         self._pid = os.getpid()
         fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()

@@ -239,6 +239,18 @@ class Ledger:
             self._give(entry.slot_class, entry.segment, entry.slot)
         return entry is not None
 
+    def bury_dead(self, names: Sequence[bytes], now: float) -> int:
+        """Remove those of `names` that are dead and not kept. Returns how many."""
+        self._now = now
+        count = 0
+        for name in names:
+            entry = self.find(name)
+            if entry is None or self._is_kept(name):
+                continue
+            if self.is_purged(name, entry) or not entry.life.servable(Depth.G3, now):
+                count += self.drop(name)
+        return count
+
     def condemn(self, name: bytes, raw: bytes) -> bool:
         """Remove the entry whose bytes were `raw` after its payload failed the check.
 

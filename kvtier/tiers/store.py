@@ -29,6 +29,7 @@ from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.opening import open_index, probe, take_back
 from kvtier.tiers.owner import Owner
+from kvtier.tiers.remains import Search
 from kvtier.tiers.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.writer import Job, Writer
 
@@ -39,6 +40,7 @@ WRITERS_MAX = 2  # of them at once; see WRITE_BYTES_MAX
 LOCK_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 RECLAIM_EVERY_S = 5.0
+SEARCH_FIRST_S, SEARCH_EVERY_S = 10.0, 1.0  # for dead entries
 PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
 GROWTH_PAUSE_S = 30.0
 FREE_BYTES_MIN = 1 << 20  # with less than this on the volume, a failed commit is taken for want of room
@@ -55,7 +57,14 @@ class Store:
     """Made by `attach`, given back by `release`. Thread-safe."""
 
     def __init__(
-        self, parts: Sequence[Path], lock: DirectoryLock, index: Index, owner: Owner, calls: Calls, slot_bytes: int = 0
+        self,
+        parts: Sequence[Path],
+        lock: DirectoryLock,
+        index: Index,
+        owner: Owner,
+        calls: Calls,
+        slot_bytes: int = 0,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.parts = list(parts)
         self.owner = owner
@@ -79,6 +88,9 @@ class Store:
         self._probe_at = 0.0
         self._probe_wait_s = PROBE_FIRST_S
         self._reclaim_at = 0.0
+        self._wall = wall
+        self._search = Search()
+        self._search_at = time.monotonic() + SEARCH_FIRST_S
         self._grow_at = 0.0
         self._moving = 0
         self._touches: dict[bytes, list[float]] = {}
@@ -92,13 +104,21 @@ class Store:
     # Life.
 
     @classmethod
-    def attach(cls, parts: Sequence[Path], capacity: int, block_bytes: int, calls: Calls) -> Store:
+    def attach(
+        cls,
+        parts: Sequence[Path],
+        capacity: int,
+        block_bytes: int,
+        calls: Calls,
+        wall: Callable[[], float] = time.time,
+    ) -> Store:
         """Open the store, or create it, or share what this process has open. Blocks, for seconds at most.
 
+        `wall` is the clock that says which blocks are dead; that of the first to open it counts.
         Raises ConfigError, FormatError or TierError.
         """
         prepare(parts)
-        store = cls._share(parts, lambda: cls._open(parts, capacity, block_bytes, calls))
+        store = cls._share(parts, lambda: cls._open(parts, capacity, block_bytes, calls, wall))
         slot_bytes = -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
         if store.geometry.size_of(0) < slot_bytes:
             store.release(LOCK_TIMEOUT_S)
@@ -168,7 +188,9 @@ class Store:
             raise
 
     @classmethod
-    def _open(cls, parts: Sequence[Path], capacity: int, block_bytes: int, calls: Calls) -> Store:
+    def _open(
+        cls, parts: Sequence[Path], capacity: int, block_bytes: int, calls: Calls, wall: Callable[[], float]
+    ) -> Store:
         import lmdb
 
         owner = Owner.current(secrets.randbits(63))
@@ -185,7 +207,7 @@ class Store:
                 index.close()
                 log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
                 index = open_index(parts, capacity, slot_bytes, owner, alone=True)
-            store = cls(parts, lock, index, owner, calls, slot_bytes)
+            store = cls(parts, lock, index, owner, calls, slot_bytes, wall)
             if alone:
                 store._resize(index, capacity)
                 lock.share()
@@ -354,6 +376,7 @@ class Store:
         if index is None:
             _fail(jobs, TierError("g3", "commit", f"{self.parts[0]} is quarantined: {self._quarantine}"))
             return
+        jobs = [*jobs, *self._burials(index)]
         running: list[Job] = []
         results: list[Any] = []
         evicted: list[bytes] = []
@@ -450,9 +473,22 @@ class Store:
         if due:
             self._reclaim_at = now + RECLAIM_EVERY_S
             index.forget_dead_readers()
-        if self.has_touches() or self._returned or (due and index.has_reservations()):
-            self._commit([Job(lambda ledger: ledger.reclaim() if due else 0)])
+        burials = self._burials(index)
+        if self.has_touches() or self._returned or burials or (due and index.has_reservations()):
+            self._commit([*burials, Job(lambda ledger: ledger.reclaim() if due else 0)])
         return self._index is not None and self.has_touches()
+
+    def _burials(self, index: Index) -> list[Job]:
+        """Now and then: what removes the dead among the next entries, if there are any."""
+        now = time.monotonic()
+        if not self._tends or now < self._search_at:
+            return []
+        self._search_at = now + SEARCH_EVERY_S
+        try:
+            dead = [name for name in self._search.step(index, self._wall()) if not self.uses(name)]
+        except Exception:  # whatever damage makes of it: the transaction that follows will say so
+            return []
+        return [Job(lambda ledger: ledger.bury_dead(dead, self._wall()))] if dead else []
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once nothing of this process moves blocks.

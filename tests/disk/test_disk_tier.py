@@ -13,7 +13,7 @@ from kvtier.errors import ClosedError, ConfigError, TierError
 from kvtier.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, chain_of, check_tier, sample_namespace, seal
 from kvtier.tier import Miss, Stored, Target
-from kvtier.tiers import disk, store
+from kvtier.tiers import disk, remains, store
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.index import Index
 from tests.disk.support import BLOCK, FAR_S, get, opened, put, slabs
@@ -267,3 +267,35 @@ async def test_churn_of_twenty_times_the_capacity_grows_nothing(tmp_path: Path) 
         assert slab_2 == slab_1
         assert index_2 - index_1 <= 128 << 10
         assert tier.usage().blocks == blocks
+
+
+async def test_the_dead_leave_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SEARCH_FIRST_S", 0.0)
+    monkeypatch.setattr(store, "SEARCH_EVERY_S", 0.0)
+    monkeypatch.setattr(remains, "ENTRIES_PER_STEP", 3)
+    clock = VirtualClock()
+    short, kept, used, long = (chain_of(NAMESPACE, 4, seed) for seed in range(4))
+    async with opened(tmp_path / "g3", clock=clock) as tier:
+
+        async def work(times: int) -> None:
+            for _ in range(times):
+                await tier.flush(clock.monotonic() + FAR_S)
+
+        for chain in (short, kept, used):
+            await put(tier, chain, terms=Terms("short", ttl=60))
+        await put(tier, long)
+        await tier.keep(kept, clock.wall() + 1000)
+        clock.advance(50)
+        tier.touch(used, clock.wall())
+        await work(10)
+        clock.advance(55)
+        await work(10)
+        assert await get(tier, short) == [Miss.EXPIRED] * 4, "who looks soon after still learns why"
+        assert await get(tier, used) == [True] * 4
+        clock.advance(50)
+        await work(10)
+        assert await get(tier, short) == [Miss.ABSENT] * 4
+        assert await get(tier, kept) == [Miss.EXPIRED] * 4, "not to be evicted, which is not to be served"
+        assert await get(tier, used) == [Miss.EXPIRED] * 4
+        assert await get(tier, long) == [True] * 4
+        assert tier.usage().blocks == 12
