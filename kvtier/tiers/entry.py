@@ -185,6 +185,11 @@ class Reservation:
         serial, tick, slot_cls, owner = _RESERVED.unpack(raw)
         return cls(serial, tick, slot_cls, segment, slot, Owner.decode(owner))
 
+    @staticmethod
+    def serial_of(raw: bytes) -> int:
+        """The serial of an encoded reservation."""
+        return int.from_bytes(raw[:8], "little")
+
     @property
     def place(self) -> bytes:
         """Key of `reserved`."""

@@ -454,7 +454,7 @@ class Ledger:
 
     def _withdraw(self, reservation: Reservation) -> bool:
         raw = self._txn.get(reservation.place)
-        if raw is None or Reservation.decode(reservation.place, raw).serial != reservation.serial:
+        if raw is None or Reservation.serial_of(raw) != reservation.serial:
             return False
         self._txn.delete(reservation.place)
         return True

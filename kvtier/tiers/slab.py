@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 DRAFT = "ahead"
 OPEN_FILES_MAX = 64
-WRITE_BYTES_MAX = 512 << 10
+WRITE_BYTES_MAX = 1 << 20
 """Per system call. What a device has been given it finishes before a later read or sync: few small writes in flight
-keep it as busy as many large ones, and what comes behind them waits a tenth as long."""
+keep it about as busy as many large ones, and what comes behind them waits a fraction as long."""
 _IOV_MAX = 1024
 
 

@@ -36,7 +36,7 @@ from kvtier.tiers.writer import Job, Writer
 log = logging.getLogger(__name__)
 
 THREADS = 8
-WRITERS_MAX = 2  # of them at once; see WRITE_BYTES_MAX
+WRITERS_MAX = 3  # of them at once; see WRITE_BYTES_MAX
 LOCK_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 RECLAIM_EVERY_S = 5.0

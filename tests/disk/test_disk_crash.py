@@ -39,6 +39,6 @@ def test_publishing_before_writing_would_be_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_10000_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path) -> None:
     survive(tmp_path / "g3", 10_000, seed=3)

@@ -56,8 +56,8 @@ def _storm(path: Path, seconds: float) -> None:
     for process, _out, wrong in finished:
         assert process.returncode == 0, wrong
     seen = [json.loads(out) for _process, out, _wrong in finished]
-    assert sum(one.get("read", 0) for one in seen) > 50, "hardly a block was read"
-    assert sum(one.get("stored", 0) for one in seen) > 50, "hardly a block was stored"
+    assert sum(one.get("read", 0) for one in seen) > 10, "hardly a block was read"
+    assert sum(one.get("stored", 0) for one in seen) > 10, "hardly a block was stored"
     assert killed >= seconds / 2
 
 
