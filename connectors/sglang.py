@@ -188,6 +188,8 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         if visit is None or visit.decided:
             return False
         visit.decided = self._agree(not visit.waits)
+        if not visit.decided:
+            time.sleep(0)  # a scheduler with nothing else to do spins: let the promotion have the interpreter
         return not visit.decided
 
     @_degrades(None)

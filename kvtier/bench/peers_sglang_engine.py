@@ -17,6 +17,7 @@ _CPU = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "attention_backend": "torch_native",
     "sampling_backend": "pytorch", "grammar_backend": "none", "disable_overlap_schedule": True,
     "disable_cuda_graph": True, "mem_fraction_static": 0.1, "max_running_requests": 4, "log_level": "error",
+    "sleep_on_idle": True,
 }  # fmt: skip
 
 

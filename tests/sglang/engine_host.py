@@ -36,6 +36,7 @@ DEFAULTS = {
     "max_total_tokens": 4096,
     "page_size": 16,
     "log_level": "warning",
+    "sleep_on_idle": True,  # an idle scheduler spins otherwise
 }
 
 
