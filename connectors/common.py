@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.block import BlockKey, Scope, make_keys, scope_of
+from kvtier.block import SHARED, BlockKey, Scope, make_keys, scope_of
 from kvtier.config import Config
 from kvtier.errors import ConfigError, IdentityError, InvalidRequest
 from kvtier.hashing import HASH_BYTES
+from kvtier.keeper import Keeper
 from kvtier.namespace import Namespace
 from kvtier.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
 from kvtier.terms import Depth, Terms, parse_duration
@@ -166,6 +167,24 @@ class Control:
     def chain_terms(self, block_tokens: int) -> ChainTerms:
         """The terms by depth, as `Manager.reserve` wants them: once per request, however long it grows."""
         return ChainTerms(self.request, block_tokens)
+
+
+async def keep_prompt(
+    keeper: Keeper, scope: Scope, wish: PinWish, prompt: Sequence[BlockKey], block_tokens: int
+) -> dict[str, Any]:
+    """Pin a prompt as its sender wished, or let its pin of this name end later or sooner. Returns what the sender
+    learns. On the cache's loop; never raises InvalidRequest. Names of requests with a scope are that scope's own."""
+    name = wish.name if scope == SHARED else f"{scope.hex()[:16]}/{wish.name}"
+    held = keeper.pins.get(name)
+    try:
+        if held is not None and held.chain == tuple(prompt):
+            pin = await keeper.extend(name, wish.ttl)
+        else:
+            pin = await keeper.create(name, prompt, wish.ttl, len(prompt) * block_tokens)
+    except InvalidRequest as refused:
+        log.warning("a pin is refused: %s", refused)
+        return {"refused": True}
+    return {"until": pin.until}
 
 
 class Controls:

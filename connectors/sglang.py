@@ -96,7 +96,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self.layer_done_counter = LayerWiseLoadCounter(len(self._pool.tensors))
         self._wait_s = self._settings.config.deadlines.get
         self._order = self._ordering_stream()
-        self._visits = Visits(self._settings)
+        self._visits = Visits(self._settings, self._pool.page)
         self._prefill = PrefillClock(self._computed, self._pool.page)
         self._stale = False  # weights changed, and the tree was not flushed since
         self._meeting: tuple[Any, Callable[[], list[str]]] | None = None
@@ -194,7 +194,11 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     @_degrades(None)
     def admitted(self, rid: str) -> None:
-        self._visits.book(rid, self._pages.cache if self._pages is not None else None, self._pool.page)
+        cache = self._pages.cache if self._pages is not None else None
+        meeting, self._meeting = self._meeting, None
+        if cache is not None and meeting is not None and meeting[0].rid == rid:
+            self._visits.pin_known(*meeting, cache)
+        self._visits.book(rid, cache)
 
     def forget(self, rid: str) -> None:
         self._visits.forget(rid)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtier.block import BlockKey, Scope
 from kvtier.cache import Cache
-from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys
+from kvtier.connectors.common import Control, Controls, PinWish, Scopes, Settings, engine_keys, keep_prompt
 from kvtier.lease import Lease
 from kvtier.tier import Miss
 
@@ -33,6 +33,7 @@ class Visit:
     waits: bool = False  # as of the last look-up
     decided: bool = False  # on every rank: waits no longer
     lease: Lease | None = None  # of its load
+    wish: tuple[Scope, PinWish] | None = None  # its prompt is to be pinned
 
     def tiers(self, count: int) -> list[str]:
         """Where `count` blocks from `start` on were found: in G2, unless they were promoted for this request."""
@@ -55,7 +56,8 @@ class Visit:
 class Visits:
     """The requests that are being looked up, and the accounts of those that were admitted."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._wait_s = settings.config.deadlines.get
         self._controls, self._scopes = Controls(settings.config), Scopes(settings.config)
         self._of: OrderedDict[str, Visit] = OrderedDict()
@@ -90,6 +92,8 @@ class Visits:
         hashes = [*head(), *tail]
         visit.chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
         visit.start = len(hashes) - len(tail)
+        if control.pin is not None and control.store:
+            visit.wish = (scope, control.pin)
 
     def wishes(self, req: Any) -> tuple[Control, Scope | None]:
         """What the request asked for, and who may share its blocks (None: it may not be cached)."""
@@ -102,6 +106,9 @@ class Visits:
     def resident(self, visit: Visit, cache: Cache) -> int:
         """Blocks from `visit.start` on that G2 has now. The first time it starts bringing up what it lacks, and notes
         whether that is worth waiting for."""
+        if visit.wish is not None:
+            self._pin(cache, *visit.wish, visit.chain)
+            visit.wish = None
         tail = visit.chain[visit.start :]
         found = cache.manager.prefix(tail)
         if visit.decided or found == len(tail) or not cache.manager.lower:
@@ -116,14 +123,24 @@ class Visits:
             self.events["lookups_late"] += 1
         return found
 
-    def book(self, rid: str, cache: Cache | None, block_tokens: int) -> None:
+    def pin_known(self, req: Any, head: Callable[[], list[str]], cache: Cache) -> None:
+        """Of a request that is not looked up, since the device has all of its prompt: pin that, if it is wished."""
+        control, scope = self.wishes(req)
+        if control.pin is not None and control.store and scope is not None and (hashes := head()):
+            self._pin(cache, scope, control.pin, engine_keys(scope, [bytes.fromhex(page) for page in hashes]))
+
+    def _pin(self, cache: Cache, scope: Scope, wish: PinWish, prompt: Sequence[BlockKey]) -> None:
+        """What is here of it stays, and what will be; nobody waits for it."""
+        cache.submit(keep_prompt(cache.manager.keeper, scope, wish, list(prompt), self._block_tokens))
+
+    def book(self, rid: str, cache: Cache | None) -> None:
         """The request is admitted: count what it was given and what not, and let go of it."""
         visit = self._of.get(rid)
         if visit is not None and visit.chain and cache is not None:
             asked = len(visit.chain) - visit.start
             if visit.lease is not None:
                 for tier, blocks in Counter(visit.lease.tiers).items():
-                    self.tokens_read[tier] += blocks * block_tokens
+                    self.tokens_read[tier] += blocks * self._block_tokens
                 cache.manager.count(visit.lease, asked)
             else:
                 with cache.manager.pin(()) as nothing:

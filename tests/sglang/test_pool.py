@@ -484,6 +484,25 @@ def test_what_prefill_costs_decides_what_is_loaded(bench: Any, monkeypatch: pyte
     assert b.linker.stats()["requests"]["misses"] == {"slower": 6}
 
 
+def test_prompts_are_pinned_whether_they_are_looked_up_or_on_the_device(bench: Any) -> None:
+    b, keys, wish = bench(), keys_of(4), {"name": "manual", "ttl": "1h"}
+    cache = b.linker._pages.cache
+    b.lookup("r", keys[2:], head=keys[:2], pin=wish)
+    b.linker.admitted("r")
+    b.linker.meet(b.req("s", pin={"name": "hot", "ttl": "1h"}), lambda: keys[:3], b.vote)
+    b.linker.admitted("s")  # no look-up came
+    b.linker.meet(b.req("t"), lambda: keys, b.vote)
+    b.linker.admitted("t")
+    for _ in range(100):
+        if len(cache.pins.list()) == 2:
+            break
+        time.sleep(0.02)
+    assert {pin.name: pin.blocks for pin in cache.pins.list()} == {"manual": 4, "hot": 3}
+    b.offload(keys, [1, 2, 3, 4])
+    b.settle()
+    assert {pin.name: pin.resident for pin in cache.pins.list()} == {"manual": 4, "hot": 3}
+
+
 def test_metrics_follow_what_was_counted() -> None:
     from prometheus_client import CollectorRegistry
 
