@@ -67,7 +67,7 @@ def free_ports(count: int, together: int = 1) -> list[int]:
 
 
 class Served:
-    """An engine over kvtier, with rank 0's orders and metrics."""
+    """An engine over kvtier, with rank 0's orders and metrics. `own` is a test's to keep tokens in."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class Served:
         linker: dict[str, Any],
         more: dict[str, Any],
     ) -> None:
+        self.own: list[list[int]] = []
         self.port, self._control = free_ports(2, together=int(arguments.get("tp_size", 1)))
         extra = {
             "kvtier_config": {"version": 1, "tiers": tiers, **more},

@@ -132,10 +132,11 @@ def five_hundred(
     """500 requests of 40 prompts, four at a time; every answer is right. Returns how many tokens came from below, and
     the slowest turn."""
     prompts = [prompt(seed, 120) for seed in range(2000, 2040)]
-    own = []
-    for tokens in prompts:
-        engine.host.generate(tokens, new=4)
-        own += [answer["tokens"] for answer in engine.host.generate(tokens, new=4)]
+    if not engine.own:
+        for tokens in prompts:
+            engine.host.generate(tokens, new=4)
+            engine.own += [answer["tokens"] for answer in engine.host.generate(tokens, new=4)]
+    own = engine.own
     engine.host.flush()
     prepare()
     draw, served, slowest = random.Random(1), 0, 0.0
