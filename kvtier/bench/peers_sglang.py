@@ -84,7 +84,8 @@ def _arguments(setting: Setting, name: str, folder: Path) -> Iterator[dict[str, 
 
 def _kvtier(blocks: int, disk: Path) -> dict[str, Any]:
     tiers = {"g2": {"capacity": blocks * BLOCK_BYTES}, "g3": {"path": str(disk), "capacity": _DISK}}
-    return {"kvtier_config": {"version": 1, "tiers": tiers, "deadlines": {"get": "5s", "lookup": "1s"}}, "recompute": "never"}
+    config = {"version": 1, "tiers": tiers, "deadlines": {"get": "5s", "lookup": "1s"}}
+    return {"kvtier_config": config, "recompute": "never"}
 
 
 def _hicache(setting: Setting, blocks: int, backend: str, extra: Mapping[str, Any]) -> dict[str, Any]:
