@@ -39,20 +39,18 @@ _ID_CHARS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The connector's arguments. `model` and `weights` replace what would be derived; "" derives. `recompute`: "auto"
-    computes a prefix that would arrive later from a lower tier than prefill takes, "never" loads whatever is there."""
+    """The connector's arguments. `model` and `weights` replace what would be derived; "" derives."""
 
     config: Config
     model: str = ""
     weights: str = ""
-    recompute: str = "auto"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], more: Sequence[str] = ()) -> Settings:
         """From the engine's extra configuration: `kvtier_config` (path of the YAML file, or the mapping itself),
-        `model`, `weights`, `recompute`; `more` are further keys that the connector reads itself. Reads the file.
-        Raises ConfigError, also for a key it does not know."""
-        known = {"kvtier_config", "model", "weights", "recompute", *more}
+        `model`, `weights`; `more` are further keys that the connector reads itself. Reads the file. Raises
+        ConfigError, also for a key it does not know."""
+        known = {"kvtier_config", "model", "weights", *more}
         if unknown := sorted(set(extra) - known):
             raise ConfigError(f"connector argument {shorten(unknown[0])} is unknown; known: {', '.join(sorted(known))}")
         given = extra.get("kvtier_config")
@@ -66,10 +64,7 @@ class Settings:
         for name, value in texts.items():
             if not isinstance(value, str):
                 raise ConfigError(f"connector argument {name} must be a text, got {shorten(value)}")
-        recompute = extra.get("recompute", "auto")
-        if recompute not in ("auto", "never"):
-            raise ConfigError(f"connector argument recompute must be auto or never, got {shorten(recompute)}")
-        return cls(config, recompute=recompute, **texts)
+        return cls(config, **texts)
 
 
 # ── identity ────────────────────────────────────────────────────────────────────────────────────────────────────

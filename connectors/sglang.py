@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -39,17 +39,18 @@ from kvtier.connectors.sglang_metrics import EngineMetrics
 from kvtier.connectors.sglang_pages import Load, Pages
 from kvtier.connectors.sglang_pool import Ranks, namespace_of, pool_of
 from kvtier.connectors.sglang_visits import Visit, Visits
-from kvtier.errors import IdentityError
+from kvtier.errors import ConfigError, IdentityError
 from kvtier.kernels.engine import cpus_near
 from kvtier.lease import Lease
 from kvtier.metrics import serve
 from kvtier.namespace import Namespace
+from kvtier.units import shorten
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ARGUMENTS = ("metrics_port",)
+ARGUMENTS = ("metrics_port", "recompute")
 _NONE = cast("tuple[Visit, Lease, list[int]] | None", None)
 
 
@@ -86,7 +87,9 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         forward_stream: Any = None,
     ) -> None:
         install()
-        self._settings = Settings.parse(extra_config or {}, ARGUMENTS)
+        extra = extra_config or {}
+        self._settings = Settings.parse(extra, ARGUMENTS)
+        self._weighs = _weighs(extra)  # whether loading is weighed against prefill
         self.forward_stream = forward_stream
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         _refuse(params)
@@ -110,7 +113,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
         self._rotation.open()
         self._metrics = EngineMetrics.of(server_args, namespace.rank)
-        port = (extra_config or {}).get("metrics_port")
+        port = extra.get("metrics_port")
         if port is not None:
             serve(self.stats, port=int(port) + namespace.rank)
 
@@ -213,7 +216,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
             self._metrics.update(self._engine_stats())
 
     def _computed(self, blocks: int, seconds: float) -> None:
-        if self._pages is not None and self._settings.recompute == "auto":
+        if self._pages is not None and self._weighs:
             self._pages.cache.manager.computed(blocks, seconds)
 
     # ── loading ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -372,6 +375,13 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
     def close(self) -> None:
         self._quiesce()
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
+
+
+def _weighs(extra: Mapping[str, Any]) -> bool:
+    recompute = extra.get("recompute", "auto")
+    if recompute not in ("auto", "never"):
+        raise ConfigError(f"connector argument recompute must be auto or never, got {shorten(recompute)}")
+    return bool(recompute == "auto")
 
 
 def _close(pages: Pages) -> None:

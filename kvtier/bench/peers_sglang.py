@@ -67,7 +67,7 @@ def _arguments(setting: Setting, name: str, folder: Path) -> Iterator[dict[str, 
             "unified_cache_external_linker_config": {
                 "linker": "KVTierLinker",
                 "linker_module_path": "kvtier.connectors.sglang",
-                "linker_extra_config": _kvtier(host, disk),
+                "linker_extra_config": {**_kvtier(host, disk), "recompute": "never"},
             },
         }
     elif name == "hicache":
@@ -85,7 +85,7 @@ def _arguments(setting: Setting, name: str, folder: Path) -> Iterator[dict[str, 
 def _kvtier(blocks: int, disk: Path) -> dict[str, Any]:
     tiers = {"g2": {"capacity": blocks * BLOCK_BYTES}, "g3": {"path": str(disk), "capacity": _DISK}}
     config = {"version": 1, "tiers": tiers, "deadlines": {"get": "5s", "lookup": "1s"}}
-    return {"kvtier_config": config, "recompute": "never"}
+    return {"kvtier_config": config}
 
 
 def _hicache(setting: Setting, blocks: int, backend: str, extra: Mapping[str, Any]) -> dict[str, Any]:

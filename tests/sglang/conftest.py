@@ -137,7 +137,7 @@ class HiCache:
             extra = {
                 "backend_name": "kvtier", "module_path": "kvtier.connectors.sglang_storage",
                 "class_name": "KVTierStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": True,
-                "kvtier_config": {"version": 1, "tiers": tiers, "deadlines": {"get": "3s"}}, "recompute": "never",
+                "kvtier_config": {"version": 1, "tiers": tiers, "deadlines": {"get": "3s"}},
                 "metrics_port": self.port,
             }  # fmt: skip
         self.host = EngineHost(

@@ -162,7 +162,9 @@ def test_sglang_hashes_pages_as_the_namespace_says() -> None:
 class Bench:
     """A linker over a real pool, called as the tree calls it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, page: int = PAGE, g2: str = "4MiB") -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, page: int = PAGE, g2: str = "4MiB", more: Any = None
+    ) -> None:
         from kvtier.connectors import sglang as module
         from kvtier.testing import sample_namespace
 
@@ -180,7 +182,7 @@ class Bench:
             sidecar_draft_device_pools=(),
         )  # fmt: skip
         tiers = {"g2": {"capacity": g2}, "g3": {"path": str(folder), "capacity": "64MiB"}}
-        extra = {"kvtier_config": {"version": 1, "tiers": tiers}}
+        extra = {"kvtier_config": {"version": 1, "tiers": tiers}, **(more or {})}
         self.linker = module.KVTierLinker(server(), params, components={Kind.FULL}, extra_config=extra)
 
     def vote(self, answer: bool) -> bool:
@@ -482,6 +484,19 @@ def test_what_prefill_costs_decides_what_is_loaded(bench: Any, monkeypatch: pyte
             b.linker.admitted(f"r{seconds}")
         b.linker.forget(f"r{seconds}")
     assert b.linker.stats()["requests"]["misses"] == {"slower": 6}
+
+
+def test_whether_loading_is_weighed_is_the_operators_choice(bench: Any) -> None:
+    from kvtier.errors import ConfigError
+
+    b = bench(more={"recompute": "never"})
+    b.linker.ran(batch_of(9 * PAGE, time.monotonic() - 1))
+    assert b.linker._pages.cache.manager._costs() is None
+    b = bench()
+    b.linker.ran(batch_of(9 * PAGE, time.monotonic() - 1))
+    assert b.linker._pages.cache.manager._costs() is not None
+    with pytest.raises(ConfigError, match="sometimes"):
+        bench(more={"recompute": "sometimes"})
 
 
 def test_prompts_are_pinned_whether_they_are_looked_up_or_on_the_device(bench: Any) -> None:
