@@ -48,7 +48,9 @@ def compare(setting: Setting, python: Path, names: Sequence[str] = NAMES) -> dic
         }  # fmt: skip
         asked = {"engine": engine, "prompts": [list(p) for p in prompts], "tokens": OUTPUT_TOKENS, "margins": margins,
                  "settle_s": 3.0}  # fmt: skip
-        return run_engine(setting, name, [str(python), "-P", str(_ENGINE)], asked, len(prompts))
+        return run_engine(
+            setting, name, ["CUDA_VISIBLE_DEVICES=", str(python), "-P", str(_ENGINE)], asked, len(prompts)
+        )
 
     truth = replay(setting, "oracle", {"disable_radix_cache": True}, setting.prompts, margins=True)
     return contest(setting, names, truth, _arguments, replay)

@@ -11,7 +11,8 @@ from typing import Any
 
 from kvtier.testing import sglang_cpu
 
-sglang_cpu.install()
+if __name__ in ("__main__", "__mp_main__"):  # not where this is merely imported: it replaces what others need
+    sglang_cpu.install()
 
 _CPU = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "attention_backend": "torch_native",

@@ -6,7 +6,8 @@
 
 SGLang imports torchvision, triton (1 GB) and, off CUDA, one function of vllm at module level, on paths that a text-only
 CPU run never calls. What is installed stays. HiCache calls CUDA for page-locking its host pool and for copies; of the
-latter, the one of `hicache_io_backend="direct"` with `hicache_mem_layout="layer_first"` is done here with torch.
+latter, the one of `hicache_io_backend="direct"` with `hicache_mem_layout="layer_first"` is done here with torch. Hide
+GPUs from the process (CUDA_VISIBLE_DEVICES=) where there are some.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import builtins
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 import types
 from collections.abc import Sequence
@@ -80,8 +80,6 @@ def install() -> None:
     """Put stand-ins where something is missing. Idempotent."""
     if any(isinstance(finder, _StandIns) for finder in sys.meta_path):
         return
-    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_OFFLINE", "1")):
-        os.environ.setdefault(name, value)
     # Let transformers record that torchvision is absent before a stand-in makes it look present.
     from transformers.utils import import_utils
 
