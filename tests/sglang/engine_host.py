@@ -19,7 +19,7 @@ HERE = str(Path(__file__).resolve().parent)
 sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_OFFLINE", "1")):
+for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HF_HUB_OFFLINE", "1"), ("TORCHDYNAMO_DISABLE", "1")):
     os.environ.setdefault(name, value)
 
 from kvtier.testing import sglang_cpu  # noqa: E402
