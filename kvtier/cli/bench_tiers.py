@@ -81,7 +81,7 @@ def _show_reads(found: dict[str, Any]) -> None:
     for client, results in found["clients"].items():
         rows = [
             [label, *(_two(f[name]["gb_per_s"]["median"]) for name in ("kvtier", "client", "http")),
-             *(_two(ratio) for ratio in f["ratios"].values()),
+             *(_two(ratio["median"]) for ratio in f["ratios"].values()),
              *(_two(f[name]["cpu_s_per_gb"]["median"]) for name in ("kvtier", "client", "http"))]
             for label, f in results["reads"].items()
         ]  # fmt: skip
