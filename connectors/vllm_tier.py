@@ -152,10 +152,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 "security.salt is deny, but vLLM does not tell its tiers a request's salt (it is in the block hashes, "
                 "so salts share nothing either way); use the KVTierConnector, or salt: shared"
             )
-        self._rows = Rows(primary_kv_view)
-        namespace = tier_namespace(
-            offloading_spec.config, get_current_vllm_config_or_none(), settings, self._rows.row_bytes
-        )
+        engine = get_current_vllm_config_or_none()
+        namespace = tier_namespace(offloading_spec.config, engine, settings, self.block_size_bytes)
         self._group = int(offloading_spec.config.groups[0].group_id).to_bytes(_GROUP_BYTES, "big")
         self._lookup_s = seconds(arguments, "lookup_deadline", config.deadlines.lookup)
         self._flush_s = seconds(arguments, "flush_timeout", 3.0)
@@ -175,11 +173,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
         self._core = Core(settings, namespace, events=self._events)
-        try:
-            self._core.open()
-        except BaseException:
-            self._rows.release()
-            raise
+        self._core.open()
+        self._rows = Rows(primary_kv_view)
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
 
     @property
