@@ -388,6 +388,7 @@ def _end(process: subprocess.Popen[Any], grace_s: float = 10.0) -> None:
 
 def _tail(text: str) -> str:
     """The last thing that a log says, without what changes from run to run."""
+    text = text.partition("Exception ignored in")[0]  # what an interpreter says at its end comes after the cause
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "error:" in line]
     return (telling or lines or ["it said nothing"])[-1][-300:]

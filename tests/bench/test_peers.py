@@ -97,7 +97,8 @@ def test_a_contender_that_cannot_run_says_why_and_the_others_run(
 
 def test_an_engine_that_dies_is_reported_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "engine.py"
-    script.write_text("import sys; sys.stdin.read(); sys.exit('RuntimeError: out of luck')")
+    said = "RuntimeError: out of luck\nException ignored in: __del__\nAttributeError: at the interpreter's end"
+    script.write_text(f"import sys; sys.stdin.read(); sys.exit({said!r})")
     monkeypatch.setattr(peers, "_ENGINE", script)
     with pytest.raises(PeerFailed, match="out of luck"):
         peers.compare(Setting(tmp_path, [[1] * 33], 80, 64, tmp_path))
