@@ -42,38 +42,38 @@ def main() -> None:
     for prompt in asked["prompts"]:
         out, first_s = _ask(engine, prompt, asked)
         computed += len(prompt) - out["meta_info"]["cached_tokens"]
-        answer(
-            tokens=list(out["output_ids"]),
-            ttft_s=first_s,
-            cached=out["meta_info"]["cached_tokens"],
-            margins=_margins(out["meta_info"]) if asked["margins"] else [],
-        )
+        margins = _margins(engine, prompt, asked) if asked["margins"] else []
+        answer(tokens=out["output_ids"], ttft_s=first_s, cached=out["meta_info"]["cached_tokens"], margins=margins)
     answer(computed=computed, prompted=sum(len(prompt) for prompt in asked["prompts"]))
     time.sleep(asked["settle_s"])
     engine.shutdown()
 
 
 def _ask(engine: Any, prompt: list[int], asked: dict[str, Any]) -> tuple[Any, float]:
-    """The last answer of a stream, and the time to its first token."""
-    sampling = {"max_new_tokens": asked["tokens"], "temperature": 0, "ignore_eos": True}
-    more = {"return_logprob": True, "top_logprobs_num": 2} if asked["margins"] else {}
+    """The last answer of a stream, with all its tokens, and the time to the first."""
     began = time.monotonic()
     first_s, out = 0.0, None
     tokens: list[int] = []
-    for out in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True, **more):
+    for out in engine.generate(input_ids=prompt, sampling_params=_sampling(asked), stream=True):
         first_s = first_s or time.monotonic() - began
-        tokens = out["output_ids"] if len(out["output_ids"]) > len(tokens) else tokens + out["output_ids"]
+        given = list(out["output_ids"])
+        tokens = given if len(given) > len(tokens) else tokens + given  # all until now, or those that came
     assert out is not None
-    return {**out, "output_ids": tokens[-asked["tokens"] :]}, first_s
+    return {**out, "output_ids": tokens}, first_s
 
 
-def _margins(meta: dict[str, Any]) -> list[float]:
+def _margins(engine: Any, prompt: list[int], asked: dict[str, Any]) -> list[float]:
     """By how much the best token was better than the second, per step."""
+    given = engine.generate(input_ids=prompt, sampling_params=_sampling(asked), return_logprob=True, top_logprobs_num=2)
     out = []
-    for step in meta["output_top_logprobs"]:
+    for step in given["meta_info"]["output_top_logprobs"]:
         best = sorted((entry[0] for entry in step), reverse=True)
         out.append(float(best[0] - best[1]) if len(best) > 1 else float("inf"))
     return out
+
+
+def _sampling(asked: dict[str, Any]) -> dict[str, Any]:
+    return {"max_new_tokens": asked["tokens"], "temperature": 0, "ignore_eos": True}
 
 
 if __name__ == "__main__":
