@@ -31,7 +31,8 @@ from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import block_tokens_of, namespace_of, pages_of
 from kvtier.connectors.vllm_messages import Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm_metrics import KVTierPromMetrics, KVTierStats
-from kvtier.connectors.vllm_scheduler import Limits, SchedulerHalf
+from kvtier.connectors.vllm_scheduler import SchedulerHalf
+from kvtier.connectors.vllm_stores import Limits
 from kvtier.connectors.vllm_worker import WorkerHalf, host_identity
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.units import parse_size
@@ -58,6 +59,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
+        self._stored: StepMeta | None = None
         if role == KVConnectorRole.WORKER:
             self._worker = self._make_worker(self._pages)
         elif getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") != "recompute":
@@ -221,6 +223,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.register(kv_caches)
 
+    # Sleep mode (called from 0.33 on).
+
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            guarded(self._worker.suspend, fallback=None)
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            guarded(self._worker.resume, fallback=None)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self._worker is not None
         return self._worker.handshake()
@@ -241,15 +253,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Stores start behind the forward that was launched, and are not waited for."""
-        meta, worker = self._get_connector_metadata(), self._worker
-        assert worker is not None and isinstance(meta, StepMeta)
-        worker.store(meta.stores)
+        self._store_once(self._get_connector_metadata())
+
+    def _store_once(self, meta: KVConnectorMetadata | None) -> None:
+        """Called twice per step: up to 0.30 a step without a forward, which is all that an idle engine has, comes
+        without `wait_for_save`. Any moment of the step is right, since stores are of blocks that are complete."""
+        assert self._worker is not None
+        if isinstance(meta, StepMeta) and meta is not self._stored:
+            self._stored = meta
+            self._worker.store(meta.stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         worker = self._worker
         assert worker is not None
-        guarded(worker.poll, fallback=None)
         meta = self._connector_metadata
+        self._store_once(meta)
+        guarded(worker.poll, fallback=None)
         freed = set(meta.freed) if isinstance(meta, StepMeta) else set()
         return freed or None, worker.received() or None
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from string import hexdigits
+from typing import Any
 
 from kvtier.block import BlockKey
 from kvtier.hashing import HASH_BYTES
@@ -15,26 +16,22 @@ from kvtier.hashing import HASH_BYTES
 _GROUP = 0  # one KV cache group is served
 
 
-class Scheduled(NamedTuple):
-    """One request of a step: `table` is its whole block table (new, resumed) or what was appended to it."""
-
-    name: str
-    table: list[int]
-    whole: bool
-    begin: int
-    end: int
+Scheduled = tuple[str, Sequence[int], bool, int, int]
+"""One request of a step: name, block table (all of it, or what was appended), whether it is all of it, and the tokens
+begin … end-1 that are computed. A plain tuple: hundreds are made per step."""
 
 
 def scheduled(output: Any) -> Iterator[Scheduled]:
     """The requests of a SchedulerOutput, in the order in which the scheduler took them: running ones first."""
     tokens: Mapping[str, int] = output.num_scheduled_tokens
     cached = output.scheduled_cached_reqs
-    for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-        table = list(blocks[_GROUP]) if blocks is not None else []
-        yield Scheduled(name, table, name in cached.resumed_req_ids, computed, computed + tokens.get(name, 0))
+    resumed = cached.resumed_req_ids
+    for name, blocks, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        table = () if blocks is None else blocks[_GROUP]
+        yield name, table, bool(resumed) and name in resumed, begin, begin + tokens.get(name, 0)
     for new in output.scheduled_new_reqs:
-        computed = new.num_computed_tokens
-        yield Scheduled(new.req_id, list(new.block_ids[_GROUP]), True, computed, computed + tokens.get(new.req_id, 0))
+        begin = new.num_computed_tokens
+        yield new.req_id, new.block_ids[_GROUP], True, begin, begin + tokens.get(new.req_id, 0)
 
 
 def preempted(output: Any) -> set[str]:
@@ -62,6 +59,13 @@ def control_of(request: Any) -> object:
     """What the request's sender asked of kvtier; None for nothing."""
     params = getattr(request, "kv_transfer_params", None)
     return params.get("kvtier") if isinstance(params, Mapping) else None
+
+
+def public_name(request: Any) -> str:
+    """The request's id as its sender knows it: the engine appends eight digits of its own."""
+    whole: str = request.request_id
+    name, dash, tail = whole.rpartition("-")
+    return name if dash and len(tail) == 8 and set(tail) <= set(hexdigits) else whole
 
 
 def adapter_of(request: Any) -> Any | None:
@@ -104,6 +108,10 @@ class Pool:
             if find(key[-HASH_BYTES:] + group) is None:
                 return index
         return len(chain)
+
+    def free(self) -> int:
+        """Blocks that could be handed out."""
+        return int(self._pool.get_num_free_blocks())
 
     def head(self, count: int) -> Iterator[int]:
         """Numbers of the blocks that will be handed out next."""

@@ -5,7 +5,7 @@ of its request. vLLM names blocks when it plans a step, before anything is compu
 loads, and what was computed after them, under valid names; and it frees named blocks of aborted requests while
 their forward still runs. So a name found in the pool is no evidence, and this module keeps its own:
 
-    step planned     → `plan`: a span of tokens per request
+    step planned     → `cover`, `plan`: spans of tokens, told of when they complete a block
     step completed   → `complete`: spans that continue trusted tokens make them grow, and full blocks are confirmed
     load failed      → `fail`: nothing planned until now counts for the requests it touched
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtier.block import BlockKey
-from kvtier.terms import Terms
+from kvtier.ranges import ChainTerms
 
 Token = object
 """What tells this tenancy of a block from the next: the pool's name object, compared by identity."""
@@ -32,7 +32,7 @@ class Chain(list[BlockKey]):
 
     __slots__ = ("terms",)
 
-    def __init__(self, keys: Iterable[BlockKey], terms: Terms) -> None:
+    def __init__(self, keys: Iterable[BlockKey], terms: ChainTerms) -> None:
         super().__init__(keys)
         self.terms = terms
 
@@ -53,6 +53,9 @@ class Track:
     keep_blocks: int = 1 << 62
     life: int = 0  # changes when the engine takes all blocks away
     void_until: int = -1  # steps up to this one do not count
+    open: int = -1  # tokens open … planned-1 were planned, one stretch, and are not in a span yet; -1: none were
+    planned: int = -1
+    due: int = -1  # tokens with which the next block is full
 
 
 class _Held(NamedTuple):
@@ -63,7 +66,7 @@ class _Held(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tokens begin … end-1 of a request are computed in a step."""
+    """Tokens begin … end-1 of a request are computed when a step has run."""
 
     track: Track
     life: int
@@ -100,6 +103,7 @@ class Confirmer:
         self._names = names
         self._tracks: dict[str, Track] = {}
         self._steps: deque[tuple[int, list[Span]]] = deque()
+        self._spans: list[Span] = []  # of the step that is being planned
         self._held: dict[int, Token] = {}
         self._last = -1
 
@@ -132,11 +136,29 @@ class Confirmer:
         track.table = []
         track.trusted = track.load_begin = track.loaded = track.confirmed = 0
         track.life += 1
+        track.open = -1
 
-    def plan(self, step: int, spans: list[Span]) -> None:
-        """A step was planned. Steps are numbered ascending and complete in this order."""
+    def cover(self, track: Track, begin: int, end: int) -> None:
+        """The step that is being planned computes tokens begin … end-1 of a request.
+
+        Called per request and step, so it does next to nothing unless a block gets full: stretches that continue one
+        another make one span. The first of a stretch is a span by itself, since what it builds upon must be looked at
+        when it completes; later it may have been repaired.
+        """
+        if track.open <= begin <= track.planned and track.open >= 0:
+            track.planned = end
+            if end < track.due:
+                return
+            begin = track.open
+        self._spans.append(Span(track, track.life, begin, end))
+        track.open = track.planned = end
+        track.due = (end // self.block_tokens + 1) * self.block_tokens
+
+    def plan(self, step: int) -> None:
+        """What was covered since the last call is a step. Steps are numbered ascending and complete in this order."""
         self._last = step
-        self._steps.append((step, spans))
+        self._steps.append((step, self._spans))
+        self._spans = []
 
     def fail(self, blocks: Iterable[int]) -> None:
         """A load left these blocks without content: distrust them and what was computed after them."""
@@ -145,7 +167,7 @@ class Confirmer:
             return
         for block in bad:
             self._held.pop(block, None)
-        under_way = [span.track for _, spans in self._steps for span in spans]
+        under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
         for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
             index = next((i for i, block in enumerate(track.table) if block in bad), None)
             if index is not None:
@@ -153,6 +175,7 @@ class Confirmer:
                 track.trusted, track.loaded = min(track.trusted, tokens), min(track.loaded, tokens)
                 track.confirmed = min(track.confirmed, index)
                 track.void_until = self._last
+                track.open = -1
 
     def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:
         """Everything up to `step` has run. `known(track)` are the tokens whose KV a completed step can have left:

@@ -19,36 +19,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.block import Scope
+from kvtier.block import BlockKey, Scope
 from kvtier.cache import Cache
 from kvtier.clock import Clock
 from kvtier.config import Offload
 from kvtier.connectors import vllm_compat as compat
-from kvtier.connectors.common import Control, Controls, Scopes, engine_keys
-from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Span, Token, Track
+from kvtier.connectors.common import Control, Controls, Scopes, engine_keys, keep_prompt
+from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Token, Track
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import Adapters
 from kvtier.connectors.vllm_messages import ArenaHandle, Load, Moves, StepMeta, WorkerMeta
-from kvtier.dirty import Dirty, DirtyList
+from kvtier.connectors.vllm_stores import Limits, Stores
+from kvtier.divergence import RecentChains
 from kvtier.lease import Lease
 from kvtier.manager import Manager
-from kvtier.tiers.host import Slot
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the connector. Times in seconds."""
-
-    lookup_deadline: float  # a request is kept waiting for promotion at most so long
-    prefetch_s: float  # a promotion that nobody waits for goes on at most so long
-    flush_timeout: float = 3.0  # an idle or stopping engine copies out at most so long
-    ack_timeout: float = 30.0  # a rank that leaves a copy unanswered longer has stopped answering
-    step_bytes: int = 64 << 20  # copied out per step
-    spill_ahead: int = 64  # blocks at the head of the free queue that are kept copied
-    decode: bool = True  # blocks that were filled by decoding are kept, too
+_LEASE_S = 1.0
+"""How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,13 +48,21 @@ class Visit:
     track: Track
     scope: Scope | None
     control: Control
-    prefetch: concurrent.futures.Future[Lease] | None = None
+    prefetch: concurrent.futures.Future[dict[int, str]] | None = None
+    pinning: concurrent.futures.Future[dict[str, Any]] | None = None
     ask_until: float | None = None
-    sources: dict[int, str] = field(default_factory=dict)  # depth → tier it was promoted from
     lease: Lease | None = None
     lease_start: int = 0
+    lease_usable: int = 0
+    lease_until: float = 0.0
     asked: int = 0  # blocks beyond the engine's own hit, until they are booked
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
+
+    def tiers(self, start: int, count: int) -> list[str]:
+        """Where blocks from depth `start` on were found: G2, unless they were promoted for this request."""
+        done = self.prefetch if self.prefetch is not None and self.prefetch.done() else None
+        known = {} if done is None or done.cancelled() or done.exception() is not None else done.result()
+        return [known.get(depth, "g2") for depth in range(start, start + count)]
 
 
 @dataclass(slots=True, eq=False)
@@ -75,25 +73,6 @@ class _Loading:
     count: int
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    chain: Chain
-    slot: Slot
-    generation: int
-    block: int
-    token: Token
-
-
-@dataclass(slots=True, eq=False)
-class _Storing:
-    manager: Manager
-    copies: list[_Copy]
-    since: float
-    ranks: int = 0
-    failed: set[int] = field(default_factory=set)
-    abandoned: bool = False
 
 
 class SchedulerHalf:
@@ -116,7 +95,7 @@ class SchedulerHalf:
         self._events = events
         self._scopes = scopes
         self._controls = controls
-        self._default = controls.parse(None).terms
+        self._default = controls.parse(None).chain_terms(core.namespace.block_tokens).only
         self._offload = offload
         self._limits = limits
         self._ranks = ranks
@@ -124,16 +103,14 @@ class SchedulerHalf:
         self._block_tokens = core.namespace.block_tokens
         self._adapters = Adapters()
         self._visits: dict[str, Visit] = {}
-        self._dirty = DirtyList()
-        self._tokens: dict[int, Token] = {}  # of dirty blocks
         self._loads: list[Load] = []
         self._loading: dict[int, _Loading] = {}
-        self._storing: dict[int, _Storing] = {}
         self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
+        self._recent = RecentChains()
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers know
         self._idle_since: float | None = None
-        self._offloads = True
+        self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._pool: compat.Pool | None = None
         self._confirmer = Confirmer(self._block_tokens, None, compat.Pool.names)
 
@@ -142,6 +119,11 @@ class SchedulerHalf:
         self._pool = compat.Pool(pool)
         token_of: Callable[[int], Token | None] | None = self._pool.token_of if self._pool.caching else None
         self._confirmer = Confirmer(self._block_tokens, token_of, compat.Pool.names)
+        self._stores.bind(self._pool, self._confirmer)
+
+    def _job(self) -> int:
+        self._jobs += 1
+        return self._jobs
 
     @property
     def _manager(self) -> Manager | None:
@@ -154,8 +136,16 @@ class SchedulerHalf:
         """A request was queued."""
         visit = self._visit(request)
         current = self._core.current
-        if current is not None and visit.prefetch is None:
-            self._prefetch(current[0], visit, request)
+        if current is None or visit.prefetch is not None:
+            return
+        self._prefetch(current[0], visit, request)
+        wish, prompt = visit.control.pin, self._prompt(visit)
+        if wish is not None and visit.scope is not None and visit.track.keep and prompt:
+            keeper = current[0].manager.keeper
+            visit.pinning = current[0].submit(keep_prompt(keeper, visit.scope, wish, prompt, self._block_tokens))
+
+    def _prompt(self, visit: Visit) -> list[BlockKey]:
+        return visit.track.chain[: visit.track.request.num_prompt_tokens // self._block_tokens]
 
     def _visit(self, request: Any) -> Visit:
         name = request.request_id
@@ -166,8 +156,8 @@ class SchedulerHalf:
         adapter = self._adapters.of(compat.adapter_of(request))
         scope = None
         if adapter is not None and not compat.holds_foreign_state(request):
-            scope = self._scopes.of(compat.salt_of(request), adapter, control.terms)
-        track = Track(name, request, Chain((), control.terms))
+            scope = self._scopes.of(compat.salt_of(request), adapter, control.request)
+        track = Track(name, request, Chain((), control.chain_terms(self._block_tokens)))
         track.keep = control.store and scope is not None
         if not self._limits.decode:
             track.keep_blocks = request.num_prompt_tokens // self._block_tokens
@@ -201,17 +191,7 @@ class SchedulerHalf:
         if manager.prefix(chain[start:]) == usable - start:
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
-        visit.prefetch = cache.submit(manager.promote(chain, deadline, start))
-        visit.prefetch.add_done_callback(lambda done: self._promoted(visit, start, done))
-
-    @staticmethod
-    def _promoted(visit: Visit, start: int, done: concurrent.futures.Future[Lease]) -> None:
-        """On the cache's loop: remember where blocks came from; `match` pins them when the request may run."""
-        if done.cancelled() or done.exception() is not None:
-            return
-        lease = done.result()
-        visit.sources = {start + index: tier for index, tier in enumerate(lease.tiers) if tier != "g2"}
-        lease.release()
+        visit.prefetch = cache.submit(_fetch(manager, chain, deadline, start))
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
@@ -219,13 +199,16 @@ class SchedulerHalf:
         track = visit.track
         if track.table:
             self._confirmer.displace(track)
-        self._drop_lease(visit)
         self._grow(visit)
         manager = self._manager
         start, usable = computed // self._block_tokens, self._readable(visit)
+        now = self._clock.monotonic()
+        lease = visit.lease
+        if lease is not None and now < visit.lease_until and (visit.lease_start, visit.lease_usable) == (start, usable):
+            return len(lease) * self._block_tokens, len(lease) > 0  # it was asked for before, and got no blocks
+        self._drop_lease(visit)
         if manager is None or start >= usable:
             return 0, False
-        now = self._clock.monotonic()
         if visit.prefetch is not None and not visit.prefetch.done():
             if visit.ask_until is None:
                 visit.ask_until = now + self._limits.lookup_deadline
@@ -234,7 +217,7 @@ class SchedulerHalf:
             self.counters["lookups_late"] += 1
         visit.asked = usable - start
         lease = manager.pin(track.chain[:usable], start)
-        visit.lease, visit.lease_start = lease, start
+        visit.lease, visit.lease_start, visit.lease_usable, visit.lease_until = lease, start, usable, now + _LEASE_S
         return len(lease) * self._block_tokens, len(lease) > 0
 
     def _drop_lease(self, visit: Visit) -> None:
@@ -245,21 +228,26 @@ class SchedulerHalf:
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine gave the request blocks, and expects `tokens` of them to be loaded."""
         visit = self._visit(request)
-        self._forget(self._confirmer.place(visit.track, compat.table_of(blocks)))
+        table = compat.table_of(blocks)
+        self._stores.taken(len(table))
+        self._stores.forget(self._confirmer.place(visit.track, table))
         lease, visit.lease = visit.lease, None
-        if tokens == 0:
-            self._book(visit, lease, visit.lease_start, 0)
+        count, start = tokens // self._block_tokens, visit.lease_start
+        if lease is None or not count:
+            self._book(visit, lease, start, 0)
             if lease is not None:
                 lease.release()
+            if count:
+                raise AssertionError(f"{count} blocks are to be loaded, none is pinned")
             return
-        count, start = tokens // self._block_tokens, visit.lease_start
-        if lease is None or len(lease) < count:
-            raise AssertionError(f"{count} blocks are to be loaded, {0 if lease is None else len(lease)} are pinned")
-        self._jobs += 1
-        self._loading[self._jobs] = _Loading(visit, lease, start, count)
+        if len(lease) < count:
+            lease.release()
+            raise AssertionError(f"{count} blocks are to be loaded, {len(lease)} are pinned")
+        job = self._job()
+        self._loading[job] = _Loading(visit, lease, start, count)
         slots = lease.slots[:count]
         moves = Moves(
-            self._jobs,
+            job,
             tuple(visit.track.table[start : start + count]),
             tuple(slot.number for slot in slots),
             tuple(slot.generation for slot in slots),
@@ -269,16 +257,15 @@ class SchedulerHalf:
     def refuse(self, request: Any, blocks: Any, tokens: int) -> None:
         """Something went wrong after a load was promised: have the workers report it as failed, all of it."""
         table = compat.table_of(blocks)
-        self._jobs += 1
         bad = tuple(table[-(tokens // self._block_tokens) :]) if tokens else ()
-        self._loads.append(Load(request.request_id, Moves(self._jobs, tuple(table) or bad, (), ())))
+        self._loads.append(Load(request.request_id, Moves(self._job(), tuple(table) or bad, (), ())))
 
     def _book(self, visit: Visit, lease: Lease | None, start: int, good: int) -> None:
         """Account for what a request asked for, once per question: `good` blocks from `start` on were truly read."""
         manager, asked, visit.asked = self._manager, visit.asked, 0
         if manager is None or lease is None or not asked:
             return
-        lease.tiers = [visit.sources.get(start + index, "g2") for index in range(good)]
+        lease.tiers = visit.tiers(start, good)
         for tier, count in Counter(lease.tiers).items():
             visit.read[tier] += count * self._block_tokens
             self.counters[f"tokens_read_{tier}"] += count * self._block_tokens
@@ -288,8 +275,8 @@ class SchedulerHalf:
         """Tokens of the load that was just planned for a request, by the tier they were found in."""
         for work in self._loading.values():
             if work.visit.track.name == request.request_id:
-                tiers = [work.visit.sources.get(work.start + index, "g2") for index in range(work.count)]
-                return {tier: n * self._block_tokens for tier, n in Counter(tiers).items()}
+                tiers = Counter(work.visit.tiers(work.start, work.count))
+                return {tier: n * self._block_tokens for tier, n in tiers.items()}
         return {}
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -300,19 +287,21 @@ class SchedulerHalf:
         for name in compat.preempted(output):
             if (track := self._confirmer.get(name)) is not None:
                 self._confirmer.displace(track)
-        spans = []
-        for item in compat.scheduled(output):
-            visit = self._visits.get(item.name)
+        visits, confirmer, stores = self._visits, self._confirmer, self._stores
+        for name, table, whole, begin, end in compat.scheduled(output):
+            visit = visits.get(name)
             if visit is None:
                 continue
-            track = visit.track
-            place = self._confirmer.place if item.whole else self._confirmer.extend
-            self._forget(place(track, item.table))
-            if item.end > item.begin:
-                spans.append(Span(track, track.life, item.begin, item.end))
-        self._confirmer.plan(self._step, spans)
+            if table:
+                stores.taken(len(table))
+                place = confirmer.place if whole else confirmer.extend
+                stores.forget(place(visit.track, table))
+            if end > begin:
+                confirmer.cover(visit.track, begin, end)
+        confirmer.plan(self._step)
         meta = StepMeta(self._step, self._new_arena())
-        meta.stores = self._plan_stores(idle=not spans and not self._visits)
+        if stores and (manager := self._manager) is not None:
+            meta.stores = stores.plan(manager, idle=not visits)
         meta.freed = self._release_delayed()
         meta.loads = self.take_loads()
         return meta
@@ -329,57 +318,6 @@ class SchedulerHalf:
         self._arena = current[1].number
         return current[1]
 
-    def _forget(self, blocks: list[int]) -> None:
-        if blocks:
-            self.counters["spill_lost"] += self._dirty.discard(blocks)
-            for block in blocks:
-                self._tokens.pop(block, None)
-
-    def _plan_stores(self, idle: bool) -> list[Moves]:
-        manager, pool = self._manager, self._pool
-        if manager is None or pool is None or not self._dirty or not self._offloads:
-            return []
-        now = self._clock.monotonic()
-        eager = idle or self._offload.mode == "eager" or not pool.caching
-        aged = now if eager else now - self._offload.dirty_max_age
-        limit = max(1, self._limits.step_bytes // manager.host.block_bytes)
-        picked = self._dirty.pick(pool.head(self._limits.spill_ahead) if pool.caching else (), limit, aged)
-        copies: list[_Copy] = []
-        for run in _runs(picked):
-            copies += self._reserve(manager, run)
-        if not copies:
-            return []
-        self._jobs += 1
-        self._storing[self._jobs] = _Storing(manager, copies, now)
-        return [
-            Moves(
-                self._jobs,
-                tuple(copy.block for copy in copies),
-                tuple(copy.slot.number for copy in copies),
-                tuple(copy.generation for copy in copies),
-            )
-        ]
-
-    def _reserve(self, manager: Manager, run: list[Dirty]) -> list[_Copy]:
-        """Slots for those of a run that still are what they were and that G2 lacks."""
-        living: dict[int, tuple[int, Token]] = {}
-        for dirty in run:
-            token = self._tokens.pop(dirty.slot, None)
-            if token is None or not self._confirmer.holds(dirty.slot, token):
-                break  # later blocks would lie behind a gap
-            living[dirty.depth] = (dirty.slot, token)
-        self.counters["spill_lost"] += len(run) - len(living)
-        for dirty in run[len(living) :]:
-            self._tokens.pop(dirty.slot, None)
-        if not living:
-            return []
-        chain = run[0].chain
-        assert isinstance(chain, Chain)
-        start = run[0].depth
-        slots, reached = manager.reserve(chain, start, start + len(living), chain.terms)
-        self.counters["stores_without_room"] += start + len(living) - reached
-        return [_Copy(chain, slot, slot.generation, *living[slot.index]) for slot in slots]
-
     def completed(self, output: Any) -> None:
         """A step has run on all ranks."""
         meta = getattr(output, "kv_connector_worker_meta", None)
@@ -387,13 +325,14 @@ class SchedulerHalf:
         if answers is not None:
             for job, ranks in answers.done.items():
                 self._answer(job, ranks, answers.failed.get(job, set()))
-        self._confirmer.fail(getattr(output, "invalid_block_ids", None) or ())
+        if bad := getattr(output, "invalid_block_ids", None):
+            self._confirmer.fail(bad)
+            self._stores.spoil(bad)
         if answers is None:
             return
-        now = self._clock.monotonic()
         for confirmed in self._confirmer.complete(answers.step, self._known):
-            self._mark(confirmed, now)
-        self._give_up_on_silence(now)
+            self._mark(confirmed)
+        self._stores.give_up_on_silence(self._clock.monotonic())
 
     def _known(self, track: Track) -> int:
         visit = self._visits.get(track.name)
@@ -401,38 +340,32 @@ class SchedulerHalf:
             self._grow(visit)
         return int(track.request.num_tokens) - 1
 
-    def _mark(self, confirmed: Confirmed, now: float) -> None:
+    def _mark(self, confirmed: Confirmed) -> None:
         track, depth, block, token, found = confirmed
         if not track.keep or depth >= track.keep_blocks:
             return
-        key, manager = track.chain[depth], self._manager
-        if found and track.chain.terms == self._default and manager is not None and manager.holds(key):
+        manager = self._manager
+        if (
+            found
+            and track.chain.terms.only == self._default
+            and manager is not None
+            and manager.holds(track.chain[depth])
+        ):
             return  # it was confirmed for another request and has been stored since
-        known = self._dirty.get(key)
-        if known is not None:
-            if self._confirmer.holds(known.slot, self._tokens[known.slot]):
-                return
-            self._forget([known.slot])
-        self._forget([block])
-        self._dirty.add(block, track.chain, depth, now)
-        self._tokens[block] = token
+        self._stores.add(block, track.chain, depth, token)
 
     # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _answer(self, job: int, ranks: int, failed: set[int]) -> None:
-        work: _Loading | _Storing | None = self._loading.get(job) or self._storing.get(job)
+        work = self._loading.get(job)
         if work is None:
+            self._stores.answer(job, ranks, failed)
             return
         work.ranks += ranks
         work.failed |= failed
-        if work.ranks < self._ranks:
-            return
-        if isinstance(work, _Loading):
+        if work.ranks >= self._ranks:
             del self._loading[job]
             self._loaded(work)
-        else:
-            del self._storing[job]
-            self._stored(work)
 
     def _loaded(self, work: _Loading) -> None:
         good = min(work.failed, default=work.count)
@@ -440,39 +373,8 @@ class SchedulerHalf:
         track.load_begin = work.start * self._block_tokens
         track.loaded = (work.start + good) * self._block_tokens
         self.counters["load_failures"] += len(work.failed)
-        self._book(work.visit, work.lease, work.start, good)
-        work.lease.release()
-
-    def _stored(self, work: _Storing) -> None:
-        manager = work.manager
-        if work.abandoned:
-            for copy in work.copies:
-                manager.acknowledge(copy.slot, copy.generation)
-            return
-        good: dict[int, list[_Copy]] = {}
-        for position, copy in enumerate(work.copies):
-            if position in work.failed or not self._confirmer.holds(copy.block, copy.token):
-                self.counters["copies_failed" if position in work.failed else "spill_lost"] += 1
-                manager.abort([copy.slot], [copy.generation])
-            else:
-                good.setdefault(id(copy.chain), []).append(copy)
-        for copies in good.values():
-            manager.commit(copies[0].chain, [c.slot for c in copies], [c.generation for c in copies])
-            self.counters["blocks_stored"] += len(copies)
-
-    def _give_up_on_silence(self, now: float) -> None:
-        """Copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
-        overdue = next(iter(self._storing.values()), None)
-        if overdue is None or overdue.abandoned or now - overdue.since < self._limits.ack_timeout:
-            return
-        log.error("a rank has not answered a copy for %.0f s: nothing more is offloaded", self._limits.ack_timeout)
-        self._offloads = False
-        for work in self._storing.values():
-            if not work.abandoned:
-                work.abandoned = True
-                self.counters["copies_abandoned"] += len(work.copies)
-                slots, generations = [c.slot for c in work.copies], [c.generation for c in work.copies]
-                work.manager.abort(slots, generations, in_flight=True)
+        with work.lease:
+            self._book(work.visit, work.lease, work.start, good)
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -486,14 +388,30 @@ class SchedulerHalf:
         if visit.prefetch is not None:
             visit.prefetch.cancel()
         self._confirmer.finish(request.request_id)
-        told = {"kvtier": {"tokens_read": dict(visit.read)}} if visit.read else None
-        return self._delay(visit), told
+        told = self._told_of(visit)
+        return self._delay(visit), {"kvtier": told} if told else None
+
+    def _told_of(self, visit: Visit) -> dict[str, Any]:
+        """What the request's sender learns of it."""
+        told: dict[str, Any] = {"tokens_read": dict(visit.read)} if visit.read else {}
+        if visit.scope is None:
+            return told
+        if (wish := visit.control.pin) is not None:
+            told["pin"] = {"name": wish.name, **_outcome(visit.pinning)}
+        prompt, scope = self._prompt(visit), visit.scope.hex()
+        if wanted := visit.control.compared_with:
+            # The OpenAI server numbers the prompts of a request.
+            depths = (self._recent.divergence(f"{scope} {name}", prompt) for name in (wanted, f"{wanted}-0"))
+            depth = next((depth for depth in depths if depth is not None), None)
+            told["same_tokens"] = None if depth is None else depth * self._block_tokens
+        self._recent.note(f"{scope} {compat.public_name(visit.track.request)}", prompt)
+        return told
 
     def _delay(self, visit: Visit) -> bool:
         """Without names in the pool, blocks are only known as long as the request holds them: keep them until they
         are copied, at most a quarter of the pool and not long."""
         pool, track = self._pool, visit.track
-        if pool is None or pool.caching or not self._offloads or not track.keep or not track.table:
+        if pool is None or pool.caching or self._stores.stopped or not track.keep or not track.table:
             return False
         held = sum(len(track.table) for track, _, _ in self._delayed.values())
         if 4 * (held + len(track.table)) > pool.blocks:
@@ -506,8 +424,7 @@ class SchedulerHalf:
     def _release_delayed(self) -> list[str]:
         freed = []
         now = self._clock.monotonic()
-        busy = {id(c.chain) for work in self._storing.values() for c in work.copies} if self._delayed else set()
-        busy |= {id(dirty.chain) for dirty in self._dirty} if self._delayed else set()
+        busy = self._stores.chains() if self._delayed else set()
         for name, (track, last, deadline) in list(self._delayed.items()):
             done = not self._confirmer.under_way(last) and id(track.chain) not in busy
             if done or now >= deadline:
@@ -526,10 +443,12 @@ class SchedulerHalf:
             self._idle_since = now
         if now - self._idle_since >= self._limits.flush_timeout:
             return False
-        return self._offloads and self._manager is not None and bool(self._dirty or self._storing)
+        return not self._stores.stopped and self._manager is not None and bool(self._stores)
 
     def news(self) -> dict[str, int]:
         """Counters that moved since the last call, and by how much."""
+        if self._told == self.counters:
+            return {}
         moved = {name: count - self._told[name] for name, count in self.counters.items()}
         self._told = Counter(self.counters)
         return {name: count for name, count in moved.items() if count > 0}
@@ -543,8 +462,7 @@ class SchedulerHalf:
         self._core.rotate()
         if self._events is not None:
             self._events.clear()
-        self._dirty, self._tokens = DirtyList(), {}
-        self._storing.clear()
+        self._stores.clear()
         for visit in self._visits.values():
             self._drop_lease(visit)
             visit.scope, visit.track.keep = None, False  # they run with blocks of both: nothing of them is kept
@@ -554,20 +472,26 @@ class SchedulerHalf:
         """Flush within `flush_timeout` and let go of the tiers."""
         for visit in self._visits.values():
             self._drop_lease(visit)
+        for work in self._loading.values():
+            work.lease.release()
         self._core.close(self._limits.flush_timeout)
 
     def check(self) -> None:
         """Assert the invariants of the parts."""
         self._confirmer.check()
-        self._dirty.check()
+        self._stores.check()
 
 
-def _runs(picked: list[Dirty]) -> list[list[Dirty]]:
-    """Cut into runs of consecutive depths of one chain."""
-    runs: list[list[Dirty]] = []
-    for dirty in picked:
-        if runs and runs[-1][-1].chain is dirty.chain and runs[-1][-1].depth + 1 == dirty.depth:
-            runs[-1].append(dirty)
-        else:
-            runs.append([dirty])
-    return runs
+async def _fetch(manager: Manager, chain: list[BlockKey], deadline: float, start: int) -> dict[int, str]:
+    """Promote, and say by depth where blocks came from. Leaves nothing pinned, however it ends: nobody may be there to
+    take a lease from a future that was cancelled; `match` pins when the request may run."""
+    with await manager.promote(chain, deadline, start) as lease:
+        return {depth: tier for depth, tier in enumerate(lease.tiers, start) if tier != "g2"}
+
+
+def _outcome(pinning: concurrent.futures.Future[dict[str, Any]] | None) -> dict[str, Any]:
+    """What became of a wish to pin."""
+    if pinning is not None and not pinning.done():
+        return {"pending": True}
+    failed = pinning is None or pinning.cancelled() or pinning.exception() is not None
+    return {"refused": True} if pinning is None or failed else pinning.result()

@@ -11,8 +11,9 @@ import math
 import mmap
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ class WorkerHalf:
         self._refusal = "no KV tensors were registered"
         self._arena: mmap.mmap | None = None
         self._engine: copy.CopyEngine | None = None
+        self._open: Callable[[], copy.CopyEngine] | None = None  # makes it anew over the same memory
         self._jobs: dict[int, tuple[int, Moves, str]] = {}  # ticket → job number, moves, request ("" for a store)
         self._done: dict[int, int] = {}
         self._failed: dict[int, set[int]] = {}
@@ -157,17 +159,29 @@ class WorkerHalf:
         self._detach()
         arena = map_arena(handle, self._piece)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
-        self._engine = open_engine(self._described, host, handle.copy_by, handle.calibration)
+        self._open = partial(open_engine, self._described, host, handle.copy_by, handle.calibration)
+        self._engine = self._open()
         self._arena = arena
 
-    def _detach(self) -> None:
+    def suspend(self) -> None:
+        """The engine is about to give the tensors' memory back (sleep). Copies under way are cancelled and answered;
+        later ones fail, until `resume`. Waits for those that the device has begun."""
         if self._engine is not None:
             clean = self._engine.close(_CLOSE_S)
             for ack in self._engine.poll():
                 self._take(ack)
             if not clean:
                 log.error("copies did not end within %.0f s; their memory stays mapped", _CLOSE_S)
-        self._engine = self._arena = None
+        self._engine = None
+
+    def resume(self) -> None:
+        """The tensors have memory again, at the addresses where they had it."""
+        if self._engine is None and self._open is not None:
+            self._engine = self._open()
+
+    def _detach(self) -> None:
+        self.suspend()
+        self._arena = self._open = None
 
     def start(self, step: int) -> None:
         """A step begins; its number goes back with its answers."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtier.block import BlockKey
-from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Span, Track
+from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Track
+from kvtier.ranges import uniform
 from kvtier.terms import BUILTIN
 
 SIZE = 4
@@ -40,7 +41,7 @@ class Engine:
         self.tokens: dict[str, int] = {}
 
     def request(self, name: str, keys: list[int], tokens: int, table: list[int] | None = None) -> Track:
-        track = Track(name, None, Chain([key(k) for k in keys], BUILTIN["24h"]))
+        track = Track(name, None, Chain([key(k) for k in keys], uniform(BUILTIN["24h"])))
         self.confirmer.start(track)
         self.tokens[name] = tokens
         if table:
@@ -54,7 +55,9 @@ class Engine:
                 if names(self.pool.name.get(track.table[depth], b""), track.chain[depth]):
                     continue  # its content is computed again under the name it has
                 self.pool.fill(track.table[depth], track.chain[depth])
-        self.confirmer.plan(self.step, [Span(track, track.life, begin, end) for track, begin, end in spans])
+        for track, begin, end in spans:
+            self.confirmer.cover(track, begin, end)
+        self.confirmer.plan(self.step)
         return self.step
 
     def complete(self, step: int) -> list[tuple[str, int]]:
@@ -114,6 +117,51 @@ def test_a_neighbour_on_a_spoiled_block_is_never_kept_not_even_after_the_repair(
     two.chain.append(key(4))
     engine.confirmer.extend(two, [8])
     assert engine.complete(engine.plan((two, 12, 16))) == []
+
+
+def test_a_neighbour_that_began_on_a_spoiled_block_is_not_kept_when_it_ends_on_a_repaired_one() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2], 9, [5, 6])
+    engine.pool.fill(5, key(1))
+    engine.plan((one, 4, 8))
+    engine.confirmer.fail([5])
+    two = engine.request("two", [1, 2, 3], 13, [5, 6, 7])
+    begun = engine.plan((two, 8, 10))
+    assert engine.complete(begun) == []
+    assert engine.complete(engine.plan((one, 0, 8))) == [("one", 0), ("one", 1)]
+    assert engine.complete(engine.plan((two, 10, 11))) == []
+    assert engine.complete(engine.plan((two, 11, 12))) == []
+
+
+def test_decoding_confirms_a_block_in_the_step_that_fills_it() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2, 3], 6, [5, 6])
+    assert engine.complete(engine.plan((one, 0, 5))) == [("one", 0)]
+    for begin in (5, 6):
+        engine.tokens["one"] = begin + 2
+        assert engine.complete(engine.plan((one, begin, begin + 1))) == []
+    engine.tokens["one"] = 9
+    assert engine.complete(engine.plan((one, 7, 8))) == [("one", 1)]
+
+
+def test_rejected_drafts_are_no_content() -> None:
+    """Speculative decoding plans tokens that may turn out otherwise, and then goes back behind them."""
+    engine = Engine()
+    one = engine.request("one", [1, 2], 6, [5, 6])
+    assert engine.complete(engine.plan((one, 0, 5))) == [("one", 0)]
+    engine.tokens["one"] = 7
+    assert engine.complete(engine.plan((one, 5, 8))) == [], "two of three drafts were rejected"
+    engine.tokens["one"] = 8
+    assert engine.complete(engine.plan((one, 6, 9))) == [], "all were rejected"
+    engine.tokens["one"] = 10
+    assert engine.complete(engine.plan((one, 7, 9))) == [("one", 1)]
+
+
+def test_a_stretch_with_a_hole_is_not_trusted_behind_it() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2], 9, [5, 6])
+    assert engine.complete(engine.plan((one, 0, 5))) == [("one", 0)]
+    assert engine.complete(engine.plan((one, 6, 8))) == [], "nobody computed token 5"
 
 
 def test_an_aborted_requests_last_step_counts_only_for_blocks_that_nobody_took() -> None:
