@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-START_S = 240.0
-CALL_S = 100.0
+START_S = 420.0
+CALL_S = 200.0
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -125,6 +125,64 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
         return made[seed]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Path of a small random model of another kind: `mla` (as DeepSeek), `sliding` (every other layer a window)."""
+
+    def make(kind: str) -> Path:
+        import torch
+        from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig
+
+        torch.manual_seed(0)
+        if kind == "mla":
+            config = DeepseekV3Config(
+                vocab_size=1024, hidden_size=256, intermediate_size=512, moe_intermediate_size=64, num_hidden_layers=3,
+                num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, n_group=1,
+                topk_group=1, num_experts_per_tok=2, first_k_dense_replace=3, q_lora_rank=None, kv_lora_rank=512,
+                qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096,
+                bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, initializer_range=0.15,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            )  # fmt: skip
+        else:
+            config = Gemma3TextConfig(
+                vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+                num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64,
+                layer_types=["sliding_attention", "full_attention"] * 2, bos_token_id=1, eos_token_id=2,
+                pad_token_id=0,
+            )  # fmt: skip
+        path = tmp_path_factory.mktemp("models") / kind
+        AutoModelForCausalLM.from_config(config).float().eval().save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def write_adapter() -> Callable[[Path, int], Path]:
+    """A LoRA adapter for the small Llama, as PEFT writes it."""
+
+    def write(folder: Path, seed: int) -> Path:
+        import torch
+        from safetensors.torch import save_file
+
+        generator = torch.Generator().manual_seed(seed)
+        weights = {}
+        for layer in range(4):
+            for name, out in (("q_proj", 256), ("v_proj", 64)):
+                place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                weights[f"{place}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.2
+                weights[f"{place}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
+        folder.mkdir(exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none",
+                        "base_model_name_or_path": "tiny", "target_modules": ["q_proj", "v_proj"]})
+        )  # fmt: skip
+        return folder
+
+    return write
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,12 @@ with "own" the engine runs as vLLM runs it, and only calls that any user has are
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 import traceback
+from collections import deque
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,8 +24,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+class Counting(deque[Any]):
+    """Takes note of leases that the garbage collector had to release."""
+
+    total = 0
+
+    def append(self, holds: Any) -> None:
+        self.total += 1
+        super().append(holds)
+
+
+class Logs(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 class Host:
     def __init__(self, options: dict[str, Any]) -> None:
+        self._logs = Logs()
+        logging.getLogger("kvtier").addHandler(self._logs)
         self.inside = options.get("processes", "one") == "one"
         engine = dict(options.get("engine", {}))
         if self.inside:
@@ -38,15 +61,20 @@ class Host:
             # A busy machine may need seconds for what takes milliseconds; deadlines have tests of their own.
             defaults = {"kvtier_config": options["config"], "model": "tiny", "lookup_deadline": "30s"}
             arguments = {**defaults, **options.get("arguments", {})}
-            transfer = {
-                "kv_transfer_config": {
-                    "kv_connector": "KVTierConnector",
-                    "kv_connector_module_path": "kvtier.connectors.vllm",
-                    "kv_role": "kv_both",
-                    "kv_load_failure_policy": options.get("policy", "recompute"),
-                    "kv_connector_extra_config": arguments,
-                }
+            connector = {
+                "kv_connector": "KVTierConnector",
+                "kv_connector_module_path": "kvtier.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": options.get("policy", "recompute"),
+                "kv_connector_extra_config": arguments,
             }
+            if options.get("several"):
+                more = {"kv_connector_extra_config": {"connectors": [connector]}}
+                connector = {**connector, **more, "kv_connector": "MultiConnector"}
+                del connector["kv_connector_module_path"]
+            transfer = {"kv_transfer_config": connector}
+        if options.get("insist"):
+            insist_on_async_scheduling()
         self.llm = LLM(
             **{
                 "model": options["model"],
@@ -69,6 +97,10 @@ class Host:
         self._batches: list[Any] = []
         if options.get("events") and self.inside:
             self.core.scheduler.kv_event_publisher.publish = self._batches.append
+        self._calls: list[list[Any]] = []
+        self._forgotten = Counting()
+        if self.inside and self.connector is not None:
+            self.cache.manager._forgotten = self._forgotten
         self._g3 = ((options.get("config") or {}).get("tiers", {}).get("g3") or {}).get("path", "")
 
     # ── what any user can do ────────────────────────────────────────────────────────────────────────────────
@@ -80,13 +112,16 @@ class Host:
         salt: str | None = None,
         control: Any = None,
         settle: bool = True,
+        adapter: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         extra = None if control is None else {"kv_transfer_params": {"kvtier": control}}
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
-        outs = self.llm.generate(asked, sampling, use_tqdm=False)
+        lora = {"lora_request": LoRARequest(*adapter)} if adapter else {}
+        outs = self.llm.generate(asked, sampling, use_tqdm=False, **lora)
         if settle:
             self.settle()
         return [
@@ -94,6 +129,8 @@ class Host:
                 "tokens": list(out.outputs[0].token_ids),
                 "cached": out.num_cached_tokens,
                 "finish": out.outputs[0].finish_reason,
+                "id": out.request_id,
+                "told": (out.kv_transfer_params or {}).get("kvtier") or {},
                 "read": ((out.kv_transfer_params or {}).get("kvtier") or {}).get("tokens_read", {}),
             }
             for out in outs
@@ -104,6 +141,10 @@ class Host:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def logs(self) -> list[str]:
+        """What kvtier has logged in this process."""
+        return self._logs.lines
 
     # ── with the scheduler in this process ──────────────────────────────────────────────────────────────────
 
@@ -143,6 +184,9 @@ class Host:
         for _ in range(count):
             self.llm.llm_engine.step()
 
+    def is_async(self) -> bool:
+        return bool(self.core.async_scheduling) and self.core.batch_queue is not None
+
     def counters(self) -> dict[str, int]:
         return dict(self.half.counters)
 
@@ -166,11 +210,12 @@ class Host:
         return {
             "visits": len(self.half._visits),
             "loading": len(self.half._loading),
-            "storing": len(self.half._storing),
-            "dirty": len(self.half._dirty),
+            "storing": len(self.half._stores._storing),
+            "dirty": len(self.half._stores._dirty),
             "pinned": self.cache.stats()["g2"]["pinned"],
             "quarantined": self.cache.stats()["g2"]["quarantined"],
             "blocks_used": held.num_gpu_blocks - 1 - held.get_num_free_blocks(),
+            "forgotten": self._forgotten.total,
         }
 
     def namespace(self) -> dict[str, Any]:
@@ -180,7 +225,8 @@ class Host:
 
     def break_loads(self, how: str, positions: list[int] | None = None) -> None:
         """`zeros`: loads bring zeros and say they succeeded; `fail`: the given positions of the next load fail;
-        `hang`: loads are not answered until `mend`."""
+        `hang`: loads are not answered until `mend`;
+        `now and then`: every third fails at one position, every fifth is made three steps late."""
         worker = self.worker
         if how == "zeros":
             plain = worker.load
@@ -211,12 +257,132 @@ class Host:
 
             self._faults.pop("used", None)
             worker._submit = fail
+        elif how == "now and then":
+            submit, count = worker._submit, 0
+
+            def now_and_then(moves: Any, request: str) -> None:
+                nonlocal count
+                submit(moves, request)
+                if not request:
+                    return
+                count += 1
+                if count % 3 == 0:
+                    worker._failed.setdefault(moves.job, set()).add(count % len(moves.blocks))
+                    worker.poll()
+                    for tensor in worker._described.memory.keep:
+                        tensor[moves.blocks[count % len(moves.blocks)]].fill_(7.0)
+
+            plain_load, begun = worker.load, 0
+
+            def late(loads: Any) -> None:
+                nonlocal begun
+                waiting = self._faults.setdefault("late", [])
+                due = [job for turns, job in waiting if turns <= 1]
+                self._faults["late"] = [(turns - 1, job) for turns, job in waiting if turns > 1]
+                for job in loads:
+                    begun += 1
+                    if begun % 5 == 0:
+                        self._faults["late"].append((3, job))
+                    else:
+                        due.append(job)
+                plain_load(due)
+
+            worker._submit, worker.load = now_and_then, late
         elif how == "hang":
             held: list[Any] = []
             self._faults["held"] = held
             worker.load = held.extend
         else:
             raise ValueError(how)
+
+    def hold_stores(self) -> None:
+        """Copies out are neither made nor answered until `mend`."""
+        held: list[Any] = []
+        self._faults["stores"] = held
+        self.worker.store = held.extend
+
+    def _track(self, name: str) -> Any:
+        return next(visit.track for key, visit in self.half._visits.items() if key.startswith(name))
+
+    def steps_until_placed(self, name: str) -> None:
+        """Step until a request has blocks: it may wait for an answer from disk before."""
+        deadline = time.monotonic() + 30
+        while not self._track(name).table and time.monotonic() < deadline:
+            self.llm.llm_engine.step()
+
+    def spoil(self, name: str, positions: list[int]) -> None:
+        """Blocks of a running request get another content, and the next step reports it, as a load inside the step
+        would that fails."""
+        track = self._track(name)
+        bad = [track.table[position] for position in positions]
+        for tensor in self.worker._described.memory.keep:
+            for block in bad:
+                tensor[block].fill_(7.0)
+        self.worker._bad_blocks.update(bad)
+
+    def second_rank(self, present: bool) -> None:
+        """The scheduler half waits for answers of two ranks; the second one is `answer_of_second_rank`."""
+        self.half._ranks = self.half._stores.ranks = 2 if present else 1
+
+    def answer_of_second_rank(self, failed: int = -1) -> int:
+        """It has finished every copy out; the one at position `failed` of each job went wrong."""
+        jobs = list(self.half._stores._storing)
+        for job in jobs:
+            self.half._answer(job, 1, {failed} if failed >= 0 else set())
+        return len(jobs)
+
+    def limit(self, **limits: Any) -> None:
+        from dataclasses import replace
+
+        self.half._limits = self.half._stores.limits = replace(self.half._limits, **limits)
+
+    def resume_offload(self) -> None:
+        self.half._stores.stopped = False
+
+    def record_calls(self) -> None:
+        """Note the scheduler half's answers, and what each step of the worker was told."""
+        calls = self._calls = []
+        half, worker, cache = self.half, self.worker, self.cache
+
+        def noted(owner: Any, name: str, note: Any) -> None:
+            plain = getattr(owner, name)
+
+            def call(*arguments: Any, **more: Any) -> Any:
+                out = plain(*arguments, **more)
+                calls.append([name, note(arguments, out)])
+                return out
+
+            owner.__dict__[name] = call
+
+        noted(half, "match", lambda arguments, out: list(out))
+        noted(half, "allocated", lambda arguments, out: arguments[2])
+        noted(worker, "start", lambda arguments, out: arguments[0])
+        noted(worker, "store", lambda arguments, out: len(arguments[0]))
+        noted(cache.manager, "promote", lambda arguments, out: len(arguments[0]))
+
+    def calls(self) -> list[list[Any]]:
+        """What `record_calls` noted; ends the recording."""
+        for owner, names in (
+            (self.half, ("match", "allocated")),
+            (self.worker, ("start", "store")),
+            (self.cache.manager, ("promote",)),
+        ):
+            for name in names:
+                owner.__dict__.pop(name, None)
+        calls, self._calls = self._calls, []
+        return calls
+
+    def prefetch_of(self, name: str) -> str:
+        """State of a waiting request's promotion; kept for after its end."""
+        for key, visit in self.half._visits.items():
+            if key.startswith(name):
+                self._faults["prefetch"] = visit.prefetch
+        future = self._faults.get("prefetch")
+        return "none" if future is None else "cancelled" if future.cancelled() else "done" if future.done() else "runs"
+
+    def named_in_pool(self, prompt: list[int]) -> int:
+        """Leading blocks of a prompt that the engine's own cache has."""
+        return int(self.half._pool.resident(self._chain(prompt)))
 
     def break_scheduler(self) -> None:
         """Every call into the scheduler half raises."""
@@ -232,53 +398,40 @@ class Host:
             self.worker.__dict__.pop(name, None)
         for name in ("arrive", "match", "plan", "completed", "finish"):
             self.half.__dict__.pop(name, None)
-        held = self._faults.pop("held", [])
+        held = self._faults.pop("held", []) + [job for _, job in self._faults.pop("late", [])]
         if held:
             self.worker.load(held)
+        self.worker.__dict__.pop("store", None)
+        stores = self._faults.pop("stores", [])
+        if stores:
+            self.worker.store(stores)
 
-    def _sicken(self, *faults: Any) -> None:
-        from kvtier.testing import FaultyTier
+    def sicken(self, tier: str, how: str) -> None:
+        """`error`, `hang` or `` (healthy again): every call into a lower tier from now on."""
+        from kvtier.testing import Fault, FaultyTier
 
-        guard = self.cache.manager.lower["g3"].inner
+        guard = self.cache.manager.lower[tier].inner
         while not isinstance(guard.inner, FaultyTier) and hasattr(guard.inner, "inner"):
             guard = guard.inner
         if not isinstance(guard.inner, FaultyTier):
             guard.inner = FaultyTier(guard.inner)
-        guard.inner.faults = list(faults)
+        calls = {"error": ("*",), "hang": ("read", "write", "flush", "lookup"), "": ()}[how]
+        guard.inner.faults = [Fault(call, how) for call in calls]
 
-    def error_disk(self) -> None:
-        from kvtier.testing import Fault
-
-        self._sicken(Fault("*", "error"))
-
-    def hang_disk(self) -> None:
-        from kvtier.testing import Fault
-
-        self._sicken(Fault("read", "hang"), Fault("write", "hang"), Fault("flush", "hang"), Fault("lookup", "hang"))
-
-    def heal_disk(self) -> None:
-        self._sicken()
-
-    def corrupt_disk(self) -> int:
-        """Flip a byte in every 4 KiB of every slab file. Returns how many files."""
+    def corrupt(self, folder: str) -> int:
+        """Flip a byte in every 4 KiB of every file that holds payload. Returns how many files."""
         from pathlib import Path
 
-        files = [
-            p for p in Path(self._g3).rglob("*") if p.is_file() and p.stat().st_size >= 1 << 20 and p.suffix != ".mdb"
-        ]
+        files = [p for p in Path(folder).rglob("*") if p.is_file() and p.stat().st_size >= 1 << 16]
+        files = [p for p in files if p.suffix not in (".mdb", ".lock")]
         for path in files:
             with path.open("r+b") as file:
-                for start in range(0, min(path.stat().st_size, 64 << 20), 4096):
+                for start in range(4096, min(path.stat().st_size, 64 << 20), 4096):
                     file.seek(start + 17)
                     byte = file.read(1)
                     file.seek(start + 17)
                     file.write(bytes([byte[0] ^ 0xFF]))
         return len(files)
-
-    def patience(self, lookup_deadline: float) -> None:
-        from dataclasses import replace
-
-        self.half._limits = replace(self.half._limits, lookup_deadline=lookup_deadline)
 
     def timed(self, prompts: list[list[int]], tokens: int = 4) -> dict[str, Any]:
         """Like generate; `seconds` from the first to the last."""
@@ -297,16 +450,21 @@ class Host:
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([name])
 
-    def run_out(self) -> None:
+    def run_out(self) -> dict[str, list[int]]:
+        """Step until all requests have ended. Returns what they sampled, by name."""
         engine = self.llm.llm_engine
+        ended = {}
         while engine.has_unfinished_requests():
-            engine.step()
+            for out in engine.step():
+                ended[out.request_id] = list(out.outputs[0].token_ids) if out.finished else []
+        return ended
 
     def resident(self, prompt: list[int]) -> list[int]:
         """How many blocks of a prompt are in G2, and in any tier, under the engine's own hashes."""
-        return self._resident(prompt)
+        chain = self._chain(prompt)
+        return [self.cache.manager.prefix(chain), self.cache.match(chain, 5.0)]
 
-    def _resident(self, prompt: list[int]) -> list[int]:
+    def _chain(self, prompt: list[int]) -> Any:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -319,8 +477,7 @@ class Host:
             pooling_params=None,
             block_hasher=self.core.request_block_hasher,
         )
-        chain = make_keys(SHARED, [bytes(digest) for digest in request.block_hashes])
-        return [self.cache.manager.prefix(chain), self.cache.match(chain, 5.0)]
+        return make_keys(SHARED, [bytes(digest) for digest in request.block_hashes])
 
     def heard(self) -> list[dict[str, Any]]:
         """KV events that the engine published since the last call."""
@@ -339,9 +496,30 @@ class Host:
             for event in batch.events
         ]
 
+    def pins(self) -> dict[str, int]:
+        """Named pins, and how many of their blocks are in G2."""
+        return {pin.name: pin.resident for pin in self.cache.pins.list()}
+
+    def unpin(self) -> None:
+        for pin in self.cache.pins.list():
+            self.cache.pins.delete(pin.name)
+
     def stored_blocks(self) -> list[str]:
         """Hashes of everything in G2."""
         return sorted(key[-32:].hex() for key in self.cache.manager.host.index)
+
+
+def insist_on_async_scheduling() -> None:
+    """The CPU platform switches it off, for want of use."""
+    from vllm.platforms import current_platform
+
+    plain = type(current_platform).check_and_update_config.__func__
+
+    def check(cls: Any, config: Any) -> None:
+        plain(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    type(current_platform).check_and_update_config = classmethod(check)
 
 
 def main(kind: type[Host] = Host) -> None:

@@ -14,7 +14,8 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 
 BLOCK = 32
-IDLE = {"visits": 0, "loading": 0, "storing": 0, "dirty": 0, "pinned": 0, "quarantined": 0, "blocks_used": 0}
+IDLE = {"visits": 0, "loading": 0, "storing": 0, "dirty": 0, "pinned": 0, "quarantined": 0, "blocks_used": 0,
+        "forgotten": 0}  # fmt: skip
 
 
 def prompt(seed: int, length: int = 300) -> list[int]:
@@ -128,6 +129,55 @@ def test_a_failed_copy_costs_time_and_nothing_else(engine: Any) -> None:
     assert engine.check() == IDLE
 
 
+def test_the_smallest_bad_block_of_a_load_wins(engine: Any) -> None:
+    cold = engine.generate(prompts=[prompt(40)])
+    assert engine.reset()
+    engine.break_loads(how="fail", positions=[6, 2, 4])
+    warm = engine.generate(prompts=[prompt(40)])
+    engine.mend()
+    assert tokens(warm) == tokens(cold) and warm[0]["read"] == {"g2": 64}
+    assert engine.check() == IDLE
+
+
+def test_a_load_is_asked_for_once_and_never_inside_a_step(engine: Any) -> None:
+    """The order of calls of an asynchronous load; synchronous ones, which may leave named blocks without content, are
+    never asked for."""
+    engine.generate(prompts=[prompt(41)])
+    assert engine.reset()
+    engine.record_calls()
+    engine.generate(prompts=[prompt(41), prompt(42)])
+    calls = engine.calls()
+    answers = [out for name, out in calls if name == "match"]
+    assert [288, True] in answers and all(not loads for count, loads in answers if not count)
+    assert all(loads for count, loads in answers if count)
+    assert [out for name, out in calls if name == "allocated"] == [288, 0, 0], "the loaded one comes twice"
+    told = [out for name, out in calls if name == "start"]
+    stores = [name for name, _ in calls if name in ("start", "store")]
+    assert told == sorted(set(told)), "one description per step"
+    assert stores == ["start", "store"] * len(told), "each step of the worker has both, also those without a forward"
+    assert engine.check() == IDLE
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["its own", "a shared one"])
+def test_a_block_that_goes_bad_under_a_running_request_is_computed_again(engine: Any, shared: bool) -> None:
+    """What a load inside the step does when it fails: the request stays, nothing computed over the bad block counts."""
+    prompts = [prompt(43 + shared, 200) + prompt(45 + i, 60) for i in range(2)] if shared else [prompt(43, 200)]
+    right = [engine.generate(prompts=[p], control={"load": False, "store": False})[0]["tokens"] for p in prompts]
+    assert engine.reset()
+    for number, one in enumerate(prompts):
+        engine.add(name=f"sick{number}", prompt=one)
+        engine.steps_until_placed(name=f"sick{number}")
+    engine.steps(count=2)
+    engine.spoil(name="sick0", positions=[2, 4])
+    finished = engine.run_out()
+    assert [finished[f"sick{number}"] for number in range(len(prompts))] == right
+    engine.settle()
+    assert engine.reset()
+    again = engine.generate(prompts=prompts)
+    assert tokens(again) == right and all(sum(out["read"].values()) >= 192 for out in again)
+    assert engine.check() == IDLE
+
+
 def test_nothing_of_a_failed_load_is_kept_when_its_request_goes_away(engine: Any) -> None:
     """The load of three blocks fails and leaves sevens everywhere; the request is aborted before it recomputes."""
     assert engine.generate(prompts=[prompt(11)[:100]])[0]["read"] == {}
@@ -135,12 +185,13 @@ def test_nothing_of_a_failed_load_is_kept_when_its_request_goes_away(engine: Any
     stored = engine.stored_blocks()
     engine.break_loads(how="fail", positions=[0, 1, 2])
     engine.add(name="doomed", prompt=prompt(11))
-    engine.steps(count=1)
+    engine.steps_until_placed(name="doomed")
     engine.abort(name="doomed")
     engine.steps(count=3)
     engine.mend()
     engine.settle()
     assert engine.stored_blocks() == stored
+    assert engine.named_in_pool(prompt=prompt(11)) == 0, "they never entered the engine's own cache"
     cold = engine.generate(prompts=[prompt(11)], control={"load": False, "store": False})
     assert engine.reset()
     warm = engine.generate(prompts=[prompt(11)])
@@ -153,7 +204,8 @@ def test_an_abort_while_loading_leaves_nothing_behind(engine: Any) -> None:
     assert engine.reset()
     engine.break_loads(how="hang")
     engine.add(name="loading", prompt=prompt(12))
-    engine.steps(count=2)
+    engine.steps_until_placed(name="loading")
+    engine.steps(count=1)
     assert engine.check()["loading"] == 1
     engine.abort(name="loading")
     engine.mend()
@@ -174,6 +226,117 @@ def test_a_block_that_is_handed_out_again_during_its_copy_is_not_published(engin
     assert engine.counters()["spill_lost"] > before.get("spill_lost", 0)
     assert engine.resident(prompt=prompt(13, 100))[0] == 0
     assert engine.check() == IDLE
+
+
+def test_a_block_that_others_fill_before_its_delayed_copy_is_not_published(engine: Any) -> None:
+    """Copies of 9 blocks are held up until three long prompts have been through the pool."""
+    small, large = prompt(48), [prompt(50 + i, 1500) for i in range(3)]
+    right = [engine.generate(prompts=[p], control={"load": False, "store": False})[0] for p in (small, *large)]
+    assert engine.reset()
+    before = engine.counters()
+    engine.hold_stores()
+    engine.add(name="small", prompt=small, tokens=2)
+    engine.run_out()
+    engine.steps(count=3)
+    assert engine.check()["storing"] > 0
+    for one in large:
+        engine.generate(prompts=[one], tokens=2, settle=False, control={"store": False})
+    engine.mend()
+    engine.settle()
+    assert engine.counters()["spill_lost"] >= before.get("spill_lost", 0) + 9
+    assert engine.resident(prompt=small)[0] == 0
+    assert engine.reset()
+    assert tokens([engine.generate(prompts=[p])[0] for p in (small, *large)]) == tokens(right)
+    assert engine.check() == IDLE
+
+
+def test_a_cache_reset_with_copies_in_flight(engine: Any) -> None:
+    """The slots of the old arena are written late; nothing of it is found in the new one."""
+    engine.hold_stores()
+    engine.generate(prompts=[prompt(49)], settle=False)
+    engine.steps(count=2)
+    assert engine.check()["storing"] > 0
+    assert engine.reset()
+    assert engine.generate(prompts=[prompt(48)], settle=False)
+    engine.mend()
+    engine.settle()
+    assert engine.resident(prompt=prompt(49))[0] == 0
+    assert engine.check() == IDLE
+
+
+def test_blocks_are_visible_once_every_rank_has_written_them(engine: Any) -> None:
+    engine.second_rank(present=True)
+    engine.generate(prompts=[prompt(60)], settle=False)
+    engine.steps(count=6)
+    assert engine.resident(prompt=prompt(60)) == [0, 0]
+    assert engine.answer_of_second_rank() > 0
+    assert engine.resident(prompt=prompt(60)) == [9, 9]
+    engine.generate(prompts=[prompt(61)], settle=False)
+    engine.steps(count=6)
+    engine.answer_of_second_rank(failed=3)
+    assert engine.resident(prompt=prompt(61))[0] == 3, "what failed on one rank is there on none"
+    engine.second_rank(present=False)
+    engine.settle()
+    assert engine.check() == IDLE
+
+
+def test_a_rank_that_stops_answering_ends_offloading_and_nothing_else(engine: Any) -> None:
+    before = engine.counters()
+    engine.hold_stores()
+    engine.limit(ack_timeout=0.2)
+    engine.generate(prompts=[prompt(62)], settle=False)
+    engine.steps(count=3)
+    engine.sleep(seconds=0.3)
+    right = engine.generate(prompts=[prompt(1, 500)], settle=False)[0]
+    assert engine.counters()["copies_abandoned"] - before.get("copies_abandoned", 0) >= 9
+    assert engine.check()["quarantined"] >= 9, "nobody may write where a lost copy still might"
+    assert right["read"] != {}, "what is there is read on"
+    stored = engine.counters()["blocks_stored"]
+    engine.generate(prompts=[prompt(63)], settle=False)
+    engine.steps(count=4)
+    assert engine.counters()["blocks_stored"] == stored and engine.resident(prompt=prompt(63)) == [0, 0]
+    engine.mend()  # it answers after all, with the next steps: the memory is free again, offloading stays off
+    engine.generate(prompts=[prompt(63)], settle=False)
+    assert engine.check()["quarantined"] == 0 and engine.resident(prompt=prompt(62)) == [0, 0]
+    engine.limit(ack_timeout=30.0)
+    engine.resume_offload()
+    engine.settle()
+    assert engine.check() == IDLE
+
+
+def test_promotion_is_asked_for_once_and_ends_with_its_request(engine: Any) -> None:
+    engine.generate(prompts=[prompt(64)])
+    engine.flush()
+    engine.evict(tier="g2")
+    assert engine.reset()
+    engine.sicken(tier="g3", how="hang")
+    engine.record_calls()
+    engine.add(name="waits", prompt=prompt(64))
+    engine.steps(count=5)
+    assert engine.prefetch_of(name="waits") == "runs"
+    engine.abort(name="waits")
+    engine.steps(count=1)
+    assert engine.prefetch_of(name="waits") == "cancelled"
+    assert [name for name, _ in engine.calls()].count("promote") == 1
+    engine.sicken(tier="g3", how="")
+    engine.settle()
+
+
+def test_a_hanging_disk_costs_a_request_no_more_than_the_deadline(engine: Any) -> None:
+    right = engine.generate(prompts=[prompt(65)])
+    engine.flush()
+    engine.evict(tier="g2")
+    assert engine.reset()
+    engine.sicken(tier="g3", how="hang")
+    engine.limit(lookup_deadline=0.2)
+    late = engine.counters().get("lookups_late", 0)
+    out = engine.timed(prompts=[prompt(65)], tokens=24)
+    engine.limit(lookup_deadline=30.0)
+    engine.sicken(tier="g3", how="")
+    assert out["tokens"] == tokens(right) and out["seconds"] < 5
+    assert engine.counters()["lookups_late"] == late + 1
+    engine.sleep(seconds=0.2)
+    engine.settle()
 
 
 def test_more_blocks_than_the_pool_has(engine: Any) -> None:
@@ -206,6 +369,47 @@ def test_a_request_says_what_is_kept(engine: Any) -> None:
     assert engine.resident(prompt=prompt(16)) == [0, 0]
     engine.generate(prompts=[prompt(17)], control={"retention": "for ever"})
     assert engine.resident(prompt=prompt(17)) == [0, 0], "what cannot be understood is not kept"
+
+
+def test_a_request_says_by_token_range_what_is_kept(engine: Any) -> None:
+    """Blocks 0 … 2 may go to disk, those behind them stay in host memory."""
+    engine.generate(prompts=[prompt(70)], control={"ranges": [[0, 96, "24h"], [96, 4096, "in_memory"]]})
+    engine.flush()
+    assert engine.evict(tier="g2") > 0
+    assert engine.reset()
+    warm = engine.generate(prompts=[prompt(70)], control={"ranges": [[0, 96, "24h"], [96, 4096, "in_memory"]]})
+    assert warm[0]["read"] == {"g3": 96}
+    assert engine.resident(prompt=prompt(70)) == [0, 0], "an isolated class isolates all of its request"
+
+
+def test_a_request_pins_its_prompt(engine: Any) -> None:
+    """Pinned blocks stay while 4,000 others go through host memory; the same prompt renews its pin."""
+    first = engine.generate(prompts=[prompt(72)], control={"pin": {"name": "manual", "ttl": "1h"}, "ceiling": "g2"})[0]
+    engine.settle()
+    for seed in range(80, 112):
+        engine.generate(prompts=[prompt(seed, 500)], tokens=1, control={"ceiling": "g2"})
+    assert engine.resident(prompt=prompt(80, 500))[0] == 0, "the control: what is not pinned has gone"
+    assert engine.resident(prompt=prompt(72))[0] == 9
+    again = engine.generate(prompts=[prompt(72)], control={"pin": {"name": "manual", "ttl": "2h"}})[0]
+    assert again["told"]["pin"]["until"] > first["told"]["pin"]["until"] + 3000
+    assert again["tokens"] == first["tokens"] and engine.pins() == {"manual": 9}
+    taken = engine.generate(prompts=[prompt(73)], control={"pin": {"name": "manual", "ttl": "2h"}})[0]
+    engine.generate(prompts=[prompt(73)], control={"pin": {"name": "manual", "ttl": "2h"}}, salt="a")
+    assert taken["told"]["pin"] == {"name": "manual", "refused": True}
+    assert len(engine.pins()) == 2, "another tenant's names are its own"
+    engine.unpin()
+    assert engine.check() == IDLE
+
+
+def test_a_request_learns_where_its_prompt_left_an_earlier_one(engine: Any) -> None:
+    first = engine.generate(prompts=[prompt(71)])[0]
+    changed = [*prompt(71)[:150], 7, *prompt(71)[151:]]
+    other = engine.generate(prompts=[changed], control={"compared_with": first["id"]})[0]
+    assert other["told"]["same_tokens"] == 128, "four blocks of 32 before token 150"
+    unknown = engine.generate(prompts=[changed], control={"compared_with": "nobody"})[0]
+    assert unknown["told"]["same_tokens"] is None
+    foreign = engine.generate(prompts=[prompt(71)], control={"compared_with": first["id"]}, salt="a")[0]
+    assert foreign["told"]["same_tokens"] is None, "nothing is told of requests of another tenant"
 
 
 def test_new_weights_in_place_end_everything_stored_before(engine: Any) -> None:

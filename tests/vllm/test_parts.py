@@ -15,11 +15,12 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 import torch
 
 from kvtier.arena import Arena
+from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_compat import hash_problem
 from kvtier.connectors.vllm_identity import Adapters, pages_of
-from kvtier.connectors.vllm_messages import ArenaHandle, Load, Moves, WorkerMeta
-from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe
-from kvtier.errors import IdentityError
+from kvtier.connectors.vllm_messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
+from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe, host_identity
+from kvtier.errors import ConfigError, IdentityError
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
 PAGE = HEADS * TOKENS * 2 * DIM * 4
@@ -113,6 +114,33 @@ def test_a_job_without_slots_or_without_arena_is_answered_as_failed() -> None:
     assert worker.answer().failed == {1: {0, 1}}
 
 
+def test_an_engine_that_sleeps_copies_nothing_and_wakes_with_the_same_arena() -> None:
+    arena = Arena(PAGE * LAYERS, 1, 1 << 20)
+    arena.open()
+    tensors = layer_outside()
+    worker = WorkerHalf(pages())
+    worker.register(tensors)
+    attached(worker, arena)
+    worker.store([Moves(1, (2,), (0,), (0,))])
+    worker.suspend()
+    assert worker.answer().done == {1: 1}, "answered, whatever became of it"
+    worker.load([Load("asleep", Moves(2, (3,), (0,), (0,)))])
+    assert worker.received() == {"asleep"} and worker.bad_blocks() == {3}
+    worker.resume()
+    worker.store([Moves(3, (2,), (1,), (0,))])
+    worker.poll()
+    tensors["layers.0"][4].zero_()
+    worker.load([Load("awake", Moves(4, (4,), (1,), (0,)))])
+    worker.poll()
+    assert worker.received() == {"awake"} and worker.bad_blocks() == set()
+    assert all(torch.equal(tensor[4], tensor[2]) for tensor in tensors.values())
+    worker.close()
+    worker.resume()
+    worker.load([Load("closed", Moves(5, (4,), (1,), (0,)))])
+    assert worker.bad_blocks() == {4}
+    arena.close()
+
+
 def test_a_replicated_cache_is_written_by_rank_zero_only() -> None:
     worker = WorkerHalf(pages(rank=1, ranks=2, replicated=True))
     worker.register(layer_outside())
@@ -150,6 +178,33 @@ def test_models_that_are_not_served_are_refused_with_the_reason(
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0, **parallel))
     with pytest.raises(IdentityError, match=said):
         pages_of(vllm_config, SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=4))
+
+
+def test_scales_that_are_computed_at_run_time_are_refused() -> None:
+    class FullAttentionSpec(SimpleNamespace):
+        pass
+
+    def asked(mode: str | None) -> Pages:
+        spec = FullAttentionSpec(block_size=16, page_size_bytes=4096, kv_quant_mode=mode)
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])
+        vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0), cache_config=SimpleNamespace()
+        )
+        return pages_of(vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4))
+
+    with pytest.raises(IdentityError, match="computed at run time"):
+        asked("FP8_PER_TOKEN_HEAD")
+    assert asked("NONE").layers == ("a",) and asked(None).layers == ("a",)
+
+
+def test_ranks_that_cannot_map_the_arena_are_refused_with_the_reason() -> None:
+    connector = object.__new__(KVTierConnector)
+    with pytest.raises(ConfigError, match="rank 1 runs on elsewhere"):
+        connector.set_xfer_handshake_metadata(
+            {0: Handshake("l", "float32", 64, host_identity()), 1: Handshake("l", "float32", 64, "elsewhere/0/pid:[1]")}
+        )
+    with pytest.raises(IdentityError, match="rank 0: no KV tensors"):
+        connector.set_xfer_handshake_metadata({0: Handshake("", "", 0, host_identity(), refusal="no KV tensors")})
 
 
 def test_an_adapter_that_changes_under_its_id_is_not_cached(tmp_path: Path) -> None:
