@@ -1,117 +1,325 @@
-"""What the vLLM connector costs an engine that gets no hits from it: the share of step time spent inside its calls.
+"""What the vLLM connector costs an engine that gets no hits from it.
 
-    python benchmarks/vllm_overhead.py --model DIR --out benchmarks/results/vllm_overhead.json
+    python benchmarks/vllm_overhead.py steps  --save benchmarks/results     share of step time inside its calls
+    python benchmarks/vllm_overhead.py jitter --save benchmarks/results     p99 of decode steps while G3 promotes
 
-Scheduler and worker share this process. Every prompt is new, so nothing is ever found and everything is stored: the
-worst case. Timed inside one run, calls against the steps around them, because two runs on a shared machine differ by
-more than what is measured; also the p99 of the share per step. Copies are made on the engine's thread here (a GPU makes
-them beside it), so `copy` is listed by itself.
+Scheduler and worker share the process, as on one GPU, and both are timed inside one run against the steps around them,
+because two runs on a shared machine differ by more than what is measured.
+
+`steps`: every prompt is new, so nothing is ever found and everything is stored: the worst case. For two random models:
+`tiny`, whose attention cache is large against its arithmetic (3 kFLOP per byte of KV; an 8B model has 122), and `small`
+(21 kFLOP). On a CPU the copies are made on the engine's thread (a GPU's copy engines make them beside it), so they are
+listed by themselves.
+
+`jitter`: requests that only decode, in windows of `--window` seconds: while nothing is promoted, while the engine's own
+cache promotes from disk at full rate, and while a process of its own does the same work over its own arena. Each round
+of three windows gives ratios to the pausing one. What the third costs is the machine's (memory bandwidth, cores, host);
+what the second costs more is the interpreter lock's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import platform
 import random
 import statistics
-import subprocess
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 SCHEDULER = ("arrive", "match", "allocated", "plan", "completed", "finish", "pending", "news")
-COPY = ("load", "store", "poll", "answer")
+COPY = ("start", "load", "store", "poll", "answer")
+# hidden, intermediate, layers, heads, KV heads, head size; tokens per block
+MODELS = {
+    "tiny": (256, 512, 4, 8, 2, 32, 32),
+    "small": (1024, 2816, 8, 16, 2, 64, 32),
+    "wide": (512, 1024, 8, 8, 8, 64, 64),  # 2 MiB per block
+}
+STORED_TOKENS, OUTPUT_TOKENS = 500, 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--prompt-tokens", type=int, default=500)
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("what", choices=("steps", "jitter"))
+    parser.add_argument("--model", choices=MODELS, help="only this one")
+    parser.add_argument("--prompts", type=int, default=0, help="steps: requests (tiny 240, small 40)")
+    parser.add_argument("--window", type=float, default=4.0, help="jitter: seconds")
+    parser.add_argument("--rounds", type=int, default=20, help="jitter: windows of each kind")
+    parser.add_argument("--threads", type=int, default=1, help="of the forward")
+    parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
-    os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-    result = measure(args)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    os.environ.update(OMP_NUM_THREADS=str(args.threads), VLLM_CPU_OMP_THREADS_BIND="nobind")
+    from kvtier.bench.record import record, save
+
+    if args.what == "steps":
+        results: dict[str, Any] = {}
+        for name in [args.model] if args.model else ["tiny", "small"]:
+            results[name] = steps(name, args.prompts or {"tiny": 240}.get(name, 40))
+    else:
+        results = jitter(args.model or "wide", args.window, args.rounds)
+    entry = record(f"vllm_{'overhead' if args.what == 'steps' else 'jitter'}", ["python", *sys.argv], results)
+    print(json.dumps(entry, indent=2))
+    if args.save:
+        save(entry, args.save)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
+@contextmanager
+def engine(name: str, tiers: dict[str, Any], budget: int) -> Iterator[Any]:
+    """A vLLM engine inside this process with a random model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from vllm import LLM
+
+    hidden, inner, layers, heads, kv_heads, head_dim, block = MODELS[name]
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=1024, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=4096,
+        bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(shape).float().save_pretrained(folder)
+        llm = LLM(
+            model=folder, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=4096, block_size=block,
+            num_gpu_blocks_override=512, gpu_memory_utilization=0.2, enforce_eager=True,
+            max_num_batched_tokens=budget, async_scheduling=False, distributed_executor_backend="uni",
+            kv_transfer_config={
+                "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
+                "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "kvtier_config": {"tiers": tiers, "offload": {"dirty_max_age": "1s"}}, "model": name,
+                },
+            },
+        )  # fmt: skip
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.engine_core.shutdown()
+
+
+def parts(llm: Any) -> tuple[Any, Any, Any]:
+    """The engine's core, and the connector's two halves."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    config = {"tiers": {"g2": {"capacity": "256MiB"}}, "offload": {"dirty_max_age": "100ms"}}
-    llm = LLM(
-        model=args.model, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=2048, block_size=32,
-        num_gpu_blocks_override=512, gpu_memory_utilization=0.2, enforce_eager=True, max_num_batched_tokens=1024,
-        async_scheduling=False, distributed_executor_backend="uni",
-        kv_transfer_config={
-            "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kvtier_config": config},
-        },
-    )  # fmt: skip
     core = llm.llm_engine.engine_core.engine_core
-    half, worker = core.scheduler.connector._scheduler, get_kv_transfer_group()._worker
+    return core, core.scheduler.connector._scheduler, get_kv_transfer_group()._worker
+
+
+def steps(name: str, prompts: int) -> dict[str, Any]:
+    from vllm import SamplingParams
+
     spent = {"scheduler": 0.0, "copy": 0.0}
+    seen: list[tuple[float, float, float]] = []
+    with engine(name, {"g2": {"capacity": "512MiB"}}, 1024) as llm:
+        core, half, worker = parts(llm)
 
-    def timed(owner: Any, name: str, kind: str) -> None:
-        plain = getattr(owner, name)
+        def timed(owner: Any, call: str, kind: str) -> None:
+            plain = getattr(owner, call)
 
-        def call(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return plain(*arguments)
-            finally:
-                spent[kind] += time.perf_counter() - began
+            def measured(*arguments: Any) -> Any:
+                began = time.perf_counter()
+                try:
+                    return plain(*arguments)
+                finally:
+                    spent[kind] += time.perf_counter() - began
 
-        setattr(owner, name, call)
+            setattr(owner, call, measured)
 
-    for name in SCHEDULER:
-        timed(half, name, "scheduler")
-    for name in COPY:
-        timed(worker, name, "copy")
-    steps: list[tuple[float, float, float]] = []
-    plain_step = core.step_fn
+        for call in SCHEDULER:
+            timed(half, call, "scheduler")
+        for call in COPY:
+            timed(worker, call, "copy")
+        plain_step = core.step_fn
 
-    def step() -> Any:
-        before, began = dict(spent), time.perf_counter()
-        out = plain_step()
-        steps.append((time.perf_counter() - began, *(spent[kind] - before[kind] for kind in ("scheduler", "copy"))))
-        return out
+        def step() -> Any:
+            before, began = dict(spent), time.perf_counter()
+            out = plain_step()
+            seen.append((time.perf_counter() - began, *(spent[kind] - before[kind] for kind in spent)))
+            return out
 
-    core.step_fn = step
-    core.step = step
-    dice = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [dice.randrange(3, 1000) for _ in range(args.prompt_tokens)]} for _ in range(args.prompts)
-    ]
-    sampling = SamplingParams(temperature=0, max_tokens=args.output_tokens, ignore_eos=True, detokenize=False)
-    llm.generate(prompts[:4], sampling, use_tqdm=False)
-    steps.clear()
-    outs = llm.generate(prompts[4:], sampling, use_tqdm=False)
-    assert all(out.num_cached_tokens == 0 for out in outs)
-    total = sum(step[0] for step in steps)
-    core.shutdown()
-    return {
-        "what": "share of step time inside the connector's calls at 0 % hits, everything stored",
-        "steps": len(steps),
-        "step_ms_median": 1e3 * statistics.median(step[0] for step in steps),
-        "scheduler_share": sum(step[1] for step in steps) / total,
-        "copy_share": sum(step[2] for step in steps) / total,
-        "blocks_stored": half.counters["blocks_stored"],
-        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()},
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
-        "command": f"python benchmarks/vllm_overhead.py --model {Path(args.model).name} --prompts {args.prompts}",
+        core.step_fn = core.step = step
+        dice = random.Random(0)
+        asked = [
+            {"prompt_token_ids": [dice.randrange(3, 1000) for _ in range(STORED_TOKENS)]} for _ in range(prompts + 4)
+        ]
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
+        llm.generate(asked[:4], sampling, use_tqdm=False)
+        seen.clear()
+        stored = half.counters["blocks_stored"]
+        spent.update(scheduler=0.0, copy=0.0)
+        outs = llm.generate(asked[4:], sampling, use_tqdm=False)
+        assert all(out.num_cached_tokens == 0 for out in outs)
+        total = sum(one[0] for one in seen)
+        return {
+            "steps": len(seen),
+            "step_ms_median": 1e3 * statistics.median(one[0] for one in seen),
+            "scheduler_share": sum(one[1] for one in seen) / total,
+            "copy_share": sum(one[2] for one in seen) / total,
+            "share": sum(spent.values()) / total,  # calls between steps included
+            "scheduler_us_median": 1e6 * statistics.median(one[1] for one in seen),
+            "blocks_stored": half.counters["blocks_stored"] - stored,
+            "bytes_stored": (half.counters["blocks_stored"] - stored) * half._manager.host.block_bytes,
+            "lost": half.counters["spill_lost"],
+        }
+
+
+def jitter(name: str, window: float, rounds: int) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    labels = ["pausing", "inside", "child"]
+    took: dict[str, list[list[float]]] = {label: [] for label in labels}
+    rates: dict[str, list[float]] = {label: [] for label in labels}
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = {"g2": {"capacity": "512MiB"}, "g3": {"path": f"{folder}/g3", "capacity": "4GiB"}}
+        with engine(name, tiers, 1024) as llm:
+            _, half, _ = parts(llm)
+            cache, namespace = half._core.current[0], half._core.namespace
+            size = cache.manager.host.block_bytes
+            context = multiprocessing.get_context("spawn")
+            child_go, child_blocks = context.Event(), context.Value("q", 0)
+            child_tiers = {**tiers, "g3": {"path": f"{folder}/g3-child", "capacity": "4GiB"}}
+            child = context.Process(
+                target=promote_in_child, args=(child_tiers, namespace.fields(), child_go, child_blocks), daemon=True
+            )
+            child.start()
+            go, blocks = threading.Event(), Count()
+            chains = store_chains(cache, namespace)
+            threading.Thread(target=promote, args=(cache, chains, go, blocks), daemon=True).start()
+            while not child_go.wait(0.1):  # the child sets it when it has stored
+                assert child.is_alive()
+            child_go.clear()
+            sampling = SamplingParams(
+                temperature=0, max_tokens=3900, ignore_eos=True, detokenize=False,
+                extra_args={"kv_transfer_params": {"kvtier": {"load": False, "store": False}}},
+            )  # fmt: skip
+            requests = 0
+
+            def decode(seconds: float) -> list[float]:
+                nonlocal requests
+                seen: list[float] = []
+                until = time.monotonic() + seconds
+                while time.monotonic() < until:
+                    if not llm.llm_engine.has_unfinished_requests():
+                        for _ in range(4):
+                            requests += 1
+                            prompt = [(requests * 37 + i) % 1000 + 3 for i in range(64)]
+                            llm.llm_engine.add_request(f"r{requests}", {"prompt_token_ids": prompt}, sampling)
+                        llm.llm_engine.step()
+                        llm.llm_engine.step()
+                    began = time.perf_counter()
+                    llm.llm_engine.step()
+                    seen.append(time.perf_counter() - began)
+                return seen
+
+            for number in range(rounds + 1):  # the first warms up
+                for label in labels[number % 3 :] + labels[: number % 3]:
+                    switch = {"inside": go, "child": child_go}.get(label)
+                    if switch is not None:
+                        switch.set()
+                    decode(0.3)
+                    before, began = (blocks.value, child_blocks.value), time.monotonic()
+                    seen = decode(window)
+                    moved = blocks.value - before[0] + child_blocks.value - before[1]
+                    if switch is not None:
+                        switch.clear()
+                        time.sleep(0.3)
+                    if number:
+                        took[label].append(seen)
+                        rates[label].append(moved * size / (time.monotonic() - began))
+            child.kill()
+            child.join()
+    ratios = {
+        label: {
+            name: [take(one) / take(base) for one, base in zip(took[label], took["pausing"], strict=True)]
+            for name, take in (("p99", p99), ("median", statistics.median))
+        }
+        for label in labels[1:]
     }
+    return {
+        "rounds": rounds,
+        "steps_per_window": statistics.median(len(one) for one in took["pausing"]),
+        "block_bytes": size,
+        **{
+            label: {
+                "promoted_bytes_per_s": statistics.median(rates[label]),
+                "p99_to_pausing": summary(ratios[label]["p99"]),
+                "median_to_pausing": summary(ratios[label]["median"]),
+            }
+            for label in labels[1:]
+        },
+        "inside_to_child": {
+            name: summary([a / b for a, b in zip(ratios["inside"][name], ratios["child"][name], strict=True)])
+            for name in ("p99", "median")
+        },
+        "pooled_ms": {
+            label: {
+                "median": 1e3 * statistics.median([t for one in took[label] for t in one]),
+                "p99": 1e3 * p99([t for one in took[label] for t in one]),
+            }
+            for label in labels
+        },
+    }
+
+
+def p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": middle, "quartile_1": low, "quartile_3": high}
+
+
+class Count:
+    """A number that one thread raises and another reads."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def store_chains(cache: Any, namespace: Any) -> list[Any]:
+    """A GiB of blocks on disk; returns their chains. G2 holds half of it, so each comes from disk when its turn is."""
+    import kvtier
+    from kvtier.testing import payloads_of
+
+    size = namespace.block_bytes
+    length = min(32, (128 << 20) // size)
+    chains = [
+        kvtier.chain_hashes([seed] * (length * namespace.block_tokens), namespace, salt=f"promoted-{seed}")
+        for seed in range(1, 1 + (1 << 30) // (length * size))
+    ]
+    for chain in chains:
+        cache.put(chain, payloads_of(chain, size), timeout=60)
+    cache.flush(120)
+    return chains
+
+
+def promote(cache: Any, chains: Sequence[Any], go: Any, blocks: Any) -> None:
+    """Bring chains into G2, one after another, while `go` is set. Never returns."""
+    while True:
+        for chain in chains:
+            go.wait()
+            with cache.get(chain, timeout=30) as hit:
+                blocks.value += sum(tier == "g3" for tier in hit.tiers)
+
+
+def promote_in_child(tiers: dict[str, Any], fields: dict[str, Any], go: Any, blocks: Any) -> None:
+    import kvtier
+
+    namespace = kvtier.Namespace(**fields)
+    with kvtier.open(kvtier.Config.parse({"tiers": tiers}), namespace) as cache:
+        chains = store_chains(cache, namespace)
+        go.set()
+        time.sleep(1.0)
+        promote(cache, chains, go, blocks)
 
 
 if __name__ == "__main__":
