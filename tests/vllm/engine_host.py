@@ -496,9 +496,12 @@ class Host:
             for event in batch.events
         ]
 
-    def pins(self) -> dict[str, int]:
-        """Named pins, and how many of their blocks are in G2."""
-        return {pin.name: pin.resident for pin in self.cache.pins.list()}
+    def pins(self, count: int) -> dict[str, int]:
+        """Named pins, and how many of their blocks are in G2; waits a while for `count` of them."""
+        deadline = time.monotonic() + 10
+        while len(pins := self.cache.pins.list()) < count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return {pin.name: pin.resident for pin in pins}
 
     def unpin(self) -> None:
         for pin in self.cache.pins.list():
