@@ -99,9 +99,8 @@ class Host:
             self.core.scheduler.kv_event_publisher.publish = self._batches.append
         self._calls: list[list[Any]] = []
         self._forgotten = Counting()
-        if self.inside and self.connector is not None:
+        if self.inside and hasattr(self.connector, "_scheduler"):
             self.cache.manager._forgotten = self._forgotten
-        self._g3 = ((options.get("config") or {}).get("tiers", {}).get("g3") or {}).get("path", "")
 
     # ── what any user can do ────────────────────────────────────────────────────────────────────────────────
 

@@ -33,7 +33,7 @@ def engine(start: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return start(script="tier_host.py", tier=arguments, events=True)
 
 
-def test_prompts_come_back_from_every_place(engine: Any) -> None:
+def test_prompts_come_back_from_every_place(engine: Any, arguments: dict[str, Any]) -> None:
     """The GPU's blocks, vLLM's host cache, our memory, our disk; fault free, and with a disk that lies or hangs."""
     prompts = [prompt(1, 500), prompt(1, 500)[:300] + prompt(2, 150)]
     cold = [engine.generate(prompts=[p])[0] for p in prompts]
@@ -59,18 +59,18 @@ def test_prompts_come_back_from_every_place(engine: Any) -> None:
     assert engine.idle() == IDLE
 
     assert engine.evict(tier="g2") > 0 and engine.forget()
-    assert engine.corrupt_disk() > 0
+    assert engine.corrupt(folder=arguments["kvtier_config"]["tiers"]["g3"]["path"]) > 0
     damaged = [engine.generate(prompts=[p])[0] for p in prompts]
     assert tokens(damaged) == tokens(cold) and damaged[0]["cached"] == 0
     assert engine.idle() == IDLE
 
     assert engine.flush()["pending"] == 0 and engine.evict(tier="g2") > 0 and engine.forget()
     engine.patience(lookup_deadline=0.2)
-    engine.hang_disk()
+    engine.sicken(tier="g3", how="hang")
     hung = [engine.timed(prompts=[p], tokens=24) for p in prompts]
     assert [out["tokens"][0] for out in hung] == tokens(cold)
     assert max(out["seconds"] for out in hung) < 20
-    engine.heal_disk()
+    engine.sicken(tier="g3", how="")
 
 
 def test_wrong_bytes_would_be_noticed(engine: Any) -> None:
@@ -121,9 +121,9 @@ def test_many_requests_over_a_host_cache_that_is_too_small(start: Callable[..., 
     together = engine.generate(prompts=prompts)
     assert tokens(together) == tokens(cold)
     assert engine.sources()["vllm:kvtier_tokens_read:g3"] > 0
-    engine.error_disk()
+    engine.sicken(tier="g3", how="error")
     assert tokens(engine.generate(prompts=prompts)) == tokens(cold)
-    engine.heal_disk()
+    engine.sicken(tier="g3", how="")
     assert engine.idle() == IDLE
 
 

@@ -33,8 +33,6 @@ class TierHost(engine_host.Host):  # type: ignore[name-defined,misc]
         }
         options["engine"] = {"kv_transfer_config": transfer, **options.get("engine", {})}
         super().__init__(options)
-        if options.get("tier") is not None:
-            self._g3 = options["tier"]["kvtier_config"]["tiers"]["g3"]["path"]
 
     @property
     def manager(self) -> Any:
