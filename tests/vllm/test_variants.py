@@ -74,7 +74,11 @@ def test_two_ranks_give_the_same_tokens_and_find_each_others_halves(start: Start
 def test_latent_attention(start: Start, make_other: Callable[[str], Path], tmp_path: Path) -> None:
     """MLA keeps one latent per token instead of keys and values per head."""
     model = str(make_other("mla"))
-    engine = start(model=model, config=tiers(tmp_path), engine={"dtype": "bfloat16", "block_size": 16})
+    engine = start(
+        model=model,
+        config=tiers(tmp_path),
+        engine={"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 512},
+    )
     assert engine.namespace()["group"] == "mla"
     size = engine.namespace()["block_tokens"]
     cold = engine.generate(prompts=[prompt(1), prompt(2)], control={"load": False})
