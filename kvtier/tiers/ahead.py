@@ -61,6 +61,9 @@ class Ahead:
             if not self._owned():
                 self._close()
                 return False
+            if self._path.exists():
+                self.stop()
+                return False
             os.ftruncate(self._fd, 0)
             self._calls.allocate(self._fd, self._size_of(segment))
             self._zeros = memoryview(mmap.mmap(-1, WRITE_BYTES_MAX))

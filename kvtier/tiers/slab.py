@@ -138,7 +138,8 @@ class Slab:
         """Shorten files that are longer than their segment may be, and remove those of no segment. The caller uses
         the store alone. Raises OSError."""
         for folder in self._parts:
-            (folder / DRAFT).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (folder / DRAFT).unlink()
             for path in folder.glob("[0-9a-f]" * 8 + ".slab"):
                 if not stat.S_ISREG(path.lstat().st_mode):
                     continue  # nobody's work of ours; reading and writing it fails, and says so
@@ -203,14 +204,14 @@ class Slab:
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
             size = self._size_of(segment)
             if status.st_size < size:
+                with contextlib.suppress(OSError):
+                    (path.parent / DRAFT).unlink()  # too late for it
                 try:
                     self._calls.allocate(file.fd, size)
                 except OSError:
                     os.ftruncate(file.fd, status.st_size)  # give back the part that there was room for
                     raise
                 os.fsync(file.fd)
-                with contextlib.suppress(FileNotFoundError):
-                    (path.parent / DRAFT).unlink()  # too late for it
             if segment not in self._named:  # whoever made the file may not have come to this yet
                 sync_directory(path.parent)
                 self._named.add(segment)

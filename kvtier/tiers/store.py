@@ -419,6 +419,7 @@ class Store:
     def _write_ahead(self, segment: int) -> bool:
         """One step of it, on an I/O thread that has nothing better to do."""
         if self._quarantine is not None:
+            self._draft.stop()
             return False
         return self._draft.step() if self._draft.serves(segment) else self._draft.start(segment)
 
