@@ -29,6 +29,7 @@ from kvtier.errors import CorruptError, KVTierError
 
 EPOCH_S = 1_800_000_000.0
 SILENCE_S_MAX = 120.0
+PATIENCE_S = 5.0
 G4_STRIDE = 16
 """Blocks per object: as many as of 2 MiB blocks, which scaled ones would exceed by far."""
 TOUCHES_PER_TTL = 5
@@ -136,8 +137,8 @@ def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> I
     theirs.close()
     try:
         while True:
-            # Twice: the whole run may have been stopped (SIGSTOP) for longer than this, and the worker with it.
-            if not (ours.poll(SILENCE_S_MAX) or ours.poll(SILENCE_S_MAX)):
+            # In short waits: while the whole run is stopped (SIGSTOP), the worker cannot speak, and one wait passes.
+            if not any(ours.poll(PATIENCE_S) for _ in range(int(SILENCE_S_MAX / PATIENCE_S))):
                 raise KVTierError(f"the replay's worker said nothing for {SILENCE_S_MAX:g} s")
             try:
                 answer = ours.recv()

@@ -124,6 +124,22 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Admit:
+    """What goes below G2: blocks that `threshold` requests wanted, of prompts of at least `min_prefix` tokens."""
+
+    threshold: int = 1
+    min_prefix: int = 0
+
+    def __str__(self) -> str:
+        if self.min_prefix:
+            return f"prompts of {self.min_prefix:,} tokens or more"
+        return "all" if self.threshold == 1 else f"wanted by {self.threshold} requests"
+
+
+ALL = Admit()
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """Where a stack served its references from, in percent of them, and blocks written into each tier."""
 
@@ -138,7 +154,9 @@ class Split:
         return sum(self.hit_percent.values())
 
 
-def simulate_stack(trace: Trace, policy: str, levels: Sequence[Level], terms: Terms = FOREVER) -> Split:
+def simulate_stack(
+    trace: Trace, policy: str, levels: Sequence[Level], terms: Terms = FOREVER, admit: Admit = ALL
+) -> Split:
     """Replay `trace` over a stack of tiers, nearest first. Deterministic; some 15 µs per reference.
 
     The manager owns all but `g1`, which is an engine's: leaf-first LRU over what a request named. (A single tier is
@@ -146,13 +164,13 @@ def simulate_stack(trace: Trace, policy: str, levels: Sequence[Level], terms: Te
     promotes, stores and writes behind as it always does, over tiers without bytes that take no time: what a request
     stores is in every tier before the next one comes. `policy` orders G2; deeper tiers keep to (last use, -depth).
     """
-    return asyncio.run(_Stack(trace, policy, levels).run(terms))
+    return asyncio.run(_Stack(trace, policy, levels, admit).run(terms))
 
 
 class _Stack:
     """One replay over a stack: an engine's G1 before a manager."""
 
-    def __init__(self, trace: Trace, policy: str, levels: Sequence[Level]) -> None:
+    def __init__(self, trace: Trace, policy: str, levels: Sequence[Level], admit: Admit) -> None:
         self._trace = trace
         self._clock = TraceClock()
         own, owned = (levels[0].blocks, levels[1:]) if levels[0].name == "g1" and len(levels) > 1 else (0, levels)
@@ -163,7 +181,12 @@ class _Stack:
             for level in owned[1:]
         ]
         host = HostTier(EmptyArena(owned[0].blocks), make_policy(policy, owned[0].blocks, refuses=not self._lower))
-        settings = Settings(queue_fraction=1.0, housekeeping_s=NEVER_S)  # done after every request instead
+        settings = Settings(
+            queue_fraction=1.0,
+            housekeeping_s=NEVER_S,  # done after every request instead
+            store_threshold=admit.threshold,
+            min_prefix_blocks=-(-admit.min_prefix // trace.block_tokens),
+        )
         self._manager = Manager(host, self._lower, self._clock, settings)
         self._served = Counter({level.name: 0 for level in levels})
         self._written = Counter({level.name: 0 for level in levels})
@@ -253,20 +276,9 @@ def policy_cost(trace: Trace, policy: Policy, capacity: int) -> PolicyCost:
     clock = time.thread_time_ns
     for request in trace.requests:
         chain = [names[block] for block in request.blocks]
-        hit = 0
-        while hit < len(chain) and chain[hit] in resident:
-            hit += 1
+        hit = _resident(chain, resident)
         began = clock()
-        policy.reference(chain, hit, request.at)
-        for key in chain[hit:]:
-            if len(resident) >= capacity:
-                victim = policy.victim(key, lambda _: True)
-                if victim is None:
-                    break
-                policy.remove(victim)
-                resident.remove(victim)
-            policy.insert(key)
-            resident.add(key)
+        _refer(policy, chain, hit, request.at, resident, capacity)
         ended = clock()
         policy.learn()
         path += ended - began
@@ -276,26 +288,43 @@ def policy_cost(trace: Trace, policy: Policy, capacity: int) -> PolicyCost:
 
 def drive(trace: Trace, policy: Policy, capacity: int) -> int:
     """Prefix hits of a policy alone, without manager, slots or terms: what comparing many of them can afford."""
-    blocks = cast("Sequence[list[BlockKey]]", [request.blocks for request in trace.requests])  # any hashable name does
+    chains = cast("Sequence[list[BlockKey]]", [request.blocks for request in trace.requests])  # any hashable name does
     resident: set[BlockKey] = set()
     hits = 0
-    for request, chain in zip(trace.requests, blocks, strict=True):
-        hit = 0
-        while hit < len(chain) and chain[hit] in resident:
-            hit += 1
+    for request, chain in zip(trace.requests, chains, strict=True):
+        hit = _resident(chain, resident)
         hits += hit
-        policy.reference(chain, hit, request.at)
-        for key in chain[hit:]:
-            if key in resident:
-                continue
-            if len(resident) >= capacity:
-                victim = policy.victim(key, lambda _: True)
-                if victim is None:
-                    break
-                policy.remove(victim)
-                resident.remove(victim)
-            policy.insert(key)
-            resident.add(key)
+        _refer(policy, chain, hit, request.at, resident, capacity)
         policy.learn()
     policy.check(resident)
     return hits
+
+
+def _resident(chain: Sequence[BlockKey], resident: set[BlockKey]) -> int:
+    """Leading blocks that are resident."""
+    hit = 0
+    while hit < len(chain) and chain[hit] in resident:
+        hit += 1
+    return hit
+
+
+def _refer(
+    policy: Policy, chain: Sequence[BlockKey], hit: int, now: float, resident: set[BlockKey], capacity: int
+) -> None:
+    """One request before a policy: all of it referenced, what it lacks taken in as far as the policy makes room."""
+    policy.reference(chain, hit, now)
+    for key in chain[hit:]:
+        if key in resident:
+            continue
+        if len(resident) >= capacity:
+            victim = policy.victim(key, _any)
+            if victim is None:
+                break
+            policy.remove(victim)
+            resident.remove(victim)
+        policy.insert(key)
+        resident.add(key)
+
+
+def _any(key: BlockKey) -> bool:
+    return True

@@ -18,7 +18,7 @@ from kvtier.bench.record import record, save
 from kvtier.bench.replay import Replayed, Setup, replay
 from kvtier.bench.report import write_report
 from kvtier.bench.shapes import Shape, shape_of
-from kvtier.bench.simulate import FOREVER, Level, capacity_of, simulate, simulate_stack
+from kvtier.bench.simulate import ALL, FOREVER, Admit, Level, capacity_of, simulate, simulate_stack
 from kvtier.bench.traces import Trace, load_trace
 from kvtier.bench.worth import PRICES, SPEEDS_GB_S, Assumptions, Store, Worth, appraise
 from kvtier.cli.output import Json, console, write_json, write_table
@@ -43,6 +43,9 @@ Tiers = Annotated[str | None, typer.Option("--tiers", help="Sizes of a stack, ne
 Model = Annotated[str, typer.Option("--model", help="Shape that sizes are reckoned with, see docs/policies.md.")]
 TokenBytes = Annotated[int | None, typer.Option("--bytes-per-token", help="Instead of a known shape.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Only the first requests of the trace.")]
+Admission = Annotated[
+    bool, typer.Option("--admission", help="With --tiers: what writing less below G2 costs in hits and saves in bytes.")
+]
 Simulate = Annotated[bool, typer.Option("--simulate", help="Without bytes, in the time of the trace.")]
 Report = Annotated[Path | None, typer.Option("--report", help="Write an HTML report here, with PNG files beside it.")]
 Ttls = Annotated[str, typer.Option("--ttls", help="Replay: retentions to compare.")]
@@ -64,6 +67,7 @@ Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON r
 
 REPLAY_BYTES_PER_TOKEN = 8
 REPORT_TIERS = "60GB,256GB,4TB"
+ADMISSIONS = (Admit(threshold=2), Admit(threshold=3), Admit(min_prefix=1024), Admit(min_prefix=4096))
 SEED = 3
 
 
@@ -74,6 +78,7 @@ def retention(
     capacity_fraction: Fraction = None,
     ttl: Ttl = None,
     tiers: Tiers = None,
+    admission: Admission = False,
     model: Model = "llama-3.1-8b",
     bytes_per_token: TokenBytes = None,
     limit: Limit = None,
@@ -118,7 +123,7 @@ def retention(
         results = {"sample": sample, **_told(part, replays)}
         per_token = shape_of(model).bytes_per_token
     elif tiers is not None:
-        results = _stack(loaded, policy, tiers, per_token, ttl)
+        results = _stack(loaded, policy, tiers, per_token, ttl, admission=admission)
     elif report is not None and capacity_fraction is None and ttl is None:
         results = {}
     else:
@@ -300,13 +305,19 @@ def _seconds(text: str) -> float:
         return parse_duration(text)
 
 
-def _stack(trace: Trace, policy: str, text: str, bytes_per_token: int, ttl: str | None) -> dict[str, Any]:
+def _stack(
+    trace: Trace, policy: str, text: str, bytes_per_token: int, ttl: str | None, *, admission: bool
+) -> dict[str, Any]:
     sizes = [parse_size(part.strip()) for part in text.split(",")]
     if not 1 <= len(sizes) <= 4:
         raise InvalidRequest(f"--tiers: give one to four sizes, nearest first, got {len(sizes)}")
     block_bytes = trace.block_tokens * bytes_per_token
     levels = [Level(f"g{depth}", max(1, size // block_bytes)) for depth, size in enumerate(sizes, 1)]
-    split = simulate_stack(trace, policy, levels, FOREVER if ttl is None else Terms("ttl", ttl=_seconds(ttl)))
+    terms = FOREVER if ttl is None else Terms("ttl", ttl=_seconds(ttl))
+    split = simulate_stack(trace, policy, levels, terms)
+    tried = {ALL: split}
+    if admission:
+        tried |= {admit: simulate_stack(trace, policy, levels, terms, admit) for admit in ADMISSIONS}
     return {
         "policy": policy,
         "bytes_per_token": bytes_per_token,
@@ -324,4 +335,15 @@ def _stack(trace: Trace, policy: str, text: str, bytes_per_token: int, ttl: str 
         "prefill_left_percent": round(100 - split.total_percent, 6),
         "seconds": round(split.seconds, 2),
         "cpu_seconds": round(split.cpu_seconds, 2),
+        "admission": {
+            str(admit): {
+                "hit_percent": round(found.total_percent, 3),
+                "written_below_g2_gb": round(
+                    sum(found.written[level.name] for level in levels if level.name > "g2") * block_bytes / 1e9, 1
+                ),
+            }
+            for admit, found in tried.items()
+        }
+        if admission
+        else None,
     }

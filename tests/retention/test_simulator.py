@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.curves import CapacityCurve, TtlCurve, ceiling_hits
-from kvtier.bench.simulate import Level, capacity_of, simulate, simulate_stack
+from kvtier.bench.simulate import Admit, Level, capacity_of, simulate, simulate_stack
 from kvtier.bench.traces import Trace
 from kvtier.cli import main
 from kvtier.policy import POLICIES
@@ -146,6 +146,19 @@ def test_a_stack_of_four_serves_what_its_deepest_tier_would(made: Callable[..., 
     assert split.written["g4"] == trace.references - curve.hits(700)
 
 
+def test_writing_less_below_g2_costs_hits(made: Callable[..., Trace]) -> None:
+    trace = made(6)
+    levels = [Level("g1", 60), Level("g2", 200), Level("g3", 900)]
+    everything, twice, long = (
+        simulate_stack(trace, "lru", levels, admit=admit)
+        for admit in (Admit(), Admit(threshold=2), Admit(min_prefix=320))
+    )
+    for less in (twice, long):
+        assert 0 < less.written["g3"] < everything.written["g3"]
+        assert less.hit_percent["g3"] < everything.hit_percent["g3"]
+        assert less.hit_percent["g2"] == pytest.approx(everything.hit_percent["g2"], abs=1)
+
+
 def test_a_stack_keeps_to_a_ttl(made: Callable[..., Trace]) -> None:
     trace = made(7)
     whole = trace.unique
@@ -176,6 +189,11 @@ def test_the_command_prints_what_it_found(tmp_path: Path, capsys: pytest.Capture
     assert run(capsys, *base, "--ttl", "10m")["prefill_left_percent"] == pytest.approx(100 * 2 / 6)
     stack = run(capsys, *base, "--policy", "lru", "--tiers", "64MiB,1GiB")
     assert stack["hit_percent"] == pytest.approx(100 * 4 / 6)
+    assert stack["admission"] is None
+    found = run(capsys, *base, "--policy", "lru", "--tiers", "64MiB,128MiB,1GiB", "--admission")["admission"]
+    assert list(found) == ["all", "wanted by 2 requests", "wanted by 3 requests", "prompts of 1,024 tokens or more",
+                           "prompts of 4,096 tokens or more"]  # type: ignore[call-overload]  # fmt: skip
+    assert found["all"]["written_below_g2_gb"] > found["wanted by 3 requests"]["written_below_g2_gb"] == 0  # type: ignore[call-overload,index]
     assert stack["tiers"]["g1"]["hit_percent"] + stack["tiers"]["g2"]["hit_percent"] == pytest.approx(66.666, abs=0.01)  # type: ignore[index]
 
 
