@@ -26,6 +26,7 @@ from kvtier.bench.traces import Trace
 from kvtier.block import BlockKey
 from kvtier.clock import SystemClock
 from kvtier.errors import CorruptError, KVTierError
+from kvtier.expiry import Reading, TrustedClock
 
 EPOCH_S = 1_800_000_000.0
 SILENCE_S_MAX = 120.0
@@ -91,14 +92,19 @@ class Replayed:
         return {name: round(100 * count / self.references, 3) for name, count in sorted(total.items())}
 
 
-class TraceWallClock(SystemClock):
-    """Wall time of the trace; waits and deadlines in real time."""
+class TraceWallClock(TrustedClock):
+    """Wall time of the trace, trusted however fast it runs; waits and deadlines in real time."""
 
     def __init__(self) -> None:
+        super().__init__(SystemClock())
         self.at = 0.0
 
-    def wall(self) -> float:
-        return EPOCH_S + self.at
+    def read(self) -> Reading:
+        now = EPOCH_S + self.at
+        return Reading(now, now, now)
+
+    def resume(self, raw: bytes, boot: bytes) -> None:
+        """A trace's time is not that of this boot."""
 
 
 def replay(trace: Trace, setup: Setup) -> Replayed:

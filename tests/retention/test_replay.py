@@ -42,6 +42,16 @@ def test_without_a_kill_and_with_room_nothing_is_lost(made: Callable[..., Trace]
     assert done.tier_percent.keys() == {"g2"} and done.killed_at == -1
 
 
+@pytest.mark.timeout(240)
+def test_time_that_runs_fast_is_the_traces(made: Callable[..., Trace], tmp_path: Path) -> None:
+    """Minutes of the trace pass in moments; what is idle for less than the ttl must be served all the same."""
+    trace = made(4, requests=60, users=4)
+    setup = Setup(tmp_path, ttl=120, bytes_per_token=BLOCK // 16, g2_bytes=2000 * BLOCK, g3_bytes=2**30, kill=False)
+    best = TtlCurve(trace).prefill_left_percent(120)
+    assert replay(trace, setup).prefill_left_percent == pytest.approx(best, abs=1.0)
+    assert 0 < best < 99
+
+
 class _Found(SimpleNamespace):
     def __enter__(self) -> Any:
         return self
