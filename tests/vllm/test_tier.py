@@ -78,11 +78,13 @@ class Stack:
             config=described(), kv_events_config=OffloadingKVEventsConfig(False, False), extra_config={}
         )
         given = {"kvtier_config": config, "weights": "1", "lookup_deadline": "10s", **arguments}
-        self.tier: Any = SecondaryTierFactory.create_secondary_tier(
-            {"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tier", **given},
-            self.primary.get_kv_memoryview(),
-            spec,
-        )
+        where = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tier"}
+        view = self.primary.get_kv_memoryview()
+        try:
+            self.tier: Any = SecondaryTierFactory.create_secondary_tier({**where, **given}, view, spec)
+        except BaseException:
+            self.primary.shutdown()
+            raise
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
         self.requests = 0
 

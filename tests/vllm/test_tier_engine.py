@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engine(start: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    return start(script="tier_host.py", tier=arguments, events=True)
+def engine(start: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[Any]:
+    engine = start(script="tier_host.py", tier=arguments, events=True)
+    yield engine
+    if engine.process.poll() is None:  # one that is killed leaves vLLM's host cache in /dev/shm
+        engine.stop()
 
 
 def test_prompts_come_back_from_every_place(engine: Any, arguments: dict[str, Any]) -> None:
@@ -125,6 +128,7 @@ def test_many_requests_over_a_host_cache_that_is_too_small(start: Callable[..., 
     assert tokens(engine.generate(prompts=prompts)) == tokens(cold)
     engine.sicken(tier="g3", how="")
     assert engine.idle() == IDLE
+    assert engine.stop() == 0
 
 
 @pytest.mark.long
