@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -87,6 +88,7 @@ class PrefixCache:
         near = [cpus_near(self.pool.device)]
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
         self.pool.attach(self.cache.manager.host.arena, offload.copy_by, calibration_folder())
+        self.pool.lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
 
     def __enter__(self) -> PrefixCache:
         return self

@@ -73,10 +73,15 @@ class DirtyList:
 
     def discard(self, slots: Iterable[int]) -> int:
         """Forget the blocks in `slots`, because the slots were handed out or emptied. Returns how many were dirty."""
+        return len(self.lose(slots))
+
+    def lose(self, slots: Iterable[int]) -> list[BlockKey]:
+        """`discard`, naming the blocks that were dirty."""
         gone = self._by_slot.keys() & slots
-        for slot in gone:
-            del self._by_key[self._by_slot.pop(slot)]
-        return len(gone)
+        keys = [self._by_slot.pop(slot) for slot in gone]
+        for key in keys:
+            del self._by_key[key]
+        return keys
 
     def pick(self, horizon: Iterable[int], limit: int, aged_before: float) -> list[Dirty]:
         """Take up to `limit` blocks off the list: those in `horizon` in its order, then those dirty since

@@ -20,6 +20,7 @@ from kvtier import pins as codec
 from kvtier.block import BlockKey, Scope, scope_of_key
 from kvtier.errors import ClosedError, CorruptError, InvalidRequest, TierError
 from kvtier.expiry import TrustedClock
+from kvtier.integrity import DIGEST_BYTES
 from kvtier.pins import Pin, Pins
 from kvtier.quota import Guarantees
 from kvtier.ranges import ChainTerms
@@ -67,6 +68,7 @@ class Keeper:
         self._to_keep: set[BlockKey] = set()  # to be kept there, if they are there
         self._to_drop: set[BlockKey] = set()
         self._unnoted: set[str] = set()  # pins whose note, or whose end, is not on its medium yet
+        self._noted: dict[str, tuple[bytes, list[Pin]]] = {}  # as last read: digest, pins
         self._turn = asyncio.Lock()
         self.unheld = 0  # promised blocks that G2 had no share left for: they may have left
 
@@ -124,13 +126,16 @@ class Keeper:
         spans = [(chain[first:end], block) for first, end, block in terms.spans(start, stop) if block.guarantee_s]
         if not spans:
             return
-        self._expire(now)
+        everything = [key for keys, _ in spans for key in keys]
         self._make_room()
-        self.guarantees.reserve([key for keys, _ in spans for key in keys], now, now)  # all, or none
+        if not self.guarantees.fits(everything):
+            self._expire(now)
+            self._make_room()
+        self.guarantees.reserve(everything, now)  # all, or none
         for keys, block in spans:
             hard = block.terms.max_age
             seconds = block.guarantee_s if hard is None else min(block.guarantee_s, hard)
-            self.guarantees.reserve(list(keys), now + seconds, now)
+            self.guarantees.reserve(list(keys), now + seconds)
             self._promises.update(dict.fromkeys(keys, _Promise(seconds, now)))
             if block.terms.ceiling >= Depth.G3:
                 self._to_keep.update(key for key in keys if self._below.get(key, _NEVER) < now + seconds)
@@ -408,11 +413,17 @@ class Keeper:
 
     def _read_notes(self, notes: Mapping[str, bytes], found: dict[str, Pin]) -> None:
         for name, raw in notes.items():
-            try:
-                found.update({pin.name: pin for pin in codec.decode(raw)})
-            except CorruptError as error:
-                log.warning("the note %s is dropped: %s", name[:40], error)
-                self._unnoted.add(name.removeprefix(_NOTE))
+            known = self._noted.get(name)
+            if known is None or known[0] != raw[-DIGEST_BYTES:]:
+                try:
+                    known = (raw[-DIGEST_BYTES:], codec.decode(raw))
+                except CorruptError as error:
+                    log.warning("the note %s is dropped: %s", name[:40], error)
+                    self._unnoted.add(name.removeprefix(_NOTE))
+                    continue
+            self._noted[name] = known
+            found.update({pin.name: pin for pin in known[1]})
+        self._noted = {name: known for name, known in self._noted.items() if name in notes}
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters. Under the lock."""

@@ -385,6 +385,9 @@ class Manager:
                 )
                 if reached < end:
                     break
+            if self.keeper.busy:
+                met = (self.host.index.get(chain[index]) for index in present)
+                self.keeper.arrived([slot for slot in met if slot is not None])
         self.demoter.demote(chain, sorted({*widened, *self.demoter.lacking(chain, present)}))
         return slots, reached
 
@@ -434,8 +437,6 @@ class Manager:
                     widened.append(index)
                 if priority > found.priority:
                     host.raise_priority(found, priority)
-                if self.keeper.busy:
-                    self.keeper.arrived([found])
             elif host.peek(key, now) is not Miss.PENDING:
                 slot = host.reserve(key, index, keep, insist=insist, priority=priority, now=now)
                 if slot is None:

@@ -14,7 +14,7 @@ No bytes, no torch, no clock of its own: the caller passes times and moves the b
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -55,6 +55,7 @@ class BlockPool:
         self.horizon = horizon
         self.dirty_max_age_s = dirty_max_age_s
         self.counters = PoolCounters()
+        self.lost: Callable[[Sequence[BlockKey]], None] | None = None  # hears of blocks that no lower tier had
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._index: dict[BlockKey, int] = {}
         self._refs = [0] * blocks
@@ -91,7 +92,10 @@ class BlockPool:
         self.counters.allocated += count
         self.counters.evicted += resident - len(index)
         if self._dirty:
-            self.counters.spill_lost += self._dirty.discard(slots)
+            lost = self._dirty.lose(slots)
+            self.counters.spill_lost += len(lost)
+            if lost and self.lost is not None:
+                self.lost(lost)
         return slots
 
     def free(self, slots: Sequence[int]) -> None:

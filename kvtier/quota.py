@@ -61,15 +61,18 @@ class Guarantees:
         self._until: dict[BlockKey, float] = {}
         self.refused = 0
 
-    def reserve(self, keys: list[BlockKey], until: float, now: float) -> None:
+    def fits(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether `reserve` would take these, with what has not been expired yet."""
+        return len(self._until) + sum(key not in self._until for key in keys) <= self.limit_blocks
+
+    def reserve(self, keys: list[BlockKey], until: float) -> None:
         """Keep these blocks until `until` or longer, all of them or none.
 
         Raises InvalidRequest when the promised bytes would exceed the budget; nothing has changed then.
         """
-        self.expire(now)
-        new = sum(key not in self._until for key in keys)
-        if len(self._until) + new > self.limit_blocks:
+        if not self.fits(keys):
             self.refused += 1
+            new = sum(key not in self._until for key in keys)
             raise InvalidRequest(
                 f"a guarantee for {new} more blocks is refused: {len(self._until)} of {self.limit_blocks} are promised"
             )

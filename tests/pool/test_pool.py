@@ -212,9 +212,12 @@ class TestOffload:
 
     def test_a_block_lost_before_its_spill_is_counted(self) -> None:
         pool = BlockPool(2, horizon=2)
-        fill(pool, chain_of("a", 2), dirty=True)
+        told: list[bytes] = []
+        pool.lost = told.extend
+        chain = chain_of("a", 2)
+        fill(pool, chain, dirty=True)
         pool.allocate(1)
-        assert pool.counters.spill_lost == 1 and pool.dirty == 1
+        assert pool.counters.spill_lost == 1 and pool.dirty == 1 and told == list(chain[1:])
 
     def test_a_copy_of_an_evicted_block_is_not_to_be_committed(self) -> None:
         pool = BlockPool(2, horizon=2)

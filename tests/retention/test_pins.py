@@ -91,13 +91,15 @@ def test_one_scope_cannot_fill_the_tier() -> None:
 
 def test_an_over_full_promise_is_refused_at_once() -> None:
     promised = Guarantees(limit_bytes=3 * 4096, block_bytes=4096)
-    promised.reserve([key(0, 1), key(0, 2)], until=100.0, now=0.0)
+    promised.reserve([key(0, 1), key(0, 2)], until=100.0)
     with pytest.raises(InvalidRequest, match="2 of 3 are promised"):
-        promised.reserve([key(0, 3), key(0, 4)], until=100.0, now=0.0)
+        promised.reserve([key(0, 3), key(0, 4)], until=100.0)
     assert not promised.held(key(0, 3), 0.0) and promised.refused == 1
-    promised.reserve([key(0, 1)], until=50.0, now=0.0)  # a shorter promise never shortens one
+    promised.reserve([key(0, 1)], until=50.0)  # a shorter promise never shortens one
     assert promised.held(key(0, 1), 100.0) and not promised.held(key(0, 1), 100.5)
-    promised.reserve([key(0, 3), key(0, 4), key(0, 5)], until=300.0, now=200.0)
+    assert not promised.fits([key(0, 3), key(0, 4), key(0, 5)])
+    assert promised.expire(200.0) == [key(0, 1), key(0, 2)]
+    promised.reserve([key(0, 3), key(0, 4), key(0, 5)], until=300.0)
     promised.drop(key(0, 3))
     assert len(promised) == 2
 
