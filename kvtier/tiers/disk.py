@@ -96,12 +96,17 @@ class DiskTier:
             )
         if self._opened is not None:
             return
-        arguments = (self._paths, self._capacity, self.block_bytes, self._calls, self._clock.wall)
+        arguments = (self._paths, self._capacity, self.block_bytes, self._calls, self._dead_by)
         self._opened = await asyncio.to_thread(Store.attach, *arguments)
         self._pid = os.getpid()
         fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
         # Not awaited: a stopped neighbour that holds the write lock must not stop this one from reading.
         self._opened.submit(lambda ledger: ledger.register(self._prefix, fields))
+
+    def _dead_by(self) -> float:
+        """What is dead at this time may be removed; -inf while the wall clock is in doubt: what looks dead may not be."""
+        time = deletion_time(self._clock)
+        return float("-inf") if time is None else time
 
     async def close(self, deadline: float) -> None:
         if self._opened is not None:
