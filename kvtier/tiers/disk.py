@@ -25,6 +25,7 @@ from kvtier.block import SCOPE_BYTES, BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, TierFull, TierTimeout
 from kvtier.events import Told
+from kvtier.expiry import deletion_time
 from kvtier.namespace import Namespace
 from kvtier.terms import FUTURE_S, Depth, Lifetime
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
@@ -104,7 +105,7 @@ class DiskTier:
         self._opened.submit(lambda ledger: ledger.register(self._prefix, fields))
 
     def _dead_by(self) -> float:
-        """What is dead at this time may be removed; -inf while the wall clock is in doubt: what looks dead may not be."""
+        """What is dead at this time may be removed; -inf while the wall clock is in doubt."""
         time = deletion_time(self._clock)
         return float("-inf") if time is None else time
 
