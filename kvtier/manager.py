@@ -193,15 +193,15 @@ class Manager:
                 holds.append((slot, slot.generation))
             self.host.reference(chain, start + len(holds), self._clock.monotonic())
             self._note_use(chain[: start + len(holds)], used)
-        self._admit(chain, start, start + len(holds))
+        self._admit(chain, range(start, start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._forgotten.append)
 
-    def _admit(self, chain: Sequence[BlockKey], start: int, stop: int) -> None:
-        """A request found these blocks: that may make them worth a write."""
+    def _admit(self, chain: Sequence[BlockKey], found: Sequence[int]) -> None:
+        """A request found the blocks at these depths: that may make them worth a write."""
         if self.demoter.admission.active:
             with self.lock:
-                self.demoter.admission.want(chain[start:stop])
-            self.demoter.demote(chain, sorted(self.demoter.lacking(chain, range(start, stop))))
+                self.demoter.admission.want(chain[index] for index in found)
+            self.demoter.demote(chain, sorted(self.demoter.lacking(chain, found)))
 
     def _why(self, key: BlockKey, miss: Miss) -> Miss:
         """What is not here may have left for a reason that is remembered. Under the lock."""
@@ -278,7 +278,8 @@ class Manager:
                 if index < hit and isinstance(out, Slot):
                     out.use(time.stamp)
             self._note_use(chain[:hit], time.stamp)
-        self._admit(chain, start, hit)
+        # What `pin` found before has been counted then.
+        self._admit(chain, [index for index in range(start, hit) if index in loaded or not referenced])
         self._sink(chain, where, loaded)
         return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release, self._forgotten.append)
 
