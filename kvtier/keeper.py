@@ -99,6 +99,7 @@ class Keeper:
             for key, until in kept.items():
                 if not self.pins.held(key) and until > now:
                     self.guarantees.adopt(key, until)
+                    self._promises[key] = _Promise(0.0, 0.0)  # for how long after a use is not known any more
             for key in kept:
                 self._end(key)
 
