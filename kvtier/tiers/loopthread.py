@@ -43,9 +43,10 @@ class LoopThread:
         """Whether the loop runs, in this very process: a fork copies the object but not the thread."""
         return self._loop is not None and self._pid == os.getpid()
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Coroutine[Any, Any, T], *, abandon: bool = False) -> T:
         """Await `work` on the thread's loop. When the caller is cancelled, so is `work`, and this returns only after
-        `work` has ended: nothing it holds is in use afterwards."""
+        `work` has ended: nothing it holds is in use afterwards. With `abandon` it returns at once, and `work` ends
+        when that loop comes to it: for what holds nothing of the caller's."""
         loop = self._loop
         if loop is None or not self.usable:
             work.close()
@@ -67,10 +68,10 @@ class LoopThread:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
             loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            while not result.done():
+            while not abandon and not result.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([result])
-            if not result.cancelled():
+            if result.done() and not result.cancelled():
                 result.exception()
             raise
 

@@ -257,8 +257,11 @@ class ObjectTier:
             return found
         presumed: set[int] = set()
         late = False
+        budget = deadline - self._clock.monotonic()
         try:
-            await self._within(deadline, self._discover(chain, wanted, presumed))
+            # By the caller's own loop: whatever keeps the other one busy, nobody waits for it longer than this.
+            async with asyncio.timeout(max(0.0, budget)):
+                await self._loop.run(self._discover(chain, wanted, presumed), abandon=True)
         except TimeoutError:
             late = True
         verdicts: list[Miss | None] = []
@@ -294,6 +297,10 @@ class ObjectTier:
         strides: dict[int, list[int]] = {}
         for position in sorted(range(len(targets)), key=lambda p: targets[p].index):
             strides.setdefault(targets[position].index // self.stride, []).append(position)
+        if len(strides) == 1:  # the commonest read needs no task beside this one
+            ((stride, positions),) = strides.items()
+            await self._read_stride(chain, stride, positions, targets, results)
+            return
         async with asyncio.TaskGroup() as group:
             for stride, positions in strides.items():
                 group.create_task(self._read_stride(chain, stride, positions, targets, results))

@@ -29,6 +29,9 @@ SWEEP_S = 60.0
 HEADERS_MAX = 200
 """Headers read per page: what this replica does not know for alive."""
 
+AT_ONCE = 4
+"""Headers read at once: look-ups share the connections and the loop."""
+
 RENEW_S = 12 * 3600.0
 """Age by the server's stamp at which a pinned unit is renewed: the bucket's rule may delete from two days on."""
 
@@ -75,11 +78,13 @@ class Sweeper:
         unknown = [(last, stat) for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
         await self._renew_kept(unknown)
         unknown = [(last, stat) for last, stat in unknown if not self._alive(last)][:headers_max]
-        for unit in await asyncio.gather(*(self._sweep(last, stat.size) for last, stat in unknown)):
-            if unit is not None:
-                self.swept.units += 1
-                self.swept.blocks += unit.blocks
-                self.swept.bytes += unit.size
+        for start in range(0, len(unknown), AT_ONCE):
+            some = unknown[start : start + AT_ONCE]
+            for unit in await asyncio.gather(*(self._sweep(last, stat.size) for last, stat in some)):
+                if unit is not None:
+                    self.swept.units += 1
+                    self.swept.blocks += unit.blocks
+                    self.swept.bytes += unit.size
         self._cursor = unknown[-1][1].name if len(unknown) == headers_max else page[-1].name if page else ""
         if not page:
             self.swept.deltas += await self._deltas.sweep()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -397,3 +399,22 @@ async def test_transfers_keep_to_their_rates(bench: Bench) -> None:
     assert all(loaded(await bench.read(tier, chain)))
     assert clock.monotonic() - between > 1.5
     await tier.close(clock.monotonic() + 5)
+
+
+async def test_a_lookup_waits_no_longer_than_its_budget_whatever_keeps_its_loop_busy(bench: Bench) -> None:
+    tier = await bench.replica()
+    chain = chain_of(NS, S)
+    held = asyncio.Event()
+
+    async def hog() -> None:
+        bench_loop.call_soon_threadsafe(held.set)
+        time.sleep(2)
+
+    bench_loop = asyncio.get_running_loop()
+    hogging = asyncio.create_task(tier._run(hog()))
+    await held.wait()
+    began = time.monotonic()
+    assert await tier.lookup(chain, range(S), bench.clock.monotonic() + 0.1) == [Miss.LATE] * S
+    assert time.monotonic() - began < 1.5
+    await hogging
+    assert await tier.lookup(chain, range(S), bench.deadline) == [Miss.ABSENT] * S
