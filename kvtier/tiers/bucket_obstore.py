@@ -179,7 +179,7 @@ class ObstoreBucket:
         return await self._store.get_async(name)
 
     async def renew(self, name: str, etag: str, used: float) -> Stat | None:
-        raise NotImplementedError
+        raise NotImplementedError("obstore has no copy onto itself: `renewable` is false, callers write again")
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
         if etag is not None:
