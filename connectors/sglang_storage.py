@@ -210,7 +210,7 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
         manager, reached = cache.manager, start
         deadline = time.monotonic() + self._settings.config.deadlines.put
         while reached < len(chain):
-            seen = manager.room_told
+            seen = manager.room.told
             room = manager.queue_room() if manager.lower else len(chain)
             if room:
                 stop = min(len(chain), reached + room)
@@ -225,7 +225,7 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
                 manager.commit(chain, slots, generations)
                 if reached == stop:
                     continue
-            if not cache.submit(manager.wait_room(deadline, seen)).result():
+            if not cache.submit(manager.room.wait(deadline, seen)).result():
                 break
         manager.settle(chain)
         return reached - start

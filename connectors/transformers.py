@@ -31,6 +31,7 @@ from kvtier.connectors.hf_model import check_layers, namespace_of, probe
 from kvtier.dirty import Dirty
 from kvtier.errors import InvalidRequest, TierError
 from kvtier.hashing import chain_hashes, chain_root
+from kvtier.hit import Hit
 from kvtier.kernels.engine import cpus_near
 from kvtier.manager import Flushed
 from kvtier.terms import Depth, Lifetime, Terms, resolve
@@ -180,7 +181,7 @@ class PrefixCache:
         self.step()
         return start - first
 
-    def _onboard(self, chain: Sequence[BlockKey], start: int, hit: byte_cache.Hit) -> list[int]:
+    def _onboard(self, chain: Sequence[BlockKey], start: int, hit: Hit) -> list[int]:
         """Slots, the caller's, with the leading blocks of `hit`, as many as G1 has room for without a loss."""
         if not self._usable():
             return []
@@ -216,7 +217,7 @@ class PrefixCache:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
         deadline = self.clock.monotonic() + (self._config.deadlines.flush if timeout is None else timeout)
         while self.pool.dirty:
-            seen = self.cache.manager.room_told
+            seen = self.cache.manager.room.told
             if not self._offload(self.cache.manager.queue_room(), self.pool.blocks) and not self._wait(deadline, seen):
                 break
         return self.cache.flush(max(0.0, deadline - self.clock.monotonic()))
@@ -229,7 +230,7 @@ class PrefixCache:
         manager, deadline = self.cache.manager, self.clock.monotonic() + wait_s
         wanted = min(wanted, self.pool.free_blocks)
         while True:
-            seen = manager.room_told
+            seen = manager.room.told
             clean = self.pool.clean_ahead(wanted)
             if clean == wanted:
                 return clean
@@ -237,10 +238,10 @@ class PrefixCache:
                 return clean
 
     def _wait(self, deadline: float, seen: int) -> bool:
-        """Until there may be room below that there was not when `room_told` was `seen`; False at the deadline."""
+        """Until there may be room below that there was not when `room.told` was `seen`; False at the deadline."""
         if self.clock.monotonic() >= deadline:
             return False
-        return self.cache.submit(self.cache.manager.wait_room(deadline, seen)).result()
+        return self.cache.submit(self.cache.manager.room.wait(deadline, seen)).result()
 
     def _offload(self, limit: int, ahead: int) -> int:
         if not self._usable():

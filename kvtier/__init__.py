@@ -17,7 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtier.cache import AsyncCache, Cache, Hit, aopen, chain_hashes, open
+    from kvtier.cache import AsyncCache, Cache, aopen, chain_hashes, open
     from kvtier.config import Config
     from kvtier.errors import (
         CapacityError,
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
         InvalidRequest,
         KVTierError,
     )
+    from kvtier.hit import Hit
     from kvtier.manager import Flushed
     from kvtier.namespace import Namespace
     from kvtier.terms import Terms
 
 _HOMES = {
-    "AsyncCache": "cache", "Cache": "cache", "Hit": "cache", "aopen": "cache", "chain_hashes": "cache", "open": "cache",
+    "AsyncCache": "cache", "Cache": "cache", "Hit": "hit", "aopen": "cache", "chain_hashes": "cache", "open": "cache",
     "CapacityError": "errors", "ClosedError": "errors", "ConfigError": "errors", "FormatError": "errors",
     "IdentityError": "errors", "InvalidRequest": "errors", "KVTierError": "errors",
     "Config": "config", "Flushed": "manager", "Namespace": "namespace", "Terms": "terms",

@@ -22,166 +22,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier import hashing
 from kvtier.accounts import Account
-from kvtier.arena import Arena
 from kvtier.block import BlockKey, Scope, check_keys, scope_of
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
-from kvtier.expiry import TrustedClock
-from kvtier.lease import Lease
-from kvtier.manager import Flushed, Manager, Settings
+from kvtier.hit import Hit
+from kvtier.intake import Intake
+from kvtier.manager import Flushed
 from kvtier.namespace import Namespace
 from kvtier.pinning import AsyncNamedPins, NamedPins
-from kvtier.policy import make_policy
 from kvtier.ranges import ChainTerms, RequestTerms, Wanted, request_terms
-from kvtier.terms import Lifetime
-from kvtier.tier import Miss, Tier
-from kvtier.tiers.host import HostTier, Slot
+from kvtier.stack import build
+from kvtier.tier import Tier
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 T = TypeVar("T")
 
-_PUT_STEP_BYTES = 64 * 1024 * 1024
 _TIER_NAMES = ("g2", "g3", "g4")
-
-
-class Hit:
-    """The prefix that `get` found. A context manager: its blocks are valid inside the `with` and not after it.
-
-    `blocks[i]` is a read-only view of block i's bytes, which lie in `slots[i]`; `tiers[i]` names the tier it was in,
-    `lives[i]` its terms; `miss` says why the prefix is not longer (None: all keys were served). `account` is the
-    request's, in tokens.
-    """
-
-    def __init__(self, lease: Lease, account: Account) -> None:
-        self._lease = lease
-        self.account = account
-        self.tiers: list[str] = lease.tiers
-        self.slots: list[Slot] = lease.slots
-        self.lives: list[Lifetime] = [slot.life for slot in lease.slots]
-        self.miss: Miss | None = lease.miss
-        self.blocks: list[memoryview] = [_view(slot) for slot in lease.slots]
-
-    def __len__(self) -> int:
-        return len(self.tiers)
-
-    def __enter__(self) -> Hit:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """End the validity of `blocks`. Idempotent."""
-        for view in self.blocks:
-            try:
-                view.release()
-            except BufferError:
-                pass  # the caller still exports it, to numpy say: those bytes may change from now on
-        self.blocks = []
-        self._lease.release()
-
-
-def _view(slot: Slot) -> memoryview:
-    if len(slot.pieces) == 1:
-        return slot.pieces[0].toreadonly()
-    return memoryview(b"".join(slot.pieces))  # several ranks: gathered into a copy
-
-
-class _Store:
-    """One `put`, step by step. Each `next()` of `steps` copies what there is room for; a yield means: wait for
-    room that appears after the yielded count."""
-
-    def __init__(
-        self, manager: Manager, chain: Sequence[BlockKey], start: int, buffers: Sequence[Buffer], request_id: str
-    ) -> None:
-        self._manager = manager
-        self._request_id = request_id
-        self._chain = chain
-        self._start = start
-        self._buffers = self._checked(buffers)
-        self._step = max(1, _PUT_STEP_BYTES // manager.host.block_bytes)
-
-    def _checked(self, buffers: Sequence[Buffer]) -> list[memoryview]:
-        expected, wanted = len(self._chain) - self._start, self._manager.host.block_bytes
-        if len(buffers) != expected:
-            raise InvalidRequest(f"{len(buffers)} buffers for {expected} keys (from key {self._start} on)")
-        views = []
-        for index, buffer in enumerate(buffers):
-            try:
-                view = memoryview(buffer).cast("B")
-            except TypeError as error:
-                raise InvalidRequest(f"buffers[{index}] is not contiguous bytes-like: {error}") from None
-            if view.nbytes != wanted:
-                raise InvalidRequest(f"buffers[{index}] has {view.nbytes} bytes, a block has {wanted}")
-            views.append(view)
-        return views
-
-    def steps(self, terms: ChainTerms, wait: bool) -> Generator[int, None, int]:
-        """Returns how many blocks, from `start` on, are in the cache now."""
-        manager, chain, reached = self._manager, self._chain, self._start
-        alone: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
-        waiting: set[int] = set()  # those of them that found no room in a queue
-        tried: set[int] = set()
-        depth_of = {key: index for index, key in enumerate(chain)}
-
-        def keep(key: BlockKey) -> bool:
-            return depth_of.get(key, -1) in alone
-
-        if terms.guarantees:
-            manager.promise(chain, reached, terms)  # refused: before anything is stored
-        manager.settle(chain)  # before room is made for it: else the policy gives each block a rank of its own
-        seen = manager.room_told
-        while True:
-            wait = wait and manager.demoter.well()
-            stop = min(len(chain), reached + self._step)
-            if wait:
-                stop = min(stop, reached + manager.demoter.room())
-            if reached < stop:
-                slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
-                self._fill(slots)
-                generations = [slot.generation for slot in slots]
-                refused = manager.commit(chain, slots, generations, again=True, request_id=self._request_id)
-                alone.update(refused)
-                waiting.update(index for index in refused if index < manager.demoter.sinkable(len(chain)))
-                tried.update({slot.index for slot in slots}.difference(refused))
-                if reached == stop < len(chain):
-                    continue
-            if not wait or (reached == len(chain) and not waiting):
-                break
-            yield seen
-            waiting = manager.demoter.demote_rest(chain, reached, tried)
-            # In this order: what comes down after `alone` was asked for wakes the wait. What `demote_rest` itself
-            # gave back does not.
-            seen = manager.room_told
-            alone.clear()
-            alone.update(manager.demoter.alone(chain, reached))
-        manager.settle(chain, dropped=len(waiting) if manager.lower else 0)
-        if terms.guarantees:
-            manager.forgive(chain[reached:])
-        return reached - self._start
-
-    def _fill(self, slots: Sequence[Slot]) -> None:
-        generations = [slot.generation for slot in slots]
-        try:
-            for slot in slots:
-                fill(slot, self._buffers[slot.index - self._start])
-        except BaseException:
-            self._manager.abort(slots, generations)
-            raise
-
-
-def fill(slot: Slot, source: memoryview) -> None:
-    """Copy a block's bytes into a FILLING slot, rank after rank. Other threads run meanwhile: NumPy's copy lets go of
-    the interpreter lock, a memoryview's does not."""
-    import numpy as np
-
-    whole, start = np.frombuffer(source, np.uint8), 0
-    for piece in slot.pieces:
-        np.copyto(np.frombuffer(piece, np.uint8), whole[start : start + len(piece)])
-        start += len(piece)
 
 
 class _Face:
@@ -214,20 +73,25 @@ class _Face:
         check_keys(keys, distinct=distinct)
         return [BlockKey(key) for key in keys]
 
-    def _wanted(self, keys: Sequence[bytes], start: int) -> list[BlockKey]:
-        chain = self._chain(keys, distinct=False)
+    def _wanted(self, keys: Sequence[bytes], start: int, *, distinct: bool = False) -> list[BlockKey]:
+        chain = self._chain(keys, distinct=distinct)
         if not 0 <= start <= len(chain):
             raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
         return chain
 
-    def _store(
-        self, keys: Sequence[bytes], buffers: Sequence[Buffer], retention: Wanted, start: int, request_id: str
-    ) -> tuple[_Store, ChainTerms]:
-        chain = self._chain(keys, distinct=True)
-        if not 0 <= start <= len(chain):
-            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
+    def _intake(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        retention: Wanted,
+        *,
+        start: int,
+        wait: bool,
+        request_id: str,
+    ) -> Intake:
+        chain = self._wanted(keys, start, distinct=True)
         terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
-        return _Store(self.manager, chain, start, buffers, request_id), terms
+        return Intake(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id)
 
     def _terms(self, retention: Wanted) -> RequestTerms:
         return request_terms(retention, self._classes, self.config.retention.default)
@@ -302,16 +166,12 @@ class AsyncCache(_Face):
         timeout: float | None = None,
         request_id: str = "",
     ) -> int:
-        store, terms = self._store(keys, buffers, retention, start, request_id)
+        intake = self._intake(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
-        steps = store.steps(terms, wait)
-        while True:
-            try:
-                seen = await asyncio.to_thread(_step, steps)
-            except _Finished as finished:
-                return finished.accepted
-            if not await self.manager.wait_room(deadline, seen):
-                return await asyncio.to_thread(_finish, store, terms)
+        while (seen := await asyncio.to_thread(intake.step)) is not None:
+            if not await self.manager.room.wait(deadline, seen):
+                return await asyncio.to_thread(intake.finish)
+        return intake.accepted
 
     async def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
         chain = self._chain(keys, distinct=False)
@@ -429,16 +289,12 @@ class Cache(_Face):
         refused, newest and deepest first. What is taken in is booked to the account of `request_id`. Raises
         InvalidRequest, and then nothing was stored.
         """
-        store, terms = self._store(keys, buffers, retention, start, request_id)
+        intake = self._intake(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
-        steps = store.steps(terms, wait)
-        while True:
-            try:
-                seen = _step(steps)
-            except _Finished as finished:
-                return finished.accepted
-            if not self._run(self.manager.wait_room(deadline, seen)):
-                return _finish(store, terms)
+        while (seen := intake.step()) is not None:
+            if not self._run(self.manager.room.wait(deadline, seen)):
+                return intake.finish()
+        return intake.accepted
 
     def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
         """Longest prefix of `keys` resident in any mix of tiers. Moves nothing, promises nothing. Waits for lower
@@ -515,30 +371,6 @@ class Cache(_Face):
         self._loop.close()
 
 
-class _Finished(Exception):
-    """A `_Store` is done. (A StopIteration cannot cross a thread's future.)"""
-
-    def __init__(self, accepted: int) -> None:
-        super().__init__(accepted)
-        self.accepted = accepted
-
-
-def _step(steps: Generator[int, None, int]) -> int:
-    try:
-        return next(steps)
-    except StopIteration as stop:
-        raise _Finished(stop.value) from None
-
-
-def _finish(store: _Store, terms: ChainTerms) -> int:
-    """After the deadline: store what still finds room, without waiting."""
-    try:
-        _step(store.steps(terms, wait=False))
-    except _Finished as finished:
-        return finished.accepted
-    raise AssertionError("a store that does not wait must end")
-
-
 def chain_hashes(
     tokens: Any, namespace: Namespace, salt: str | bytes | None = None, *, secret: bytes = b""
 ) -> list[bytes]:
@@ -583,61 +415,3 @@ def _config(config: object) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a kvtier.Config, got {type(config).__name__}; use Config.load or .parse")
     return config
-
-
-def build(
-    config: Config,
-    namespace: Namespace,
-    clock: Clock,
-    lower: Sequence[Tier] | None = None,
-    near: Sequence[Collection[int]] = (),
-) -> Manager:
-    """A closed manager for this configuration. Opens nothing. Raises ConfigError."""
-    tiers, clock = config.tiers, TrustedClock.around(clock)
-    arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
-    g3 = tiers.g3
-    settings = Settings(
-        lookup_s=config.deadlines.lookup,
-        reserved=config.retention.reserved,
-        store_threshold=config.offload.store_threshold,
-        min_prefix_blocks=-(-config.offload.min_prefix // namespace.block_tokens),
-        block_tokens=namespace.block_tokens,
-        classes=tuple(terms.name for terms in config.terms()),
-        close_s=config.deadlines.close,
-        write_rate=float(g3.write_rate or 0) if g3 else 0.0,
-        write_budget_per_day=float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0,
-    )
-    if lower is None:
-        lower = lower_tiers(config, namespace, clock)
-    host = HostTier(arena, make_policy(config.policy, arena.slots), config.retention.quota or 0.0)
-    return Manager(host, lower, clock, settings)
-
-
-def lower_tiers(config: Config, namespace: Namespace, clock: Clock) -> list[Tier]:
-    """G3 and G4 as configured, closed, nearest first. Imports only what is used."""
-    out: list[Tier] = []
-    g3, g4 = config.tiers.g3, config.tiers.g4
-    if g3 is not None:
-        from kvtier.tiers.disk import DiskTier
-
-        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock))
-    if g4 is not None:
-        from kvtier.tiers.bucket_url import Limits
-        from kvtier.tiers.objects import ObjectTier
-
-        out.append(
-            ObjectTier(
-                g4.url,
-                namespace,
-                clock=clock,
-                options=g4.options,
-                client=g4.client,
-                stride=None if g4.stride == "auto" else g4.stride,
-                limits=Limits(
-                    concurrency=g4.concurrency,
-                    read_rate=float(g4.read_rate or 0),
-                    write_rate=float(g4.write_rate or 0),
-                ),
-            )
-        )
-    return out

@@ -165,7 +165,7 @@ class Feeder:
                 return slots
             # Read only now: what the attempt itself gave back is no news. What came during it is seen after _RETRY_S.
             retry = min(deadline, self._clock.monotonic() + _RETRY_S)
-            if not await self._manager.wait_room(retry, self._manager.room_told):
+            if not await self._manager.room.wait(retry, self._manager.room.told):
                 now = self._clock.monotonic()
                 if now < retry or now >= deadline:  # no room is on its way, or it came too late
                     return None
@@ -200,12 +200,12 @@ class Feeder:
     async def _offer(self, batch: Batch) -> bool:
         """Queue a pinned unit, waiting for room: this is the background, nobody waits for it."""
         while True:
-            seen = self._manager.room_told
+            seen = self._manager.room.told
             with self._manager.lock:
                 if self._queue.room() >= len(batch.slots):
                     self._queued.add(batch.chain[batch.slots[-1].index])
                     self._queue.offer(batch)
                     return True
-            if not await self._manager.wait_room(self._clock.monotonic() + _STEP_S, seen):
+            if not await self._manager.room.wait(self._clock.monotonic() + _STEP_S, seen):
                 self._manager.release([(s, s.generation) for s in batch.slots if isinstance(s, Slot)])
                 return False

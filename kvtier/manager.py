@@ -24,16 +24,19 @@ from kvtier.accounts import Account, Accounts
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.demoter import Demoter
-from kvtier.errors import ClosedError, InvalidRequest, KVTierError, TierError
+from kvtier.errors import ClosedError, InvalidRequest, TierError
 from kvtier.events import Events
 from kvtier.expiry import Reading, TrustedClock
 from kvtier.keeper import Keeper
 from kvtier.lease import Hold, Lease
 from kvtier.notes import Notes
 from kvtier.plan import Costs, Where, make_plan
+from kvtier.purges import Purges
 from kvtier.ranges import ChainTerms, uniform
+from kvtier.reservation import Reservation
+from kvtier.room import Room
 from kvtier.stats import stats_of
-from kvtier.terms import FUTURE_S, Depth, Lifetime, Terms
+from kvtier.terms import FUTURE_S, Terms
 from kvtier.tier import Miss, Tier
 from kvtier.tiers.host import HostTier, Slot
 from kvtier.tiers.wrap import Guarded, Metered
@@ -89,11 +92,10 @@ class Manager:
         self._drop_below = False
         self._touched: dict[BlockKey, float] = {}
         self._forgotten: deque[Sequence[Hold]] = deque()  # pins of leases that nobody released
-        self._room: deque[asyncio.Future[None]] = deque()
-        self.room_told = 0  # times that room may have appeared: read it before looking, give it to `wait_room`
+        self.room = Room(self._clock, self._coming)
         self._tasks: list[asyncio.Task[None]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.keeper = Keeper(self, self.time, self._settings.reserved)
+        self._purges = Purges(host, self.lower, self.keeper, self.lock)
         self._notes = Notes(self.time, host, self.lock)
         self.closed = True
 
@@ -102,7 +104,8 @@ class Manager:
     async def start(self) -> None:
         """Open all tiers on the running loop. A lower tier that fails is left out, with a warning; one that must not
         be touched (FormatError) or is misconfigured (ConfigError) stops the start, with everything closed again."""
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        self.room.open(loop)
         await asyncio.to_thread(self.host.open)
         opened: list[Metered] = []
         try:
@@ -122,12 +125,12 @@ class Manager:
         self.transfers = Transfers(
             self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
         )
-        await self._learn_purges()
+        await self._purges.learn()
         await self._notes.open(self.lower)
         await self.keeper.open()
         self.demoter = Demoter(self, self._clock, self._settings)
-        self.demoter.start(self._loop)
-        self._tasks.append(self._loop.create_task(self._keep_house()))
+        self.demoter.start(loop)
+        self._tasks.append(loop.create_task(self._keep_house()))
         self.closed = False
 
     async def close(self) -> Flushed:
@@ -334,7 +337,7 @@ class Manager:
         with self.lock:
             for slot, generation in reversed(holds):
                 self.host.unpin(slot, generation)
-        self._tell_room()
+        self.room.tell()
 
     def _release_forgotten(self) -> None:
         while self._forgotten:
@@ -371,26 +374,18 @@ class Manager:
         asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
             insist = self.demoter.well()
-        slots: list[Slot] = []
-        present: list[int] = []
-        widened: list[int] = []
-        reached = start
+        out = Reservation(chain, time, keep, insist)
         with self.lock:
             if self.demoter.admission.active:
                 self.demoter.admission.want(chain[start:stop])
             if asked.guarantees:
                 self._promise(chain, start, stop, asked, time.stamp)
-            for first, end, block in asked.spans(start, stop):
-                reached = self._reserve_span(
-                    chain, first, end, block.terms, time, keep, insist, slots, present, widened
-                )
-                if reached < end:
-                    break
+            reached = out.take(self.host, self.accounts.losses, start, stop, asked)
             if self.keeper.busy:
-                met = (self.host.index.get(chain[index]) for index in present)
+                met = (self.host.index.get(chain[index]) for index in out.present)
                 self.keeper.arrived([slot for slot in met if slot is not None])
-        self.demoter.demote(chain, sorted({*widened, *self.demoter.lacking(chain, present)}))
-        return slots, reached
+        self.demoter.demote(chain, sorted({*out.widened, *self.demoter.lacking(chain, out.present)}))
+        return out.slots, reached
 
     def promise(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms) -> None:
         """Reserve bytes for the guaranteed blocks of a chain from `start` on before they are stored. Raises
@@ -408,45 +403,6 @@ class Manager:
         """These blocks were promised room and were not stored: nothing is owed to them."""
         with self.lock:
             self.keeper.forgive(keys)
-
-    def _reserve_span(
-        self,
-        chain: Sequence[BlockKey],
-        start: int,
-        stop: int,
-        terms: Terms,
-        time: Reading,
-        keep: Callable[[BlockKey], bool] | None,
-        insist: bool,
-        slots: list[Slot],
-        present: list[int],
-        widened: list[int],
-    ) -> int:
-        """`reserve` for blocks of the same terms: adds to the lists, returns the index reached. Under the lock."""
-        host, now = self.host, time.serve
-        life = Lifetime.of(terms, time.stamp)
-        ends, priority = life.ends(Depth.G2), terms.priority
-        for index in range(start, stop):
-            key = chain[index]
-            found = host.index.get(key)
-            if found is not None and found.expires_at < now:
-                host.drop(key)
-                found = None
-            if found is not None:
-                present.append(index)
-                if found.extend(terms, time.stamp):
-                    widened.append(index)
-                if priority > found.priority:
-                    host.raise_priority(found, priority)
-            elif host.peek(key, now) is not Miss.PENDING:
-                slot = host.reserve(key, index, keep, insist=insist, priority=priority, now=now)
-                if slot is None:
-                    self.accounts.losses.note(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
-                    return index
-                slot.kind = terms.name
-                slot.stamp(life, ends)
-                slots.append(slot)
-        return stop
 
     def commit(
         self,
@@ -482,13 +438,13 @@ class Manager:
         with self.lock:
             for slot, generation in zip(slots, generations, strict=True):
                 self.host.abort(slot, generation, in_flight=in_flight)
-        self._tell_room()
+        self.room.tell()
 
     def acknowledge(self, slot: Slot, generation: int) -> None:
         """The last writer of an aborted in-flight slot is done with its memory."""
         with self.lock:
             self.host.acknowledge(slot, generation)
-        self._tell_room()
+        self.room.tell()
 
     def settle(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
         """A put of `chain` is over, and `dropped` of its blocks found no queue: give the others their order of
@@ -503,33 +459,9 @@ class Manager:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
         return self.demoter.room()
 
-    async def wait_room(self, deadline: float, seen: int) -> bool:
-        """Wait until a slot or a queue may have room that it had not when `room_told` was `seen`. False at the
-        deadline, and at once when nothing holds a slot of G2: then no room is on its way."""
-        if self.room_told != seen:
-            return True
+    def _coming(self) -> bool:
         with self.lock:
-            if not self.host.held():
-                return False
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._room.append(future)
-        try:
-            async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
-                await future
-        except TimeoutError:
-            return False
-        return True
-
-    def _tell_room(self) -> None:
-        self.room_told += 1
-        if self._room and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake_room)
-
-    def _wake_room(self) -> None:
-        while self._room:
-            future = self._room.popleft()
-            if not future.done():
-                future.set_result(None)
+            return self.host.held()
 
     # ── whole tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -567,24 +499,7 @@ class Manager:
     async def purge(self, scope: Scope) -> int:
         """Drop a scope from every tier, for good: what was stored until now is a miss everywhere from now on."""
         self._usable()
-        before = self._now().serve
-        count = self._bury({scope: before})
-        failures: list[Exception] = []
-        for tier in self.lower.values():
-            try:
-                count += await tier.purge(scope, before)
-            except Exception as error:  # the other tiers' blocks must go all the same
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        return count
-
-    def _bury(self, tombstones: Mapping[Scope, float]) -> int:
-        with self.lock:
-            for scope, before in tombstones.items():
-                if self.host.buries(scope, before):
-                    self.keeper.purge(scope, before)
-            return self.host.bury(tombstones)
+        return await self._purges.purge(scope, self._now().serve)
 
     async def _keep_house(self) -> None:
         """Hand touches down and learn of purges by other processes, now and then."""
@@ -600,7 +515,7 @@ class Manager:
             learn = waited_s >= self._settings.tombstones_s
             if learn:
                 waited_s = 0.0
-                await self._learn_purges()
+                await self._purges.learn()
             await self.keeper.tend(learn=learn)
             await self._notes.write_when_due()
 
@@ -622,21 +537,6 @@ class Manager:
             self._drop_below = False
             for tier in self.lower.values():
                 await tier.drop_made_after(future)
-
-    async def _learn_purges(self) -> None:
-        """What one tier's store remembers of purges, all others learn: another process may share only one of them."""
-        known = {name: dict(await tier.tombstones()) for name, tier in self.lower.items()}
-        news: dict[Scope, float] = {}
-        for tombstones in known.values():
-            for scope, before in tombstones.items():
-                news[scope] = max(before, news.get(scope, 0.0))
-        self._bury(news)
-        for name, tier in self.lower.items():
-            for scope, before in news.items():
-                # Stores round the time up to what they can hold.
-                if before > known[name].get(scope, 0.0) + 0.001:
-                    with contextlib.suppress(KVTierError, OSError):  # said again next time
-                        await tier.purge(scope, before)
 
     def _flush_touches(self) -> None:
         with self.lock:

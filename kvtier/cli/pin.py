@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from kvtier.block import BlockKey
-from kvtier.cache import chain_hashes, lower_tiers
+from kvtier.cache import chain_hashes
 from kvtier.cache import open as open_cache
 from kvtier.cli.doctor import read_namespace
 from kvtier.cli.output import Json, console, write_json, write_table
@@ -28,6 +28,7 @@ from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.namespace import Namespace
 from kvtier.pinning import PinInfo, seconds
 from kvtier.pins import Pin
+from kvtier.stack import lower_tiers
 from kvtier.tiers.objects import ObjectTier
 
 TOKENS_BYTES_MAX = 64 << 20

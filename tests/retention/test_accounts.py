@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 import kvtier
 from kvtier.accounts import LOSSES_MAX, OTHER, Accounts, Losses
 from kvtier.block import BlockKey, scope_of
 from kvtier.terms import Terms
-from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of
 from kvtier.testing.memory import MemoryStore
 from kvtier.tier import Miss, Tier
+from tests.retention.requests import BLOCK, NS, opened, put
 
-BLOCK = 4096
-NS = sample_namespace(BLOCK)
 T = NS.block_tokens
 KEYS = list(chain_of(NS, 8))
-
-
-@contextmanager
-def opened(clock: VirtualClock, tiers: list[Tier], blocks: int = 16, **more: object) -> Iterator[kvtier.Cache]:
-    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": blocks * BLOCK}}, **more})
-    with kvtier.open(config, NS, clock=clock, tiers=tiers) as cache:
-        yield cache
-        cache.check()
-
-
-def put(cache: kvtier.Cache, keys: list[bytes], **options: object) -> int:
-    cache.get(keys).release()
-    return cache.put(keys, payloads_of(keys, BLOCK), **options)  # type: ignore[arg-type]
 
 
 def missed(cache: kvtier.Cache, keys: list[bytes], **options: object) -> dict[str, int]:

@@ -11,10 +11,9 @@ import pytest
 import kvtier
 from kvtier.errors import CorruptError
 from kvtier.expiry import SETTLE_S, Anchor, TrustedClock, decode_anchor, deletion_time, encode_anchor
-from kvtier.testing import VirtualClock, chain_of, payload_of, payloads_of, sample_namespace
+from kvtier.testing import VirtualClock, chain_of, payloads_of
+from tests.retention.requests import BLOCK, NS, served
 
-BLOCK = 4096
-NS = sample_namespace(BLOCK)
 DAY = 86_400.0
 KEYS = list(chain_of(NS, 8))
 OTHER = list(chain_of(NS, 8, seed=1))
@@ -35,12 +34,6 @@ def opened(path: Path, clock: VirtualClock, stack: str) -> Iterator[kvtier.Cache
 def put(cache: kvtier.Cache, keys: list[bytes], retention: str = "24h") -> None:
     assert cache.put(keys, payloads_of(keys, BLOCK), retention) == len(keys)
     cache.flush()
-
-
-def served(cache: kvtier.Cache, keys: list[bytes]) -> int:
-    with cache.get(keys) as hit:
-        assert [bytes(block) for block in hit.blocks] == [payload_of(key, BLOCK) for key in keys[: len(hit)]]
-        return len(hit)
 
 
 STACKS = pytest.mark.parametrize("stack", ["", "g3", "g4", "g3+g4"])

@@ -17,25 +17,14 @@ from kvtier.testing import (
     MemoryTier,
     VirtualClock,
     chain_of,
-    payload_of,
     payloads_of,
-    sample_namespace,
 )
 from kvtier.testing.memory import MemoryStore
 from kvtier.tier import Tier
+from tests.retention.requests import BLOCK, NS, opened, put, served
 
-BLOCK = 4096
-NS = sample_namespace(BLOCK)
 HOUR = Terms("hour", ttl=3600, guarantee=True)
 SHALLOW = Terms("shallow", ttl=3600, guarantee=True, ceiling=Depth.G2)
-
-
-@contextmanager
-def opened(clock: VirtualClock, tiers: list[Tier], blocks: int = 16, **more: object) -> Iterator[kvtier.Cache]:
-    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": blocks * BLOCK}}, **more})
-    with kvtier.open(config, NS, clock=clock, tiers=tiers) as cache:
-        yield cache
-        cache.check()
 
 
 @contextmanager
@@ -44,17 +33,6 @@ def on_disk(path: Path, blocks: int = 16, disk_blocks: int = 64, **more: object)
     with kvtier.open(kvtier.Config.parse({"tiers": tiers, **more}), NS) as cache:
         yield cache
         cache.check()
-
-
-def put(cache: kvtier.Cache, keys: list[bytes], **options: object) -> int:
-    cache.get(keys).release()
-    return cache.put(keys, payloads_of(keys, BLOCK), **options)  # type: ignore[arg-type]
-
-
-def served(cache: kvtier.Cache, keys: list[bytes]) -> int:
-    with cache.get(keys) as hit:
-        assert [bytes(block) for block in hit.blocks] == [payload_of(key, BLOCK) for key in keys[: len(hit)]]
-        return len(hit)
 
 
 def flood(cache: kvtier.Cache, chains: int, blocks: int = 8, first: int = 100) -> None:
@@ -228,7 +206,7 @@ def test_a_purge_ends_pins_and_guarantees() -> None:
         put(cache, keys)
         cache.pins.create("theirs", keys, "1h")  # the name is free again
         cache.flush()
-        cache.manager._bury({scope: clock.wall() - 1.5})  # an old tombstone, learned again
+        cache.manager._purges.bury({scope: clock.wall() - 1.5})  # an old tombstone, learned again
         assert len(cache.pins.list()) == 2
     assert pin_notes(store) == {"pin/mine", "pin/theirs"}
 

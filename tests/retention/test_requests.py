@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 import kvtier
 from kvtier.block import scope_of
 from kvtier.terms import Depth, Terms
-from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, payloads_of, sample_namespace
+from kvtier.testing import MemoryTier, VirtualClock, chain_of
+from tests.retention.requests import NS, opened, put, served
 
-BLOCK = 4096
-NS = sample_namespace(BLOCK)
 TOKENS = NS.block_tokens
-
-
-@contextmanager
-def opened(
-    blocks: int = 16, clock: VirtualClock | None = None, lower: bool = False, **more: object
-) -> Iterator[kvtier.Cache]:
-    clock = clock or VirtualClock()
-    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": blocks * BLOCK}}, **more})
-    tiers = [MemoryTier(NS, clock)] if lower else []
-    with kvtier.open(config, NS, clock=clock, tiers=tiers) as cache:
-        yield cache
-        cache.check()
-
-
-def put(cache: kvtier.Cache, keys: list[bytes], **options: object) -> int:
-    """As a request does it: looked up, then stored."""
-    cache.get(keys).release()
-    return cache.put(keys, payloads_of(keys, BLOCK), **options)  # type: ignore[arg-type]
-
-
-def served(cache: kvtier.Cache, keys: list[bytes]) -> int:
-    with cache.get(keys) as hit:
-        assert [bytes(block) for block in hit.blocks] == [payload_of(key, BLOCK) for key in keys[: len(hit)]]
-        return len(hit)
 
 
 def test_parts_of_a_prompt_live_as_long_as_they_were_asked_to() -> None:
     clock = VirtualClock()
-    with opened(clock=clock) as cache:
+    with opened(clock) as cache:
         keys = list(chain_of(NS, 8))
         assert put(cache, keys, retention=[(0, 4 * TOKENS, "24h"), (4 * TOKENS, 6 * TOKENS, "1h")]) == 8
         put(cache, list(chain_of(NS, 8, seed=1)), retention="5m")
@@ -57,7 +29,8 @@ def test_parts_of_a_prompt_live_as_long_as_they_were_asked_to() -> None:
 
 def test_a_part_may_not_go_deeper_than_it_was_allowed() -> None:
     shallow = Terms("shallow", ttl=600, ceiling=Depth.G2)
-    with opened(lower=True) as cache:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock)]) as cache:
         keys = list(chain_of(NS, 8))
         assert put(cache, keys, retention=[(4 * TOKENS, 8 * TOKENS, shallow)]) == 8
         assert cache.flush().durable == {"g3": 4}
@@ -87,7 +60,7 @@ def test_wrong_ranges_store_nothing(wrong: object) -> None:
 @pytest.mark.parametrize("policy", ["lru", "gapduel"])
 def test_a_higher_priority_leaves_later(policy: str) -> None:
     classes = {"vip": {"ttl": "1h", "priority": 90}, "batch": {"ttl": "1h", "priority": 10}}
-    with opened(12, retention={"classes": classes}, policy=policy) as cache:
+    with opened(blocks=12, retention={"classes": classes}, policy=policy) as cache:
         chains = {name: list(chain_of(NS, 4, seed=seed)) for seed, name in enumerate(("vip", "24h", "batch"))}
         for name, keys in chains.items():
             assert put(cache, keys, retention=name) == 4
@@ -100,7 +73,7 @@ def test_a_higher_priority_leaves_later(policy: str) -> None:
 def test_an_expired_priority_makes_room() -> None:
     clock = VirtualClock()
     classes = {"vip": {"ttl": "1m", "priority": 90}}
-    with opened(4, clock, retention={"classes": classes}) as cache:
+    with opened(clock, blocks=4, retention={"classes": classes}) as cache:
         assert put(cache, list(chain_of(NS, 4)), retention="vip") == 4
         keys = list(chain_of(NS, 4, seed=1))
         assert put(cache, keys) == 0
@@ -110,7 +83,7 @@ def test_an_expired_priority_makes_room() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "gapduel"])
 def test_no_scope_fills_more_than_its_share(policy: str) -> None:
-    with opened(16, retention={"quota": 0.5}, policy=policy) as cache:
+    with opened(retention={"quota": 0.5}, policy=policy) as cache:
         a, b = scope_of("a"), scope_of("b")
         mine, others = list(chain_of(NS, 8, scope=a)), list(chain_of(NS, 8, scope=b))
         assert put(cache, others) == 8

@@ -8,10 +8,10 @@ import threading
 from typing import Any
 
 import kvtier
-from kvtier.cache import lower_tiers
 from kvtier.clock import SystemClock
 from kvtier.connectors.sglang import KVTierLinker
 from kvtier.namespace import Namespace
+from kvtier.stack import lower_tiers
 from kvtier.testing import Fault, FaultyTier
 
 

@@ -1,0 +1,54 @@
+"""What `get` found: a prefix of the blocks asked for, readable until it is released."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from kvtier.accounts import Account
+from kvtier.lease import Lease
+from kvtier.terms import Lifetime
+from kvtier.tier import Miss
+from kvtier.tiers.host import Slot
+
+
+class Hit:
+    """The prefix that `get` found. A context manager: its blocks are valid inside the `with` and not after it.
+
+    `blocks[i]` is a read-only view of block i's bytes, which lie in `slots[i]`; `tiers[i]` names the tier it was in,
+    `lives[i]` its terms; `miss` says why the prefix is not longer (None: all keys were served). `account` is the
+    request's, in tokens.
+    """
+
+    def __init__(self, lease: Lease, account: Account) -> None:
+        self._lease = lease
+        self.account = account
+        self.tiers: list[str] = lease.tiers
+        self.slots: list[Slot] = lease.slots
+        self.lives: list[Lifetime] = [slot.life for slot in lease.slots]
+        self.miss: Miss | None = lease.miss
+        self.blocks: list[memoryview] = [_view(slot) for slot in lease.slots]
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """End the validity of `blocks`. Idempotent."""
+        for view in self.blocks:
+            try:
+                view.release()
+            except BufferError:
+                pass  # the caller still exports it, to numpy say: those bytes may change from now on
+        self.blocks = []
+        self._lease.release()
+
+
+def _view(slot: Slot) -> memoryview:
+    if len(slot.pieces) == 1:
+        return slot.pieces[0].toreadonly()
+    return memoryview(b"".join(slot.pieces))  # several ranks: gathered into a copy
