@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from kvtier.testing.ceph import CephRGW, missing
 from kvtier.testing.servers import RcloneS3, S3Server, SeaweedFS, binary
+from tests.objects.site import Site
 
 
 def _running(kind: type[S3Server], factory: pytest.TempPathFactory) -> Iterator[S3Server]:
@@ -16,7 +18,10 @@ def _running(kind: type[S3Server], factory: pytest.TempPathFactory) -> Iterator[
         if os.environ.get("CI"):
             pytest.fail(f"{kind.program} is not installed: pip install 'kvtier[dev]'")
         pytest.skip(f"{kind.program} is not installed: pip install 'kvtier[dev]'")
-    server = kind(factory.mktemp(kind.program))
+    yield from _started(kind(factory.mktemp(kind.program)))
+
+
+def _started(server: S3Server) -> Iterator[S3Server]:
     server.start()
     try:
         yield server
@@ -35,14 +40,18 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     if absent:
         # Debian packages, not Python's: nothing that `make setup` could have installed, so CI may lack them too.
         pytest.skip(f"Ceph is not installed ({', '.join(absent)}); see kvtier/testing/ceph.py")
-    server = CephRGW(tmp_path_factory.mktemp("ceph"))
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+    yield from _started(CephRGW(tmp_path_factory.mktemp("ceph")))
 
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     yield from _running(RcloneS3, tmp_path_factory)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path / "g4")
+    yield site
+    for tier in site.tiers:
+        tier.check()
+        await tier.close(site.deadline)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,61 +13,24 @@ from kvtier.block import BlockKey, scope_of
 from kvtier.errors import CorruptError, InvalidRequest
 from kvtier.pins import Pin
 from kvtier.terms import Terms
-from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
+from kvtier.testing import chain_of, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
-from kvtier.tier import Loaded, Miss, Stored, Target
+from kvtier.tier import Loaded, Miss, Stored
 from kvtier.tiers import deltas
 from kvtier.tiers.objects import ObjectTier
-
-NS = sample_namespace(4096)
-S = 4
+from tests.objects.site import NS, S, Site
 
 
-class Site:
-    """Replicas on one directory, or on a faulty server."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.clock = VirtualClock()
-        self.tiers: list[ObjectTier] = []
-
-    async def replica(self, url: str = "", **more: object) -> ObjectTier:
-        url = url or f"file://{self.root}"
-        tier = ObjectTier(url, NS, clock=self.clock, stride=S, seed=len(self.tiers), **more)  # type: ignore[arg-type]
-        await tier.open()
-        self.tiers.append(tier)
-        return tier
-
-    @property
-    def deadline(self) -> float:
-        return self.clock.monotonic() + 30
-
-    async def store(self, tier: ObjectTier, chain: Sequence[BlockKey], ttl: float = 86400) -> None:
-        blocks = seal(chain, range(len(chain)), NS.block_bytes, self.clock.wall(), Terms("t", ttl=ttl))
-        assert all(r.durable for r in await tier.write(blocks, self.deadline))
-
-    async def read(self, tier: ObjectTier, chain: Sequence[BlockKey]) -> list[Loaded | Miss]:
-        buffers = [bytearray(NS.block_bytes) for _ in chain]
-        targets = [Target(i, (memoryview(b),)) for i, b in enumerate(buffers)]
-        results = await tier.read(chain, targets, self.deadline)
-        for key, buffer, result in zip(chain, buffers, results, strict=True):
-            assert not isinstance(result, Loaded) or buffer == payload_of(key, NS.block_bytes)
-        return results
-
-    def named(self, name: str, chain: Sequence[BlockKey], ttl: float) -> Pin:
-        return Pin(name, tuple(chain), self.clock.wall(), self.clock.wall() + ttl)
-
-    def units(self) -> int:
-        return sum(p.is_file() and len(p.name) == 64 for p in self.root.rglob("*"))
+async def store(site: Site, tier: ObjectTier, chain: Sequence[BlockKey], ttl: float = 86400) -> None:
+    assert all(result.durable for result in await site.store(tier, chain, Terms("t", ttl=ttl)))
 
 
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    site = Site(tmp_path / "g4")
-    yield site
-    for tier in site.tiers:
-        tier.check()
-        await tier.close(site.deadline)
+def named(site: Site, name: str, chain: Sequence[BlockKey], ttl: float) -> Pin:
+    return Pin(name, tuple(chain), site.clock.wall(), site.clock.wall() + ttl)
+
+
+def units(site: Site) -> int:
+    return sum(p.is_file() and len(p.name) == 64 for p in site.root.rglob("*"))
 
 
 async def learn(site: Site, tier: ObjectTier) -> None:
@@ -82,7 +44,7 @@ async def learn(site: Site, tier: ObjectTier) -> None:
 async def test_a_delta_tells_of_units_and_their_tails(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, 3 * S + 2)
-    await site.store(one, chain)
+    await store(site, one, chain)
     await one.flush(site.deadline)
     await learn(site, two)
     assert two.peek(chain, range(len(chain))) == [None] * len(chain)
@@ -94,7 +56,7 @@ async def test_a_lookup_after_a_delta_needs_no_probe(site: Site) -> None:
         one = await site.replica("s3://bucket/p", options=server.options, client="obstore")
         two = await site.replica("s3://bucket/p", options=server.options, client="obstore")
         chain = chain_of(NS, 64 * S)
-        await site.store(one, chain)
+        await store(site, one, chain)
         await one.flush(site.deadline)
         await learn(site, two)
         before = server.requests.copy()
@@ -111,7 +73,7 @@ async def test_a_replica_that_was_not_told_finds_it_all_the_same(site: Site) -> 
         one = await site.replica("s3://bucket/p", options=server.options, client="obstore")
         chain = chain_of(NS, 64 * S)
         server.rules = [S3Rule("list", S3Fault.EMPTY_200)]
-        await site.store(one, chain)
+        await store(site, one, chain)
         two = await site.replica("s3://bucket/p", options=server.options, client="obstore")
         server.rules = []
         site.clock.advance(60)
@@ -153,7 +115,7 @@ def test_deltas_survive_the_way_and_nothing_else_does() -> None:
 async def test_a_damaged_delta_is_skipped(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, S)
-    await site.store(one, chain)
+    await store(site, one, chain)
     await one.flush(site.deadline)
     for path in site.root.rglob("delta/*"):
         path.write_bytes(b"junk")
@@ -168,7 +130,7 @@ async def test_more_deltas_than_one_poll_reads_are_learnt_by_the_next(
     monkeypatch.setattr(deltas, "READS_MAX", 2)
     one, two = await site.replica(), await site.replica()
     for seed in range(5):
-        await site.store(one, chain_of(NS, S, seed))
+        await store(site, one, chain_of(NS, S, seed))
         site.clock.advance(1)
         await one.flush(site.deadline)
     for learnt in (2, 4, 5):
@@ -179,12 +141,12 @@ async def test_more_deltas_than_one_poll_reads_are_learnt_by_the_next(
 async def test_what_another_replica_wrote_can_be_evicted_by_any_of_its_keys(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     doomed, kept = chain_of(NS, 2 * S, seed=1), chain_of(NS, S, seed=2)
-    await site.store(one, doomed)
-    await site.store(one, kept)
+    await store(site, one, doomed)
+    await store(site, one, kept)
     assert await two.evict([doomed[1]]) == 1
-    assert site.units() == 2, "the unit with that block, its neighbours with it"
+    assert units(site) == 2, "the unit with that block, its neighbours with it"
     assert await two.evict(chain_of(NS, S, seed=3)) == 0
-    assert await two.evict(kept) == S and site.units() == 1
+    assert await two.evict(kept) == S and units(site) == 1
 
 
 async def sweep_all(tier: ObjectTier) -> None:
@@ -202,18 +164,18 @@ async def test_replicas_sweep_what_is_dead_and_nothing_else(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     short, long = chain_of(NS, 3 * S, seed=1), chain_of(NS, 3 * S, seed=2)
     tenant = chain_of(NS, S, seed=3, scope=scope_of("tenant"))
-    await site.store(one, short, ttl=300)
-    await site.store(one, long)
-    await site.store(one, tenant)
-    assert site.units() == 7
+    await store(site, one, short, ttl=300)
+    await store(site, one, long)
+    await store(site, one, tenant)
+    assert units(site) == 7
     await sweep_all(two)
-    assert site.units() == 7, "nothing is dead yet"
+    assert units(site) == 7, "nothing is dead yet"
     site.clock.advance(330)
     await sweep_all(two)
-    assert site.units() == 7, "a minute's grace for clocks that are behind"
+    assert units(site) == 7, "a minute's grace for clocks that are behind"
     site.clock.advance(60)
     await sweep_all(two)
-    assert site.units() == 4
+    assert units(site) == 4
     assert two._sweeper.swept.blocks == 3 * S
     assert all(isinstance(r, Loaded) for r in await site.read(two, long))
     assert set(await site.read(two, short)) == {Miss.ABSENT}
@@ -227,21 +189,21 @@ async def test_what_slipped_past_a_purge_is_swept(site: Site) -> None:
     site.clock.advance(1)
     await one.purge(tenant, site.clock.wall())
     assert await two.write(old, site.deadline) == [Stored.STORED] * S
-    assert site.units() == 1
+    assert units(site) == 1
     await sweep_all(one)
-    assert site.units() == 0
+    assert units(site) == 0
 
 
 async def test_a_renewed_unit_is_not_swept(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, S)
-    await site.store(one, chain, ttl=300)
+    await store(site, one, chain, ttl=300)
     for _ in range(3):
         site.clock.advance(200)
         one.touch(chain, site.clock.wall())
         await one.flush(site.deadline)
         await sweep_all(two)
-    assert site.units() == 1
+    assert units(site) == 1
 
 
 async def heartbeat(tier: ObjectTier) -> None:
@@ -254,8 +216,8 @@ async def heartbeat(tier: ObjectTier) -> None:
 async def test_uses_reach_the_server_without_a_flush(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     used, idle = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
-    await site.store(one, used, ttl=300)
-    await site.store(one, idle, ttl=300)
+    await store(site, one, used, ttl=300)
+    await store(site, one, idle, ttl=300)
     site.clock.advance(100)
     one.touch(used, site.clock.wall())
     await heartbeat(one)
@@ -275,7 +237,7 @@ async def test_a_use_is_recorded_by_a_copy_not_by_the_bytes(site: Site, client: 
     with FaultyS3().running() as server:
         one = await site.replica("s3://bucket/p", options=server.options, client=client)
         chain = chain_of(NS, S)
-        await site.store(one, chain, ttl=300)
+        await store(site, one, chain, ttl=300)
         await one.flush(site.deadline)
         before = server.requests.copy()
         site.clock.advance(200)
@@ -289,7 +251,7 @@ async def test_a_use_is_recorded_by_a_copy_not_by_the_bytes(site: Site, client: 
 
 async def test_old_deltas_are_swept(site: Site) -> None:
     one = await site.replica()
-    await site.store(one, chain_of(NS, S))
+    await store(site, one, chain_of(NS, S))
     await one.flush(site.deadline)
     assert len(list(site.root.rglob("delta/*"))) == 1
     site.clock.advance(2 * deltas.KEEP_S)
@@ -300,9 +262,9 @@ async def test_old_deltas_are_swept(site: Site) -> None:
 async def test_a_pin_keeps_what_would_expire_for_every_replica(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     kept, lost = chain_of(NS, 2 * S + 1, seed=1), chain_of(NS, S, seed=2)
-    await site.store(one, kept, ttl=300)
-    await site.store(one, lost, ttl=300)
-    await one.pin(site.named("system-prompt", kept, 10_000))
+    await store(site, one, kept, ttl=300)
+    await store(site, one, lost, ttl=300)
+    await one.pin(named(site, "system-prompt", kept, 10_000))
     site.clock.advance(2000)
     await sweep_all(two)
     assert all(isinstance(r, Loaded) for r in await site.read(two, kept))
@@ -311,15 +273,15 @@ async def test_a_pin_keeps_what_would_expire_for_every_replica(site: Site) -> No
     site.clock.advance(8100)
     await sweep_all(two)
     assert not any(isinstance(r, Loaded) for r in await site.read(one, kept))
-    assert site.units() == 0 and await one.pins() == []
+    assert units(site) == 0 and await one.pins() == []
 
 
 async def test_a_pin_can_be_extended_and_ended(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, S)
-    await site.store(one, chain, ttl=300)
-    await one.pin(site.named("p", chain, 400))
-    await one.pin(site.named("p", chain, 5000))
+    await store(site, one, chain, ttl=300)
+    await one.pin(named(site, "p", chain, 400))
+    await one.pin(named(site, "p", chain, 5000))
     site.clock.advance(1000)
     assert all(isinstance(r, Loaded) for r in await site.read(two, chain))
     assert await two.unpin("p") and not await two.unpin("p")
@@ -332,9 +294,9 @@ async def test_what_only_a_pin_keeps_is_renewed_before_the_buckets_rule_finds_it
         site.clock.jump_wall(time.time() - site.clock.wall())  # the server has a clock of its own
         one = await site.replica("s3://bucket/p", options=server.options)
         kept, other = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
-        await site.store(one, kept, ttl=300)
-        await site.store(one, other, ttl=86400)
-        await one.pin(site.named("p", kept, 1_000_000))
+        await store(site, one, kept, ttl=300)
+        await store(site, one, other, ttl=86400)
+        await one.pin(named(site, "p", kept, 1_000_000))
         site.clock.advance(3600)
         for there in server.objects.values():
             there.modified = site.clock.wall() - 13 * 3600
@@ -348,8 +310,8 @@ async def test_a_purge_ends_what_a_pin_keeps(site: Site) -> None:
     one = await site.replica()
     tenant = scope_of("tenant")
     chain = chain_of(NS, S, scope=tenant)
-    await site.store(one, chain)
-    await one.pin(site.named("p", chain, 5000))
+    await store(site, one, chain)
+    await one.pin(named(site, "p", chain, 5000))
     site.clock.advance(1)
     assert await one.purge(tenant, site.clock.wall()) == S
     assert not any(isinstance(r, Loaded) for r in await site.read(one, chain))
@@ -359,9 +321,9 @@ async def test_a_purge_ends_what_a_pin_keeps(site: Site) -> None:
 async def test_a_pin_holds_what_is_stored_later_and_what_goes_on_behind_its_end(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain, aside = chain_of(NS, 2 * S, seed=1), chain_of(NS, S, seed=2)
-    await one.pin(site.named("p", chain[: S + 1], 5000))
-    await site.store(one, chain, ttl=300)
-    await site.store(one, aside, ttl=300)
+    await one.pin(named(site, "p", chain[: S + 1], 5000))
+    await store(site, one, chain, ttl=300)
+    await store(site, one, aside, ttl=300)
     site.clock.advance(1000)
     assert all(isinstance(r, Loaded) for r in await site.read(two, chain)), "both units hold pinned blocks"
     assert await site.read(two, aside) == [Miss.EXPIRED] * S
@@ -370,7 +332,7 @@ async def test_a_pin_holds_what_is_stored_later_and_what_goes_on_behind_its_end(
 async def test_a_damaged_pin_is_as_if_it_were_not_there(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, S)
-    await one.pin(site.named("p", chain, 5000))
+    await one.pin(named(site, "p", chain, 5000))
     (path,) = site.root.rglob("pins/*")
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -384,9 +346,9 @@ async def test_a_damaged_pin_is_as_if_it_were_not_there(site: Site) -> None:
 async def test_a_pin_needs_a_name_and_blocks(site: Site) -> None:
     one = await site.replica()
     for wrong in (
-        site.named("../p", chain_of(NS, 1), 60),
-        site.named("", chain_of(NS, 1), 60),
-        site.named("p", [], 60),
+        named(site, "../p", chain_of(NS, 1), 60),
+        named(site, "", chain_of(NS, 1), 60),
+        named(site, "p", [], 60),
     ):
         with pytest.raises(InvalidRequest):
             await one.pin(wrong)
