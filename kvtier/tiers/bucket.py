@@ -1,8 +1,9 @@
 """The seam to object storage: what G4 needs of a bucket, whoever serves it.
 
-    bucket_s3       S3 through s3fs (aiobotocore)
-    bucket_obstore  S3, GCS, Azure through obstore
-    bucket_files    a local directory; fsspec's in-memory file system; any other fsspec file system
+    bucket_s3         S3 through s3fs (aiobotocore)
+    bucket_obstore    S3, GCS, Azure through obstore
+    bucket_directory  a local directory
+    bucket_fsspec     fsspec's in-memory file system; any other fsspec file system
 
 Names are relative to the bucket, already hexadecimal. A bucket maps its library's exceptions to `Transient`
 (worth another attempt), TierError (not), CorruptError (the object cannot be what it should be). No message

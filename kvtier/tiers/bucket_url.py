@@ -42,7 +42,8 @@ def open_bucket(
     if client not in ("auto", "s3fs", "obstore"):
         raise ConfigError(f"tiers.g4.client is {client!r}: write auto, s3fs or obstore")
     if protocol == "file":
-        from kvtier.tiers.bucket_files import LocalFiles, Threaded
+        from kvtier.tiers.bucket_directory import LocalFiles
+        from kvtier.tiers.bucket_threaded import Threaded
 
         return Threaded(LocalFiles(_local_path(url, place))), ""
     file_system = _file_system_class(protocol)
@@ -51,7 +52,8 @@ def open_bucket(
         if not bucket:
             raise ConfigError(f"{_KEY} names no bucket: write {protocol}://bucket/prefix")
         return _s3(bucket, options, client, clock, limits), prefix.strip("/")
-    from kvtier.tiers.bucket_files import AnyFiles, Files, MemoryFiles, Threaded
+    from kvtier.tiers.bucket_fsspec import AnyFiles, MemoryFiles
+    from kvtier.tiers.bucket_threaded import Files, Threaded
 
     try:
         fs = file_system(skip_instance_cache=True, use_listings_cache=False, **options)
