@@ -9,6 +9,7 @@ manager's event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from kvtier.integrity import digest_of
 from kvtier.rate import TokenBucket
 from kvtier.terms import Lifetime
 from kvtier.tier import Pieces, Sealed, Stored, Tier
+
+log = logging.getLogger(__name__)
 
 
 class Held(Protocol):
@@ -167,6 +170,8 @@ class WriteBehind:
             self._writing[last] = ended = asyncio.get_running_loop().create_future()
             try:
                 results = await self._write(batch)
+            except Exception:  # a tier's own failures are answers: this must not end the queue
+                log.exception("%s: a batch was not written", self.tier.name)
             finally:
                 if self._writing.get(last) is ended:
                     del self._writing[last]

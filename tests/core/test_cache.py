@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
+from kvtier import demotion
 from kvtier.terms import Depth
 from kvtier.testing import (
     Fault,
@@ -24,7 +25,7 @@ from kvtier.testing import (
     verification_off,
 )
 from kvtier.testing.memory import MemoryStore
-from kvtier.tier import Miss
+from kvtier.tier import Miss, Sealed
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -127,6 +128,21 @@ def test_a_chain_longer_than_g2_is_served_as_far_as_g2_holds(policy: str) -> Non
                 assert (len(hit), hit.miss) == (32, Miss.NO_ROOM)
                 assert [bytes(b) for b in hit.blocks] == payloads_of(keys[:32], BLOCK)
         cache.check()
+
+
+def test_a_write_that_fails_beside_the_tier_does_not_end_its_queue(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(batch: demotion.Batch) -> list[Sealed]:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(demotion, "seal", no_memory)
+        for seed in range(4):  # more than there are writers
+            assert put(stack.cache, list(chain_of(NS, 4, seed=seed)), timeout=1.0) == 4
+            assert stack.cache.flush(timeout=5.0).durable["g3"] == 0
+    assert put(stack.cache, list(chain_of(NS, 4, seed=4))) == 4
+    assert stack.cache.flush().durable["g3"] == 4
 
 
 def test_without_lower_tiers_the_head_is_kept() -> None:
