@@ -21,7 +21,8 @@ from kvtier.tiers.entry import (
     order_parts,
     rows,
 )
-from kvtier.tiers.ledger import COUNTERS, COUNTERS_KEY, GEOMETRY_KEY, Geometry
+from kvtier.tiers.ledger import COUNTERS, COUNTERS_KEY, GEOMETRY_KEY
+from kvtier.tiers.segments import Geometry
 
 
 def audit(txn: Any) -> None:

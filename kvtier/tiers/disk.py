@@ -14,26 +14,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier import integrity
-from kvtier.block import SCOPE_BYTES, BlockKey, Scope
+from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, ConfigError, CorruptError, TierError, TierFull, TierTimeout
+from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTimeout
 from kvtier.events import Told
 from kvtier.expiry import deletion_time
 from kvtier.namespace import Namespace
-from kvtier.terms import FUTURE_S, Depth, Lifetime
+from kvtier.terms import Depth, Lifetime
 from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
-from kvtier.tiers.deposit import Deposit, neighbours
-from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, Reservation, born, slot_class
-from kvtier.tiers.ledger import Ledger, renewed
-from kvtier.tiers.slab import Calls, ShortIO, SystemCalls
-from kvtier.tiers.store import TOUCHES_MAX, TOUCHES_PER_COMMIT_MAX, Store
+from kvtier.tiers.deposit import Deposit
+from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Reservation, born, slot_class
+from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.retrieval import Retrieval, by_scope, why_not
+from kvtier.tiers.slab import Calls, SystemCalls
+from kvtier.tiers.store import Store
+from kvtier.tiers.touches import NAMES_MAX, NAMES_PER_COMMIT_MAX
 from kvtier.tiers.writer import Job
 
 T = TypeVar("T")
@@ -41,18 +41,6 @@ T = TypeVar("T")
 STREAM_BYTES_MIN = 8 << 20  # from this size on a write reserves for the next one, too,
 STREAM_SHARE = 32  # unless it is more than this part of the capacity
 DROP_CHUNK = 1024  # blocks per transaction in `evict` and `purge`
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """A block being read."""
-
-    target: Target
-    name: bytes
-    raw: bytes = b""
-    entry: Entry | None = None
-    result: Loaded | Miss | None = None
-    suspect: bool = False
 
 
 class DiskTier:
@@ -141,30 +129,17 @@ class DiskTier:
         store = self._store
         index = store.index
         now = self._clock.wall()
-        prefix, unpack, span = self._prefix, SPAN.unpack_from, SPAN.size
+        prefix, span = self._prefix, SPAN.size
         answers: list[Miss | None] = []
-        for scope, indices in _by_scope(chain, wanted):
-            purged, found = index.find_in_scope(prefix + scope, [prefix + chain[i] for i in indices])
-            for i, raw in zip(indices, found, strict=True):
+        for scope, indices in by_scope(chain, wanted):
+            names = [prefix + chain[index] for index in indices]
+            purged, found = index.find_in_scope(prefix + scope, names)
+            for name, raw in zip(names, found, strict=True):
                 if raw is None or len(raw) < span:
                     answers.append(Miss.ABSENT)
-                    continue
-                ends, birth = unpack(raw)
-                if birth <= purged:
-                    answers.append(Miss.PURGED)
                 else:
-                    doubtful = now > ends or birth > now + FUTURE_S
-                    expired = doubtful and self._expired(store, prefix + chain[i], raw, now)
-                    answers.append(Miss.EXPIRED if expired else None)
+                    answers.append(why_not(store, name, raw, purged, now))
         return answers
-
-    @staticmethod
-    def _expired(store: Store, name: bytes, raw: bytes, now: float) -> bool:
-        """Whether an entry that looks expired is, given its uses that are not in the index yet."""
-        try:
-            return not renewed(Entry.decode(name, raw).life, store.uses(name)).servable(Depth.G3, now)
-        except CorruptError:
-            return True
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
         return self.peek(chain, wanted)
@@ -173,97 +148,27 @@ class DiskTier:
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
         store = self._store
-        blocks = [_Wanted(target, self._prefix + chain[target.index]) for target in targets]
-        for attempt in range(2):
-            pending = [block for block in blocks if block.result is None]
-            if not pending:
-                break
+        retrieval = Retrieval(store, self._prefix, chain, targets, self._clock)
+        for _ in range(2):
             with store.moving():
-                self._resolve(store, pending)
-                await self._fetch(store, [block for block in pending if block.result is None], deadline)
-            await self._judge(store, [block for block in pending if block.suspect], deadline, last=attempt == 1)
-        return [block.result if block.result is not None else Miss.RACED for block in blocks]
+                await store.lanes.read(retrieval.jobs(deadline)).wait(store.lanes.cancel)
+            cases = retrieval.suspects()
+            if cases:
+                retrieval.judge(await self._condemn(store, cases, deadline))
+            if not retrieval.pending:
+                break
+        return retrieval.results()
 
-    def _resolve(self, store: Store, blocks: Sequence[_Wanted]) -> None:
-        """Fill in entries, or the reason why there is none to read."""
-        now = self._clock.wall()
-        names = [block.name for block in blocks]
-        for scope, places in _by_scope([BlockKey(name[len(self._prefix) :]) for name in names], range(len(names))):
-            purged, found = store.index.find_in_scope(self._prefix + scope, [names[i] for i in places])
-            for place, raw in zip(places, found, strict=True):
-                block = blocks[place]
-                if raw is None:
-                    block.result = Miss.ABSENT
-                    continue
-                block.raw = raw
-                try:
-                    entry = block.entry = Entry.decode(block.name, raw)
-                except CorruptError:
-                    block.suspect = True
-                    continue
-                ends, birth = SPAN.unpack_from(raw)
-                if birth <= purged:
-                    block.result = Miss.PURGED
-                elif (now > ends or birth > now + FUTURE_S) and self._expired(store, block.name, raw, now):
-                    block.result = Miss.EXPIRED
-                elif entry.length != sum(map(len, block.target.into)):
-                    block.result = Miss.MISMATCH
-
-    async def _fetch(self, store: Store, blocks: Sequence[_Wanted], deadline: float) -> None:
-        """Read and verify; sets `result` or `suspect`."""
-        readable = [block for block in blocks if block.entry is not None]
-        runs = neighbours(readable, _place_of_wanted, self.block_bytes)
-        jobs = [partial(self._read_run, store, run, deadline) for run in runs]
-        await store.lanes.read(jobs).wait(store.lanes.cancel)
-
-    def _read_run(self, store: Store, run: Sequence[_Wanted], deadline: float) -> None:
-        """On an I/O thread: neighbouring blocks by one call."""
-        if self._clock.monotonic() > deadline:
-            for block in run:
-                block.result = Miss.LATE
-            return
-        segment, slot = _place_of_wanted(run[0])
-        pieces = [piece for block in run for piece in block.target.into]
+    async def _condemn(
+        self, store: Store, cases: Sequence[tuple[bytes, bytes]], deadline: float
+    ) -> Sequence[bool] | None:
+        """Delete what is damaged, unless it is another write's by now; None at the deadline."""
         try:
-            store.slab.read(segment, slot * self._slot_bytes, pieces)
-        except ShortIO:
-            if len(run) > 1:
-                for block in run:
-                    self._read_run(store, [block], deadline)
-            else:
-                run[0].suspect = True
-            return
-        except OSError:
-            for block in run:
-                block.result = Miss.ERROR
-            return
-        for block in run:
-            entry = block.entry
-            assert entry is not None
-            if integrity.matches(entry.digest, block.target.into):
-                block.result = Loaded(entry.digest, entry.life)
-            else:
-                block.suspect = True
-
-    async def _judge(self, store: Store, suspects: Sequence[_Wanted], deadline: float, *, last: bool) -> None:
-        """Tell overtaken reads from damage, and delete what is damaged."""
-        if not suspects:
-            return
-        cases = [(block.name, block.raw) for block in suspects]
-        try:
-            verdicts = await self._transact(
+            return await self._transact(
                 store, lambda ledger: [ledger.condemn(name, raw) for name, raw in cases], deadline
             )
         except TierTimeout:
-            verdicts = None
-        for place, block in enumerate(suspects):
-            block.suspect = False
-            if verdicts is None:
-                block.result = Miss.LATE
-            elif verdicts[place]:
-                block.result = Miss.CORRUPT
-            elif last:
-                block.result = Miss.RACED
+            return None
 
     # Writes.
 
@@ -326,7 +231,7 @@ class DiskTier:
         writes then commits once per write, not twice. Empty if a transaction must decide."""
         if not self._streams(store, len(blocks)):
             return []
-        for scope, places in _by_scope([block.key for block in blocks], range(len(blocks))):
+        for scope, places in by_scope([block.key for block in blocks], range(len(blocks))):
             names = [self._prefix + blocks[place].key for place in places]
             purged, found = store.index.find_in_scope(self._prefix + scope, names)
             lives = [blocks[place].life for place in places]
@@ -334,7 +239,7 @@ class DiskTier:
                 return []
             if not all(life.servable(Depth.G3, now) and born(life) > purged for life in lives):
                 return []
-        return store.take_ahead(slot_class(self.block_bytes), len(blocks))
+        return store.stock.take(slot_class(self.block_bytes), len(blocks), store.tick)
 
     def _streams(self, store: Store, count: int) -> bool:
         """Whether a write is so large that more like it will come, and small beside the store."""
@@ -344,7 +249,7 @@ class DiskTier:
         self, store: Store, written: Sequence[tuple[Sealed, Reservation]], deadline: float
     ) -> list[Stored]:
         now = self._clock.wall()
-        count = len(written) if self._streams(store, len(written)) and store.wants_ahead(len(written)) else 0
+        count = len(written) if self._streams(store, len(written)) and store.stock.wants(len(written)) else 0
 
         def publish(ledger: Ledger) -> tuple[list[Stored], list[Reservation]]:
             outcomes = [
@@ -366,14 +271,14 @@ class DiskTier:
             store.give_back(result[1])
 
         outcomes, ahead = await self._transact(store, publish, deadline, undo=undo)
-        store.keep_ahead(ahead)
+        store.stock.add(ahead)
         return outcomes
 
     # Everything else.
 
     def touch(self, keys: Sequence[BlockKey], now: float) -> None:
         prefix = self._prefix
-        self._store.touch([prefix + key for key in keys], now)
+        self._store.touches.note([prefix + key for key in keys], now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         store = self._store
@@ -436,8 +341,8 @@ class DiskTier:
     async def flush(self, deadline: float) -> None:
         store = self._store
         await self._transact(store, lambda ledger: None, deadline)
-        for _ in range(TOUCHES_MAX // TOUCHES_PER_COMMIT_MAX):
-            if not store.has_touches():
+        for _ in range(NAMES_MAX // NAMES_PER_COMMIT_MAX):
+            if not store.touches:
                 break
             await self._transact(store, lambda ledger: None, deadline)
 
@@ -507,22 +412,3 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 def _abandon(job: Job, undo: Callable[[Any], None]) -> None:
     if not job.future.cancel():
         job.future.add_done_callback(lambda done: undo(done.result()) if done.exception() is None else None)
-
-
-def _by_scope(chain: Sequence[BlockKey], wanted: Sequence[int]) -> Iterator[tuple[bytes, list[int]]]:
-    """Runs of `wanted` whose keys share a scope; in practice one."""
-    run: list[int] = []
-    scope = b""
-    for place in wanted:
-        if chain[place][:SCOPE_BYTES] != scope:
-            if run:
-                yield scope, run
-            scope, run = chain[place][:SCOPE_BYTES], []
-        run.append(place)
-    if run:
-        yield scope, run
-
-
-def _place_of_wanted(block: _Wanted) -> tuple[int, int]:
-    assert block.entry is not None
-    return block.entry.segment, block.entry.slot

@@ -29,11 +29,11 @@ from kvtier.tiers.ledger import (
     NOTE_KEY,
     PURGED_KEY,
     UUID_KEY,
-    Geometry,
     Ledger,
     purged_until,
 )
 from kvtier.tiers.owner import Owner
+from kvtier.tiers.segments import Geometry
 from kvtier.tiers.slab import sync_directory
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ commit that took them from their old owner.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES
@@ -28,59 +28,24 @@ from kvtier.terms import Depth, Lifetime
 from kvtier.tier import Stored
 from kvtier.tiers.entry import (
     BLOCKS,
-    FILL,
-    FREE,
     META,
-    ORDER,
     RESERVED,
-    SEGMENTS,
     SLOT_ALIGN,
-    SPARE,
     Entry,
     Reservation,
-    Segment,
     born,
-    free_key,
-    free_parts,
-    number_key,
-    number_of,
     order_parts,
-    order_start,
     rows,
     slot_class,
 )
+from kvtier.tiers.order import Order
 from kvtier.tiers.owner import Owner
+from kvtier.tiers.segments import Geometry, Segments
 
 FORMAT = 1
 COUNTERS = struct.Struct("<QQQQI")
-GEOMETRY = struct.Struct("<QQI")
 _TIME = struct.Struct("<d")
 _SCOPED = NAMESPACE_BYTES + SCOPE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """How a store's capacity is cut: segments of equal size, the last one shorter, dealt over the parts in turn."""
-
-    capacity: int
-    segment_bytes: int
-    parts: int
-
-    @property
-    def segments(self) -> int:
-        return -(-self.capacity // self.segment_bytes)
-
-    def size_of(self, segment: int) -> int:
-        """Length of the segment's file; the sizes of all segments add up to at most `capacity`. Pure."""
-        size = min(self.segment_bytes, self.capacity - segment * self.segment_bytes)
-        return max(0, size) // SLOT_ALIGN * SLOT_ALIGN
-
-    def encode(self) -> bytes:
-        return GEOMETRY.pack(self.capacity, self.segment_bytes, self.parts)
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Geometry:
-        return cls(*GEOMETRY.unpack(raw))
 
 
 UUID_KEY, FORMAT_KEY = META + b"uuid", META + b"format"
@@ -117,33 +82,30 @@ class Ledger:
     def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True) -> None:
         self._txn = txn
         self._owner = owner
-        self._may_grow = may_grow
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
-        counters = COUNTERS.unpack(txn.get(COUNTERS_KEY))
-        self._serial, self.tick, self._blocks, self._bytes, self._segment_count = counters
-        self.tick += 1
+        self._serial, tick, self._blocks, self._bytes, segments = COUNTERS.unpack(txn.get(COUNTERS_KEY))
+        self.tick: int = tick + 1
         self.evicted: list[bytes] = []  # names of blocks that left for others
-        self.soon: int | None = None  # the segment that will be the next to be used, if that is not far
-        self._segments: dict[int, Segment] = {}
-        self._order = txn.cursor()
+        self._segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
+        self._order = Order(txn)
         self._now = 0.0  # wall time of the last verb that was told it
         self._keeps = next(rows(txn, KEPT_KEY), None) is not None
         # What was found out once in this transaction: every question to LMDB gives up the interpreter lock.
         self._purged: dict[bytes, float] = {}
-        self._without_free: set[int] = set()  # classes without a free slot
-        self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
-        self._grown_out = False  # no segment is left to be given to a class
-        self._only: int | None = None  # the class of all lines in `order`, where there is but one
         self._ticks: dict[bytes, int] = {}  # of entries written here
         self._promised: set[bytes] = set()  # blocks that have a reservation from here
         self._sheltered: set[bytes] = set()  # parents of those: no victims
 
     def save(self) -> None:
         """Write what was kept in memory."""
-        for number, segment in self._segments.items():
-            self._txn.put(number_key(SEGMENTS, number), segment.encode())
-        counters = COUNTERS.pack(self._serial, self.tick, self._blocks, self._bytes, self._segment_count)
+        self._segments.save()
+        counters = COUNTERS.pack(self._serial, self.tick, self._blocks, self._bytes, self._segments.count)
         self._txn.put(COUNTERS_KEY, counters)
+
+    @property
+    def soon(self) -> int | None:
+        """The segment that will be the next to be used, if that is not far."""
+        return self._segments.soon
 
     # Blocks.
 
@@ -207,10 +169,10 @@ class Ledger:
         elif depth:  # unknown; if it was used since the reservation, it must stay warmer
             above = reservation.tick
         if born(life) <= self.purged_until(name) or above is None:
-            self._give(reservation.slot_class, reservation.segment, reservation.slot)
+            self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.REFUSED
         if self._join(name, length, life, now, parent):  # somebody else stored it meanwhile
-            self._give(reservation.slot_class, reservation.segment, reservation.slot)
+            self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.PRESENT
         tick = min(self.tick, above)
         entry = Entry(reservation.serial, reservation.segment, reservation.slot, length, depth, tick, digest, life)
@@ -222,7 +184,7 @@ class Ledger:
     def release(self, reservation: Reservation) -> None:
         """Give a reserved slot back unused."""
         if self._withdraw(reservation):
-            self._give(reservation.slot_class, reservation.segment, reservation.slot)
+            self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
 
     def renew(self, name: bytes, uses: Sequence[float], tick: int) -> None:
         """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
@@ -236,7 +198,7 @@ class Ledger:
         entry = self.find(name)
         if entry is not None:
             self._remove(name, entry)
-            self._give(entry.slot_class, entry.segment, entry.slot)
+            self._segments.give(entry.slot_class, entry.segment, entry.slot)
         return entry is not None
 
     def bury_dead(self, names: Sequence[bytes], now: float) -> int:
@@ -363,33 +325,18 @@ class Ledger:
         """Cut the store to another capacity, evicting what lies beyond it. The caller uses the store alone and has
         reclaimed; files are cut after the commit (`Store`). Reads the whole index."""
         geometry = replace(self.geometry, capacity=capacity)
-
-        def lost(slot_cls: int, segment: int, slot: int) -> bool:
-            return (slot + 1) * slot_cls * SLOT_ALIGN > geometry.size_of(segment)
-
-        for key, name in list(rows(self._txn, ORDER)):
+        for key, name in list(self._order.lines()):
             slot_cls, _tick, segment, slot = order_parts(key)
-            if lost(slot_cls, segment, slot):
+            if slot >= geometry.slots_of(segment, slot_cls):
                 self.drop(name)
-        for key in [key for key, _ in rows(self._txn, FREE) if lost(*free_parts(key))]:
-            self._txn.delete(key)
-        for number in range(self._segment_count):
-            record = self._segment(number)
-            if record.slot_class:
-                slots = geometry.size_of(number) // (record.slot_class * SLOT_ALIGN)
-                self._segments[number] = replace(record, slots=slots, fresh=min(record.fresh, slots))
-        for number in range(geometry.segments, self._segment_count):
-            del self._segments[number]
-            self._txn.delete(number_key(SEGMENTS, number))
-            self._txn.delete(number_key(SPARE, number))
-        self._segment_count = min(self._segment_count, geometry.segments)
+        self._segments.resize(geometry)
         self._txn.put(GEOMETRY_KEY, geometry.encode())
         self.geometry = geometry
 
     # Inside.
 
     def _claim(self, slot_cls: int) -> Reservation | None:
-        place = self._take(slot_cls)
+        place = self._segments.take(slot_cls) or self._take_victim(slot_cls)
         if place is None:
             return None
         self._serial += 1
@@ -420,20 +367,18 @@ class Ledger:
 
     def _put(self, name: bytes, entry: Entry) -> None:
         self._txn.put(BLOCKS + name, entry.encode(name))
-        self._txn.put(entry.order_key(), name)
+        self._order.add(name, entry)
         self._ticks[name] = entry.tick
-        if entry.slot_class != self._only:
-            self._only = None
 
     def _move(self, name: bytes, entry: Entry, life: Lifetime, tick: int) -> None:
         """Towards the warm end, with a new life."""
-        self._txn.delete(entry.order_key())
+        self._order.remove(entry.order_key())
         self._put(name, replace(entry, tick=max(entry.tick, tick), life=life))
 
     def _remove(self, name: bytes, entry: Entry) -> None:
         """Out of `blocks` and `order`; the slot is the caller's."""
         self._txn.delete(BLOCKS + name)
-        self._txn.delete(entry.order_key())
+        self._order.remove(entry.order_key())
         self._ticks.pop(name, None)
         if self._keeps:
             self._txn.delete(KEPT_KEY + name)
@@ -445,12 +390,12 @@ class Ledger:
         self._txn.delete(BLOCKS + name)
         self._ticks.pop(name, None)
         self._blocks -= 1
-        doomed = [key for key, value in rows(self._txn, ORDER) if value == name]
+        doomed = [key for key, value in self._order.lines() if value == name]
         for key in doomed:
             slot_cls, _tick, segment, slot = order_parts(key)
-            self._txn.delete(key)
+            self._order.remove(key)
             self._bytes -= slot_cls * SLOT_ALIGN
-            self._give(slot_cls, segment, slot)
+            self._segments.give(slot_cls, segment, slot)
 
     def _withdraw(self, reservation: Reservation) -> bool:
         raw = self._txn.get(reservation.place)
@@ -459,183 +404,47 @@ class Ledger:
         self._txn.delete(reservation.place)
         return True
 
-    def _segment(self, number: int) -> Segment:
-        if number not in self._segments:
-            self._segments[number] = Segment.decode(self._txn.get(number_key(SEGMENTS, number)))
-        return self._segments[number]
-
-    def _give(self, slot_cls: int, segment: int, slot: int) -> None:
-        """A slot is free again; a segment without any use goes back to all classes."""
-        record = self._segment(segment)
-        self._segments[segment] = replace(record, used=record.used - 1)
-        self._txn.put(free_key(slot_cls, segment, slot), b"")
-        self._without_free.discard(slot_cls)
-        if record.used == 1:
-            self._retire(segment)
-
-    def _retire(self, segment: int) -> None:
-        slot_cls = self._segments[segment].slot_class
-        for key in list(self._free_keys(slot_cls, segment)):
-            self._txn.delete(key)
-        if self._filling(slot_cls) == segment:
-            self._txn.delete(number_key(FILL, slot_cls))
-            self._fill[slot_cls] = None
-        self._segments[segment] = Segment(segment % self.geometry.parts, 0, 0, 0, 0)
-        self._txn.put(number_key(SPARE, segment), b"")
-        self._grown_out = False
-
-    def _free_keys(self, slot_cls: int, segment: int) -> Iterator[bytes]:
-        for key, _ in rows(self._txn, FREE, free_key(slot_cls, segment, 0)):
-            if free_parts(key)[:2] != (slot_cls, segment):
-                return
-            yield key
-
-    def _take(self, slot_cls: int) -> tuple[int, int] | None:
-        """A slot of the class as (segment, slot): a free one, a new one, or a victim's."""
-        return self._take_free(slot_cls) or self._take_fresh(slot_cls) or self._take_victim(slot_cls)
-
-    def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
-        if slot_cls in self._without_free:
-            return None
-        key = next((key for key, _ in rows(self._txn, FREE, free_key(slot_cls, 0, 0))), None)
-        if key is None or free_parts(key)[0] != slot_cls:
-            self._without_free.add(slot_cls)
-            return None
-        self._txn.delete(key)
-        _cls, segment, slot = free_parts(key)
-        record = self._segment(segment)
-        self._segments[segment] = replace(record, used=record.used + 1)
-        return segment, slot
-
-    def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
-        number = self._filling(slot_cls)
-        if number is None or self._segment(number).fresh == self._segment(number).slots:
-            number = self._grow(slot_cls)
-            if number is None:
-                return None
-            self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
-            self._fill[slot_cls] = number
-        record = self._segment(number)
-        self._segments[number] = replace(record, fresh=record.fresh + 1, used=record.used + 1)
-        if 2 * record.fresh >= record.slots and self._segment_count < self.geometry.segments:
-            self.soon = self._segment_count
-        return number, record.fresh
-
-    def _filling(self, slot_cls: int) -> int | None:
-        """The segment whose never-used slots the class takes next."""
-        if slot_cls not in self._fill:
-            raw = self._txn.get(number_key(FILL, slot_cls))
-            self._fill[slot_cls] = None if raw is None else number_of(raw)
-        return self._fill[slot_cls]
-
-    def _grow(self, slot_cls: int) -> int | None:
-        """Give the class a segment that nobody uses."""
-        if not self._may_grow or self._grown_out:
-            return None
-        for key, _ in rows(self._txn, SPARE):
-            if self._assign(number_of(key), slot_cls):
-                self._txn.delete(key)
-                return number_of(key)
-        number: int = self._segment_count
-        if number < self.geometry.segments and self._assign(number, slot_cls):
-            self._segment_count += 1
-            return number
-        self._grown_out = next(rows(self._txn, SPARE), None) is None and number >= self.geometry.segments
-        return None
-
-    def _assign(self, number: int, slot_cls: int) -> bool:
-        slots = self.geometry.size_of(number) // (slot_cls * SLOT_ALIGN)
-        if slots:
-            self._segments[number] = Segment(number % self.geometry.parts, slot_cls, slots, 0, 0)
-        return slots > 0
-
     def _take_victim(self, slot_cls: int) -> tuple[int, int] | None:
         """The slot of the class's coldest block, which goes; or one in a segment taken from another class.
 
         What this very transaction stored or renewed is never a victim: a chain longer than the store loses
         its tail, not its head. What is kept goes to the warm end instead.
         """
-        moved = 0
-        coldest = self._coldest(slot_cls)
-        rival = self._rival(slot_cls, coldest)
+        rival = self._order.rival(slot_cls)
         if rival is not None and self._seize(rival):
-            return self._take_fresh(slot_cls)
-        while coldest is not None:
+            return self._segments.take(slot_cls)
+        moved = 0
+        while (coldest := self._order.coldest(slot_cls)) is not None:
             key, name = coldest
             _cls, tick, segment, slot = order_parts(key)
             if tick >= self.tick or name in self._sheltered:
                 return None
             entry = self.find(name)
-            if entry is not None and entry.order_key() == key:
-                if self._is_kept(name):
-                    if moved == KEPT_SCAN_MAX:
-                        return None
-                    moved += 1
-                    self._move(name, entry, entry.life, self.tick)
-                    coldest = self._coldest(slot_cls)
-                    continue
+            if entry is None or entry.order_key() != key:
+                self._order.remove(key)  # a line without a block behind it
+            elif not self._is_kept(name):
                 self._remove(name, entry)
                 self.evicted.append(name)
                 return segment, slot
-            self._txn.delete(key)  # a line without a block behind it
-            coldest = self._coldest(slot_cls)
+            elif moved == KEPT_SCAN_MAX:
+                return None
+            else:
+                moved += 1
+                self._move(name, entry, entry.life, self.tick)
         return None
-
-    def _coldest(self, slot_cls: int) -> tuple[bytes, bytes] | None:
-        key = self._seek(order_start(slot_cls))
-        return (key, self._order.value()) if key is not None and order_parts(key)[0] == slot_cls else None
-
-    def _seek(self, start: bytes) -> bytes | None:
-        """The first line of `order` from `start` on."""
-        if not self._order.set_range(start):
-            return None
-        key: bytes = self._order.key()
-        return key if key.startswith(ORDER) else None
-
-    def _hottest(self, slot_cls: int) -> int:
-        """The tick of the last line of a class that has lines."""
-        found = self._order.set_range(order_start(slot_cls + 1))
-        _ = self._order.prev() if found else self._order.last()
-        return order_parts(self._order.key())[1]
-
-    def _rival(self, slot_cls: int, coldest: tuple[bytes, bytes] | None) -> int | None:
-        """Another class that should give a segment: one whose hottest block is colder than our coldest or,
-        if we have no block at all, the one that holds the coldest."""
-        if self._only == slot_cls:
-            return None
-        own = order_parts(coldest[0])[1] if coldest is not None else None
-        best: tuple[int, int] | None = None
-        self._only = slot_cls
-        key = self._seek(ORDER)
-        while key is not None:
-            rival, tick, *_ = order_parts(key)
-            if rival != slot_cls:
-                self._only = None
-                if own is not None:
-                    tick = self._hottest(rival)
-                if (own is None or tick < own) and (best is None or tick < best[0]):
-                    best = tick, rival
-            key = self._seek(order_start(rival + 1))
-        return None if best is None else best[1]
 
     def _seize(self, slot_cls: int) -> bool:
         """Evict the blocks of the class's coldest segment, unless one is kept. True if that made the segment spare."""
-        coldest = self._coldest(slot_cls)
+        coldest = self._order.coldest(slot_cls)
         if coldest is None:
             return False
         segment = order_parts(coldest[0])[2]
-        doomed = []
-        for key, name in rows(self._txn, ORDER, order_start(slot_cls)):
-            parts = order_parts(key)
-            if parts[0] != slot_cls:
-                break
-            if parts[2] == segment:
-                doomed.append((key, name))
+        doomed = self._order.lines_in(slot_cls, segment)
         if any(self._is_kept(name) for _, name in doomed):
             return False
         for key, name in doomed:
             if self.drop(name):
                 self.evicted.append(name)
             else:
-                self._txn.delete(key)
-        return self._segment(segment).slot_class == 0
+                self._order.remove(key)
+        return self._segments.is_spare(segment)

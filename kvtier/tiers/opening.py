@@ -15,8 +15,9 @@ from kvtier.errors import ConfigError, FormatError, TierError
 from kvtier.tiers.directory import Marker, move_aside, read_marker, write_marker
 from kvtier.tiers.entry import SLOT_ALIGN
 from kvtier.tiers.index import Index, Unusable, map_bytes_for
-from kvtier.tiers.ledger import Geometry, Ledger
+from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.owner import Owner
+from kvtier.tiers.segments import Geometry
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ found through a table of what is open. After an error that leaves the index or a
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import secrets
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,8 @@ from kvtier.tiers.opening import open_index, probe, take_back
 from kvtier.tiers.owner import Owner
 from kvtier.tiers.remains import Search
 from kvtier.tiers.slab import Calls, Slab, SystemCalls
+from kvtier.tiers.stock import Stock
+from kvtier.tiers.touches import Touches
 from kvtier.tiers.writer import Job, Writer
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,7 @@ SEARCH_FIRST_S, SEARCH_EVERY_S = 10.0, 1.0  # for dead entries
 PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
 GROWTH_PAUSE_S = 30.0
 FREE_BYTES_MIN = 1 << 20  # with less than this on the volume, a failed commit is taken for want of room
-TOUCHES_MAX = 1 << 18
-TOUCHES_PER_COMMIT_MAX = 2048
 _CLOSED = "it is closed"
-USES_MAX = 16  # of one block between two transactions; the latest replaces the last
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
 _open_lock = threading.Lock()
@@ -76,6 +73,9 @@ class Store:
         self.users = 0
         self.evictions = 0  # blocks that this process's writes pushed out
         self.watchers: list[Callable[[Sequence[bytes]], None]] = []  # take their names, on the writer thread
+        self.touches = Touches()
+        self.stock = Stock()
+        self.tick = 0  # of the last transaction
         self._slot_bytes = slot_bytes or self.geometry.segment_bytes  # of whoever came first; a new index is cut for it
         self._tends = True  # whether the writer thread cleans up and reopens by itself
         self._lock = lock
@@ -93,12 +93,7 @@ class Store:
         self._search_at = time.monotonic() + SEARCH_FIRST_S
         self._grow_at = 0.0
         self._moving = 0
-        self._touches: dict[bytes, list[float]] = {}
-        self._overdue: dict[bytes, list[float]] = {}  # touches that the last transaction left for the next,
-        self._overdue_tick = 0  # with the tick that they all get
         self._returned: list[Reservation] = []
-        self._ahead: list[Reservation] = []
-        self._tick = 0  # of the last transaction
         self._writer = Writer(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
 
     # Life.
@@ -287,54 +282,12 @@ class Store:
         _ = self.index
         return self._writer.submit(work)
 
-    def touch(self, names: Sequence[bytes], now: float) -> None:
-        """Note uses for the next write transaction, heads of chains first. Past TOUCHES_MAX the rest is forgotten."""
-        with self._state:
-            for name in names:
-                if len(self._touches) + len(self._overdue) >= TOUCHES_MAX and name not in self._touches:
-                    return
-                uses = self._touches.setdefault(name, [])
-                del uses[USES_MAX - 1 :]
-                uses.append(now)
-
-    def has_touches(self) -> bool:
-        """Whether uses wait for a transaction."""
-        return bool(self._touches or self._overdue)
-
-    def uses(self, name: bytes) -> Sequence[float]:
-        """Uses of a block that no transaction has brought to the index yet."""
-        with self._state:
-            return (*self._overdue.get(name, ()), *self._touches.get(name, ()))
-
     def give_back(self, reservations: Sequence[Reservation]) -> None:
         """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
         if reservations:
             with self._state:
                 self._returned.extend(reservations)
             self._writer.wake()
-
-    def keep_ahead(self, reservations: Sequence[Reservation]) -> None:
-        """Slots for writes to come; given back when none comes for a while."""
-        with self._state:
-            self._ahead.extend(reservations)
-
-    def take_ahead(self, slot_cls: int, count: int) -> list[Reservation]:
-        """`count` slots of the class that were kept ahead, neighbours first; none if there are fewer.
-
-        They get one tick, that of now: blocks in them are neither colder than what was stored since they were
-        reserved, nor is a head colder than its tail.
-        """
-        with self._state:
-            fit = sorted((r for r in self._ahead if r.slot_class == slot_cls), key=lambda r: (r.segment, r.slot))
-            taken = fit[:count] if len(fit) >= count else []
-            gone = {one.serial for one in taken}
-            self._ahead = [one for one in self._ahead if one.serial not in gone]
-        return [replace(one, tick=self._tick) for one in taken]
-
-    def wants_ahead(self, count: int) -> bool:
-        """Whether so many slots may be kept ahead, too, without holding much of the store."""
-        with self._state:
-            return len(self._ahead) < 2 * count
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -363,12 +316,10 @@ class Store:
             self._probe_at = time.monotonic() + self._probe_wait_s
             # The writer thread may be inside a transaction: it closes the index, when it opens the next one.
             self._stale, self._index = self._index or self._stale, None
-            self._ahead.clear()  # the next owner takes them back
 
     # On the writer thread.
 
     def _commit(self, jobs: Sequence[Job]) -> None:
-
         index = self._index
         if index is None:
             self._probe()
@@ -392,7 +343,7 @@ class Store:
         def work(ledger: Ledger) -> None:
             for reservation in returned:
                 ledger.release(reservation)
-            touches, touched = self._take_touches(ledger.tick)
+            touches, touched = self.touches.take(ledger.tick)
             for name, uses in touches.items():
                 ledger.renew(name, uses, touched)
             results.extend(job.work(ledger) for job in running)
@@ -409,7 +360,7 @@ class Store:
             self.evictions += len(evicted)
             for told in self.watchers if evicted else ():
                 told(evicted)
-            self._tick = tick
+            self.tick = tick
             if soon is not None and soon != self._drafting:
                 self._drafting = soon
                 self.lanes.spare(partial(self._write_ahead, soon))
@@ -448,24 +399,14 @@ class Store:
             return False
         return status.f_bavail * status.f_frsize < FREE_BYTES_MIN
 
-    def _take_touches(self, tick: int) -> tuple[dict[bytes, list[float]], int]:
-        """The oldest of them, since a transaction must not hold the lock for long, and the tick that all get which
-        were waiting with them: a chain's head must not get less than its tail."""
-        with self._state:
-            if not self._overdue:
-                self._overdue, self._touches = self._touches, {}
-                self._overdue_tick = tick
-            names = list(itertools.islice(self._overdue, TOUCHES_PER_COMMIT_MAX))
-            return {name: self._overdue.pop(name) for name in names}, self._overdue_tick
-
     def _rest(self) -> bool:
         """Nothing to do: bring touches to the medium, take back what dead owners left, probe."""
         if not self._tends:
             return False
         now = time.monotonic()
+        unused = self.stock.clear()
         with self._state:
-            self._returned += self._ahead
-            self._ahead = []
+            self._returned += unused
         index = self._index
         if index is None:
             self._probe()
@@ -475,9 +416,9 @@ class Store:
             self._reclaim_at = now + RECLAIM_EVERY_S
             index.forget_dead_readers()
         burials = self._burials(index)
-        if self.has_touches() or self._returned or burials or (due and index.has_reservations()):
+        if self.touches or self._returned or burials or (due and index.has_reservations()):
             self._commit([*burials, Job(lambda ledger: ledger.reclaim() if due else 0)])
-        return self._index is not None and self.has_touches()
+        return self._index is not None and bool(self.touches)
 
     def _burials(self, index: Index) -> list[Job]:
         """Now and then: what removes the dead among the next entries, if there are any."""
@@ -486,7 +427,7 @@ class Store:
             return []
         self._search_at = now + SEARCH_EVERY_S
         try:
-            dead = [name for name in self._search.step(index, self._wall()) if not self.uses(name)]
+            dead = [name for name in self._search.step(index, self._wall()) if not self.touches.of(name)]
         except Exception:  # whatever damage makes of it: the transaction that follows will say so
             return []
         return [Job(lambda ledger: ledger.bury_dead(dead, self._wall()))] if dead else []
@@ -512,6 +453,7 @@ class Store:
             owner = Owner.current(secrets.randbits(63))
             index = self._reopen(owner, alone=alone)
             geometry = index.geometry()
+            self.stock.clear()  # the next owner took them back; nothing moves, so no write adds to it any more
             with self._state:
                 self.owner, self.geometry = owner, geometry
                 self.slab = Slab(self.parts, geometry.size_of, self._calls)

@@ -6,23 +6,17 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.disk.apart import need, program, run
 
 
 def black_out(tmp_path: Path, points: int, seed: int, *more: str) -> subprocess.CompletedProcess[str]:
-    if importlib.util.find_spec("pyfuse3") is None or os.geteuid() or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        if os.environ.get("CI"):
-            raise AssertionError("CI must have pyfuse3, /dev/fuse and the right to mount")
-        pytest.skip("a file system of one's own needs pyfuse3 (the extra `fuse`), /dev/fuse and root")
-    words = [sys.executable, "-m", "tests.disk.blackout", str(tmp_path), str(points), str(seed), *more]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTHONSAFEPATH", None)
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    fuse = os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK)
+    need(fuse and importlib.util.find_spec("pyfuse3") is not None, "pyfuse3 (the extra `fuse`), /dev/fuse and root")
+    return run(program("blackout", tmp_path, points, seed, *more))
 
 
 def test_20_places(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvtier.block import SHARED, BlockKey, make_keys
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tier import Miss, Stored
 from kvtier.tiers import disk as disk_module
-from kvtier.tiers import store as store_module
+from kvtier.tiers import touches
 from kvtier.tiers.disk import DiskTier
 from tests.disk.support import BLOCK, get, opened, put
 
@@ -72,7 +72,7 @@ def every_write_is_one_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_block_has_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(store_module, "TOUCHES_PER_COMMIT_MAX", 3)
+    monkeypatch.setattr(touches, "NAMES_PER_COMMIT_MAX", 3)
     if stream:
         every_write_is_one_of_a_stream(monkeypatch)
     for seed in range(2):
@@ -85,7 +85,7 @@ async def test_every_block_has_its_parent(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(8))
 async def test_every_block_has_its_parent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(store_module, "TOUCHES_PER_COMMIT_MAX", 1 + seed)
+    monkeypatch.setattr(touches, "NAMES_PER_COMMIT_MAX", 1 + seed)
     if seed % 2:
         every_write_is_one_of_a_stream(monkeypatch)
     seen, _stored = await churn(tmp_path / "g3", 100 + seed, parents=True, steps=1000)
@@ -93,7 +93,7 @@ async def test_every_block_has_its_parent_for_long(tmp_path: Path, monkeypatch: 
 
 
 async def test_without_parents_chains_lose_their_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "TOUCHES_PER_COMMIT_MAX", 3)
+    monkeypatch.setattr(touches, "NAMES_PER_COMMIT_MAX", 3)
     seen, _stored = await churn(tmp_path / "g3", 0, parents=False)
     assert seen > 0
 

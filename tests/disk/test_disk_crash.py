@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def crash(path: Path, cycles: int, seed: int, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run tests/disk/crash.py in a process of its own: it forks."""
-    words = [sys.executable, "-m", "tests.disk.crash", str(path), str(cycles), str(seed), *more]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+from tests.disk.apart import program, run
 
 
 def survive(path: Path, cycles: int, seed: int) -> None:
-    done = crash(path, cycles, seed)
+    done = run(program("crash", path, cycles, seed))  # in a process of its own: it forks
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert sum(result["killed"].values()) > cycles / 3, "most workers ended before they were killed"
@@ -33,7 +24,7 @@ def test_500_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path) 
 
 
 def test_publishing_before_writing_would_be_noticed(tmp_path: Path) -> None:
-    done = crash(tmp_path / "g3", 30, 2, "sabotage")
+    done = run(program("crash", tmp_path / "g3", 30, 2, "sabotage"))
     assert done.returncode == 1
     assert "corrupt" in done.stderr
 

@@ -22,9 +22,9 @@ from kvtier.tier import Miss, Stored
 from kvtier.tiers import store as store_module
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.slab import SystemCalls
+from tests.disk.apart import need, need_strace, run, works
 from tests.disk.support import BLOCK, FAR_S, get, opened, put
 
-ROOT = Path(__file__).parents[2]
 NAMESPACE = sample_namespace(BLOCK)
 CHAINS = [chain_of(NAMESPACE, 3, seed) for seed in range(5)]
 CAPACITY = 12
@@ -140,11 +140,7 @@ async def test_every_nth_call_may_fail_for_a_while(tmp_path: Path, verb: str, nu
 def volume(tmp_path: Path) -> Iterator[Path]:
     point = tmp_path / "volume"
     point.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "kvtier-test", point], capture_output=True)
-    if done.returncode:
-        if os.environ.get("CI"):
-            raise AssertionError("CI must be able to mount a tmpfs")
-        pytest.skip("mounting a tmpfs needs the right to mount")
+    need(works("mount", "-t", "tmpfs", "-o", "size=3m", "kvtier-test", str(point)), "the right to mount a tmpfs")
     yield point
     subprocess.run(["umount", "-l", point], check=True)
 
@@ -210,6 +206,7 @@ _CHILD = """
 import asyncio, pathlib, sys
 from kvtier.clock import SystemClock
 from kvtier.errors import ConfigError, TierError
+from tests.disk.apart import need, need_strace, run, works
 from tests.disk.support import opened
 from tests.disk.test_disk_faults import CAPACITY, _exercise
 
@@ -239,18 +236,13 @@ _QUICK = [one for one in _INJECTIONS if one.endswith("=5")]
 
 
 def _inject(tmp_path: Path, injection: str) -> None:
-    strace = shutil.which("strace")
-    if strace is None or subprocess.run([strace, "-qq", "-o", os.devnull, "true"], capture_output=True).returncode:
-        if os.environ.get("CI"):
-            raise AssertionError("CI must have strace and the right to trace")
-        pytest.skip("injecting errors needs strace and the right to trace")
+    need_strace()
     path = tmp_path / "g3"
-    words = [strace, "-f", "-qq", "-o", str(tmp_path / "trace"), "-P", str(path), "-e", f"inject={injection}"]
+    words = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-P", str(path), "-e", f"inject={injection}"]
     for name in ("index/data.mdb", "index.new/data.mdb", "slab/00000000.slab", "PROBE", "index"):
         words += ["-P", str(path / name)]
     words += [sys.executable, "-c", _CHILD, str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = run(words, timeout=60)
     assert done.returncode == 0 and "done" in done.stdout, f"{injection}: {done.returncode}\n{done.stderr}"
 
 

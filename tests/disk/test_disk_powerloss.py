@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.disk.apart import need_strace, program, run
 
 
 def lose_power(tmp_path: Path, points: int, seed: int, *more: str) -> subprocess.CompletedProcess[str]:
-    strace = shutil.which("strace")
-    if strace is None or subprocess.run([strace, "-qq", "-o", os.devnull, "true"], capture_output=True).returncode:
-        if os.environ.get("CI"):
-            raise AssertionError("CI must have strace and the right to trace")
-        pytest.skip("recording system calls needs strace and the right to trace")
-    words = [sys.executable, "-m", "tests.disk.powerloss", str(tmp_path), str(points), str(seed), *more]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTHONSAFEPATH", None)
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    need_strace()
+    return run(program("powerloss", tmp_path, points, seed, *more))
 
 
 def test_25_sync_points(tmp_path: Path) -> None:

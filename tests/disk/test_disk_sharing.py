@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,17 +17,17 @@ from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
 from kvtier.tier import Miss, Stored
 from kvtier.tiers import directory
 from kvtier.tiers.disk import DiskTier
+from tests.disk.apart import ROOT, environment, need, program, run, works
 from tests.disk.storm import CAPACITY, CHAINS
 from tests.disk.support import BLOCK, FAR_S, get, opened, put, slabs
 
-ROOT = Path(__file__).parents[2]
 NAMESPACE = sample_namespace(BLOCK)
 
 
 def neighbour(path: Path, seconds: float, seed: int, *more: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tests.disk.storm", str(path), str(seconds), str(seed), *more]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = program("storm", path, seconds, seed, *more)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True)
 
 
 def _storm(path: Path, seconds: float) -> None:
@@ -139,21 +136,16 @@ async def test_a_live_but_stopped_owner_keeps_its_slots(tmp_path: Path) -> None:
 
 async def test_another_pid_namespace_is_refused_with_advice(tmp_path: Path) -> None:
     path = tmp_path / "g3"
-    unshare = shutil.which("unshare")
-    words = [unshare or "", "--pid", "--fork", "--mount-proc", "true"]
-    if unshare is None or subprocess.run(words, capture_output=True).returncode:
-        if os.environ.get("CI"):
-            raise AssertionError("CI must be able to make pid namespaces")
-        pytest.skip("making a pid namespace needs unshare and the right to use it")
-    words = [*words[:-1], sys.executable, "-m", "tests.disk.storm", str(path), "0.2", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
+    need(works(*unshare, "true"), "the right to make a pid namespace")
+    words = [*unshare, *program("storm", path, 0.2, 1)]
     async with opened(path, CAPACITY) as tier:
         await put(tier, CHAINS[0])
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        done = run(words, timeout=60)
         assert done.returncode == 1
         assert "pid namespace" in done.stderr and "hostPID" in done.stderr
         assert await get(tier, CHAINS[0]) == [True] * 6
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = run(words, timeout=60)
     assert done.returncode == 0, "the control: once nobody else uses it, it may"
 
 

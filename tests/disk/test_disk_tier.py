@@ -13,7 +13,7 @@ from kvtier.errors import ClosedError, ConfigError, TierError
 from kvtier.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, chain_of, check_tier, sample_namespace, seal
 from kvtier.tier import Miss, Stored, Target
-from kvtier.tiers import disk, remains, store
+from kvtier.tiers import disk, remains, store, touches
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.index import Index
 from tests.disk.support import BLOCK, FAR_S, get, opened, put, slabs
@@ -68,7 +68,7 @@ async def test_a_chain_longer_than_the_store_keeps_its_head(tmp_path: Path) -> N
 
 
 async def test_many_uses_reach_the_index_in_short_transactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "TOUCHES_PER_COMMIT_MAX", 3)
+    monkeypatch.setattr(touches, "NAMES_PER_COMMIT_MAX", 3)
     clock = VirtualClock()
     chain = chain_of(NAMESPACE, 16)
     async with opened(tmp_path / "g3", clock=clock) as tier:
@@ -76,7 +76,7 @@ async def test_many_uses_reach_the_index_in_short_transactions(tmp_path: Path, m
         clock.advance(50)
         tier.touch(chain, clock.wall())
         await tier.flush(clock.monotonic() + FAR_S)
-        assert not tier._store.has_touches()
+        assert not tier._store.touches
     async with opened(tmp_path / "g3", clock=clock) as tier:
         clock.advance(50)
         assert await get(tier, chain) == [True] * 16
@@ -299,3 +299,26 @@ async def test_the_dead_leave_by_themselves(tmp_path: Path, monkeypatch: pytest.
         assert await get(tier, used) == [Miss.EXPIRED] * 4
         assert await get(tier, long) == [True] * 4
         assert tier.usage().blocks == 12
+
+
+async def test_slots_kept_for_a_stream_are_not_those_of_a_store_that_was_opened_anew_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "STREAM_BYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(store, "PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr(store, "IDLE_S", 0.01)
+    first, second, third = (chain_of(NAMESPACE, 4, seed) for seed in range(3))
+    async with opened(tmp_path / "g3", 256) as tier:
+        await put(tier, first)
+        kept = tier._store.stock.clear()
+        assert len(kept) == 4, "the control: a stream keeps slots"
+        tier._store.quarantine("a test")
+        tier._store.stock.add(kept)  # by a write whose commit came just before that
+        for _ in range(500):
+            if tier._store._index is not None:
+                break
+            await asyncio.sleep(0.01)
+        assert not tier._store.stock.clear(), "these slots may be another block's by now"
+        for chain in (second, third):
+            assert await put(tier, chain) == [Stored.STORED] * 4
+        assert [await get(tier, chain) for chain in (first, second, third)] == [[True] * 4] * 3

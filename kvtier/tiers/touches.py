@@ -1,0 +1,50 @@
+"""Uses of blocks on their way into the index: noted at any time, written with whatever transaction comes next."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+NAMES_MAX = 1 << 18
+NAMES_PER_COMMIT_MAX = 2048  # a transaction must not hold the lock for long
+USES_MAX = 16  # of one block between two transactions; the latest replaces the last
+
+
+class Touches:
+    """Thread-safe. Past NAMES_MAX blocks the rest is forgotten: it costs them rank, not their bytes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: dict[bytes, list[float]] = {}
+        self._overdue: dict[bytes, list[float]] = {}  # what the last transaction left for the next,
+        self._tick = 0  # with the tick that they all get
+
+    def note(self, names: Sequence[bytes], now: float) -> None:
+        """These blocks were used, heads of chains first."""
+        with self._lock:
+            for name in names:
+                if len(self._new) + len(self._overdue) >= NAMES_MAX and name not in self._new:
+                    return
+                uses = self._new.setdefault(name, [])
+                del uses[USES_MAX - 1 :]
+                uses.append(now)
+
+    def __bool__(self) -> bool:
+        """Whether uses wait for a transaction."""
+        return bool(self._new or self._overdue)
+
+    def of(self, name: bytes) -> Sequence[float]:
+        """The uses of a block that wait."""
+        with self._lock:
+            return (*self._overdue.get(name, ()), *self._new.get(name, ()))
+
+    def take(self, tick: int) -> tuple[dict[bytes, list[float]], int]:
+        """Up to NAMES_PER_COMMIT_MAX of them for the transaction of `tick`, the oldest first, and the tick that all get
+        which were waiting together: a chain's head must not get less than its tail."""
+        with self._lock:
+            if not self._overdue:
+                self._overdue, self._new = self._new, {}
+                self._tick = tick
+            names = list(itertools.islice(self._overdue, NAMES_PER_COMMIT_MAX))
+            return {name: self._overdue.pop(name) for name in names}, self._tick

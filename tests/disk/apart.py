@@ -1,0 +1,45 @@
+"""Test programs in processes of their own, and what some of them need of the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def need(there: bool, what: str) -> None:
+    """Skip the test on a machine that lacks something; fail it in CI, which must have it."""
+    if not there:
+        assert not os.environ.get("CI"), f"CI must have {what}"
+        pytest.skip(f"needs {what}")
+
+
+def works(*words: str) -> bool:
+    """Whether a command is there and ends well."""
+    return shutil.which(words[0]) is not None and subprocess.run(words, capture_output=True).returncode == 0
+
+
+def need_strace() -> None:
+    """For a test that records or changes system calls."""
+    need(works("strace", "-qq", "-o", os.devnull, "true"), "strace and the right to trace")
+
+
+def program(module: str, *words: object) -> list[str]:
+    """The words that run tests.disk.`module`, from ROOT and in `environment`."""
+    return [sys.executable, "-m", f"tests.disk.{module}", *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    """In which a child finds this tree."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(ROOT)}
+
+
+def run(words: list[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Wait for a child."""
+    return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
