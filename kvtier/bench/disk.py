@@ -137,9 +137,11 @@ class Bench:
     def _seal(self, batch: int, lane: int) -> list[Sealed]:
         life = Lifetime.of(BUILTIN["24h"], self._clock.wall())
         sealed = []
+        parent = None
         for number, (key, block) in enumerate(zip(self.chain(batch), self._blocks(lane), strict=True)):
             block[:48] = key
-            sealed.append(Sealed(key, number, digest_of([block]), (block,), life))
+            sealed.append(Sealed(key, number, digest_of([block]), (block,), life, parent))
+            parent = key
         return sealed
 
     async def get(self) -> Pass:

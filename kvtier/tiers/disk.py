@@ -16,10 +16,11 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.block import BlockKey, Scope
+from kvtier.block import SCOPE_BYTES, BlockKey, Scope
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTimeout
 from kvtier.events import Told
@@ -95,7 +96,7 @@ class DiskTier:
     def _dead_by(self) -> float:
         """What is dead at this time may be removed; -inf while the wall clock is in doubt."""
         time = deletion_time(self._clock)
-        return float("-inf") if time is None else time
+        return -inf if time is None else time
 
     async def close(self, deadline: float) -> None:
         if self._opened is not None:
@@ -228,16 +229,23 @@ class DiskTier:
 
     def _take_ahead(self, store: Store, blocks: Sequence[Sealed], now: float) -> Sequence[Reservation | Stored]:
         """Slots that the publishing of an earlier write kept for this one, if nothing keeps its blocks out: a stream of
-        writes then commits once per write, not twice. Empty if a transaction must decide."""
+        writes then commits once per write, not twice. Empty if a transaction must decide.
+
+        A block whose parent comes with it is looked for by that: where the parent is not, it is not. One that is there
+        all the same is found when it is published.
+        """
         if not self._streams(store, len(blocks)):
             return []
-        for scope, places in by_scope([block.key for block in blocks], range(len(blocks))):
+        coming = {block.key for block in blocks}
+        heads = [place for place, block in enumerate(blocks) if block.parent not in coming]
+        purged: dict[bytes, float] = {}
+        for scope, places in by_scope([block.key for block in blocks], heads):
             names = [self._prefix + blocks[place].key for place in places]
-            purged, found = store.index.find_in_scope(self._prefix + scope, names)
-            lives = [blocks[place].life for place in places]
+            purged[scope], found = store.index.find_in_scope(self._prefix + scope, names)
             if found.count(None) < len(found):
                 return []
-            if not all(life.servable(Depth.G3, now) and born(life) > purged for life in lives):
+        for block in blocks:
+            if not block.life.servable(Depth.G3, now) or born(block.life) <= purged.get(block.key[:SCOPE_BYTES], inf):
                 return []
         return store.stock.take(slot_class(self.block_bytes), len(blocks), store.tick)
 

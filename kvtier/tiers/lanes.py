@@ -1,13 +1,22 @@
-"""Threads that do block I/O: reads before writes, a bounded number of each, and no call left behind."""
+"""Threads that do block I/O: reads before writes, a bounded number of each, and no call left behind.
+
+What a device has been given it finishes before what comes later, so a read waits for all writes that are in flight
+when it comes. While there are reads, and for as long after the last as the next one may take to come, one write at a
+time is in flight: they wait for that one, and writes go on, slower.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 Work = Callable[[], None]
+
+NEAR_S = 0.005
+"""So long after a read another one is expected."""
 
 
 class Batch:
@@ -49,7 +58,7 @@ class Batch:
 
 class Lanes:
     """`threads` threads; a free one takes the oldest read, else the oldest write while fewer than
-    `writers_max` writes run. Threads start as they are needed."""
+    `writers_max` writes run, or none while reads are near. Threads start as they are needed."""
 
     def __init__(self, threads: int, writers_max: int, name: str) -> None:
         self._threads_max = threads
@@ -59,7 +68,9 @@ class Lanes:
         self._reads: deque[Batch] = deque()
         self._writes: deque[Batch] = deque()
         self._running = 0
+        self._reading = 0
         self._writing = 0
+        self._near_until = 0.0
         self._idle = 0
         self._spare: Callable[[], bool] | None = None
         self._threads: list[threading.Thread] = []
@@ -105,14 +116,19 @@ class Lanes:
 
     def _take(self) -> tuple[Batch, Work, bool] | None:
         for queue, is_write in ((self._reads, False), (self._writes, True)):
-            if is_write and self._writing >= self._writers_max:
+            if is_write and self._writing >= self._writes_at_once():
                 return None
             while queue:
                 batch = queue[0]
+                if len(batch.jobs) <= 1:
+                    queue.popleft()
                 if batch.jobs:
                     return batch, batch.jobs.popleft(), is_write
-                queue.popleft()
         return None
+
+    def _writes_at_once(self) -> int:
+        near = self._reading or time.monotonic() < self._near_until
+        return 1 if near else self._writers_max
 
     def _run(self) -> None:
         with self._lock:
@@ -131,6 +147,9 @@ class Lanes:
                 batch, work, is_write = taken
                 self._running += 1
                 self._writing += is_write
+                self._reading += not is_write
+                if self._writes and self._writing < self._writes_at_once():
+                    self._lock.notify()
                 self._lock.release()
                 try:
                     work()
@@ -138,9 +157,10 @@ class Lanes:
                     self._lock.acquire()
                     self._running -= 1
                     self._writing -= is_write
+                    self._reading -= not is_write
+                    if not is_write:
+                        self._near_until = time.monotonic() + NEAR_S
                     batch.finished(1)
-                    if is_write and self._writes:
-                        self._lock.notify()
 
     def _use_spare(self, step: Callable[[], bool]) -> None:
         """One step, without the lock. Counts as running: there is one at a time."""

@@ -322,3 +322,15 @@ async def test_slots_kept_for_a_stream_are_not_those_of_a_store_that_was_opened_
         for chain in (second, third):
             assert await put(tier, chain) == [Stored.STORED] * 4
         assert [await get(tier, chain) for chain in (first, second, third)] == [[True] * 4] * 3
+
+
+async def test_a_stream_finds_what_is_there_without_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "STREAM_BYTES_MIN", 4 * BLOCK)
+    chain = chain_of(NAMESPACE, 8)
+    async with opened(tmp_path / "g3", 256) as tier:
+        assert await put(tier, chain[:4], parents=True) == [Stored.STORED] * 4
+        await tier.evict(chain[:2])
+        expected = [Stored.STORED] * 2 + [Stored.PRESENT] * 2 + [Stored.STORED] * 4
+        assert await put(tier, chain, parents=True) == expected
+        assert await get(tier, chain) == [True] * 8
+        assert await put(tier, chain, parents=True) == [Stored.PRESENT] * 8
