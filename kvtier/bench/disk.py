@@ -6,7 +6,9 @@
     raw     the same blocks by THREADS threads into a file that was written through before, one sync at the end
     synced  raw writes that are as durable as puts: a sync per batch, IN_FLIGHT batches at a time
 
-The first fill, which allocates, is a figure of its own. Latency is that of one block at a time.
+The first fill, which allocates, is a figure of its own. Latency is that of one block at a time, without writes and
+beside puts that follow one another without a pause. How much CPU time the kernel takes to move the bytes shows in
+`raw`; what the digest takes is a figure of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from kvtier.tiers.store import THREADS, Store
 BATCH_BYTES = 32 << 20
 IN_FLIGHT = 4
 DEADLINE_S = 120.0
-LATENCY_READS = 200
+GETS, GETS_MAX = 200, 5000  # of single blocks: without writes; beside a pass of them, at most
 _ENTRIES_PER_COMMIT = 20_000
 TARGETS = {
     "put_over_raw": 0.90, "get_over_raw": 0.95, "put_cpu_s_per_gb": 0.25, "get_cpu_s_per_gb": 0.25,
@@ -56,6 +58,19 @@ class Pass:
 
     bytes_per_s: float
     cpu_s_per_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gets:
+    """Single gets, one after another, and how fast was written beside them."""
+
+    milliseconds: Sequence[float]
+    written_bytes_per_s: float
+
+    def quantile(self, percent: int) -> float:
+        """Milliseconds that `percent` of the gets did not exceed."""
+        ordered = sorted(self.milliseconds)
+        return ordered[min(len(ordered) - 1, percent * len(ordered) // 100)]
 
 
 class Bench:
@@ -194,37 +209,48 @@ class Bench:
 
             return await self._all(one)
 
-    async def latencies(self, *, writing: bool) -> list[float]:
-        """Milliseconds of single gets, with or without puts at full rate beside them."""
+    def digest(self) -> Pass:
+        """The digest of every block, by one thread."""
+        lanes = [block for lane in range(IN_FLIGHT) for block in self._blocks(lane)]
+        began, cpu = time.perf_counter(), time.process_time()
+        for number in range(self.batches * self.batch_blocks):
+            digest_of([lanes[number % len(lanes)]])
+        return self.pass_of(time.perf_counter() - began, time.process_time() - cpu)
+
+    async def single_gets(self, *, writing: bool) -> Gets:
+        """One block at a time, with or without puts at full rate beside them. With them the generation is spoilt."""
         rng = random.Random(2)
         kept = [self.chain(batch) for batch in range(self.batches // 2, self.batches)]
         block = memoryview(mmap.mmap(-1, self.block_bytes))
+        written = 0
         stop = False
         self._generation += writing
 
         todo = iter(range(self.batches // 2 - IN_FLIGHT))  # each evicts a batch of the half that is not read
 
         async def write(lane: int) -> None:
+            nonlocal written
             for batch in todo:
                 if stop:
                     break
                 await self._put_batch(batch, lane)
+                written += 1
 
+        started = time.perf_counter()
         writer = asyncio.gather(*map(write, range(IN_FLIGHT))) if writing else None
         out = []
-        for _ in range(LATENCY_READS):
+        while len(out) < GETS if writer is None else not writer.done():
             chain = rng.choice(kept)
             index = rng.randrange(len(chain))
             began = time.perf_counter()
             (result,) = await self.tier.read(chain, [Target(index, (block,))], self._clock.monotonic() + DEADLINE_S)
             out.append(1000 * (time.perf_counter() - began))
             assert isinstance(result, Loaded), result
-            if writer is not None and writer.done():
-                break
-        stop = True
+            stop = len(out) >= GETS_MAX
         if writer is not None:
             await writer
-        return out
+        took = time.perf_counter() - started
+        return Gets(out, written * self.batch_blocks * self.block_bytes / took)
 
 
 async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
@@ -233,6 +259,7 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
         for _ in range(2):
             await bench.put()
         passes: dict[str, list[Pass]] = {"raw_write": [], "synced_write": [], "put": [], "raw_read": [], "get": []}
+        gets: dict[str, list[Gets]] = {"idle": [], "under_writes": []}
         loop = asyncio.get_running_loop()
         for _ in range(rounds):
             passes["raw_write"].append(await loop.run_in_executor(None, bench.raw_write))
@@ -240,8 +267,9 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
             passes["synced_write"].append(await bench.synced_write())
             passes["raw_read"].append(await loop.run_in_executor(None, bench.raw_read))
             passes["get"].append(await bench.get())
-        idle = await bench.latencies(writing=False)
-        busy = await bench.latencies(writing=True)
+            for name, many in gets.items():
+                many.append(await bench.single_gets(writing=name == "under_writes"))
+        digest = bench.digest()
     figures: dict[str, Any] = {
         name: {
             "gb_per_s": summary([one.bytes_per_s / 1e9 for one in many]),
@@ -249,8 +277,14 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
         }
         for name, many in passes.items()
     }
+    figures["digest_cpu_s_per_gb"] = digest.cpu_s_per_gb
     figures["first_fill_gb_per_s"] = first.bytes_per_s / 1e9
-    figures["latency_ms"] = {name: _quantiles(many) for name, many in (("idle", idle), ("under_writes", busy))}
+    figures["latency_ms"] = {
+        name: {f"p{percent}": summary([one.quantile(percent) for one in many]) for percent in (50, 90, 99)}
+        | {"gets": sum(len(one.milliseconds) for one in many)}
+        for name, many in gets.items()
+    }
+    figures["written_beside_gets_gb_per_s"] = summary([one.written_bytes_per_s / 1e9 for one in gets["under_writes"]])
     ratio = partial(_ratio, passes)
     figures["ratios"] = {
         "put_over_raw": ratio("put", "raw_write"),
@@ -258,7 +292,9 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
         "get_over_raw": ratio("get", "raw_read"),
         "put_cpu_s_per_gb": figures["put"]["cpu_s_per_gb"]["median"],
         "get_cpu_s_per_gb": figures["get"]["cpu_s_per_gb"]["median"],
-        "p99_under_writes_over_idle": _quantiles(busy)["p99"] / _quantiles(idle)["p99"],
+        "p99_under_writes_over_idle": statistics.median(
+            busy.quantile(99) / idle.quantile(99) for idle, busy in zip(gets["idle"], gets["under_writes"], strict=True)
+        ),
     }
     return figures
 
@@ -269,16 +305,9 @@ def _ratio(passes: dict[str, list[Pass]], above: str, below: str) -> float:
     return statistics.median(one.bytes_per_s / other.bytes_per_s for one, other in pairs)
 
 
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 90, 99)} | {
-        "reads": len(ordered)
-    }
-
-
 def measure(folder: Path, block_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
-    """All figures for one block size. Writes total_bytes × (3 × rounds + 5) into `folder`, which must exist, and needs
-    room for total_bytes twice; leaves a store of its own there, for the caller to delete. Blocks for minutes."""
+    """All figures for one block size. Writes total_bytes × (3.5 × rounds + 5) into `folder`, which must exist, and
+    needs room for total_bytes twice; leaves a store there, for the caller to delete. Blocks for minutes."""
     return asyncio.run(_rounds(Bench(folder, block_bytes, total_bytes), rounds))
 
 

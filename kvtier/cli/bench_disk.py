@@ -61,6 +61,12 @@ def show_disk(results: dict[str, Any]) -> None:
         for name, value in figures["ratios"].items()
     ]
     write_table(["block", "", "measured", "target"], rows)
+    for label, figures in results["blocks"].items():
+        beside = figures["written_beside_gets_gb_per_s"]["median"]
+        console().print(
+            f"{label}: {beside:.2f} GB/s were written beside the gets; the digest alone takes "
+            f"{figures['digest_cpu_s_per_gb']:.3f} CPU s/GB"
+        )
     if "restart" in results:
         restart = results["restart"]
         console().print(
