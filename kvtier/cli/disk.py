@@ -28,7 +28,8 @@ def inspect(paths: Paths, json: Json = False) -> None:
     if json:
         write_json(found)
         return
-    write_table(["", ""], [[name, value] for name, value in found.items() if name != "namespaces"])
+    shown = {**found, "paths": " ".join(found["paths"])}
+    write_table(["", ""], [[name, value] for name, value in shown.items() if name != "namespaces"])
     rows = []
     for one in found["namespaces"]:
         fields = one["fields"] or {}

@@ -158,7 +158,7 @@ class Caretaker:
                     progress(found.blocks, max(total, found.blocks))
                     if bytes_per_s:
                         time.sleep(max(0.0, found.bytes / bytes_per_s - (time.monotonic() - began)))
-        found.seconds = time.monotonic() - began
+        found.seconds = round(time.monotonic() - began, 3)
         return found
 
     def _whole(self, name: bytes, raw: bytes, local: threading.local) -> int | Exception:
