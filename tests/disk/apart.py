@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +45,18 @@ def environment() -> dict[str, str]:
 def run(words: list[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     """Wait for a child."""
     return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
+
+
+def result(words: list[str]) -> dict[str, Any]:
+    """What a child that must end well says, one JSON object."""
+    done = run(words)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def must_notice(words: list[str]) -> None:
+    """Run a control: a child that must find blocks damaged."""
+    done = run(words)
+    assert done.returncode == 1
+    assert "corrupt" in done.stderr

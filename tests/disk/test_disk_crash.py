@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.disk.apart import program, run
+from tests.disk.apart import must_notice, program, result
 
 
 def survive(path: Path, cycles: int, seed: int) -> None:
-    done = run(program("crash", path, cycles, seed))  # in a process of its own: it forks
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert sum(result["killed"].values()) > cycles / 3, "most workers ended before they were killed"
-    assert result["durable_checked"] > cycles, "hardly a block was reported durable before the end"
+    said = result(program("crash", path, cycles, seed))  # in a process of its own: it forks
+    assert sum(said["killed"].values()) > cycles / 3, "most workers ended before they were killed"
+    assert said["durable_checked"] > cycles, "hardly a block was reported durable before the end"
 
 
 @pytest.mark.timeout(400)
@@ -24,9 +21,7 @@ def test_500_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path) 
 
 
 def test_publishing_before_writing_would_be_noticed(tmp_path: Path) -> None:
-    done = run(program("crash", tmp_path / "g3", 30, 2, "sabotage"))
-    assert done.returncode == 1
-    assert "corrupt" in done.stderr
+    must_notice(program("crash", tmp_path / "g3", 30, 2, "sabotage"))
 
 
 @pytest.mark.long
