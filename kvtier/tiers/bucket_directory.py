@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.tiers.bucket import Stat
+from kvtier.tiers.slab import sync_directory
 
 _TEMPORARY = ".tmp-"
 _STALE_S = 3600.0
@@ -46,7 +47,7 @@ class LocalFiles:
                 if final.exists():
                     return None
                 temporary.rename(final)
-            _sync_directory(final.parent)
+            sync_directory(final.parent)
             return self.head(name)
 
     def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
@@ -57,7 +58,7 @@ class LocalFiles:
                 return None
         with self._temporary(final, data, used) as temporary:
             temporary.replace(final)
-            _sync_directory(final.parent)
+            sync_directory(final.parent)
         return self.head(name)
 
     def head(self, name: str) -> Stat | None:
@@ -159,12 +160,4 @@ def _make_directories(folder: Path, root: Path) -> None:
         return
     _make_directories(folder.parent, root)
     folder.mkdir(exist_ok=True)
-    _sync_directory(folder.parent)
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(folder.parent)
