@@ -238,7 +238,7 @@ class Bench:
 
         started = time.perf_counter()
         writer = asyncio.gather(*map(write, range(IN_FLIGHT))) if writing else None
-        out = []
+        out = list[float]()
         while len(out) < GETS if writer is None else not writer.done():
             chain = rng.choice(kept)
             index = rng.randrange(len(chain))
