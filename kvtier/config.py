@@ -301,7 +301,7 @@ class Retention(_Section):
     default: str = Field(default="24h", description="Class of requests that name none.")
     classes: dict[str, RetentionClass] = Field(default={}, description="Own classes by name.")
     quota: float | None = Field(
-        default=None, gt=0, le=1, description="Largest share of G2 that one scope may fill; none: all."
+        default=None, gt=0, le=1, description="Largest share of G2, and of G3, that one scope may fill; none: all."
     )
     reserved: float = Field(
         default=0.5, gt=0, le=1, description="Largest share of a tier that guarantees and named pins may reserve."

@@ -50,7 +50,7 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock) -> list[Tier
     if g3 is not None:
         from kvtier.tiers.disk import DiskTier
 
-        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock))
+        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=config.retention.quota or 0.0))
     if g4 is not None:
         from kvtier.tiers.bucket_url import Limits
         from kvtier.tiers.objects import ObjectTier

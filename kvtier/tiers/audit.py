@@ -23,6 +23,7 @@ from kvtier.tiers.entry import (
 )
 from kvtier.tiers.ledger import COUNTERS, COUNTERS_KEY, GEOMETRY_KEY
 from kvtier.tiers.segments import Geometry
+from kvtier.tiers.shares import scope_in, shares_of
 
 
 def audit(txn: Any) -> None:
@@ -31,7 +32,7 @@ def audit(txn: Any) -> None:
     - an entry has one line in `order`, and a line in `order` one entry
     - no slot is held by two of: entries, reservations, the free list, the never-used rest of its segment
     - every slot handed out once is held by one of them: none is lost
-    - segments fit the geometry; blocks, bytes and uses are counted right
+    - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
     """
     geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
     _serial, _tick, blocks, size, segment_count = COUNTERS.unpack(txn.get(COUNTERS_KEY))
@@ -51,6 +52,7 @@ def audit(txn: Any) -> None:
         held[place] = holder
 
     counted = counted_bytes = 0
+    scopes: Counter[bytes] = Counter()
     for key, raw in rows(txn, BLOCKS):
         name = key[len(BLOCKS) :]
         entry = Entry.decode(name, raw)
@@ -58,6 +60,7 @@ def audit(txn: Any) -> None:
         used[entry.segment] += 1
         counted += 1
         counted_bytes += entry.slot_class * SLOT_ALIGN
+        scopes[scope_in(name)] += entry.slot_class * SLOT_ALIGN
         assert txn.get(entry.order_key()) == name, "an entry has no line in the order"
     lines = 0
     for key, name in rows(txn, ORDER):
@@ -65,6 +68,8 @@ def audit(txn: Any) -> None:
         lines += 1
     assert lines == counted, f"{lines} lines in the order for {counted} blocks"
     assert (counted, counted_bytes) == (blocks, size), f"counters say {blocks} blocks, {size} bytes"
+    shares = shares_of(txn)
+    assert shares is None or shares == scopes, "scopes hold other bytes than were counted"
     for key, raw in rows(txn, RESERVED):
         reservation = Reservation.decode(key, raw)
         hold(reservation.segment, reservation.slot, reservation.slot_class, "a reservation")

@@ -63,13 +63,16 @@ class DiskTier:
         *,
         clock: Clock,
         calls: Calls | None = None,
+        quota: float = 0.0,
     ) -> None:
+        """`quota`: the share of the capacity that one scope may hold, whatever the namespace; 0: all."""
         self.block_bytes = namespace.block_bytes
         self._paths = [Path(path) for path in paths]
         self._capacity = capacity_bytes
         self._namespace = namespace
         self._prefix = namespace.digest
         self._clock = clock
+        self._quota = quota
         self._calls: Calls = calls if calls is not None else SystemCalls()
         self._slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
         self._opened: Store | None = None
@@ -192,7 +195,8 @@ class DiskTier:
         by_depth = sorted(range(len(blocks)), key=lambda place: blocks[place].index)
 
         def reserve(ledger: Ledger) -> list[Reservation | Stored]:
-            return [self._reserve(ledger, blocks[place], now) for place in by_depth]
+            share = self._share(store)
+            return [self._reserve(ledger, blocks[place], now, share) for place in by_depth]
 
         def undo(given: Sequence[Reservation | Stored]) -> None:
             store.give_back([one for one in given if isinstance(one, Reservation)])
@@ -221,8 +225,13 @@ class DiskTier:
             store.give_back(list(held.values()))
         return results
 
-    def _reserve(self, ledger: Ledger, block: Sealed, now: float) -> Reservation | Stored:
-        return ledger.reserve(self._prefix + block.key, self.block_bytes, block.life, now, self._parent_of(block))
+    def _share(self, store: Store) -> int:
+        """Bytes that a scope may hold: at least a block; 0: any."""
+        return max(self._slot_bytes, int(self._quota * store.geometry.capacity)) if self._quota else 0
+
+    def _reserve(self, ledger: Ledger, block: Sealed, now: float, share: int) -> Reservation | Stored:
+        name, parent = self._prefix + block.key, self._parent_of(block)
+        return ledger.reserve(name, self.block_bytes, block.life, now, parent, share)
 
     def _parent_of(self, block: Sealed) -> bytes | None:
         return None if block.parent is None else self._prefix + block.parent
@@ -257,6 +266,7 @@ class DiskTier:
         self, store: Store, written: Sequence[tuple[Sealed, Reservation]], deadline: float
     ) -> list[Stored]:
         now = self._clock.wall()
+        share = self._share(store)
         count = len(written) if self._streams(store, len(written)) and store.stock.wants(len(written)) else 0
 
         def publish(ledger: Ledger) -> tuple[list[Stored], list[Reservation]]:
@@ -270,6 +280,7 @@ class DiskTier:
                     block.life,
                     now,
                     self._parent_of(block),
+                    share,
                 )
                 for block, one in written
             ]

@@ -114,9 +114,9 @@ def born(life: Lifetime) -> float:
     return max((stamp.created for stamp in life.stamps), default=life.last_use)
 
 
-def order_start(slot_cls: int) -> bytes:
-    """The smallest order key of a class."""
-    return _LINE.pack(ORDER, slot_cls, 0, 0, 0, 0)
+def order_start(slot_cls: int, tick: int = 0) -> bytes:
+    """The smallest order key of a class, from a tick on."""
+    return _LINE.pack(ORDER, slot_cls, tick, 0, 0, 0)
 
 
 def order_parts(key: bytes) -> tuple[int, int, int, int]:

@@ -34,6 +34,7 @@ from kvtier.tiers.ledger import (
 )
 from kvtier.tiers.owner import Owner
 from kvtier.tiers.segments import Geometry
+from kvtier.tiers.shares import Floors
 from kvtier.tiers.slab import sync_directory
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Index:
         self._path = path
         self._env = env
         self.owner = owner
+        self._floors: Floors = {}
         self._gate = threading.Lock()
         self._closed = False
 
@@ -248,13 +250,17 @@ class Index:
         `started` is called with the lock held; if it says False nothing is done. Raises lmdb.Error, after
         which nothing of the transaction is visible, or what `work` raises.
         """
-        with self._env.begin(write=True) as txn:
-            if not started():
-                txn.abort()
-                return
-            ledger = Ledger(txn, self.owner, may_grow=may_grow)
-            work(ledger)
-            ledger.save()
+        try:
+            with self._env.begin(write=True) as txn:
+                if not started():
+                    txn.abort()
+                    return
+                ledger = Ledger(txn, self.owner, may_grow=may_grow, floors=self._floors)
+                work(ledger)
+                ledger.save()
+        except BaseException:
+            self._floors.clear()  # they tell of what will never have been
+            raise
 
     def forget_dead_readers(self) -> None:
         """Clear the reader slots of processes that died inside a read: they hold back the reuse of pages."""

@@ -9,6 +9,7 @@
     "purged" ‖ digest ‖ scope   f64: blocks born until then are misses for ever
     "kept" ‖ name (80)          f64: the block is not evicted before that time
     "note" ‖ digest ‖ text      bytes that a namespace's manager wants to find again
+    "shares" …                  see kvtier.tiers.shares
 
 A slot is in exactly one state: never used (past its segment's `fresh`), free, reserved, or held by an entry.
 It leaves a victim and enters a reservation in the same transaction, so bytes are overwritten only after the
@@ -20,6 +21,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES
@@ -41,6 +43,7 @@ from kvtier.tiers.entry import (
 from kvtier.tiers.order import Order
 from kvtier.tiers.owner import Owner
 from kvtier.tiers.segments import Geometry, Segments
+from kvtier.tiers.shares import Floors, Shares, scope_in
 
 FORMAT = 1
 COUNTERS = struct.Struct("<QQQQI")
@@ -54,6 +57,9 @@ NAMESPACE_KEY, PURGED_KEY = META + b"namespace", META + b"purged"
 KEPT_KEY, NOTE_KEY = META + b"kept", META + b"note"
 KEPT_SCAN_MAX = 1024
 """Kept blocks that one victim's choice moves out of its way."""
+
+YIELDS_MAX = 64
+"""Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
 
 
 def purged_until(txn: Any, scoped: bytes) -> float:
@@ -79,7 +85,8 @@ class Ledger:
     before the commit.
     """
 
-    def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True) -> None:
+    def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True, floors: Floors | None = None) -> None:
+        """`floors`: what earlier transactions of this process know about where scopes' blocks lie in the line."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
@@ -88,6 +95,7 @@ class Ledger:
         self.evicted: list[bytes] = []  # names of blocks that left for others
         self._segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
         self._order = Order(txn)
+        self._shares = Shares(txn, {} if floors is None else floors)
         self._now = 0.0  # wall time of the last verb that was told it
         self._keeps = next(rows(txn, KEPT_KEY), None) is not None
         # What was found out once in this transaction: every question to LMDB gives up the interpreter lock.
@@ -99,6 +107,7 @@ class Ledger:
     def save(self) -> None:
         """Write what was kept in memory."""
         self._segments.save()
+        self._shares.save()
         counters = COUNTERS.pack(self._serial, self.tick, self._blocks, self._bytes, self._segments.count)
         self._txn.put(COUNTERS_KEY, counters)
 
@@ -121,12 +130,12 @@ class Ledger:
             return None
 
     def reserve(
-        self, name: bytes, length: int, life: Lifetime, now: float, parent: bytes | None = None
+        self, name: bytes, length: int, life: Lifetime, now: float, parent: bytes | None = None, share: int = 0
     ) -> Reservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
         A block that is here gets the join of both lifetimes and counts as used. One with a `parent` is refused unless
-        that is here or has a slot from this transaction.
+        that is here or has a slot from this transaction. `share`: as in `publish`, so that nothing is written in vain.
         """
         self._now = now
         if not life.servable(Depth.G3, now) or born(life) <= self.purged_until(name):
@@ -137,6 +146,8 @@ class Ledger:
             return Stored.PRESENT
         if parent is not None:
             self._sheltered.add(parent)
+        if share and not self._fits(name, slot_class(length), share):
+            return Stored.FULL
         reservation = self._claim(slot_class(length))
         if reservation is None:
             return Stored.FULL
@@ -158,8 +169,12 @@ class Ledger:
         life: Lifetime,
         now: float,
         parent: bytes | None = None,
+        share: int = 0,
     ) -> Stored:
-        """Make a written block visible. FAILED if the reservation is not ours any more; REFUSED if its parent left."""
+        """Make a written block visible, its scope's coldest leaving where it would exceed `share` bytes (0: any).
+
+        FAILED if the reservation is not ours any more; REFUSED if the parent left; FULL if nothing may leave.
+        """
         self._now = now
         if not self._withdraw(reservation):
             return Stored.FAILED
@@ -174,9 +189,13 @@ class Ledger:
         if self._join(name, length, life, now, parent):  # somebody else stored it meanwhile
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.PRESENT
+        if share and not self._fits(name, reservation.slot_class, share, parent):
+            self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
+            return Stored.FULL
         tick = min(self.tick, above)
         entry = Entry(reservation.serial, reservation.segment, reservation.slot, length, depth, tick, digest, life)
         self._put(name, entry)
+        self._shares.add(name, entry)
         self._blocks += 1
         self._bytes += entry.slot_class * SLOT_ALIGN
         return Stored.STORED
@@ -382,6 +401,7 @@ class Ledger:
         self._ticks.pop(name, None)
         if self._keeps:
             self._txn.delete(KEPT_KEY + name)
+        self._shares.remove(name, entry.slot_class)
         self._blocks -= 1
         self._bytes -= entry.slot_class * SLOT_ALIGN
 
@@ -394,6 +414,7 @@ class Ledger:
         for key in doomed:
             slot_cls, _tick, segment, slot = order_parts(key)
             self._order.remove(key)
+            self._shares.remove(name, slot_cls)
             self._bytes -= slot_cls * SLOT_ALIGN
             self._segments.give(slot_cls, segment, slot)
 
@@ -405,19 +426,37 @@ class Ledger:
         return True
 
     def _take_victim(self, slot_cls: int) -> tuple[int, int] | None:
-        """The slot of the class's coldest block, which goes; or one in a segment taken from another class.
+        """The slot of the class's coldest block, which goes; or one in a segment taken from another class."""
+        rival = self._order.rival(slot_cls)
+        if rival is not None and self._seize(rival):
+            return self._segments.take(slot_cls)
+        gone = self._evict(partial(self._order.coldest, slot_cls))
+        return None if gone is None else (gone.segment, gone.slot)
+
+    def _fits(self, name: bytes, slot_cls: int, share: int, parent: bytes | None = None) -> bool:
+        """Whether the block's scope stays within `share` bytes with it. Its own coldest blocks leave for that."""
+        self._shares.begin()
+        scope, size = scope_in(name), slot_cls * SLOT_ALIGN
+        coldest = partial(self._shares.coldest, scope)
+        for _ in range(YIELDS_MAX):
+            if self._shares.of(scope) + size <= share:
+                return True
+            gone = self._evict(coldest, parent)
+            if gone is None:
+                return False
+            self._segments.give(gone.slot_class, gone.segment, gone.slot)
+        return self._shares.of(scope) + size <= share
+
+    def _evict(self, coldest: Callable[[], tuple[bytes, bytes] | None], spared: bytes | None = None) -> Entry | None:
+        """Take out the block whose line `coldest` finds; its slot is the caller's. None if it must stay.
 
         What this very transaction stored or renewed is never a victim: a chain longer than the store loses
         its tail, not its head. What is kept goes to the warm end instead.
         """
-        rival = self._order.rival(slot_cls)
-        if rival is not None and self._seize(rival):
-            return self._segments.take(slot_cls)
         moved = 0
-        while (coldest := self._order.coldest(slot_cls)) is not None:
-            key, name = coldest
-            _cls, tick, segment, slot = order_parts(key)
-            if tick >= self.tick or name in self._sheltered:
+        while (line := coldest()) is not None:
+            key, name = line
+            if order_parts(key)[1] >= self.tick or name in self._sheltered or name == spared:
                 return None
             entry = self.find(name)
             if entry is None or entry.order_key() != key:
@@ -425,7 +464,7 @@ class Ledger:
             elif not self._is_kept(name):
                 self._remove(name, entry)
                 self.evicted.append(name)
-                return segment, slot
+                return entry
             elif moved == KEPT_SCAN_MAX:
                 return None
             else:

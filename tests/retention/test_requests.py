@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import kvtier
@@ -94,3 +96,23 @@ def test_no_scope_fills_more_than_its_share(policy: str) -> None:
         with cache.get(mine), cache.get(more):
             assert put(cache, list(chain_of(NS, 4, seed=2, scope=a))) == 0, "nothing of its own may leave"
         assert cache.match(others) == 8
+
+
+def test_a_scope_fills_no_more_of_the_disk_than_its_share(tmp_path: Path) -> None:
+    """What passes through RAM in turn would fill the disk; over a restart, too."""
+    others = list(chain_of(NS, 8, scope=scope_of("b")))
+    mine = [list(chain_of(NS, 6, seed=seed, scope=scope_of("a"))) for seed in range(6)]
+    for quota, starts in ((0.5, 2), (None, 1)):
+        path = str(tmp_path / f"g3-{quota}")
+        tiers = {"g2": {"capacity": 12 * 4096}, "g3": {"path": path, "capacity": 40 * 4096}}
+        config = kvtier.Config.parse({"tiers": tiers, "retention": {} if quota is None else {"quota": quota}})
+        for _ in range(starts):
+            with kvtier.open(config, NS, clock=VirtualClock()) as cache:
+                put(cache, others)
+                for keys in mine:
+                    put(cache, keys)
+                    cache.flush()
+                cache.evict("g2")
+                found = cache.match(others), sum(map(cache.match, mine))
+                assert found == ((8, 20) if quota else (4, 36)), "the other tenant's blocks made room"
+                cache.check()
