@@ -68,12 +68,17 @@ def record(name: str, command: Sequence[str], results: Mapping[str, Any]) -> dic
     """`results` with what is needed to judge and repeat them."""
     return {
         "benchmark": name,
-        "command": shlex.join(command),
+        "command": shlex.join(_elsewhere(word) for word in command),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "results": dict(results),
     }
+
+
+def _elsewhere(word: str) -> str:
+    """An absolute path means nothing on another machine; its last name may."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def save(entry: Mapping[str, Any], folder: Path) -> Path:

@@ -57,7 +57,10 @@ G2 = Annotated[
 G3 = Annotated[str | None, typer.Option("--g3", help="Replay: SSD; twice the sample's KV, a quarter of it above a G4.")]
 G4 = Annotated[
     str | None,
-    typer.Option("--g4", help="Replay: an fsspec URL, or seaweedfs: a server started on loopback; off if absent."),
+    typer.Option(
+        "--g4",
+        help="Replay: directory, beside G3; seaweedfs, a server started on loopback; or an fsspec URL. Off if absent.",
+    ),
 ]
 Kill = Annotated[
     bool, typer.Option("--kill/--no-kill", help="Replay: kill the process halfway and go on with another.")
@@ -195,6 +198,9 @@ def _sizes(trace: Trace, scale: int, g2: str | None, g3: str | None, *, above_g4
 @contextlib.contextmanager
 def _bucket(g4: str | None, folder: Path) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
     """URL and options of G4."""
+    if g4 == "directory":
+        yield (folder / "objects").as_uri(), {}
+        return
     if g4 != "seaweedfs":
         yield g4, {}
         return
