@@ -3,7 +3,7 @@
     settings  = Settings.parse(extra)                 the engine's connector arguments → kvtier.Config and overrides
     namespace = Namespace(model=model_name(…), weights=weights_of(…), …)
     scope     = Scopes(settings.config).of(salt, adapter, control.terms)
-    clock     = PrefillClock(manager.computed, 16)    what the engine's own prefill costs
+    clock     = PrefillClock(manager.computed, 16)    what the engine's own prefill costs, where `weighs(extra)`
     control   = Controls(settings.config).parse(raw)  what one request asked for
     keys      = engine_keys(scope, hashes)            the engine's own block hashes under our scope
 
@@ -288,6 +288,15 @@ def seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
 
 
 # ── what prefill costs ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def weighs(extra: Mapping[str, Any]) -> bool:
+    """The connector argument `recompute`: whether loads are weighed against prefill (auto) or always made (never).
+    Raises ConfigError."""
+    recompute = extra.get("recompute", "auto")
+    if recompute not in ("auto", "never"):
+        raise ConfigError(f"connector argument recompute must be auto or never, got {shorten(recompute)}")
+    return bool(recompute == "auto")
 
 
 class PrefillClock:

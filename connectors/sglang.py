@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -32,19 +32,18 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 import kvtier
-from kvtier.connectors.common import PrefillClock, Settings, engine_keys
+from kvtier.connectors.common import PrefillClock, Settings, engine_keys, weighs
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.sglang_hooks import Follower, install
 from kvtier.connectors.sglang_metrics import EngineMetrics
 from kvtier.connectors.sglang_pages import Load, Pages
 from kvtier.connectors.sglang_pool import Ranks, namespace_of, pool_of
 from kvtier.connectors.sglang_visits import Visit, Visits
-from kvtier.errors import ConfigError, IdentityError
+from kvtier.errors import IdentityError
 from kvtier.kernels.engine import cpus_near
 from kvtier.lease import Lease
 from kvtier.metrics import serve
 from kvtier.namespace import Namespace
-from kvtier.units import shorten
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         install()
         extra = extra_config or {}
         self._settings = Settings.parse(extra, ARGUMENTS)
-        self._weighs = _weighs(extra)  # whether loading is weighed against prefill
+        self._weighs = weighs(extra)  # whether loading is weighed against prefill
         self.forward_stream = forward_stream
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         _refuse(params)
@@ -375,13 +374,6 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
     def close(self) -> None:
         self._quiesce()
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
-
-
-def _weighs(extra: Mapping[str, Any]) -> bool:
-    recompute = extra.get("recompute", "auto")
-    if recompute not in ("auto", "never"):
-        raise ConfigError(f"connector argument recompute must be auto or never, got {shorten(recompute)}")
-    return bool(recompute == "auto")
 
 
 def _close(pages: Pages) -> None:

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.clock import SystemClock
 from kvtier.connectors import vllm_compat as compat
-from kvtier.connectors.common import Controls, Scopes, Settings, guarded, seconds
+from kvtier.connectors.common import Controls, Scopes, Settings, guarded, seconds, weighs
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import block_tokens_of, namespace_of, pages_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ARGUMENTS = ("lookup_deadline", "flush_timeout", "ack_timeout", "step_bytes", "decode_blocks")
+ARGUMENTS = ("lookup_deadline", "flush_timeout", "ack_timeout", "step_bytes", "decode_blocks", "recompute")
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -91,6 +91,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             step_bytes=parse_size(extra.get("step_bytes", "64MiB")),
             spill_ahead=int(ahead),
             decode=bool(extra.get("decode_blocks", True)),
+            weighs=weighs(extra),
         )
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +161,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             log.exception("kvtier: a load is refused")
             if num_external_tokens:
-                half.refuse(request, blocks, num_external_tokens)
+                half.refuse(request, blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduler is None:

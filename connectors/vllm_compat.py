@@ -34,6 +34,16 @@ def scheduled(output: Any) -> Iterator[Scheduled]:
         yield new.req_id, new.block_ids[_GROUP], True, begin, begin + tokens.get(new.req_id, 0)
 
 
+_PREFILL_TOKENS = 16
+"""Tokens per request from which on a step is prefill as good as all of it: a request that decodes adds one or a few."""
+
+
+def prefilled(output: Any) -> int:
+    """Tokens that a step computes, if almost all of them are of prompts; 0 for every other step."""
+    tokens: int = output.total_num_scheduled_tokens
+    return tokens if tokens >= _PREFILL_TOKENS * len(output.num_scheduled_tokens) else 0
+
+
 def preempted(output: Any) -> set[str]:
     """Requests whose blocks were taken away in this step."""
     return getattr(output, "preempted_req_ids", None) or set()

@@ -12,67 +12,33 @@ Called on the engine's one scheduler thread; nothing here waits.
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.block import BlockKey, Scope
+from kvtier.block import BlockKey
 from kvtier.cache import Cache
 from kvtier.clock import Clock
 from kvtier.config import Offload
 from kvtier.connectors import vllm_compat as compat
-from kvtier.connectors.common import Control, Controls, Scopes, engine_keys, keep_prompt
+from kvtier.connectors.common import Controls, PrefillClock, Scopes, engine_keys
 from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Token, Track
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import Adapters
-from kvtier.connectors.vllm_messages import ArenaHandle, Load, Moves, StepMeta, WorkerMeta
+from kvtier.connectors.vllm_loads import Loads, Visit
+from kvtier.connectors.vllm_messages import ArenaHandle, Load, StepMeta, WorkerMeta
 from kvtier.connectors.vllm_stores import Limits, Stores
-from kvtier.divergence import RecentChains
-from kvtier.lease import Lease
+from kvtier.connectors.vllm_wishes import Wishes
 from kvtier.manager import Manager
 
 log = logging.getLogger(__name__)
 
 _LEASE_S = 1.0
 """How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """One request between arrival and end."""
-
-    track: Track
-    scope: Scope | None
-    control: Control
-    prefetch: concurrent.futures.Future[dict[int, str]] | None = None
-    pinning: concurrent.futures.Future[dict[str, Any]] | None = None
-    ask_until: float | None = None
-    lease: Lease | None = None
-    lease_start: int = 0
-    lease_usable: int = 0
-    lease_until: float = 0.0
-    asked: int = 0  # blocks beyond the engine's own hit, until they are booked
-    read: Counter[str] = field(default_factory=Counter)  # tokens by tier
-
-    def tiers(self, start: int, count: int) -> list[str]:
-        """Where blocks from depth `start` on were found: G2, unless they were promoted for this request."""
-        done = self.prefetch if self.prefetch is not None and self.prefetch.done() else None
-        known = {} if done is None or done.cancelled() or done.exception() is not None else done.result()
-        return [known.get(depth, "g2") for depth in range(start, start + count)]
-
-
-@dataclass(slots=True, eq=False)
-class _Loading:
-    visit: Visit
-    lease: Lease
-    start: int
-    count: int
-    ranks: int = 0
-    failed: set[int] = field(default_factory=set)
+_LAUNCHED_MAX = 64
+"""Steps whose answers are awaited at most; more would mean that they do not come."""
 
 
 class SchedulerHalf:
@@ -98,19 +64,19 @@ class SchedulerHalf:
         self._default = controls.parse(None).chain_terms(core.namespace.block_tokens).only
         self._offload = offload
         self._limits = limits
-        self._ranks = ranks
         self._clock = clock
         self._block_tokens = core.namespace.block_tokens
         self._adapters = Adapters()
         self._visits: dict[str, Visit] = {}
-        self._loads: list[Load] = []
-        self._loading: dict[int, _Loading] = {}
         self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
-        self._recent = RecentChains()
+        self._wishes = Wishes(self._block_tokens)
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers know
         self._idle_since: float | None = None
+        self._loads = Loads(ranks, self._block_tokens, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
+        self._prefill = PrefillClock(self._computed, self._block_tokens)
+        self._launched: deque[tuple[int, int, float]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, since
         self._pool: compat.Pool | None = None
         self._confirmer = Confirmer(self._block_tokens, None, compat.Pool.names)
 
@@ -139,10 +105,8 @@ class SchedulerHalf:
         if current is None or visit.prefetch is not None:
             return
         self._prefetch(current[0], visit, request)
-        wish, prompt = visit.control.pin, self._prompt(visit)
-        if wish is not None and visit.scope is not None and visit.track.keep and prompt:
-            keeper = current[0].manager.keeper
-            visit.pinning = current[0].submit(keep_prompt(keeper, visit.scope, wish, prompt, self._block_tokens))
+        if visit.scope is not None:
+            visit.pinning = self._wishes.pin(current[0], visit.scope, visit.control, self._prompt(visit))
 
     def _prompt(self, visit: Visit) -> list[BlockKey]:
         return visit.track.chain[: visit.track.request.num_prompt_tokens // self._block_tokens]
@@ -206,7 +170,7 @@ class SchedulerHalf:
         lease = visit.lease
         if lease is not None and now < visit.lease_until and (visit.lease_start, visit.lease_usable) == (start, usable):
             return len(lease) * self._block_tokens, len(lease) > 0  # it was asked for before, and got no blocks
-        self._drop_lease(visit)
+        visit.drop_lease()
         if manager is None or start >= usable:
             return 0, False
         if visit.prefetch is not None and not visit.prefetch.done():
@@ -220,64 +184,21 @@ class SchedulerHalf:
         visit.lease, visit.lease_start, visit.lease_usable, visit.lease_until = lease, start, usable, now + _LEASE_S
         return len(lease) * self._block_tokens, len(lease) > 0
 
-    def _drop_lease(self, visit: Visit) -> None:
-        if visit.lease is not None:
-            visit.lease.release()
-            visit.lease = None
-
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine gave the request blocks, and expects `tokens` of them to be loaded."""
         visit = self._visit(request)
         table = compat.table_of(blocks)
         self._stores.taken(len(table))
         self._stores.forget(self._confirmer.place(visit.track, table))
-        lease, visit.lease = visit.lease, None
-        count, start = tokens // self._block_tokens, visit.lease_start
-        if lease is None or not count:
-            self._book(visit, lease, start, 0)
-            if lease is not None:
-                lease.release()
-            if count:
-                raise AssertionError(f"{count} blocks are to be loaded, none is pinned")
-            return
-        if len(lease) < count:
-            lease.release()
-            raise AssertionError(f"{count} blocks are to be loaded, {len(lease)} are pinned")
-        job = self._job()
-        self._loading[job] = _Loading(visit, lease, start, count)
-        slots = lease.slots[:count]
-        moves = Moves(
-            job,
-            tuple(visit.track.table[start : start + count]),
-            tuple(slot.number for slot in slots),
-            tuple(slot.generation for slot in slots),
-        )
-        self._loads.append(Load(request.request_id, moves))
+        self._loads.promise(self._manager, visit, tokens // self._block_tokens)
 
-    def refuse(self, request: Any, blocks: Any, tokens: int) -> None:
+    def refuse(self, request: Any, blocks: Any) -> None:
         """Something went wrong after a load was promised: have the workers report it as failed, all of it."""
-        table = compat.table_of(blocks)
-        bad = tuple(table[-(tokens // self._block_tokens) :]) if tokens else ()
-        self._loads.append(Load(request.request_id, Moves(self._job(), tuple(table) or bad, (), ())))
-
-    def _book(self, visit: Visit, lease: Lease | None, start: int, good: int) -> None:
-        """Account for what a request asked for, once per question: `good` blocks from `start` on were truly read."""
-        manager, asked, visit.asked = self._manager, visit.asked, 0
-        if manager is None or lease is None or not asked:
-            return
-        lease.tiers = visit.tiers(start, good)
-        for tier, count in Counter(lease.tiers).items():
-            visit.read[tier] += count * self._block_tokens
-            self.counters[f"tokens_read_{tier}"] += count * self._block_tokens
-        manager.count(lease, asked)
+        self._loads.refuse(request.request_id, compat.table_of(blocks))
 
     def sources(self, request: Any) -> dict[str, int]:
         """Tokens of the load that was just planned for a request, by the tier they were found in."""
-        for work in self._loading.values():
-            if work.visit.track.name == request.request_id:
-                tiers = Counter(work.visit.tiers(work.start, work.count))
-                return {tier: n * self._block_tokens for tier, n in tiers.items()}
-        return {}
+        return self._loads.sources(request.request_id)
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -304,12 +225,14 @@ class SchedulerHalf:
             meta.stores = stores.plan(manager, idle=not visits)
         meta.freed = self._release_delayed()
         meta.loads = self.take_loads()
+        # On a CPU the forward waits for the step's loads.
+        tokens = 0 if meta.loads else compat.prefilled(output)
+        self._launched.append((self._step, tokens, self._clock.monotonic()))
         return meta
 
     def take_loads(self) -> list[Load]:
         """Loads that were promised and not handed out yet: their requests wait for an answer, whatever happens."""
-        loads, self._loads = self._loads, []
-        return loads
+        return self._loads.take()
 
     def _new_arena(self) -> ArenaHandle | None:
         current = self._core.current
@@ -324,7 +247,9 @@ class SchedulerHalf:
         answers = meta if isinstance(meta, WorkerMeta) else None
         if answers is not None:
             for job, ranks in answers.done.items():
-                self._answer(job, ranks, answers.failed.get(job, set()))
+                failed = answers.failed.get(job, set())
+                if not self._loads.answer(self._manager, job, ranks, failed):
+                    self._stores.answer(job, ranks, failed)
         if bad := getattr(output, "invalid_block_ids", None):
             self._confirmer.fail(bad)
             self._stores.spoil(bad)
@@ -332,7 +257,15 @@ class SchedulerHalf:
             return
         for confirmed in self._confirmer.complete(answers.step, self._known):
             self._mark(confirmed)
-        self._stores.give_up_on_silence(self._clock.monotonic())
+        now = self._clock.monotonic()
+        while self._launched and self._launched[0][0] <= answers.step:
+            _, tokens, began = self._launched.popleft()
+            self._prefill.ran(tokens, began, now)
+        self._stores.give_up_on_silence(now)
+
+    def _computed(self, blocks: int, seconds: float) -> None:
+        if self._limits.weighs and (manager := self._manager) is not None:
+            manager.computed(blocks, seconds)
 
     def _known(self, track: Track) -> int:
         visit = self._visits.get(track.name)
@@ -354,28 +287,6 @@ class SchedulerHalf:
             return  # it was confirmed for another request and has been stored since
         self._stores.add(block, track.chain, depth, token)
 
-    # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _answer(self, job: int, ranks: int, failed: set[int]) -> None:
-        work = self._loading.get(job)
-        if work is None:
-            self._stores.answer(job, ranks, failed)
-            return
-        work.ranks += ranks
-        work.failed |= failed
-        if work.ranks >= self._ranks:
-            del self._loading[job]
-            self._loaded(work)
-
-    def _loaded(self, work: _Loading) -> None:
-        good = min(work.failed, default=work.count)
-        track = work.visit.track
-        track.load_begin = work.start * self._block_tokens
-        track.loaded = (work.start + good) * self._block_tokens
-        self.counters["load_failures"] += len(work.failed)
-        with work.lease:
-            self._book(work.visit, work.lease, work.start, good)
-
     # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -384,7 +295,7 @@ class SchedulerHalf:
         if visit is None:
             return False, None
         self._grow(visit)
-        self._drop_lease(visit)
+        visit.drop_lease()
         if visit.prefetch is not None:
             visit.prefetch.cancel()
         self._confirmer.finish(request.request_id)
@@ -393,19 +304,10 @@ class SchedulerHalf:
 
     def _told_of(self, visit: Visit) -> dict[str, Any]:
         """What the request's sender learns of it."""
-        told: dict[str, Any] = {"tokens_read": dict(visit.read)} if visit.read else {}
         if visit.scope is None:
-            return told
-        if (wish := visit.control.pin) is not None:
-            told["pin"] = {"name": wish.name, **_outcome(visit.pinning)}
-        prompt, scope = self._prompt(visit), visit.scope.hex()
-        if wanted := visit.control.compared_with:
-            # The OpenAI server numbers the prompts of a request.
-            depths = (self._recent.divergence(f"{scope} {name}", prompt) for name in (wanted, f"{wanted}-0"))
-            depth = next((depth for depth in depths if depth is not None), None)
-            told["same_tokens"] = None if depth is None else depth * self._block_tokens
-        self._recent.note(f"{scope} {compat.public_name(visit.track.request)}", prompt)
-        return told
+            return {"tokens_read": dict(visit.read)} if visit.read else {}
+        name = compat.public_name(visit.track.request)
+        return self._wishes.told(name, visit.scope, visit.control, self._prompt(visit), visit.read, visit.pinning)
 
     def _delay(self, visit: Visit) -> bool:
         """Without names in the pool, blocks are only known as long as the request holds them: keep them until they
@@ -464,16 +366,15 @@ class SchedulerHalf:
             self._events.clear()
         self._stores.clear()
         for visit in self._visits.values():
-            self._drop_lease(visit)
+            visit.drop_lease()
             visit.scope, visit.track.keep = None, False  # they run with blocks of both: nothing of them is kept
         return True
 
     def close(self) -> None:
         """Flush within `flush_timeout` and let go of the tiers."""
         for visit in self._visits.values():
-            self._drop_lease(visit)
-        for work in self._loading.values():
-            work.lease.release()
+            visit.drop_lease()
+        self._loads.close()
         self._core.close(self._limits.flush_timeout)
 
     def check(self) -> None:
@@ -487,11 +388,3 @@ async def _fetch(manager: Manager, chain: list[BlockKey], deadline: float, start
     take a lease from a future that was cancelled; `match` pins when the request may run."""
     with await manager.promote(chain, deadline, start) as lease:
         return {depth: tier for depth, tier in enumerate(lease.tiers, start) if tier != "g2"}
-
-
-def _outcome(pinning: concurrent.futures.Future[dict[str, Any]] | None) -> dict[str, Any]:
-    """What became of a wish to pin."""
-    if pinning is not None and not pinning.done():
-        return {"pending": True}
-    failed = pinning is None or pinning.cancelled() or pinning.exception() is not None
-    return {"refused": True} if pinning is None or failed else pinning.result()

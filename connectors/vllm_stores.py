@@ -43,6 +43,7 @@ class Limits:
     step_bytes: int = 64 << 20  # copied out per step
     spill_ahead: int = 64  # blocks at the head of the free queue that are kept copied
     decode: bool = True  # blocks that were filled by decoding are kept, too
+    weighs: bool = True  # what would arrive later than prefill takes is computed
 
 
 @dataclass(slots=True, eq=False)

@@ -20,9 +20,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from vllm.config import set_current_vllm_config
 from vllm.config.vllm import get_current_vllm_config_or_none
@@ -41,91 +39,61 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.block import BlockKey, Scope
+from kvtier.block import BlockKey
 from kvtier.cache import Cache
 from kvtier.clock import SystemClock
-from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys, guarded, seconds
+from kvtier.connectors import vllm_compat as compat
+from kvtier.connectors.common import Controls, Scopes, Settings, engine_keys, guarded, seconds
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_events import OWNERSHIP
-from kvtier.connectors.vllm_tier_parts import Rows, tier_namespace
+from kvtier.connectors.vllm_identity import Adapters
+from kvtier.connectors.vllm_tier_identity import tier_namespace
+from kvtier.connectors.vllm_tier_rows import Placed, Rows, runs_of
+from kvtier.connectors.vllm_tier_visits import GROUP_BYTES, Search, Visit
+from kvtier.connectors.vllm_wishes import Wishes
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.events import Events
 from kvtier.hashing import HASH_BYTES
-from kvtier.lease import Lease
 from kvtier.tiers.host import Slot
 
 log = logging.getLogger(__name__)
 
 ARGUMENTS = ("lookup_deadline", "flush_timeout", "store_wait")
 _TOKENS_READ, _EVENTS = "vllm:kvtier_tokens_read", "vllm:kvtier_events"
-_GROUP_BYTES = 4  # vLLM's key is the block's hash and the number of its KV cache group
 _LOCALITY = {"g3": Locality.LOCAL, "g4": Locality.REMOTE}
 
 
 class KVTierOffloadingConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector, which lets a tier see the engine's whole configuration while it is built: what a
-    tier is told by itself does not name the weights, the quantisation or the engine's overrides."""
+    """vLLM's OffloadingConnector, which lets a tier see what it is not told by itself: the engine's whole configuration
+    while it is built (weights, quantisation, overrides), and of every request its salt, its adapter and its prompt. And
+    it hands what the tier has to say of a request to its sender."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         with set_current_vllm_config(vllm_config):
             super().__init__(vllm_config, role, kv_cache_config)
+        manager = self.connector_scheduler.manager if self.connector_scheduler is not None else None
+        tiers = getattr(manager, "secondary_tiers", ())
+        self._tiers = [tier for tier in tiers if isinstance(tier, KVTierSecondaryTier)]
 
+    def on_new_request(self, request: Any) -> None:
+        for tier in self._tiers:
+            guarded(tier.meet, request, fallback=None)
+        super().on_new_request(request)
 
-class Placed(NamedTuple):
-    """One chunk of a job: vLLM's key, its depth in the request's chain, and its row of vLLM's host cache."""
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        told = self._told(request)
+        keep, params = super().request_finished(request, block_ids)
+        return keep, {**(params or {}), **told} or None
 
-    key: bytes
-    depth: int
-    row: int
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
 
-
-@dataclass(slots=True, eq=False)
-class Search:
-    """What the tiers have of one request from depth `start` on: being promoted, then held by a lease until it was
-    copied out. Once per request: a copy that failed is not asked for again."""
-
-    start: int
-    asked: int
-    until: float
-    promotion: concurrent.futures.Future[Lease] | None = None
-    lease: Lease | None = None
-    last: int = -1  # the depth that vLLM asked for last
-    spent: bool = False
-
-    def end(self) -> None:
-        """Let go of what it holds. The promotion's bytes stay in G2 if it was nearly done. Idempotent."""
-        promotion, self.promotion = self.promotion, None
-        if promotion is not None and not promotion.cancel():
-            promotion.add_done_callback(_let_go)
-        if self.lease is not None:
-            self.lease.release()
-        self.spent = True
-
-
-def _let_go(promotion: concurrent.futures.Future[Lease]) -> None:
-    if not promotion.cancelled() and promotion.exception() is None:
-        promotion.result().release()
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """One request, from its arrival until vLLM will name it no more."""
-
-    control: Control
-    scope: Scope
-    chain: list[BlockKey] = field(default_factory=list)
-    search: Search | None = None
-    stale: bool = False  # it runs with blocks of old weights and of new ones
-
-    def chain_of(self, context: ReqContext, block_tokens: int) -> list[BlockKey]:
-        """The keys of the request's chunks as far as vLLM knows them, grown with it."""
-        known = context._offload_key_positions  # in order of depth; the only place where a tier finds the chain
-        if len(known) > len(self.chain):
-            fresh = list(islice(known.items(), len(self.chain), None))
-            if fresh[-1][1] != len(known) * block_tokens:
-                raise KVTierError("the engine's keys are no chain of whole chunks")
-            self.chain += engine_keys(self.scope, [bytes(key[:-_GROUP_BYTES]) for key, _ in fresh])
-        return self.chain
+    def _told(self, request: Any) -> dict[str, Any]:
+        nothing: dict[str, Any] = {}
+        told = [told for tier in self._tiers if (told := guarded(tier.told, request, fallback=nothing))]
+        return {"kvtier": told[0]} if told else {}
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
@@ -147,20 +115,24 @@ class KVTierSecondaryTier(SecondaryTierManager):
             raise ConfigError("this vLLM does not tell its tiers where in a request a block lies; 0.31 and later do")
         settings = Settings.parse(arguments, ARGUMENTS)
         config = settings.config
-        if config.security.salt == "deny":
-            raise ConfigError(
-                "security.salt is deny, but vLLM does not tell its tiers a request's salt (it is in the block hashes, "
-                "so salts share nothing either way); use the KVTierConnector, or salt: shared"
-            )
         engine = get_current_vllm_config_or_none()
+        self._meets = engine is not None  # every request is introduced
+        if config.security.salt == "deny" and not self._meets:
+            raise ConfigError(
+                "security.salt is deny, but vLLM's OffloadingConnector does not tell a tier a request's salt (it is in "
+                "the block hashes, so salts share nothing either way); use kv_connector KVTierOffloadingConnector from "
+                "kvtier.connectors.vllm_tier, or salt: shared"
+            )
         namespace = tier_namespace(offloading_spec.config, engine, settings, self.block_size_bytes)
-        self._group = int(offloading_spec.config.groups[0].group_id).to_bytes(_GROUP_BYTES, "big")
+        self._group = int(offloading_spec.config.groups[0].group_id).to_bytes(GROUP_BYTES, "big")
         self._lookup_s = seconds(arguments, "lookup_deadline", config.deadlines.lookup)
         self._flush_s = seconds(arguments, "flush_timeout", 3.0)
         self._store_wait_s = seconds(arguments, "store_wait", 1.0)
         self._get_s = config.deadlines.get
         self._controls, self._scopes = Controls(config), Scopes(config)
         self._block_tokens = namespace.block_tokens
+        self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
+        self._adapters, self._wishes = Adapters(), Wishes(namespace.block_tokens)
         self._clock = SystemClock()
         self._visits: dict[str, Visit] = {}
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
@@ -184,13 +156,40 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
+    def meet(self, request: Any) -> None:
+        """Who asks: called by KVTierOffloadingConnector before vLLM's own call, which does not say it."""
+        control = self._controls.parse(compat.control_of(request))
+        adapter = self._adapters.of(compat.adapter_of(request))
+        if adapter is None or compat.holds_foreign_state(request):
+            return
+        scope = self._scopes.of(compat.salt_of(request), adapter, control.request)
+        if scope is None:
+            return
+        whole = request.num_prompt_tokens // self._block_tokens * self._hashes_per_chunk
+        hashes = compat.hashes_of(request)[:whole]
+        prompt = tuple(engine_keys(scope, hashes[self._hashes_per_chunk - 1 :: self._hashes_per_chunk]))
+        visit = self._visits[request.request_id] = Visit(control, scope, compat.public_name(request), prompt)
+        if (cache := self._cache) is not None:
+            visit.pinning = self._wishes.pin(cache, scope, control, prompt)
+
+    def told(self, request: Any) -> dict[str, Any]:
+        """What the sender of a request that has ended learns of it."""
+        visit = self._visits.get(request.request_id)
+        if visit is None:
+            return {}
+        return self._wishes.told(visit.name, visit.scope, visit.control, visit.prompt, visit.read, visit.pinning)
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         guarded(self._arrive, req_context, fallback=None)
         return RequestOffloadingContext()
 
     def _arrive(self, context: ReqContext) -> None:
+        if self._meets:
+            return
         params = context.kv_transfer_params
         control = self._controls.parse(params.get("kvtier") if isinstance(params, dict) else None)
+        if control.pin is not None or control.compared_with:
+            log.warning("a pin or comparison is not heard under vLLM's own connector: use KVTierOffloadingConnector")
         scope = self._scopes.of(None, b"", control.request)
         if scope is not None:
             self._visits[context.req_id] = Visit(control, scope)
@@ -243,8 +242,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         elif promotion.done() or self._clock.monotonic() >= search.until:
             if not promotion.done():
                 self.counters[_EVENTS, "lookups_late"] += 1
-                promotion.add_done_callback(_let_go)  # it goes on: the next request may find what it brings
-            search.promotion = None
+            search.leave()
             search.lease = cache.manager.pin(visit.chain, search.start)
         else:
             return False
@@ -291,7 +289,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         search = visit.search if visit is not None else None
         if search is not None:
             search.spent = True
-        self._start(self._loads, job_metadata, lambda placed: self._load(search, placed))
+        self._start(self._loads, job_metadata, lambda placed: self._load(visit, search, placed))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Copy out of vLLM's rows into G2, on a thread; what lies deeper is written behind."""
@@ -334,10 +332,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         context = job.req_context
         return [Placed(key, self._depth(key, context), row) for key, row in zip(job.keys, rows, strict=True)]
 
-    def _load(self, search: Search | None, placed: list[Placed]) -> list[bytes]:
+    def _load(self, visit: Visit | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
         """Returns the keys whose rows hold their block now."""
         cache = self._cache
-        if search is None or search.lease is None or cache is None:
+        if visit is None or search is None or search.lease is None or cache is None:
             return []
         lease, good, tiers = search.lease, [], []
         try:
@@ -352,6 +350,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         finally:
             lease.release()
         for tier, count in Counter(tiers).items():
+            visit.read[tier] += count * self._block_tokens
             self.counters[_TOKENS_READ, tier] += count * self._block_tokens
         lease.tiers = tiers
         cache.manager.count(lease, search.asked)
@@ -361,7 +360,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """Returns all keys: what kvtier does not keep is no failure of the job."""
         cache = self._cache
         if visit is not None and cache is not None and chain:
-            for run in _runs(placed):
+            for run in runs_of(placed):
                 stop = run[-1].depth + 1
                 timeout = 0.0 if self._hurry else self._store_wait_s
                 with self._rows.read([item.row for item in run]) as buffers:
@@ -431,14 +430,3 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._visits.clear()
         self._rows.release()
         self._core.close(self._flush_s)
-
-
-def _runs(placed: Iterable[Placed]) -> list[list[Placed]]:
-    """In order of depth, cut into runs without gaps."""
-    runs: list[list[Placed]] = []
-    for item in sorted(placed, key=lambda item: item.depth):
-        if runs and runs[-1][-1].depth + 1 == item.depth:
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-    return runs

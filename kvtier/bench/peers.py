@@ -209,7 +209,11 @@ def _transfer(setting: Setting, name: str, folder: Path) -> Iterator[dict[str, A
     elif name == "kvtier":
         tiers = {"g2": {"capacity": host}, "g3": {"path": disk, "capacity": "4GiB"}}
         yield _connector(
-            "KVTierConnector", "kvtier.connectors.vllm", kvtier_config={"tiers": tiers}, lookup_deadline="1s"
+            "KVTierConnector",
+            "kvtier.connectors.vllm",
+            kvtier_config={"tiers": tiers},
+            lookup_deadline="1s",
+            recompute="never",  # a model this small computes faster than any disk reads
         )
     elif name == "native":
         yield _native(host, {"type": "fs", "root_dir": disk, "n_read_threads": 4, "n_write_threads": 4})

@@ -16,13 +16,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 IDLE_S, END_S = 0.5, 5.0
 
 
-def main() -> None:
-    # What the engine prints goes to standard error.
+def order() -> tuple[dict[str, Any], Callable[..., None]]:
+    """What is asked, from standard input, and the call that answers with a line on what was standard output. From now
+    on what this process prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -30,7 +32,11 @@ def main() -> None:
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
-    asked = json.load(sys.stdin)
+    return json.load(sys.stdin), answer
+
+
+def main() -> None:
+    asked, answer = order()
     began = time.monotonic()
     from vllm import LLM, SamplingParams
 

@@ -3,12 +3,10 @@ and writes is what `kvtier.bench.peers_engine` does."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
+from kvtier.bench.peers_engine import order
 from kvtier.testing import sglang_cpu
 
 if __name__ in ("__main__", "__mp_main__"):  # not where this is merely imported: it replaces what others need
@@ -23,15 +21,7 @@ _CPU = {
 
 
 def main() -> None:
-    # What the engine prints goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-        answers.flush()
-
-    asked = json.load(sys.stdin)
+    asked, answer = order()
     began = time.monotonic()
     import sglang
 

@@ -15,7 +15,12 @@ import sys
 import time
 import traceback
 from collections import deque
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # run by itself, and told not to look beside itself
+
+from engine_faults import Faults
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -43,7 +48,7 @@ class Logs(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-class Host:
+class Host(Faults):
     def __init__(self, options: dict[str, Any]) -> None:
         self._logs = Logs()
         logging.getLogger("kvtier").addHandler(self._logs)
@@ -59,7 +64,13 @@ class Host:
         transfer = {}
         if options.get("config") is not None:
             # A busy machine may need seconds for what takes milliseconds; deadlines have tests of their own.
-            defaults = {"kvtier_config": options["config"], "model": "tiny", "lookup_deadline": "30s"}
+            # A tiny model computes faster than any disk reads.
+            defaults = {
+                "kvtier_config": options["config"],
+                "model": "tiny",
+                "lookup_deadline": "30s",
+                "recompute": "never",
+            }
             arguments = {**defaults, **options.get("arguments", {})}
             connector = {
                 "kv_connector": "KVTierConnector",
@@ -208,7 +219,7 @@ class Host:
         held = scheduler.kv_cache_manager.block_pool
         return {
             "visits": len(self.half._visits),
-            "loading": len(self.half._loading),
+            "loading": len(self.half._loads),
             "storing": len(self.half._stores._storing),
             "dirty": len(self.half._stores._dirty),
             "pinned": self.cache.stats()["g2"]["pinned"],
@@ -217,88 +228,13 @@ class Host:
             "forgotten": self._forgotten.total,
         }
 
+    def prefill_cost(self) -> float | None:
+        """Seconds per block that the manager has learned."""
+        cost: float | None = self.cache.manager._compute_s_per_block
+        return cost
+
     def namespace(self) -> dict[str, Any]:
         return dict(self.half._core.namespace.fields())
-
-    # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def break_loads(self, how: str, positions: list[int] | None = None) -> None:
-        """`zeros`: loads bring zeros and say they succeeded; `fail`: the given positions of the next load fail;
-        `hang`: loads are not answered until `mend`;
-        `now and then`: every third fails at one position, every fifth is made three steps late."""
-        worker = self.worker
-        if how == "zeros":
-            plain = worker.load
-
-            def zeros(loads: Any) -> None:
-                plain(loads)
-                worker.poll()
-                tensors = worker._described.memory.keep
-                for job in loads:
-                    for tensor in tensors:
-                        for block in job.moves.blocks:
-                            tensor[block].zero_()
-
-            worker.load = zeros
-        elif how == "fail":
-            submit = worker._submit
-
-            def fail(moves: Any, request: str) -> None:
-                submit(moves, request)
-                if request and "used" not in self._faults:
-                    self._faults["used"] = True
-                    failed = {p for p in positions or [0] if p < len(moves.blocks)}
-                    worker._failed[moves.job] = failed
-                    worker.poll()
-                    for tensor in worker._described.memory.keep:
-                        for position in failed:
-                            tensor[moves.blocks[position]].fill_(7.0)
-
-            self._faults.pop("used", None)
-            worker._submit = fail
-        elif how == "now and then":
-            submit, count = worker._submit, 0
-
-            def now_and_then(moves: Any, request: str) -> None:
-                nonlocal count
-                submit(moves, request)
-                if not request:
-                    return
-                count += 1
-                if count % 3 == 0:
-                    worker._failed.setdefault(moves.job, set()).add(count % len(moves.blocks))
-                    worker.poll()
-                    for tensor in worker._described.memory.keep:
-                        tensor[moves.blocks[count % len(moves.blocks)]].fill_(7.0)
-
-            plain_load, begun = worker.load, 0
-
-            def late(loads: Any) -> None:
-                nonlocal begun
-                waiting = self._faults.setdefault("late", [])
-                due = [job for turns, job in waiting if turns <= 1]
-                self._faults["late"] = [(turns - 1, job) for turns, job in waiting if turns > 1]
-                for job in loads:
-                    begun += 1
-                    if begun % 5 == 0:
-                        self._faults["late"].append((3, job))
-                    else:
-                        due.append(job)
-                plain_load(due)
-
-            worker._submit, worker.load = now_and_then, late
-        elif how == "hang":
-            held: list[Any] = []
-            self._faults["held"] = held
-            worker.load = held.extend
-        else:
-            raise ValueError(how)
-
-    def hold_stores(self) -> None:
-        """Copies out are neither made nor answered until `mend`."""
-        held: list[Any] = []
-        self._faults["stores"] = held
-        self.worker.store = held.extend
 
     def _track(self, name: str) -> Any:
         return next(visit.track for key, visit in self.half._visits.items() if key.startswith(name))
@@ -308,35 +244,6 @@ class Host:
         deadline = time.monotonic() + 30
         while not self._track(name).table and time.monotonic() < deadline:
             self.llm.llm_engine.step()
-
-    def spoil(self, name: str, positions: list[int]) -> None:
-        """Blocks of a running request get another content, and the next step reports it, as a load inside the step
-        would that fails."""
-        track = self._track(name)
-        bad = [track.table[position] for position in positions]
-        for tensor in self.worker._described.memory.keep:
-            for block in bad:
-                tensor[block].fill_(7.0)
-        self.worker._bad_blocks.update(bad)
-
-    def second_rank(self, present: bool) -> None:
-        """The scheduler half waits for answers of two ranks; the second one is `answer_of_second_rank`."""
-        self.half._ranks = self.half._stores.ranks = 2 if present else 1
-
-    def answer_of_second_rank(self, failed: int = -1) -> int:
-        """It has finished every copy out; the one at position `failed` of each job went wrong."""
-        jobs = list(self.half._stores._storing)
-        for job in jobs:
-            self.half._answer(job, 1, {failed} if failed >= 0 else set())
-        return len(jobs)
-
-    def limit(self, **limits: Any) -> None:
-        from dataclasses import replace
-
-        self.half._limits = self.half._stores.limits = replace(self.half._limits, **limits)
-
-    def resume_offload(self) -> None:
-        self.half._stores.stopped = False
 
     def record_calls(self) -> None:
         """Note the scheduler half's answers, and what each step of the worker was told."""
@@ -382,55 +289,6 @@ class Host:
     def named_in_pool(self, prompt: list[int]) -> int:
         """Leading blocks of a prompt that the engine's own cache has."""
         return int(self.half._pool.resident(self._chain(prompt)))
-
-    def break_scheduler(self) -> None:
-        """Every call into the scheduler half raises."""
-
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError("injected")
-
-        for name in ("arrive", "match", "plan", "completed", "finish"):
-            setattr(self.half, name, broken)
-
-    def mend(self) -> None:
-        for name in ("load", "_submit"):
-            self.worker.__dict__.pop(name, None)
-        for name in ("arrive", "match", "plan", "completed", "finish"):
-            self.half.__dict__.pop(name, None)
-        held = self._faults.pop("held", []) + [job for _, job in self._faults.pop("late", [])]
-        if held:
-            self.worker.load(held)
-        self.worker.__dict__.pop("store", None)
-        stores = self._faults.pop("stores", [])
-        if stores:
-            self.worker.store(stores)
-
-    def sicken(self, tier: str, how: str) -> None:
-        """`error`, `hang` or `` (healthy again): every call into a lower tier from now on."""
-        from kvtier.testing import Fault, FaultyTier
-
-        guard = self.cache.manager.lower[tier].inner
-        while not isinstance(guard.inner, FaultyTier) and hasattr(guard.inner, "inner"):
-            guard = guard.inner
-        if not isinstance(guard.inner, FaultyTier):
-            guard.inner = FaultyTier(guard.inner)
-        calls = {"error": ("*",), "hang": ("read", "write", "flush", "lookup"), "": ()}[how]
-        guard.inner.faults = [Fault(call, how) for call in calls]
-
-    def corrupt(self, folder: str) -> int:
-        """Flip a byte in every 4 KiB of every file that holds payload. Returns how many files."""
-        from pathlib import Path
-
-        files = [p for p in Path(folder).rglob("*") if p.is_file() and p.stat().st_size >= 1 << 16]
-        files = [p for p in files if p.suffix not in (".mdb", ".lock")]
-        for path in files:
-            with path.open("r+b") as file:
-                for start in range(4096, min(path.stat().st_size, 64 << 20), 4096):
-                    file.seek(start + 17)
-                    byte = file.read(1)
-                    file.seek(start + 17)
-                    file.write(bytes([byte[0] ^ 0xFF]))
-        return len(files)
 
     def timed(self, prompts: list[list[int]], tokens: int = 4) -> dict[str, Any]:
         """Like generate; `seconds` from the first to the last."""

@@ -339,6 +339,24 @@ def test_a_hanging_disk_costs_a_request_no_more_than_the_deadline(engine: Any) -
     engine.settle()
 
 
+def test_what_would_arrive_later_than_prefill_takes_is_computed(engine: Any) -> None:
+    right = engine.generate(prompts=[prompt(66, 500)])[0]
+    engine.flush()
+    engine.limit(weighs=True)
+    engine.generate(prompts=[prompt(67, 500)])
+    cost = engine.prefill_cost()
+    assert cost is not None and 1e-5 < cost < 10
+    for load_s, read in ((100 * cost, {}), (cost / 100, {"g3": 480})):
+        engine.evict(tier="g2")
+        assert engine.reset()
+        engine.pretend(tier="g3", seconds_per_block=load_s)
+        again = engine.generate(prompts=[prompt(66, 500)])[0]
+        assert again["tokens"] == right["tokens"] and again["read"] == read
+    assert engine.stats()["requests"]["misses"]["slower"] == 15
+    engine.pretend(tier="g3", seconds_per_block=None)
+    engine.limit(weighs=False)
+
+
 def test_more_blocks_than_the_pool_has(engine: Any) -> None:
     """Preemption, eviction from the pool, spilling ahead of reuse: 8 prompts of 20 blocks on a pool of 127."""
     prompts = [prompt(30 + i, 630) for i in range(8)]

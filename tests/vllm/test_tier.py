@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from kvtier.connectors.vllm_tier import KVTierSecondaryTier
-from kvtier.connectors.vllm_tier_parts import tier_namespace
+from kvtier.connectors.vllm_tier_identity import tier_namespace
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.testing import Fault, FaultyTier
 
@@ -319,6 +319,16 @@ def test_a_request_says_what_is_read_and_kept(make: Callable[..., Stack]) -> Non
     stack.cache.flush(10)
     stack.cache.evict("g2")
     assert stack.cache.stats()["g3"]["blocks"] == 3
+
+
+def test_a_wish_that_vllms_own_connector_cannot_carry_is_refused_with_advice(
+    make: Callable[..., Stack], caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = make()
+    stack.keep(chain(1, 3), {"pin": {"name": "manual", "ttl": "1h"}})
+    assert "KVTierOffloadingConnector" in caplog.text and stack.cache.pins.list() == []
+    stack.forget()
+    assert stack.found(chain(1, 3)) == 3, "it is cached like any other"
 
 
 def test_a_reset_ends_everything_stored_before(make: Callable[..., Stack]) -> None:

@@ -84,6 +84,54 @@ def test_wrong_bytes_would_be_noticed(engine: Any) -> None:
     assert tokens(engine.generate(prompts=[prompt(3)])) != tokens(right)
 
 
+def test_salts_share_nothing_and_senders_are_told(engine: Any) -> None:
+    """vLLM's tiers do not hear of salts, pins and senders; under kvtier's offloading connector they do."""
+    wish = {"pin": {"name": "manual", "ttl": "1h"}}
+    cold = engine.generate(prompts=[prompt(7)], salt="one", control=wish)[0]
+    assert "refused" not in cold["told"]["pin"]
+    assert engine.forget()
+    assert engine.generate(prompts=[prompt(7)], salt="two")[0]["read"] == {}
+    assert engine.forget()
+    warm = engine.generate(prompts=[prompt(7)], salt="one", control={**wish, "compared_with": cold["id"]})[0]
+    assert warm["tokens"] == cold["tokens"] and warm["told"]["same_tokens"] == 288
+    assert warm["read"] == {"g2": 288}
+    assert [blocks for name, blocks in engine.pins(count=1).items() if name.endswith("/manual")] == [9]
+    engine.unpin()
+    assert engine.forget() and engine.purge(salt="one") > 0
+    assert engine.generate(prompts=[prompt(7)], salt="one")[0]["read"] == {}
+    assert engine.forget()
+    assert engine.generate(prompts=[prompt(7)], salt="two")[0]["read"] == {"g2": 288}, "the control"
+    assert engine.idle() == IDLE
+
+
+@pytest.mark.long
+def test_adapters_are_told_apart_by_their_weights_and_salts_may_be_required(
+    start: Callable[..., Any], write_adapter: Callable[[Path, int], Path], tmp_path: Path
+) -> None:
+    """A retrained adapter at the same path, under the same name, has the same hashes in vLLM."""
+    path = write_adapter(tmp_path / "adapter", 1)
+    tiers = {"g2": {"capacity": "16MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1GiB"}}
+    engine = start(
+        script="tier_host.py",
+        tier={"kvtier_config": {"tiers": tiers, "security": {"salt": "deny"}}},
+        engine={"enable_lora": True, "max_lora_rank": 8, "max_loras": 4},
+    )
+    plain = engine.generate(prompts=[prompt(8)], salt="s")[0]
+    first = engine.generate(prompts=[prompt(8)], salt="s", adapter=["tuned", 1, str(path)])[0]
+    assert first["read"] == {} and first["tokens"] != plain["tokens"]
+    assert engine.forget()
+    again = engine.generate(prompts=[prompt(8)], salt="s", adapter=["tuned", 1, str(path)])[0]
+    assert again["read"] == {"g2": 288} and again["tokens"] == first["tokens"]
+    write_adapter(path, 2)
+    assert engine.forget()
+    retrained = engine.generate(prompts=[prompt(8)], salt="s", adapter=["tuned", 2, str(path)])[0]
+    assert retrained["read"] == {} and retrained["tokens"] != first["tokens"]
+    for _ in range(2):
+        assert engine.forget()
+        assert engine.generate(prompts=[prompt(8)])[0]["read"] == {}, "security.salt is deny"
+    assert engine.stop() == 0
+
+
 @pytest.mark.long
 def test_a_fresh_process_finds_what_the_last_one_wrote(
     engine: Any, start: Callable[..., Any], arguments: dict[str, Any]

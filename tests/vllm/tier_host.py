@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-_spec = importlib.util.spec_from_file_location("engine_host", Path(__file__).with_name("engine_host.py"))
-assert _spec is not None and _spec.loader is not None
-engine_host = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(engine_host)
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engine_host
 
 
-class TierHost(engine_host.Host):  # type: ignore[name-defined,misc]
+class TierHost(engine_host.Host):
     def __init__(self, options: dict[str, Any]) -> None:
         tiers = []
         if options.get("tier") is not None:
@@ -51,6 +50,9 @@ class TierHost(engine_host.Host):  # type: ignore[name-defined,misc]
         self.settle()
         self.manager.primary_tier.reset_cache()
         return bool(self.reset())
+
+    def purge(self, salt: str) -> int:
+        return int(self.cache.purge(salt=salt))
 
     def zero_host(self) -> None:
         import numpy as np

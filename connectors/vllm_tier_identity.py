@@ -1,53 +1,14 @@
-"""What the second door into vLLM needs beside the tier itself: rows of vLLM's host cache, and their identity."""
+"""The namespace of the rows of vLLM's host cache, for the second door into vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from kvtier.connectors.common import Settings, model_name
 from kvtier.connectors.vllm_compat import hash_problem
 from kvtier.connectors.vllm_identity import HASH_VERSION, algorithm_of, engine_weights, rope_of, short
 from kvtier.errors import IdentityError
 from kvtier.namespace import Namespace
-from kvtier.tier import Pieces
-
-
-class Rows:
-    """vLLM's host cache: row i holds one chunk, all layers and ranks. The memory is vLLM's; whoever is told a row may
-    use it until the job that named it is reported."""
-
-    def __init__(self, view: memoryview) -> None:
-        """`view` is [rows, bytes], contiguous."""
-        assert view.strides is not None
-        self.row_bytes = view.strides[0]
-        self._flat = view.cast("B")
-
-    @contextmanager
-    def read(self, rows: Sequence[int]) -> Iterator[list[memoryview]]:
-        """Views of these rows, valid inside the `with`."""
-        views = [self._flat[row * self.row_bytes : (row + 1) * self.row_bytes] for row in rows]
-        try:
-            yield views
-        finally:
-            for view in views:
-                view.release()
-
-    def write(self, row: int, pieces: Pieces) -> None:
-        """Copy a block into a row. Other threads run meanwhile."""
-        with self.read([row]) as (view,):
-            whole, start = np.frombuffer(view, np.uint8), 0
-            for piece in pieces:
-                np.copyto(whole[start : start + len(piece)], np.frombuffer(piece, np.uint8))
-                start += len(piece)
-            del whole
-
-    def release(self) -> None:
-        """Let vLLM unmap its memory. Idempotent."""
-        self._flat.release()
 
 
 def tier_namespace(offloading: Any, vllm_config: Any | None, settings: Settings, row_bytes: int) -> Namespace:
@@ -98,11 +59,6 @@ def _engine(vllm_config: Any, settings: Settings) -> dict[str, str]:
     # Where hashes are seeded at random, this interface is older than what is served here.
     if problem := hash_problem(cache.prefix_caching_hash_algo, randomised=False):
         raise IdentityError(problem)
-    if vllm_config.lora_config is not None:
-        raise IdentityError(
-            "vLLM does not tell its tiers a request's adapter, so a retrained one could be served old blocks; "
-            "start without LoRA, or use the KVTierConnector"
-        )
     kind = str(cache.cache_dtype)
     if getattr(cache, "calculate_kv_scales", False) or "per_token" in kind:
         raise IdentityError(f"KV scales computed at run time ({kind}) are not stored; use static ones")
