@@ -14,7 +14,8 @@ listed by themselves.
 `jitter`: requests that only decode, in windows of `--window` seconds: while nothing is promoted, while the engine's own
 cache promotes from disk at full rate, and while a process of its own does the same work over its own arena. Each round
 of three windows gives ratios to the pausing one. What the third costs is the machine's (memory bandwidth, cores, host);
-what the second costs more is the interpreter lock's.
+what the second costs more is the interpreter lock's. With `--cores apart` the thread that computes has one core to
+itself and all others, and the child, share another: a GPU's engine does not compute where promotion does.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=4.0, help="jitter: seconds")
     parser.add_argument("--rounds", type=int, default=20, help="jitter: windows of each kind")
     parser.add_argument("--threads", type=int, default=1, help="of the forward")
+    parser.add_argument("--cores", choices=("shared", "apart"), default="shared", help="jitter: who computes where")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -64,8 +66,9 @@ def main() -> None:
         for name in [args.model] if args.model else ["tiny", "small"]:
             results[name] = steps(name, args.prompts or {"tiny": 240}.get(name, 40))
     else:
-        results = jitter(args.model or "wide", args.window, args.rounds)
-    entry = record(f"vllm_{'overhead' if args.what == 'steps' else 'jitter'}", ["python", *sys.argv], results)
+        results = jitter(args.model or "wide", args.window, args.rounds, args.cores == "apart")
+    name = {"steps": "overhead", "jitter": "jitter_apart" if args.cores == "apart" else "jitter"}[args.what]
+    entry = record(f"vllm_{name}", ["python", *sys.argv], results)
     print(json.dumps(entry, indent=2))
     if args.save:
         save(entry, args.save)
@@ -171,100 +174,107 @@ def steps(name: str, prompts: int) -> dict[str, Any]:
         }
 
 
-def jitter(name: str, window: float, rounds: int) -> dict[str, Any]:
-    from vllm import SamplingParams
+LABELS = ("pausing", "inside", "child")
 
-    labels = ["pausing", "inside", "child"]
-    took: dict[str, list[list[float]]] = {label: [] for label in labels}
-    rates: dict[str, list[float]] = {label: [] for label in labels}
+
+def jitter(name: str, window: float, rounds: int, apart: bool) -> dict[str, Any]:
+    compute, rest = cores(apart)
+    os.sched_setaffinity(0, rest)  # threads inherit it: all that the cache starts
+    took: dict[str, list[list[float]]] = {label: [] for label in LABELS}
+    rates: dict[str, list[float]] = {label: [] for label in LABELS}
     with tempfile.TemporaryDirectory() as folder:
         tiers = {"g2": {"capacity": "512MiB"}, "g3": {"path": f"{folder}/g3", "capacity": "4GiB"}}
-        with engine(name, tiers, 1024) as llm:
+        with engine(name, tiers, 1024) as llm, child_promoting(llm, folder, rest) as (child_go, child_blocks):
             _, half, _ = parts(llm)
-            cache, namespace = half._core.current[0], half._core.namespace
-            size = cache.manager.host.block_bytes
-            context = multiprocessing.get_context("spawn")
-            child_go, child_blocks = context.Event(), context.Value("q", 0)
-            child_tiers = {**tiers, "g3": {"path": f"{folder}/g3-child", "capacity": "4GiB"}}
-            child = context.Process(
-                target=promote_in_child, args=(child_tiers, namespace.fields(), child_go, child_blocks), daemon=True
-            )
-            child.start()
+            cache, size = half._core.current[0], half._core.namespace.block_bytes
             go, blocks = threading.Event(), Count()
-            chains = store_chains(cache, namespace)
+            chains = store_chains(cache, half._core.namespace)
             threading.Thread(target=promote, args=(cache, chains, go, blocks), daemon=True).start()
-            while not child_go.wait(0.1):  # the child sets it when it has stored
-                assert child.is_alive()
-            child_go.clear()
-            sampling = SamplingParams(
-                temperature=0, max_tokens=3900, ignore_eos=True, detokenize=False,
-                extra_args={"kv_transfer_params": {"kvtier": {"load": False, "store": False}}},
-            )  # fmt: skip
-            requests = 0
-
-            def decode(seconds: float) -> list[float]:
-                nonlocal requests
-                seen: list[float] = []
-                until = time.monotonic() + seconds
-                while time.monotonic() < until:
-                    if not llm.llm_engine.has_unfinished_requests():
-                        for _ in range(4):
-                            requests += 1
-                            prompt = [(requests * 37 + i) % 1000 + 3 for i in range(64)]
-                            llm.llm_engine.add_request(f"r{requests}", {"prompt_token_ids": prompt}, sampling)
-                        llm.llm_engine.step()
-                        llm.llm_engine.step()
-                    began = time.perf_counter()
-                    llm.llm_engine.step()
-                    seen.append(time.perf_counter() - began)
-                return seen
-
+            os.sched_setaffinity(0, compute)  # this thread alone
+            decode = Decoding(llm)
             for number in range(rounds + 1):  # the first warms up
-                for label in labels[number % 3 :] + labels[: number % 3]:
+                for label in LABELS[number % 3 :] + LABELS[: number % 3]:
                     switch = {"inside": go, "child": child_go}.get(label)
                     if switch is not None:
                         switch.set()
-                    decode(0.3)
-                    before, began = (blocks.value, child_blocks.value), time.monotonic()
-                    seen = decode(window)
-                    moved = blocks.value - before[0] + child_blocks.value - before[1]
+                    decode.steps(0.3)
+                    before, began = blocks.value + child_blocks.value, time.monotonic()
+                    seen = decode.steps(window)
+                    moved, passed = blocks.value + child_blocks.value - before, time.monotonic() - began
                     if switch is not None:
                         switch.clear()
                         time.sleep(0.3)
                     if number:
                         took[label].append(seen)
-                        rates[label].append(moved * size / (time.monotonic() - began))
-            child.kill()
-            child.join()
-    ratios = {
-        label: {
-            name: [take(one) / take(base) for one, base in zip(took[label], took["pausing"], strict=True)]
+                        rates[label].append(moved * size / passed)
+    return {"cores": "apart" if apart else "shared", "rounds": rounds, "block_bytes": size, **ratios(took, rates)}
+
+
+def cores(apart: bool) -> tuple[set[int], set[int]]:
+    """For the thread that computes, and for all others."""
+    mine = sorted(os.sched_getaffinity(0))
+    if not apart:
+        return set(mine), set(mine)
+    if len(mine) < 2:
+        sys.exit("--cores apart needs two cores")
+    return {mine[0]}, {mine[1]}
+
+
+class Decoding:
+    """Four requests that decode, again and again."""
+
+    def __init__(self, llm: Any) -> None:
+        from vllm import SamplingParams
+
+        self._engine = llm.llm_engine
+        self._asked = 0
+        self._sampling = SamplingParams(
+            temperature=0, max_tokens=3900, ignore_eos=True, detokenize=False,
+            extra_args={"kv_transfer_params": {"kvtier": {"load": False, "store": False}}},
+        )  # fmt: skip
+
+    def steps(self, seconds: float) -> list[float]:
+        """How long each step took."""
+        seen: list[float] = []
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if not self._engine.has_unfinished_requests():
+                for _ in range(4):
+                    self._asked += 1
+                    prompt = [(self._asked * 37 + i) % 1000 + 3 for i in range(64)]
+                    self._engine.add_request(f"r{self._asked}", {"prompt_token_ids": prompt}, self._sampling)
+                self._engine.step()
+                self._engine.step()
+            began = time.perf_counter()
+            self._engine.step()
+            seen.append(time.perf_counter() - began)
+        return seen
+
+
+def ratios(took: dict[str, list[list[float]]], rates: dict[str, list[float]]) -> dict[str, Any]:
+    def paired(label: str, base: str) -> dict[str, Any]:
+        return {
+            name: summary([take(a) / take(b) for a, b in zip(took[label], took[base], strict=True)])
             for name, take in (("p99", p99), ("median", statistics.median))
         }
-        for label in labels[1:]
-    }
+
+    pooled = {label: [t for one in took[label] for t in one] for label in LABELS}
     return {
-        "rounds": rounds,
         "steps_per_window": statistics.median(len(one) for one in took["pausing"]),
-        "block_bytes": size,
-        **{
-            label: {
-                "promoted_bytes_per_s": statistics.median(rates[label]),
-                "p99_to_pausing": summary(ratios[label]["p99"]),
-                "median_to_pausing": summary(ratios[label]["median"]),
-            }
-            for label in labels[1:]
-        },
-        "inside_to_child": {
-            name: summary([a / b for a, b in zip(ratios["inside"][name], ratios["child"][name], strict=True)])
-            for name in ("p99", "median")
-        },
+        "promoted_bytes_per_s": {label: statistics.median(rates[label]) for label in LABELS[1:]},
+        "inside_to_pausing": paired("inside", "pausing"),
+        "child_to_pausing": paired("child", "pausing"),
+        "inside_to_child": paired("inside", "child"),
         "pooled_ms": {
+            label: {"median": 1e3 * statistics.median(pooled[label]), "p99": 1e3 * p99(pooled[label])}
+            for label in LABELS
+        },
+        "pooled_to_pausing": {
             label: {
-                "median": 1e3 * statistics.median([t for one in took[label] for t in one]),
-                "p99": 1e3 * p99([t for one in took[label] for t in one]),
+                "median": statistics.median(pooled[label]) / statistics.median(pooled["pausing"]),
+                "p99": p99(pooled[label]) / p99(pooled["pausing"]),
             }
-            for label in labels
+            for label in LABELS[1:]
         },
     }
 
@@ -303,17 +313,42 @@ def store_chains(cache: Any, namespace: Any) -> list[Any]:
 
 
 def promote(cache: Any, chains: Sequence[Any], go: Any, blocks: Any) -> None:
-    """Bring chains into G2, one after another, while `go` is set. Never returns."""
+    """Bring chains into G2 as the connector does, one after another, while `go` is set. Never returns."""
+    manager = cache.manager
+
+    async def fetch(chain: Any) -> int:
+        with await manager.promote(chain, time.monotonic() + 30) as lease:
+            return sum(tier == "g3" for tier in lease.tiers)
+
     while True:
         for chain in chains:
             go.wait()
-            with cache.get(chain, timeout=30) as hit:
-                blocks.value += sum(tier == "g3" for tier in hit.tiers)
+            blocks.value += cache.submit(fetch(chain)).result()
 
 
-def promote_in_child(tiers: dict[str, Any], fields: dict[str, Any], go: Any, blocks: Any) -> None:
+@contextmanager
+def child_promoting(llm: Any, folder: str, where: set[int]) -> Iterator[tuple[Any, Any]]:
+    """A process that promotes over tiers of its own while its switch is set; the switch, and its count of blocks."""
+    fields = parts(llm)[1]._core.namespace.fields()
+    tiers = {"g2": {"capacity": "512MiB"}, "g3": {"path": f"{folder}/g3-child", "capacity": "4GiB"}}
+    context = multiprocessing.get_context("spawn")
+    go, blocks = context.Event(), context.Value("q", 0)
+    child = context.Process(target=promote_in_child, args=(tiers, fields, go, blocks, where), daemon=True)
+    child.start()
+    try:
+        while not go.wait(0.1):  # the child sets it when it has stored
+            assert child.is_alive()
+        go.clear()
+        yield go, blocks
+    finally:
+        child.kill()
+        child.join()
+
+
+def promote_in_child(tiers: dict[str, Any], fields: dict[str, Any], go: Any, blocks: Any, where: set[int]) -> None:
     import kvtier
 
+    os.sched_setaffinity(0, where)
     namespace = kvtier.Namespace(**fields)
     with kvtier.open(kvtier.Config.parse({"tiers": tiers}), namespace) as cache:
         chains = store_chains(cache, namespace)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.block import Scope
@@ -17,6 +17,20 @@ from kvtier.connectors.vllm_messages import Load, Moves
 from kvtier.connectors.vllm_wishes import Pinning
 from kvtier.lease import Lease
 from kvtier.manager import Manager
+from kvtier.tier import Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What promotion left in G2 for a request: blocks 0 … hit-1, those that came from below by depth and tier, and why
+    it ended there; None: there is no more."""
+
+    hit: int
+    tiers: Mapping[int, str]
+    miss: Miss | None
+
+
+_NOTHING = Fetched(0, {}, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +40,7 @@ class Visit:
     track: Track
     scope: Scope | None
     control: Control
-    prefetch: concurrent.futures.Future[dict[int, str]] | None = None
+    prefetch: concurrent.futures.Future[Fetched] | None = None
     pinning: Pinning | None = None
     ask_until: float | None = None
     lease: Lease | None = None
@@ -38,9 +52,19 @@ class Visit:
 
     def tiers(self, start: int, count: int) -> list[str]:
         """Where blocks from depth `start` on were found: G2, unless they were promoted for this request."""
-        done = self.prefetch if self.prefetch is not None and self.prefetch.done() else None
-        known = {} if done is None or done.cancelled() or done.exception() is not None else done.result()
+        known = self._fetched().tiers
         return [known.get(depth, "g2") for depth in range(start, start + count)]
+
+    def why(self, hit: int, miss: Miss | None) -> Miss | None:
+        """Why blocks from depth `hit` on were not served, where G2 by itself says `miss`."""
+        if self.prefetch is not None and not self.prefetch.done():
+            return Miss.LATE
+        fetched = self._fetched()
+        return fetched.miss if fetched.miss is not None and fetched.hit == hit else miss
+
+    def _fetched(self) -> Fetched:
+        done = self.prefetch if self.prefetch is not None and self.prefetch.done() else None
+        return _NOTHING if done is None or done.cancelled() or done.exception() is not None else done.result()
 
     def drop_lease(self) -> None:
         if self.lease is not None:
@@ -135,13 +159,16 @@ class Loads:
         track.loaded = (work.start + good) * self._block_tokens
         self._counters["load_failures"] += len(work.failed)
         with work.lease:
-            self._book(manager, work.visit, work.lease, work.start, good)
+            self._book(manager, work.visit, work.lease, work.start, good, bool(work.failed))
 
-    def _book(self, manager: Manager | None, visit: Visit, lease: Lease | None, start: int, good: int) -> None:
+    def _book(
+        self, manager: Manager | None, visit: Visit, lease: Lease | None, start: int, good: int, failed: bool = False
+    ) -> None:
         """Account for what a request asked for, once per question: `good` blocks from `start` on were truly read."""
         asked, visit.asked = visit.asked, 0
         if manager is None or lease is None or not asked:
             return
+        lease.miss = Miss.ERROR if failed else visit.why(start + good, lease.miss)
         lease.tiers = visit.tiers(start, good)
         for tier, count in Counter(lease.tiers).items():
             visit.read[tier] += count * self._block_tokens

@@ -27,7 +27,7 @@ from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Token, T
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import Adapters
-from kvtier.connectors.vllm_loads import Loads, Visit
+from kvtier.connectors.vllm_loads import Fetched, Loads, Visit
 from kvtier.connectors.vllm_messages import ArenaHandle, Load, StepMeta, WorkerMeta
 from kvtier.connectors.vllm_stores import Limits, Stores
 from kvtier.connectors.vllm_wishes import Wishes
@@ -383,8 +383,9 @@ class SchedulerHalf:
         self._stores.check()
 
 
-async def _fetch(manager: Manager, chain: list[BlockKey], deadline: float, start: int) -> dict[int, str]:
-    """Promote, and say by depth where blocks came from. Leaves nothing pinned, however it ends: nobody may be there to
+async def _fetch(manager: Manager, chain: list[BlockKey], deadline: float, start: int) -> Fetched:
+    """Promote, and say what came of it. Leaves nothing pinned, however it ends: nobody may be there to
     take a lease from a future that was cancelled; `match` pins when the request may run."""
     with await manager.promote(chain, deadline, start) as lease:
-        return {depth: tier for depth, tier in enumerate(lease.tiers, start) if tier != "g2"}
+        tiers = {depth: tier for depth, tier in enumerate(lease.tiers, start) if tier != "g2"}
+        return Fetched(start + len(lease), tiers, lease.miss)
