@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 ARGUMENTS = ("lookup_deadline", "flush_timeout", "store_wait")
 _TOKENS_READ, _EVENTS = "vllm:kvtier_tokens_read", "vllm:kvtier_events"
+_SEARCHES_MAX = 4  # per request; more would mean that its blocks push each other out of vLLM's host cache
 _LOCALITY = {"g3": Locality.LOCAL, "g4": Locality.REMOTE}
 
 
@@ -203,8 +204,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
             return LookupResult.MISS
         depth = self._depth(key, context)
         search = visit.search
+        if search is not None and search.load is not None:
+            if not search.load.done():
+                return LookupResult.RETRY
+            if search.served and visit.searches < _SEARCHES_MAX:
+                search = None  # vLLM made room for what came by dropping other blocks of this very request
         if search is None:
-            search = visit.search = self._begin(cache, visit.chain_of(context, self._block_tokens), depth)
+            search = visit.search = self._begin(cache, visit, visit.chain_of(context, self._block_tokens), depth)
         again, search.last = depth <= search.last, depth
         if search.spent or depth < search.start:
             return LookupResult.MISS
@@ -220,10 +226,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
             raise KVTierError("the engine does not say where in its request a block lies")
         return int(position) // self._block_tokens - 1
 
-    def _begin(self, cache: Cache, chain: Sequence[BlockKey], start: int) -> Search:
+    def _begin(self, cache: Cache, visit: Visit, chain: Sequence[BlockKey], start: int) -> Search:
         """Pin what lies in G2, or have it promoted."""
         manager, now = cache.manager, self._clock.monotonic()
-        search = Search(start, len(chain) - start, now + self._lookup_s)
+        search = Search(start, len(chain) - start, now + self._lookup_s, first=not visit.searches)
+        visit.searches += 1
         lease = manager.pin(chain, start)
         if len(lease) == search.asked or not manager.lower:
             search.lease = lease
@@ -246,7 +253,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             search.lease = cache.manager.pin(visit.chain, search.start)
         else:
             return False
-        if not len(search.lease):
+        if not len(search.lease) and search.first:
             cache.manager.count(search.lease, search.asked)
         return True
 
@@ -262,7 +269,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             visit = self._visits.get(name)
             if visit is not None and visit.search is not None:
                 visit.search.end()
-                visit.search = None
+                visit.search, visit.searches = None, 0
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         visit = self._visits.pop(req_context.req_id, None)
@@ -289,7 +296,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         search = visit.search if visit is not None else None
         if search is not None:
             search.spent = True
-        self._start(self._loads, job_metadata, lambda placed: self._load(visit, search, placed))
+        load = self._start(self._loads, job_metadata, lambda placed: self._load(visit, search, placed))
+        if search is not None:
+            search.load = load
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Copy out of vLLM's rows into G2, on a thread; what lies deeper is written behind."""
@@ -306,7 +315,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         thread: concurrent.futures.ThreadPoolExecutor,
         job: TransferJob,
         move: Callable[[list[Placed]], list[bytes]],
-    ) -> None:
+    ) -> concurrent.futures.Future[None]:
         """Run a job's move, and report it in any case: until then vLLM's rows are pinned."""
 
         def run() -> None:
@@ -326,6 +335,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         future = thread.submit(run)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
+        return future
 
     def _placed(self, job: TransferJob) -> list[Placed]:
         rows = [int(row) for row in job.chunk_ids]
@@ -353,7 +363,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
             visit.read[tier] += count * self._block_tokens
             self.counters[_TOKENS_READ, tier] += count * self._block_tokens
         lease.tiers = tiers
-        cache.manager.count(lease, search.asked)
+        if search.first:
+            cache.manager.count(lease, search.asked)
+        search.served = len(good) == len(placed)
         return good
 
     def _store(self, visit: Visit | None, chain: list[BlockKey], placed: list[Placed]) -> list[bytes]:

@@ -22,15 +22,18 @@ GROUP_BYTES = 4
 @dataclass(slots=True, eq=False)
 class Search:
     """What the tiers have of one request from depth `start` on: being promoted, then held by a lease until it was
-    copied out. Once per request: a copy that failed is not asked for again."""
+    copied out."""
 
     start: int
     asked: int
     until: float
+    first: bool = True  # of its request: what was asked for is accounted once
     promotion: concurrent.futures.Future[Lease] | None = None
     lease: Lease | None = None
     last: int = -1  # the depth that vLLM asked for last
     spent: bool = False
+    load: concurrent.futures.Future[None] | None = None  # the copy
+    served: bool = False  # all of it succeeded
 
     def leave(self) -> None:
         """Wait for the promotion no longer; it goes on, and the next request may find what it brings."""
@@ -65,6 +68,7 @@ class Visit:
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
     chain: list[BlockKey] = field(default_factory=list)
     search: Search | None = None
+    searches: int = 0
     stale: bool = False  # it runs with blocks of old weights and of new ones
 
     def chain_of(self, context: ReqContext, block_tokens: int) -> list[BlockKey]:

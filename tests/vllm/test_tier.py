@@ -263,6 +263,22 @@ def test_only_what_is_missing_in_the_host_cache_is_loaded(make: Callable[..., St
     assert stack.tier.counters["vllm:kvtier_tokens_read", "g2"] == 8 * TOKENS
 
 
+def test_blocks_that_make_room_for_others_of_their_request_are_loaded_again(make: Callable[..., Stack]) -> None:
+    stack, keys = make(), chain(1, 10)
+    stack.keep(keys)
+    others = chain(2, 11)
+    touched = stack.request(keys)
+    stack.manager.touch(keys[:5], touched)
+    stack.manager.on_request_finished(touched)
+    stack.keep(others)  # pushes the tail out
+    touched = stack.request(others)
+    stack.manager.touch(others, touched)  # and now the head would be next
+    stack.manager.on_request_finished(touched)
+    assert [stack.primary.lookup(key, touched) is LookupResult.HIT for key in keys] == [True] * 5 + [False] * 5
+    assert stack.found(keys) == 10
+    assert stack.idle() == IDLE
+
+
 def test_a_damaged_block_ends_the_hit_and_is_never_copied(make: Callable[..., Stack], tmp_path: Path) -> None:
     stack, keys = make(), chain(1, 8)
     stack.keep(keys)
