@@ -118,6 +118,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         config = settings.config
         engine = get_current_vllm_config_or_none()
         self._meets = engine is not None  # every request is introduced
+        self._met = False
         if config.security.salt == "deny" and not self._meets:
             raise ConfigError(
                 "security.salt is deny, but vLLM's OffloadingConnector does not tell a tier a request's salt (it is in "
@@ -159,6 +160,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def meet(self, request: Any) -> None:
         """Who asks: called by KVTierOffloadingConnector before vLLM's own call, which does not say it."""
+        self._met = True
         control = self._controls.parse(compat.control_of(request))
         adapter = self._adapters.of(compat.adapter_of(request))
         if adapter is None or compat.holds_foreign_state(request):
@@ -186,6 +188,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def _arrive(self, context: ReqContext) -> None:
         if self._meets:
+            if not self._met:
+                self._met = True
+                log.warning("nobody says whose requests these are, so none is cached: use KVTierOffloadingConnector")
             return
         params = context.kv_transfer_params
         control = self._controls.parse(params.get("kvtier") if isinstance(params, dict) else None)
