@@ -168,8 +168,10 @@ class Faults:
         return len(files)
 
     def pretend(self, tier: str, seconds_per_block: float | None) -> None:
-        """What a lower tier's reads are taken to cost; None: what they do cost."""
+        """What a lower tier's reads are taken to cost; None: what they do cost, and nothing is weighed against it."""
         metered = self.cache.manager.lower[tier]
         metered.__dict__.pop("estimate", None)
-        if seconds_per_block is not None:
+        if seconds_per_block is None:
+            self.cache.manager._compute_s_per_block = None
+        else:
             metered.estimate = lambda: seconds_per_block

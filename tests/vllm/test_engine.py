@@ -353,8 +353,8 @@ def test_what_would_arrive_later_than_prefill_takes_is_computed(engine: Any) -> 
         again = engine.generate(prompts=[prompt(66, 500)])[0]
         assert again["tokens"] == right["tokens"] and again["read"] == read
     assert engine.stats()["requests"]["misses"]["slower"] == 15
-    engine.pretend(tier="g3", seconds_per_block=None)
     engine.limit(weighs=False)
+    engine.pretend(tier="g3", seconds_per_block=None)
 
 
 def test_more_blocks_than_the_pool_has(engine: Any) -> None:
