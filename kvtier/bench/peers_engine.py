@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 IDLE_S, END_S = 0.5, 5.0
@@ -72,9 +73,7 @@ def main() -> None:
 def _hide_attributes_of_llvmlite() -> None:
     """LMCache brings numba, whose handle of LLVM's library answers any name with a function. vLLM 0.32 for CPUs, which
     looks for kernels to replace in whatever modules hold, asks it for its `__dict__`, and stops at what comes back."""
-    from llvmlite.binding import ffi
-
-    ffi.lib._fntab["__dict__"] = {}
+    import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
 
 
 def _idle(llm: Any, most_s: float) -> None:
