@@ -136,14 +136,11 @@ class UnitIndex:
             return [unit for last, unit in self._by_last.items() if scope_of_key(last) == scope]
 
     def touch(self, keys: Iterable[BlockKey], now: float) -> None:
-        """UnitIndex whose first or last block is among `keys` were used; a dead one is not revived."""
+        """Units whose last block is among `keys` were used, all of each: chains are used from their heads on. One of
+        which only the first blocks were used was not, or the others would outlive their terms. A dead one is not
+        revived."""
         with self._lock:
-            lasts: set[BlockKey] = set()
-            for key in keys:
-                lasts.update(self._by_first.get(key, ()))
-                if key in self._by_last:
-                    lasts.add(key)
-            for last in lasts:
+            for last in self._by_last.keys() & set(keys):
                 unit = self._by_last[last]
                 self._by_last[last] = replace(unit, life=unit.life.used(now))
                 self._by_last.move_to_end(last)

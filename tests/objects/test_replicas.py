@@ -232,6 +232,19 @@ async def test_uses_reach_the_server_without_a_flush(site: Site) -> None:
     assert not any(isinstance(r, Loaded) for r in await site.read(two, used)), "ttl after its last use"
 
 
+async def test_blocks_do_not_live_on_because_those_before_them_were_used(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    whole, part = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
+    await store(site, one, whole, ttl=300)
+    await store(site, one, part, ttl=300)
+    site.clock.advance(200)
+    one.touch([*whole, *part[: S - 1]], site.clock.wall())
+    await one.flush(site.deadline)
+    site.clock.advance(150)
+    assert all(isinstance(r, Loaded) for r in await site.read(two, whole))
+    assert not isinstance((await site.read(two, part))[-1], Loaded), "its last block was used 350 seconds ago"
+
+
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 async def test_a_use_is_recorded_by_a_copy_not_by_the_bytes(site: Site, client: str) -> None:
     with FaultyS3().running() as server:
