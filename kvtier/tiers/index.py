@@ -32,9 +32,9 @@ from kvtier.tiers.ledger import (
     Ledger,
     purged_until,
 )
+from kvtier.tiers.order import Floors
 from kvtier.tiers.owner import Owner
 from kvtier.tiers.segments import Geometry
-from kvtier.tiers.shares import Floors
 from kvtier.tiers.slab import sync_directory
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Index:
         self._path = path
         self._env = env
         self.owner = owner
-        self._floors: Floors = {}
+        self._floors = Floors()
         self._gate = threading.Lock()
         self._closed = False
 

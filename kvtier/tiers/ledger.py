@@ -21,7 +21,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES
@@ -40,10 +39,10 @@ from kvtier.tiers.entry import (
     rows,
     slot_class,
 )
-from kvtier.tiers.order import Order
+from kvtier.tiers.order import Floors, Order
 from kvtier.tiers.owner import Owner
 from kvtier.tiers.segments import Geometry, Segments
-from kvtier.tiers.shares import Floors, Shares, scope_in
+from kvtier.tiers.shares import Shares, scope_in
 
 FORMAT = 1
 COUNTERS = struct.Struct("<QQQQI")
@@ -55,9 +54,6 @@ UUID_KEY, FORMAT_KEY = META + b"uuid", META + b"format"
 GEOMETRY_KEY, COUNTERS_KEY = META + b"geometry", META + b"counters"
 NAMESPACE_KEY, PURGED_KEY = META + b"namespace", META + b"purged"
 KEPT_KEY, NOTE_KEY = META + b"kept", META + b"note"
-KEPT_SCAN_MAX = 1024
-"""Kept blocks that one victim's choice moves out of its way."""
-
 YIELDS_MAX = 64
 """Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
 
@@ -86,16 +82,17 @@ class Ledger:
     """
 
     def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True, floors: Floors | None = None) -> None:
-        """`floors`: what earlier transactions of this process know about where scopes' blocks lie in the line."""
+        """`floors`: where earlier transactions of this process looked for what may leave."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
         self._serial, tick, self._blocks, self._bytes, segments = COUNTERS.unpack(txn.get(COUNTERS_KEY))
         self.tick: int = tick + 1
         self.evicted: list[bytes] = []  # names of blocks that left for others
+        self._floors = Floors() if floors is None else floors
         self._segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
-        self._order = Order(txn)
-        self._shares = Shares(txn, {} if floors is None else floors)
+        self._order = Order(txn, self._floors)
+        self._shares = Shares(txn)
         self._now = 0.0  # wall time of the last verb that was told it
         self._keeps = next(rows(txn, KEPT_KEY), None) is not None
         # What was found out once in this transaction: every question to LMDB gives up the interpreter lock.
@@ -195,7 +192,7 @@ class Ledger:
         tick = min(self.tick, above)
         entry = Entry(reservation.serial, reservation.segment, reservation.slot, length, depth, tick, digest, life)
         self._put(name, entry)
-        self._shares.add(name, entry)
+        self._shares.change(name, entry.slot_class * SLOT_ALIGN)
         self._blocks += 1
         self._bytes += entry.slot_class * SLOT_ALIGN
         return Stored.STORED
@@ -291,11 +288,15 @@ class Ledger:
 
     def let_go(self, name: bytes) -> None:
         """Undo `keep`."""
-        self._txn.delete(KEPT_KEY + name)
+        if self._txn.delete(KEPT_KEY + name):
+            self._floors.clear()  # it may leave now, wherever the search has got to
 
     def _is_kept(self, name: bytes) -> bool:
+        return self._kept_until(name) > self._now
+
+    def _kept_until(self, name: bytes) -> float:
         raw = self._txn.get(KEPT_KEY + name) if self._keeps else None
-        return raw is not None and float(_TIME.unpack(raw)[0]) > self._now
+        return float("-inf") if raw is None else float(_TIME.unpack(raw)[0])
 
     def write_note(self, name: bytes, value: bytes | None) -> None:
         """Remember `value` under namespace ‖ text; None forgets it."""
@@ -401,7 +402,7 @@ class Ledger:
         self._ticks.pop(name, None)
         if self._keeps:
             self._txn.delete(KEPT_KEY + name)
-        self._shares.remove(name, entry.slot_class)
+        self._shares.change(name, -entry.slot_class * SLOT_ALIGN)
         self._blocks -= 1
         self._bytes -= entry.slot_class * SLOT_ALIGN
 
@@ -414,7 +415,7 @@ class Ledger:
         for key in doomed:
             slot_cls, _tick, segment, slot = order_parts(key)
             self._order.remove(key)
-            self._shares.remove(name, slot_cls)
+            self._shares.change(name, -slot_cls * SLOT_ALIGN)
             self._bytes -= slot_cls * SLOT_ALIGN
             self._segments.give(slot_cls, segment, slot)
 
@@ -430,46 +431,38 @@ class Ledger:
         rival = self._order.rival(slot_cls)
         if rival is not None and self._seize(rival):
             return self._segments.take(slot_cls)
-        gone = self._evict(partial(self._order.coldest, slot_cls))
+        gone = self._evict(lambda: self._order.leaving(slot_cls, self._now, self._kept_until))
         return None if gone is None else (gone.segment, gone.slot)
 
     def _fits(self, name: bytes, slot_cls: int, share: int, parent: bytes | None = None) -> bool:
         """Whether the block's scope stays within `share` bytes with it. Its own coldest blocks leave for that."""
         self._shares.begin()
         scope, size = scope_in(name), slot_cls * SLOT_ALIGN
-        coldest = partial(self._shares.coldest, scope)
         for _ in range(YIELDS_MAX):
             if self._shares.of(scope) + size <= share:
                 return True
-            gone = self._evict(coldest, parent)
+            gone = self._evict(lambda: self._order.leaving_scope(scope, self._now, self._kept_until), parent)
             if gone is None:
                 return False
             self._segments.give(gone.slot_class, gone.segment, gone.slot)
         return self._shares.of(scope) + size <= share
 
-    def _evict(self, coldest: Callable[[], tuple[bytes, bytes] | None], spared: bytes | None = None) -> Entry | None:
-        """Take out the block whose line `coldest` finds; its slot is the caller's. None if it must stay.
+    def _evict(self, leaving: Callable[[], tuple[bytes, bytes] | None], spared: bytes | None = None) -> Entry | None:
+        """Take out the block whose line `leaving` finds; its slot is the caller's. None if it must stay.
 
         What this very transaction stored or renewed is never a victim: a chain longer than the store loses
-        its tail, not its head. What is kept goes to the warm end instead.
+        its tail, not its head.
         """
-        moved = 0
-        while (line := coldest()) is not None:
+        while (line := leaving()) is not None:
             key, name = line
             if order_parts(key)[1] >= self.tick or name in self._sheltered or name == spared:
                 return None
             entry = self.find(name)
-            if entry is None or entry.order_key() != key:
-                self._order.remove(key)  # a line without a block behind it
-            elif not self._is_kept(name):
+            if entry is not None and entry.order_key() == key:
                 self._remove(name, entry)
                 self.evicted.append(name)
                 return entry
-            elif moved == KEPT_SCAN_MAX:
-                return None
-            else:
-                moved += 1
-                self._move(name, entry, entry.life, self.tick)
+            self._order.remove(key)  # a line without a block behind it
         return None
 
     def _seize(self, slot_cls: int) -> bool:

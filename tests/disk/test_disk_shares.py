@@ -18,7 +18,7 @@ from kvtier.namespace import Namespace
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tier import Stored
 from kvtier.tiers import ledger as ledger_module
-from kvtier.tiers import shares as shares_module
+from kvtier.tiers import order as order_module
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.shares import shares_of
 from tests.disk.support import BLOCK, FAR_S, get, put
@@ -164,7 +164,7 @@ async def test_a_scope_counts_in_all_namespaces(tmp_path: Path) -> None:
 
 async def test_a_search_is_bounded_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scope's blocks lie behind many of others: what is not found now is refused now."""
-    monkeypatch.setattr(shares_module, "SCAN_LINES_MAX", 4)
+    monkeypatch.setattr(order_module, "SCAN_LINES_MAX", 4)
     async with shared(tmp_path / "g3") as tier:
         for seed in range(10):
             await put(tier, chain(seed, 1, B), parents=True)
@@ -272,5 +272,5 @@ async def test_scopes_race_for_their_shares(tmp_path: Path, seed: int) -> None:
 async def test_scopes_race_for_their_shares_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(shares_module, "SCAN_LINES_MAX", 1 + seed % 3 * 20)
+    monkeypatch.setattr(order_module, "SCAN_LINES_MAX", 1 + seed % 3 * 20)
     await Sharing(tmp_path / "g3", seed).run(600)
