@@ -196,11 +196,11 @@ class Manager:
                 holds.append((slot, slot.generation))
             self.host.reference(chain, start + len(holds), self._clock.monotonic())
             self._note_use(chain[: start + len(holds)], used)
-        self._admit(chain, range(start, start + len(holds)))
+        self._admit(chain, range(start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._forgotten.append)
 
     def _admit(self, chain: Sequence[BlockKey], found: Sequence[int]) -> None:
-        """A request found the blocks at these depths: that may make them worth a write."""
+        """A request found the blocks at these depths, in G1 too: that may make them worth a write."""
         if self.demoter.admission.active:
             with self.lock:
                 self.demoter.admission.want(chain[index] for index in found)
@@ -258,7 +258,7 @@ class Manager:
                 ):
                     pinned[index] = slot
             if not referenced:  # before the loads, so that the policy knows for whom it makes room
-                self.host.reference(chain, len(pinned), self._clock.monotonic())
+                self.host.reference(chain, start + len(pinned), self._clock.monotonic())
         try:
             loaded = await self.transfers.load(self.lower, chain, plan.loads, deadline)
         except BaseException:
@@ -282,7 +282,7 @@ class Manager:
                     out.use(time.stamp)
             self._note_use(chain[:hit], time.stamp)
         # What `pin` found before has been counted then.
-        self._admit(chain, [index for index in range(start, hit) if index in loaded or not referenced])
+        self._admit(chain, [index for index in range(hit) if index in loaded or not referenced])
         self._sink(chain, where, loaded)
         return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release, self._forgotten.append)
 

@@ -132,6 +132,19 @@ def test_a_request_that_finds_a_part_counts_once() -> None:
         assert cache.flush().durable == {"g3": 4}
 
 
+def test_what_the_engine_has_itself_is_wanted_too() -> None:
+    """Or the heads of chains, which never leave its memory, would never go down, and nothing below them."""
+    clock, store = VirtualClock(), MemoryStore.empty()
+    with opened(clock, [MemoryTier(NS, clock, store=store)], offload={"store_threshold": 2}) as cache:
+        assert put(cache, KEYS) == 8
+        cache.manager.pin(KEYS, 3).release()
+        assert cache.flush().durable == {"g3": 8}
+        other = list(chain_of(NS, 4, seed=1))
+        assert put(cache, other) == 4
+        cache.submit(cache.manager.promote(other, clock.monotonic() + 9, 3)).result().release()
+        assert cache.flush().durable == {"g3": 12}
+
+
 def test_short_prompts_stay_in_ram() -> None:
     clock, store = VirtualClock(), MemoryStore.empty()
     with opened(clock, [MemoryTier(NS, clock, store=store)], offload={"min_prefix": 4 * T}) as cache:
