@@ -13,7 +13,8 @@ from kvtier.testing.memory import MemoryStore
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
-CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": 24 * BLOCK}}, "deadlines": {"close": "2s"}})
+SLOTS = 48  # a quarter of them, what abandoned loads may hold before others are refused, is more than a chain
+CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": SLOTS * BLOCK}}, "deadlines": {"close": "2s"}})
 
 
 def tiers(clock: VirtualClock, g3: MemoryStore, g4: MemoryStore) -> list[FaultyTier]:
