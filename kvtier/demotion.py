@@ -34,6 +34,7 @@ class Held(Protocol):
     generation: int
     digest: bytes | None
     pieces: Pieces
+    priority: int
 
     @property
     def life(self) -> Lifetime: ...
@@ -231,5 +232,5 @@ def seal(batch: Batch) -> list[Sealed]:
         assert slot.key is not None
         pieces = tuple(piece.toreadonly() for piece in slot.pieces)
         parent = batch.chain[slot.index - 1] if slot.index else None
-        out.append(Sealed(slot.key, slot.index, slot.digest, pieces, slot.life, parent))
+        out.append(Sealed(slot.key, slot.index, slot.digest, pieces, slot.life, parent, slot.priority))
     return out

@@ -52,10 +52,9 @@ class Reservation:
                 found = None
             if found is not None:
                 self.present.append(index)
-                if found.extend(terms, stamp):
+                if found.extend(terms, stamp) or priority > found.priority:
                     self.widened.append(index)
-                if priority > found.priority:
-                    host.raise_priority(found, priority)
+                host.raise_priority(found, priority)
             elif host.peek(key, now) is not Miss.PENDING:
                 slot = host.reserve(key, index, self.keep, insist=self.insist, priority=priority, now=now)
                 if slot is None:

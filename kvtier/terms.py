@@ -28,6 +28,9 @@ _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*$")
 FUTURE_S = 300.0
 """A stamp made so much later than now was made by a clock that is wrong, and allows nothing."""
 
+PRIORITY = 50
+"""Of a class that names none, and of a block whose terms are not known."""
+
 STAMPS_MAX = 4
 """More terms than this on one block are merged into the stamp they resemble most; see `Lifetime.add`."""
 
@@ -58,7 +61,7 @@ class Terms:
     max_age: float | None = None
     guarantee: bool = False
     ceiling: Depth = Depth.G4
-    priority: int = 50
+    priority: int = PRIORITY
     isolate: bool = False
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvtier.block import BlockKey, Scope
 from kvtier.pins import Pin
-from kvtier.terms import Depth, Lifetime
+from kvtier.terms import PRIORITY, Depth, Lifetime
 
 
 class Miss(StrEnum):
@@ -70,11 +70,12 @@ class Loaded:
 
     digest: bytes
     life: Lifetime
+    priority: int = PRIORITY
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A block on its way out of RAM: name, depth in its chain, XXH3-128 over `pieces`, and its life.
+    """A block on its way out of RAM: name, depth in its chain, XXH3-128 over `pieces`, its life and priority.
 
     `pieces` is read-only and stays unchanged until `write` returns (the caller holds a lease on it). Where `parent` is
     given, a tier of single blocks takes the block only if the parent is there, or stored by the same write, and
@@ -87,6 +88,7 @@ class Sealed:
     pieces: Pieces
     life: Lifetime
     parent: BlockKey | None = None
+    priority: int = PRIORITY
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class Transfers:
                     if not isinstance(result, Loaded):
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
-                    elif self._host.commit(slot, generation, result.life, result.digest):
+                    elif self._host.commit(slot, generation, result.life, result.digest, result.priority):
                         slot.pins += 1
                         outcomes[index] = slot
                     else:

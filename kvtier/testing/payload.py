@@ -57,5 +57,6 @@ def seal(
         step = block_bytes // ranks
         pieces = tuple(payload[r * step : (r + 1) * step] for r in range(ranks))
         parent = chain[index - 1] if parents and index else None
-        out.append(Sealed(chain[index], index, digest_of(pieces), pieces, Lifetime.of(terms, now), parent))
+        life = Lifetime.of(terms, now)
+        out.append(Sealed(chain[index], index, digest_of(pieces), pieces, life, parent, terms.priority))
     return out

@@ -231,7 +231,7 @@ class DiskTier:
 
     def _reserve(self, ledger: Ledger, block: Sealed, now: float, share: int) -> Reservation | Stored:
         name, parent = self._prefix + block.key, self._parent_of(block)
-        return ledger.reserve(name, self.block_bytes, block.life, now, parent, share)
+        return ledger.reserve(name, self.block_bytes, block.life, now, parent, share, block.priority)
 
     def _parent_of(self, block: Sealed) -> bytes | None:
         return None if block.parent is None else self._prefix + block.parent
@@ -281,6 +281,7 @@ class DiskTier:
                     now,
                     self._parent_of(block),
                     share,
+                    block.priority,
                 )
                 for block, one in written
             ]

@@ -5,14 +5,14 @@
     c  fill       class (big-endian)                                           key of the segment it fills
     f  free       class ‖ segment ‖ slot (big-endian)                          empty
     m  meta       see kvtier.tiers.ledger                                      …
-    o  order      class ‖ tick ‖ 2^32-1-depth ‖ segment ‖ slot (big-endian)    name (80)
+    o  order      class ‖ rank ‖ 2^32-1-depth ‖ segment ‖ slot (big-endian)    name (80)
     r  reserved   segment ‖ slot (big-endian)                                  Reservation
     s  segments   segment (big-endian)                                         Segment
     v  spare      segment (big-endian)                                         empty
 
 (LMDB's named databases are not used: py-lmdb opens their handles under the write lock, which a stopped neighbour
-may hold.) `order` sorts by class, then coldest first, leaves before their parents. A class is a slot size in units of
-4 KiB. Values are little-endian. `docs/format.md` describes the whole store.
+may hold.) `order` sorts by class, then by rank (priority, then tick), leaves before their parents. A class is a slot
+size in units of 4 KiB. Values are little-endian. `docs/format.md` describes the whole store.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvtier.tiers.owner import OWNER_BYTES, Owner
 
 SLOT_ALIGN = 4096
 _U32_MAX = 0xFFFF_FFFF
+_TICK_BITS = 56
 
 _BODY = struct.Struct(f"<ddQIIQIQ{DIGEST_BYTES}s{LIFETIME_BYTES}s")
 _CHECK = struct.Struct("<Q")
@@ -59,6 +60,21 @@ def rows(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, b
             yield key, value
 
 
+def rank_of(priority: int, tick: int) -> int:
+    """Whose leaves first: what has the lower priority, then what was used longer ago. Pure."""
+    return priority << _TICK_BITS | tick
+
+
+def priority_in(rank: int) -> int:
+    """The priority that a rank was made of. Pure."""
+    return rank >> _TICK_BITS
+
+
+def tick_in(rank: int) -> int:
+    """The tick that a rank was made of. Pure."""
+    return rank & ((1 << _TICK_BITS) - 1)
+
+
 def slot_class(length: int) -> int:
     """The class of blocks of `length` bytes: their slot's size in units of SLOT_ALIGN. Pure."""
     return -(-length // SLOT_ALIGN)
@@ -77,7 +93,7 @@ class Entry:
     slot: int
     length: int
     depth: int
-    tick: int
+    rank: int
     digest: bytes
     life: Lifetime
 
@@ -89,7 +105,7 @@ class Entry:
         """ENTRY_BYTES bytes, the last 8 of them XXH3-64 over `name` and the rest."""
         body = _BODY.pack(
             self.life.ends(Depth.G3), born(self.life), self.serial, self.segment, self.slot, self.length, self.depth,
-            self.tick, self.digest, self.life.encode(),
+            self.rank, self.digest, self.life.encode(),
         )  # fmt: skip
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
 
@@ -101,12 +117,12 @@ class Entry:
         body = raw[: _BODY.size]
         if _CHECK.unpack_from(raw, _BODY.size)[0] != xxhash.xxh3_64_intdigest(name + body):
             raise CorruptError("an index entry does not match its check")
-        _ends, _born, serial, segment, slot, length, depth, tick, digest, life = _BODY.unpack(body)
-        return cls(serial, segment, slot, length, depth, tick, digest, Lifetime.decode(life))
+        _ends, _born, serial, segment, slot, length, depth, rank, digest, life = _BODY.unpack(body)
+        return cls(serial, segment, slot, length, depth, rank, digest, Lifetime.decode(life))
 
     def order_key(self) -> bytes:
         """This block's place in the line to leave."""
-        return _LINE.pack(ORDER, self.slot_class, self.tick, _U32_MAX - self.depth, self.segment, self.slot)
+        return _LINE.pack(ORDER, self.slot_class, self.rank, _U32_MAX - self.depth, self.segment, self.slot)
 
 
 def born(life: Lifetime) -> float:
@@ -114,15 +130,15 @@ def born(life: Lifetime) -> float:
     return max((stamp.created for stamp in life.stamps), default=life.last_use)
 
 
-def order_start(slot_cls: int, tick: int = 0) -> bytes:
-    """The smallest order key of a class, from a tick on."""
-    return _LINE.pack(ORDER, slot_cls, tick, 0, 0, 0)
+def order_start(slot_cls: int) -> bytes:
+    """The smallest order key of a class."""
+    return _LINE.pack(ORDER, slot_cls, 0, 0, 0, 0)
 
 
 def order_parts(key: bytes) -> tuple[int, int, int, int]:
-    """(class, tick, segment, slot) of an order key."""
-    _table, slot_cls, tick, _depth, segment, slot = _LINE.unpack(key)
-    return slot_cls, tick, segment, slot
+    """(class, rank, segment, slot) of an order key."""
+    _table, slot_cls, rank, _depth, segment, slot = _LINE.unpack(key)
+    return slot_cls, rank, segment, slot
 
 
 def free_key(slot_cls: int, segment: int, slot: int) -> bytes:

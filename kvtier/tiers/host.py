@@ -20,11 +20,8 @@ from kvtier.block import BlockKey, Scope, scope_of_key
 from kvtier.events import Told
 from kvtier.policy import Policy
 from kvtier.quota import Quota
-from kvtier.terms import Depth, Lifetime, Stamp, Terms
+from kvtier.terms import PRIORITY, Depth, Lifetime, Stamp, Terms
 from kvtier.tier import Miss, Pieces
-
-PRIORITY = 50
-"""Of a block whose terms are not known, and of a class that names none."""
 
 PRIORITY_MAX = 100
 
@@ -260,8 +257,15 @@ class HostTier:
                 return victim
         return None
 
-    def commit(self, slot: Slot, generation: int, life: Lifetime | None = None, digest: bytes | None = None) -> bool:
-        """Publish a FILLING slot's block; `life` None: the one it was stamped with.
+    def commit(
+        self,
+        slot: Slot,
+        generation: int,
+        life: Lifetime | None = None,
+        digest: bytes | None = None,
+        priority: int | None = None,
+    ) -> bool:
+        """Publish a FILLING slot's block; `life` None: the one it was stamped with; `priority` None: that of `reserve`.
 
         False if it must not be seen: the generation is stale (counted), or its scope was purged since the block was
         made (the slot is free again). Every block that becomes visible in G2 passes here.
@@ -275,6 +279,8 @@ class HostTier:
         if self._tombstones and self._buried(slot.key, slot.stamps):
             self._release(slot)
             return False
+        if priority is not None:
+            slot.priority = priority
         slot.state, slot.digest = State.READY, digest
         self.index[slot.key] = slot
         self._priorities[slot.priority] += 1

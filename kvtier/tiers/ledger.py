@@ -25,7 +25,7 @@ from typing import Any
 
 from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.errors import CorruptError
-from kvtier.terms import Depth, Lifetime
+from kvtier.terms import PRIORITY, Depth, Lifetime
 from kvtier.tier import Stored
 from kvtier.tiers.entry import (
     BLOCKS,
@@ -36,8 +36,11 @@ from kvtier.tiers.entry import (
     Reservation,
     born,
     order_parts,
+    priority_in,
+    rank_of,
     rows,
     slot_class,
+    tick_in,
 )
 from kvtier.tiers.order import Floors, Order
 from kvtier.tiers.owner import Owner
@@ -77,7 +80,7 @@ class Ledger:
     """One write transaction's view of the books. Lives between the transaction's begin and commit, on one thread.
 
     All changes of a transaction share one tick, so what is used or stored together ties, and leaves
-    deepest first. A block is never warmer than its parent, so it leaves before it. `save` must be the last call
+    deepest first. A block never ranks above its parent, so it leaves before it. `save` must be the last call
     before the commit.
     """
 
@@ -97,7 +100,7 @@ class Ledger:
         self._keeps = next(rows(txn, KEPT_KEY), None) is not None
         # What was found out once in this transaction: every question to LMDB gives up the interpreter lock.
         self._purged: dict[bytes, float] = {}
-        self._ticks: dict[bytes, int] = {}  # of entries written here
+        self._ranks: dict[bytes, int] = {}  # of entries written here
         self._promised: set[bytes] = set()  # blocks that have a reservation from here
         self._sheltered: set[bytes] = set()  # parents of those: no victims
 
@@ -127,25 +130,33 @@ class Ledger:
             return None
 
     def reserve(
-        self, name: bytes, length: int, life: Lifetime, now: float, parent: bytes | None = None, share: int = 0
+        self,
+        name: bytes,
+        length: int,
+        life: Lifetime,
+        now: float,
+        parent: bytes | None = None,
+        share: int = 0,
+        priority: int = PRIORITY,
     ) -> Reservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
-        A block that is here gets the join of both lifetimes and counts as used. One with a `parent` is refused unless
-        that is here or has a slot from this transaction. `share`: as in `publish`, so that nothing is written in vain.
+        A block that is here gets the join of both lifetimes, the higher priority, and counts as used. One with a
+        `parent` is refused unless that is here or has a slot from this transaction. `share`: as in `publish`, so that
+        nothing is written in vain. What has a higher `priority`, and lives, leaves for none of a lower.
         """
         self._now = now
         if not life.servable(Depth.G3, now) or born(life) <= self.purged_until(name):
             return Stored.REFUSED
-        if parent is not None and parent not in self._promised and self._tick_of(parent) is None:
+        if parent is not None and parent not in self._promised and self._rank_of(parent) is None:
             return Stored.REFUSED
-        if self._join(name, length, life, now, parent):
+        if self._join(name, length, life, now, parent, priority):
             return Stored.PRESENT
         if parent is not None:
             self._sheltered.add(parent)
-        if share and not self._fits(name, slot_class(length), share):
+        if share and not self._fits(name, slot_class(length), share, priority):
             return Stored.FULL
-        reservation = self._claim(slot_class(length))
+        reservation = self._claim(slot_class(length), priority)
         if reservation is None:
             return Stored.FULL
         self._promised.add(name)
@@ -153,7 +164,7 @@ class Ledger:
 
     def reserve_ahead(self, slot_cls: int, count: int) -> list[Reservation]:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
-        claimed = (self._claim(slot_cls) for _ in range(count))
+        claimed = (self._claim(slot_cls, PRIORITY) for _ in range(count))
         return [one for one in claimed if one is not None]
 
     def publish(
@@ -167,6 +178,7 @@ class Ledger:
         now: float,
         parent: bytes | None = None,
         share: int = 0,
+        priority: int = PRIORITY,
     ) -> Stored:
         """Make a written block visible, its scope's coldest leaving where it would exceed `share` bytes (0: any).
 
@@ -175,22 +187,22 @@ class Ledger:
         self._now = now
         if not self._withdraw(reservation):
             return Stored.FAILED
-        above: int | None = self.tick
+        above: int | None = rank_of(priority, self.tick)
         if parent is not None:
-            above = self._tick_of(parent)
+            above = self._rank_of(parent)
         elif depth:  # unknown; if it was used since the reservation, it must stay warmer
-            above = reservation.tick
+            above = rank_of(priority, reservation.tick)
         if born(life) <= self.purged_until(name) or above is None:
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.REFUSED
-        if self._join(name, length, life, now, parent):  # somebody else stored it meanwhile
+        if self._join(name, length, life, now, parent, priority):  # somebody else stored it meanwhile
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.PRESENT
-        if share and not self._fits(name, reservation.slot_class, share, parent):
+        if share and not self._fits(name, reservation.slot_class, share, priority, parent):
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.FULL
-        tick = min(self.tick, above)
-        entry = Entry(reservation.serial, reservation.segment, reservation.slot, length, depth, tick, digest, life)
+        rank = min(rank_of(priority, self.tick), above)
+        entry = Entry(reservation.serial, reservation.segment, reservation.slot, length, depth, rank, digest, life)
         self._put(name, entry)
         self._shares.change(name, entry.slot_class * SLOT_ALIGN)
         self._blocks += 1
@@ -207,7 +219,7 @@ class Ledger:
         Unknown, dead and purged blocks stay what they are."""
         entry = self.find(name)
         if entry is not None and not self.is_purged(name, entry) and entry.life.servable(Depth.G3, uses[0]):
-            self._move(name, entry, renewed(entry.life, uses), tick)
+            self._move(name, entry, renewed(entry.life, uses), rank_of(priority_in(entry.rank), tick))
 
     def drop(self, name: bytes) -> bool:
         """Remove a block. Returns whether it was here."""
@@ -281,7 +293,7 @@ class Ledger:
         if entry is None or self.is_purged(name, entry) or not entry.life.servable(Depth.G3, now):
             return False
         if served is not None:
-            self._move(name, entry, entry.life.keep_until(served, Depth.G3, now), self.tick)
+            self._move(name, entry, entry.life.keep_until(served, Depth.G3, now), self._warm(entry))
         self._txn.put(KEPT_KEY + name, _TIME.pack(until))
         self._keeps = True
         return True
@@ -346,7 +358,7 @@ class Ledger:
         reclaimed; files are cut after the commit (`Store`). Reads the whole index."""
         geometry = replace(self.geometry, capacity=capacity)
         for key, name in list(self._order.lines()):
-            slot_cls, _tick, segment, slot = order_parts(key)
+            slot_cls, _rank, segment, slot = order_parts(key)
             if slot >= geometry.slots_of(segment, slot_cls):
                 self.drop(name)
         self._segments.resize(geometry)
@@ -355,8 +367,8 @@ class Ledger:
 
     # Inside.
 
-    def _claim(self, slot_cls: int) -> Reservation | None:
-        place = self._segments.take(slot_cls) or self._take_victim(slot_cls)
+    def _claim(self, slot_cls: int, priority: int) -> Reservation | None:
+        place = self._segments.take(slot_cls) or self._take_victim(slot_cls, priority)
         if place is None:
             return None
         self._serial += 1
@@ -364,16 +376,20 @@ class Ledger:
         self._txn.put(reservation.place, reservation.encode())
         return reservation
 
-    def _tick_of(self, name: bytes) -> int | None:
-        """The tick of a block, None if it is not here."""
-        if name not in self._ticks:
+    def _rank_of(self, name: bytes) -> int | None:
+        """The rank of a block, None if it is not here."""
+        if name not in self._ranks:
             entry = self.find(name)
             if entry is None:
                 return None
-            self._ticks[name] = entry.tick
-        return self._ticks[name]
+            self._ranks[name] = entry.rank
+        return self._ranks[name]
 
-    def _join(self, name: bytes, length: int, life: Lifetime, now: float, parent: bytes | None) -> bool:
+    def _warm(self, entry: Entry, priority: int = 0) -> int:
+        """The rank of a block that is used now, and perhaps by somebody to whom it is worth more."""
+        return rank_of(max(priority, priority_in(entry.rank)), self.tick)
+
+    def _join(self, name: bytes, length: int, life: Lifetime, now: float, parent: bytes | None, priority: int) -> bool:
         """Join `life` to the block called `name`, if there is one that may be served once it has it."""
         entry = self.find(name)
         if entry is None:
@@ -381,25 +397,25 @@ class Ledger:
         if entry.length != length or self.is_purged(name, entry):
             self.drop(name)
             return False
-        above = self._tick_of(parent) if parent is not None else self.tick
-        self._move(name, entry, entry.life.join(life, now), 0 if above is None else above)
+        above = self._rank_of(parent) if parent is not None else self._warm(entry, priority)
+        self._move(name, entry, entry.life.join(life, now), min(above or 0, self._warm(entry, priority)))
         return True
 
     def _put(self, name: bytes, entry: Entry) -> None:
         self._txn.put(BLOCKS + name, entry.encode(name))
         self._order.add(name, entry)
-        self._ticks[name] = entry.tick
+        self._ranks[name] = entry.rank
 
-    def _move(self, name: bytes, entry: Entry, life: Lifetime, tick: int) -> None:
+    def _move(self, name: bytes, entry: Entry, life: Lifetime, rank: int) -> None:
         """Towards the warm end, with a new life."""
         self._order.remove(entry.order_key())
-        self._put(name, replace(entry, tick=max(entry.tick, tick), life=life))
+        self._put(name, replace(entry, rank=max(entry.rank, rank), life=life))
 
     def _remove(self, name: bytes, entry: Entry) -> None:
         """Out of `blocks` and `order`; the slot is the caller's."""
         self._txn.delete(BLOCKS + name)
         self._order.remove(entry.order_key())
-        self._ticks.pop(name, None)
+        self._ranks.pop(name, None)
         if self._keeps:
             self._txn.delete(KEPT_KEY + name)
         self._shares.change(name, -entry.slot_class * SLOT_ALIGN)
@@ -409,11 +425,11 @@ class Ledger:
     def _excise(self, name: bytes) -> None:
         """Remove a block whose entry cannot be read: its place is found in `order`, by a scan."""
         self._txn.delete(BLOCKS + name)
-        self._ticks.pop(name, None)
+        self._ranks.pop(name, None)
         self._blocks -= 1
         doomed = [key for key, value in self._order.lines() if value == name]
         for key in doomed:
-            slot_cls, _tick, segment, slot = order_parts(key)
+            slot_cls, _rank, segment, slot = order_parts(key)
             self._order.remove(key)
             self._shares.change(name, -slot_cls * SLOT_ALIGN)
             self._bytes -= slot_cls * SLOT_ALIGN
@@ -426,39 +442,44 @@ class Ledger:
         self._txn.delete(reservation.place)
         return True
 
-    def _take_victim(self, slot_cls: int) -> tuple[int, int] | None:
+    def _take_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
         """The slot of the class's coldest block, which goes; or one in a segment taken from another class."""
         rival = self._order.rival(slot_cls)
         if rival is not None and self._seize(rival):
             return self._segments.take(slot_cls)
-        gone = self._evict(lambda: self._order.leaving(slot_cls, self._now, self._kept_until))
+        gone = self._evict(lambda: self._order.leaving(slot_cls, self._now, self._kept_until), priority)
         return None if gone is None else (gone.segment, gone.slot)
 
-    def _fits(self, name: bytes, slot_cls: int, share: int, parent: bytes | None = None) -> bool:
+    def _fits(self, name: bytes, slot_cls: int, share: int, priority: int, parent: bytes | None = None) -> bool:
         """Whether the block's scope stays within `share` bytes with it. Its own coldest blocks leave for that."""
         self._shares.begin()
         scope, size = scope_in(name), slot_cls * SLOT_ALIGN
         for _ in range(YIELDS_MAX):
             if self._shares.of(scope) + size <= share:
                 return True
-            gone = self._evict(lambda: self._order.leaving_scope(scope, self._now, self._kept_until), parent)
+            gone = self._evict(lambda: self._order.leaving_scope(scope, self._now, self._kept_until), priority, parent)
             if gone is None:
                 return False
             self._segments.give(gone.slot_class, gone.segment, gone.slot)
         return self._shares.of(scope) + size <= share
 
-    def _evict(self, leaving: Callable[[], tuple[bytes, bytes] | None], spared: bytes | None = None) -> Entry | None:
+    def _evict(
+        self, leaving: Callable[[], tuple[bytes, bytes] | None], priority: int, spared: bytes | None = None
+    ) -> Entry | None:
         """Take out the block whose line `leaving` finds; its slot is the caller's. None if it must stay.
 
         What this very transaction stored or renewed is never a victim: a chain longer than the store loses
-        its tail, not its head.
+        its tail, not its head. What has a higher `priority` is none either, as long as it lives.
         """
         while (line := leaving()) is not None:
             key, name = line
-            if order_parts(key)[1] >= self.tick or name in self._sheltered or name == spared:
+            rank = order_parts(key)[1]
+            if tick_in(rank) >= self.tick or name in self._sheltered or name == spared:
                 return None
             entry = self.find(name)
             if entry is not None and entry.order_key() == key:
+                if priority_in(rank) > priority and entry.life.servable(Depth.G3, self._now):
+                    return None
                 self._remove(name, entry)
                 self.evicted.append(name)
                 return entry

@@ -67,7 +67,7 @@ class Order:
         self._only: int | None = None  # the class of all lines, where there is but one and that is known
 
     def add(self, name: bytes, entry: Entry) -> None:
-        """The block's line, by its tick and depth."""
+        """The block's line, by its rank and depth."""
         line = entry.order_key()
         self._txn.put(line, name)
         self._floors.lower_to(line, scope_in(name))
@@ -145,13 +145,13 @@ class Order:
         self._only = slot_cls
         key = self._seek(ORDER)
         while key is not None:
-            rival, tick, *_ = order_parts(key)
+            rival, rank, *_ = order_parts(key)
             if rival != slot_cls:
                 self._only = None
                 if own is not None:
-                    tick = self._hottest(rival)
-                if (own is None or tick < own) and (best is None or tick < best[0]):
-                    best = tick, rival
+                    rank = self._hottest(rival)
+                if (own is None or rank < own) and (best is None or rank < best[0]):
+                    best = rank, rival
             key = self._seek(order_start(rival + 1))
         return None if best is None else best[1]
 
@@ -163,7 +163,7 @@ class Order:
         return key if key.startswith(ORDER) else None
 
     def _hottest(self, slot_cls: int) -> int:
-        """The tick of the last line of a class that has lines."""
+        """The rank of the last line of a class that has lines."""
         found = self._cursor.set_range(order_start(slot_cls + 1))
         _ = self._cursor.prev() if found else self._cursor.last()
         return order_parts(self._cursor.key())[1]

@@ -13,7 +13,7 @@ from kvtier.errors import CorruptError
 from kvtier.terms import FUTURE_S, Depth
 from kvtier.tier import Loaded, Miss, Target
 from kvtier.tiers.deposit import neighbours
-from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry
+from kvtier.tiers.entry import SLOT_ALIGN, SPAN, Entry, priority_in
 from kvtier.tiers.lanes import Work
 from kvtier.tiers.ledger import renewed
 from kvtier.tiers.slab import ShortIO
@@ -106,7 +106,7 @@ class Retrieval:
             entry = block.entry
             assert entry is not None
             if integrity.matches(entry.digest, block.target.into):
-                block.result = Loaded(entry.digest, entry.life)
+                block.result = Loaded(entry.digest, entry.life, priority_in(entry.rank))
             else:
                 block.suspect = True
 

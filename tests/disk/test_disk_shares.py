@@ -15,6 +15,7 @@ import pytest
 
 from kvtier.block import SHARED, BlockKey, Scope, scope_of
 from kvtier.namespace import Namespace
+from kvtier.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tier import Stored
 from kvtier.tiers import ledger as ledger_module
@@ -232,7 +233,8 @@ class Sharing:
             case "write":
                 start = sum(miss is None for miss in tier.peek(keys, range(len(keys))))
                 stop = min(len(keys), start + self.rng.randrange(1, 8))
-                written = await put(tier, keys, range(start, stop), parents=True)
+                terms = Terms("t", ttl=86_400, priority=self.rng.choice([50, 50, 20, 90]))
+                written = await put(tier, keys, range(start, stop), parents=True, terms=terms)
                 self.outcomes.update(map(str, written))
             case "touch":
                 tier.touch(keys[: self.rng.randrange(len(keys) + 1)], self.clock.wall())

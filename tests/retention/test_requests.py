@@ -116,3 +116,20 @@ def test_a_scope_fills_no_more_of_the_disk_than_its_share(tmp_path: Path) -> Non
                 found = cache.match(others), sum(map(cache.match, mine))
                 assert found == ((8, 20) if quota else (4, 36)), "the other tenant's blocks made room"
                 cache.check()
+
+
+def test_what_is_worth_more_outlives_the_rest_on_the_disk_too(tmp_path: Path) -> None:
+    tiers = {"g2": {"capacity": 12 * 4096}, "g3": {"path": str(tmp_path / "g3"), "capacity": 24 * 4096}}
+    dear, usual = list(chain_of(NS, 8)), list(chain_of(NS, 8, seed=1))
+    with kvtier.open(kvtier.Config.parse({"tiers": tiers}), NS, clock=VirtualClock()) as cache:
+        put(cache, usual)
+        put(cache, dear)
+        put(cache, dear, retention=Terms("dear", ttl=86_400, priority=90))  # the second to want it
+        for seed in range(2, 8):
+            put(cache, list(chain_of(NS, 8, seed=seed)))
+            cache.flush()
+        assert (cache.match(usual), cache.match(dear)) == (0, 8)
+        cache.evict("g2")
+        assert served(cache, dear) == 8
+        assert {cache.manager.host.index[key].priority for key in dear} == {90}, "as it was"
+        cache.check()
