@@ -153,7 +153,7 @@ def _finish(name: str, kind: str, block_tokens: int, requests: list[Request], un
 
 
 def _load_claude(path: Path) -> Trace:
-    from zipfile import BadZipFile
+    from zipfile import BadZipFile, is_zipfile
 
     import numpy as np
 
@@ -171,7 +171,8 @@ def _load_claude(path: Path) -> Trace:
     except InvalidRequest:
         raise
     except (OSError, EOFError, ValueError, BadZipFile) as wrong:
-        raise InvalidRequest(f"{path}: not a trace of arrays: {wrong}") from None
+        why = wrong if is_zipfile(path) else "it is no .npz archive"  # NumPy takes all else for a pickle, and says so
+        raise InvalidRequest(f"{path}: not a trace of arrays: {why}") from None
     for name, array in (("session", session), ("input_tokens", given), ("output_tokens", made)):
         if len(array) != len(t):
             raise InvalidRequest(f"{path}: {name}: {len(array)} entries for {len(t)} requests")
