@@ -154,9 +154,11 @@ class Ledger:
             return Stored.PRESENT
         if parent is not None:
             self._sheltered.add(parent)
-        if share and not self._fits(name, slot_class(length), share, priority):
+        above = self._rank_of(parent) if parent is not None else None
+        worth = priority if above is None else min(priority, priority_in(above))
+        if share and not self._fits(name, slot_class(length), share, worth):
             return Stored.FULL
-        reservation = self._claim(slot_class(length), priority)
+        reservation = self._claim(slot_class(length), worth)
         if reservation is None:
             return Stored.FULL
         self._promised.add(name)
@@ -198,10 +200,10 @@ class Ledger:
         if self._join(name, length, life, now, parent, priority):  # somebody else stored it meanwhile
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.PRESENT
-        if share and not self._fits(name, reservation.slot_class, share, priority, parent):
+        rank = min(rank_of(priority, self.tick), above)
+        if share and not self._fits(name, reservation.slot_class, share, priority_in(rank), parent):
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.FULL
-        rank = min(rank_of(priority, self.tick), above)
         entry = Entry(reservation.serial, reservation.segment, reservation.slot, length, depth, rank, digest, life)
         self._put(name, entry)
         self._shares.change(name, entry.slot_class * SLOT_ALIGN)
@@ -468,13 +470,14 @@ class Ledger:
     ) -> Entry | None:
         """Take out the block whose line `leaving` finds; its slot is the caller's. None if it must stay.
 
-        What this very transaction stored or renewed is never a victim: a chain longer than the store loses
-        its tail, not its head. What has a higher `priority` is none either, as long as it lives.
+        What this very transaction stored or renewed is no victim for what is worth no more: a chain longer than the
+        store loses its tail, not its head. What has a higher `priority` is none either, as long as it lives.
         """
         while (line := leaving()) is not None:
             key, name = line
             rank = order_parts(key)[1]
-            if tick_in(rank) >= self.tick or name in self._sheltered or name == spared:
+            fresh = tick_in(rank) >= self.tick and priority_in(rank) >= priority
+            if fresh or name in self._sheltered or name == spared:
                 return None
             entry = self.find(name)
             if entry is not None and entry.order_key() == key:

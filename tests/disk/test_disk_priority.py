@@ -65,6 +65,16 @@ async def test_the_least_worth_goes_first_however_recent(tmp_path: Path) -> None
         assert (here(tier, chain(0)), here(tier, chain(1)), here(tier, chain(2))) == (6, 0, 6)
 
 
+async def test_what_is_worth_less_does_not_stay_because_it_is_used(tmp_path: Path) -> None:
+    """Not even if its use comes with the same transaction."""
+    async with opened(tmp_path / "g3", 12) as tier:
+        await put(tier, chain(0), terms=CHEAP, parents=True)
+        await put(tier, chain(1), terms=PLAIN, parents=True)
+        tier.touch(chain(0), tier._clock.wall())
+        assert await put(tier, chain(2), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+        assert (here(tier, chain(0)), here(tier, chain(1)), here(tier, chain(2))) == (0, 6, 6)
+
+
 async def test_a_block_comes_back_with_what_it_is_worth(tmp_path: Path) -> None:
     async with opened(tmp_path / "g3", 16) as tier:
         await put(tier, chain(0), terms=DEAR, parents=True)
