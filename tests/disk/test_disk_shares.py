@@ -264,7 +264,7 @@ class Sharing:
 async def test_scopes_race_for_their_shares(tmp_path: Path, seed: int) -> None:
     sharing = Sharing(tmp_path / "g3", seed)
     await sharing.run(80)
-    assert sharing.outcomes["stored"] > 100
+    assert sharing.outcomes["stored"] > 60
     assert all(sharing.outcomes[f"full {number}"] for number in range(3)), "no scope ever met its bound"
 
 
