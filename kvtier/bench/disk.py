@@ -264,9 +264,10 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             passes["raw_write"].append(await loop.run_in_executor(None, bench.raw_write))
             passes["put"].append(await bench.put())
-            passes["synced_write"].append(await bench.synced_write())
             passes["raw_read"].append(await loop.run_in_executor(None, bench.raw_read))
             passes["get"].append(await bench.get())
+            # Between the reads at full rate and the single ones, which a device's budget for reads would slow down.
+            passes["synced_write"].append(await bench.synced_write())
             for name, many in gets.items():
                 many.append(await bench.single_gets(writing=name == "under_writes"))
         digest = bench.digest()
