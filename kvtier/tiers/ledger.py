@@ -490,8 +490,8 @@ class Ledger:
         return None
 
     def _seize(self, slot_cls: int) -> bool:
-        """Evict the blocks of the class's coldest segment, unless one is kept. True if that made the segment spare."""
-        coldest = self._order.coldest(slot_cls)
+        """Evict the blocks of the segment of the class's coldest, unless one is kept. True if that made it spare."""
+        coldest = self._order.leaving(slot_cls, self._now, self._kept_until)
         if coldest is None:
             return False
         segment = order_parts(coldest[0])[2]
