@@ -308,7 +308,10 @@ class Keeper:
     def _expire(self, now: float) -> None:
         ended = [pin.name for pin in self.pins.listed() if pin.until < now]
         self._unnoted.update(ended)
-        for key in [*self.pins.expire(now), *self.guarantees.expire(now)]:
+        for key in self.guarantees.expire(now):
+            self._promises.pop(key, None)  # though a pin may keep the block: its use renews no promise that is over
+            self._end(key)
+        for key in self.pins.expire(now):
             self._end(key)
 
     async def _note(self, names: Iterable[str]) -> bool:

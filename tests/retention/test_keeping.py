@@ -129,6 +129,20 @@ def test_a_guarantee_holds_against_everything_that_has_none(terms: Terms) -> Non
         assert cache.stats()["requests"]["promises"]["guaranteed"] == 0
 
 
+def test_a_guarantee_that_is_over_stays_over_though_a_pin_keeps_its_block() -> None:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock)]) as cache:
+        keys = list(chain_of(NS, 2))
+        put(cache, keys, retention=HOUR)
+        cache.pins.create("longer", keys, "24h")
+        clock.advance(2 * 3600)
+        cache.flush()
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == 0
+        assert served(cache, keys) == 2, "pinned"
+        cache.flush()
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == 0, "a use revived it"
+
+
 def test_a_promise_moves_down_and_ram_is_free_again() -> None:
     clock = VirtualClock()
     store = MemoryStore.empty()
