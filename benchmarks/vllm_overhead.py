@@ -15,7 +15,9 @@ listed by themselves.
 cache promotes from disk at full rate, and while a process of its own does the same work over its own arena. Each round
 of three windows gives ratios to the pausing one. What the third costs is the machine's (memory bandwidth, cores, host);
 what the second costs more is the interpreter lock's. With `--cores apart` the thread that computes has one core to
-itself and all others, and the child, share another: a GPU's engine does not compute where promotion does.
+itself and all others, and the child, share another: a GPU's engine does not compute where promotion does. With
+`--executor mp` the forward has a process to itself, as it has with several ranks: `inside` is then the scheduler's
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="jitter: windows of each kind")
     parser.add_argument("--threads", type=int, default=1, help="of the forward")
     parser.add_argument("--cores", choices=("shared", "apart"), default="shared", help="jitter: who computes where")
+    parser.add_argument("--executor", choices=("uni", "mp"), default="uni", help="jitter: where the forward runs")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -66,17 +69,18 @@ def main() -> None:
         for name in [args.model] if args.model else ["tiny", "small"]:
             results[name] = steps(name, args.prompts or {"tiny": 240}.get(name, 40))
     else:
-        results = jitter(args.model or "wide", args.window, args.rounds, args.cores == "apart")
-    name = {"steps": "overhead", "jitter": "jitter_apart" if args.cores == "apart" else "jitter"}[args.what]
-    entry = record(f"vllm_{name}", ["python", *sys.argv], results)
+        results = jitter(args.model or "wide", args.window, args.rounds, args.cores == "apart", args.executor)
+    variant = "_apart" * (args.cores == "apart") + "_mp" * (args.executor == "mp")
+    name = "vllm_overhead" if args.what == "steps" else f"vllm_jitter{variant}"
+    entry = record(name, ["python", *sys.argv], results)
     print(json.dumps(entry, indent=2))
     if args.save:
         save(entry, args.save)
 
 
 @contextmanager
-def engine(name: str, tiers: dict[str, Any], budget: int) -> Iterator[Any]:
-    """A vLLM engine inside this process with a random model."""
+def engine(name: str, tiers: dict[str, Any], budget: int, executor: str = "uni") -> Iterator[Any]:
+    """A vLLM engine inside this process with a random model; the forward too, unless `executor` is mp."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM
@@ -93,7 +97,7 @@ def engine(name: str, tiers: dict[str, Any], budget: int) -> Iterator[Any]:
         llm = LLM(
             model=folder, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=4096, block_size=block,
             num_gpu_blocks_override=512, gpu_memory_utilization=0.2, enforce_eager=True,
-            max_num_batched_tokens=budget, async_scheduling=False, distributed_executor_backend="uni",
+            max_num_batched_tokens=budget, async_scheduling=False, distributed_executor_backend=executor,
             kv_transfer_config={
                 "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -108,21 +112,21 @@ def engine(name: str, tiers: dict[str, Any], budget: int) -> Iterator[Any]:
             llm.llm_engine.engine_core.engine_core.shutdown()
 
 
-def parts(llm: Any) -> tuple[Any, Any, Any]:
-    """The engine's core, and the connector's two halves."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
+def parts(llm: Any) -> tuple[Any, Any]:
+    """The engine's core, and the connector's half there."""
     core = llm.llm_engine.engine_core.engine_core
-    return core, core.scheduler.connector._scheduler, get_kv_transfer_group()._worker
+    return core, core.scheduler.connector._scheduler
 
 
 def steps(name: str, prompts: int) -> dict[str, Any]:
     from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     spent = {"scheduler": 0.0, "copy": 0.0}
     seen: list[tuple[float, float, float]] = []
     with engine(name, {"g2": {"capacity": "512MiB"}}, 1024) as llm:
-        core, half, worker = parts(llm)
+        core, half = parts(llm)
+        worker = get_kv_transfer_group()._worker
 
         def timed(owner: Any, call: str, kind: str) -> None:
             plain = getattr(owner, call)
@@ -177,15 +181,18 @@ def steps(name: str, prompts: int) -> dict[str, Any]:
 LABELS = ("pausing", "inside", "child")
 
 
-def jitter(name: str, window: float, rounds: int, apart: bool) -> dict[str, Any]:
+def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) -> dict[str, Any]:
     compute, rest = cores(apart)
     os.sched_setaffinity(0, rest)  # threads inherit it: all that the cache starts
     took: dict[str, list[list[float]]] = {label: [] for label in LABELS}
     rates: dict[str, list[float]] = {label: [] for label in LABELS}
     with tempfile.TemporaryDirectory() as folder:
         tiers = {"g2": {"capacity": "512MiB"}, "g3": {"path": f"{folder}/g3", "capacity": "4GiB"}}
-        with engine(name, tiers, 1024) as llm, child_promoting(llm, folder, rest) as (child_go, child_blocks):
-            _, half, _ = parts(llm)
+        with engine(name, tiers, 1024, executor) as llm, ExitStack() as stack:
+            for worker in multiprocessing.active_children():
+                move(worker.pid, compute)
+            child_go, child_blocks = stack.enter_context(child_promoting(llm, folder, rest))
+            _, half = parts(llm)
             cache, size = half._core.current[0], half._core.namespace.block_bytes
             go, blocks = threading.Event(), Count()
             chains = store_chains(cache, half._core.namespace)
@@ -200,14 +207,15 @@ def jitter(name: str, window: float, rounds: int, apart: bool) -> dict[str, Any]
                     decode.steps(0.3)
                     before, began = blocks.value + child_blocks.value, time.monotonic()
                     seen = decode.steps(window)
-                    moved, passed = blocks.value + child_blocks.value - before, time.monotonic() - began
+                    came, passed = blocks.value + child_blocks.value - before, time.monotonic() - began
                     if switch is not None:
                         switch.clear()
                         time.sleep(0.3)
                     if number:
                         took[label].append(seen)
-                        rates[label].append(moved * size / passed)
-    return {"cores": "apart" if apart else "shared", "rounds": rounds, "block_bytes": size, **ratios(took, rates)}
+                        rates[label].append(came * size / passed)
+    return {"cores": "apart" if apart else "shared", "executor": executor, "rounds": rounds, "block_bytes": size,
+            **ratios(took, rates)}  # fmt: skip
 
 
 def cores(apart: bool) -> tuple[set[int], set[int]]:
@@ -218,6 +226,12 @@ def cores(apart: bool) -> tuple[set[int], set[int]]:
     if len(mine) < 2:
         sys.exit("--cores apart needs two cores")
     return {mine[0]}, {mine[1]}
+
+
+def move(process: int, where: set[int]) -> None:
+    """All its threads run there."""
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), where)
 
 
 class Decoding:
