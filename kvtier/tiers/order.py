@@ -12,7 +12,7 @@ from kvtier.tiers.shares import scope_in
 SCAN_LINES_MAX = 8192
 """Lines that one search reads: milliseconds below the write lock."""
 
-FORGET_S = 60.0
+FORGET_S = 600.0
 FLOORS_MAX = 4096
 ANY = b""
 """Instead of a scope."""
