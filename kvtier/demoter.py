@@ -126,10 +126,10 @@ class Demoter:
         tried.update(set(fresh) - refused)
         return {index for index in refused if index < self.sinkable(stop)}
 
-    def alone(self, chain: Sequence[BlockKey], stop: int) -> set[int]:
-        """Depths before `stop` whose blocks are READY in G2 and nowhere below it, nor on their way there."""
+    def alone(self, chain: Sequence[BlockKey], stop: int, start: int = 0) -> set[int]:
+        """Depths start … stop-1 whose blocks are READY in G2 and nowhere below it, nor on their way there."""
         with self._lock:
-            here = [index for index in range(stop) if chain[index] in self._host.index]
+            here = [index for index in range(start, stop) if chain[index] in self._host.index]
         return self.lacking(chain, here)
 
     def lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:

@@ -92,6 +92,7 @@ class Intake:
             if wait:
                 stop = min(stop, reached + manager.demoter.room())
             if reached < stop:
+                alone |= manager.demoter.alone(chain, stop, reached)
                 slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
                 self._fill(slots)
                 generations = [slot.generation for slot in slots]

@@ -9,8 +9,8 @@ import pytest
 import kvtier
 from kvtier.block import scope_of
 from kvtier.terms import Depth, Terms
-from kvtier.testing import MemoryTier, VirtualClock, chain_of
-from tests.retention.requests import NS, opened, put, served
+from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of
+from tests.retention.requests import BLOCK, NS, opened, put, served
 
 TOKENS = NS.block_tokens
 
@@ -133,3 +133,16 @@ def test_what_is_worth_more_outlives_the_rest_on_the_disk_too(tmp_path: Path) ->
         assert served(cache, dear) == 8
         assert {cache.manager.host.index[key].priority for key in dear} == {90}, "as it was"
         cache.check()
+
+
+def test_a_put_does_not_push_out_its_own_head_because_others_are_worth_more() -> None:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock)], blocks=12) as cache:
+        for seed in range(10):
+            keys, dear = list(chain_of(NS, 11, seed=2 * seed)), list(chain_of(NS, 2, seed=2 * seed + 1))
+            assert cache.put(keys[:7], payloads_of(keys[:7], BLOCK), wait=False) == 7
+            assert cache.put(dear, payloads_of(dear, BLOCK), Terms("dear", ttl=600, priority=90), wait=False) == 2
+            assert cache.put(keys, payloads_of(keys, BLOCK), wait=True) == 11
+            assert cache.match(keys) == 11
+            cache.purge()
+            clock.advance(1)
