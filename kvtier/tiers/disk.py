@@ -136,7 +136,7 @@ class DiskTier:
         prefix, span = self._prefix, SPAN.size
         answers: list[Miss | None] = []
         for scope, indices in by_scope(chain, wanted):
-            names = [prefix + chain[index] for index in indices]
+            names = [prefix + chain[place] for place in indices]
             purged, found = index.find_in_scope(prefix + scope, names)
             for name, raw in zip(names, found, strict=True):
                 if raw is None or len(raw) < span:
