@@ -5,8 +5,10 @@ FaultyTier      wraps a tier and fails, delays or damages by rule and seed
 VirtualClock    time that moves only when told to
 payload_of      block bytes as a pure function of the key, so that any wrong byte shows
 check_tier      the contract of `kvtier.tier.Tier` as a test suite
+Child           a program in a process of its own that is asked in JSON lines
 """
 
+from kvtier.testing.child import Child, ChildFailed
 from kvtier.testing.clock import VirtualClock
 from kvtier.testing.contract import check_tier
 from kvtier.testing.faults import Fault, FaultyTier, verification_off
@@ -14,6 +16,8 @@ from kvtier.testing.memory import MemoryTier
 from kvtier.testing.payload import chain_of, payload_of, payloads_of, sample_namespace, seal
 
 __all__ = [
+    "Child",
+    "ChildFailed",
     "Fault",
     "FaultyTier",
     "MemoryTier",

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import select
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvtier.testing import Child
 
 HERE = Path(__file__).parent
 START_S = 420.0
@@ -33,22 +32,11 @@ class Engine:
     """`engine.generate(prompts=[…])` and every other method of engine_host.Host, in a child process."""
 
     def __init__(self, script: str = "engine_host.py", **options: Any) -> None:
-        commands_out, commands_in = os.pipe()
-        answers_out, answers_in = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(HERE / script), str(commands_out), str(answers_in),
-             json.dumps(options)],
-            pass_fds=(commands_out, answers_in),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(commands_out)
-        os.close(answers_in)
-        self._commands = os.fdopen(commands_in, "w")
-        self._answers = os.fdopen(answers_out, "rb", buffering=0)
-        self._buffer = b""
+        self._child = Child([sys.executable, "-P", str(HERE / script), json.dumps(options)], START_S)
+        self.process = self._child.process
+        self.stop, self.kill = self._child.end, self._child.kill
         try:
-            self._answer(START_S)
+            _result_of(self._child.ready)
         except BaseException:
             self.kill()
             raise
@@ -56,47 +44,13 @@ class Engine:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
+        return lambda **arguments: _result_of(self._child.ask({"name": name, "arguments": arguments}, CALL_S))
 
-        def call(**arguments: Any) -> Any:
-            self._commands.write(json.dumps({"name": name, "arguments": arguments}) + "\n")
-            self._commands.flush()
-            return self._answer(CALL_S)
 
-        return call
-
-    def _answer(self, timeout: float) -> Any:
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._answers], [], [], timeout)
-            chunk = self._answers.read(65536) if ready else b""
-            if not chunk:
-                raise AssertionError(f"the engine process {'died' if ready else 'does not answer'}")
-            self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise AssertionError(f"in the engine process:\n{answer['error']}")
-        return answer["result"]
-
-    def stop(self, timeout: float = 60.0) -> int:
-        """End of commands: the engine shuts down in good order. Returns its exit code."""
-        self._commands.close()
-        try:
-            return self.process.wait(timeout)
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """End the process and the engine processes it started, which outlive a parent that is killed."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-        for stream in (self._commands, self._answers):
-            try:
-                stream.close()
-            except BrokenPipeError:
-                pass
+def _result_of(answer: Any) -> Any:
+    if "error" in answer:
+        raise AssertionError(f"in the engine process:\n{answer['error']}")
+    return answer["result"]
 
 
 @pytest.fixture(scope="session")

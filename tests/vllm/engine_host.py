@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own, told what to do in JSON lines over a pipe. Run by conftest.Engine.
 
-    python engine_host.py COMMANDS_FD ANSWERS_FD '{"model": …, "config": …, "processes": "one" | "own", …}'
+    python engine_host.py '{"model": …, "config": …, "processes": "one" | "own", …}' COMMANDS_FD ANSWERS_FD
 
 With processes "one", scheduler and worker share this process, so that scenarios can look inside and break things;
 with "own" the engine runs as vLLM runs it, and only calls that any user has are answered.
@@ -383,14 +383,14 @@ def insist_on_async_scheduling() -> None:
 
 
 def main(kind: type[Host] = Host) -> None:
-    commands, answers = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
+    commands, answers = os.fdopen(int(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
     try:
-        host = kind(json.loads(sys.argv[3]))
+        host = kind(json.loads(sys.argv[1]))
     except BaseException as error:
         answer(error="".join(traceback.format_exception(error))[-6000:])
         raise

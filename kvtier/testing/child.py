@@ -1,0 +1,113 @@
+"""A program in a process of its own that is asked in JSON lines, for engines that tests and benchmarks start once and
+use often.
+
+    child = Child([sys.executable, "host.py"], start_s=60)     its first line says that it is ready
+    answer = child.ask({"do": "generate"}, 10)
+
+The program has two more arguments: descriptors to read orders from and to write answers to, so that what it and its
+libraries print disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+_READ_BYTES = 65536
+_WORDS_BYTES = 20_000
+
+
+class ChildFailed(AssertionError):
+    """It ended, or did not answer in time; the message has its last words."""
+
+
+class Child:
+    """The process and all that it starts are a group, which `kill` ends. Used from one thread at a time."""
+
+    def __init__(self, command: Sequence[str], start_s: float) -> None:
+        """Starts it and waits for its first line, which is `ready` then. Raises ChildFailed."""
+        orders_out, orders_in = os.pipe()
+        answers_out, answers_in = os.pipe()
+        # Appended to by the child, and read beside it; closed by `kill`.
+        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, str(orders_out), str(answers_in)],
+            pass_fds=(orders_out, answers_in),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        os.close(orders_out)
+        os.close(answers_in)
+        self._orders = os.fdopen(orders_in, "w")
+        self._answers = os.fdopen(answers_out, "rb", buffering=0)
+        self._buffer = b""
+        try:
+            self.ready = self._answer(start_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, order: Any, timeout: float) -> Any:
+        """The answer to one order. A child that is too late is ended: what it said later would answer another. Raises
+        ChildFailed."""
+        if self._orders.closed:
+            raise ChildFailed("the child was ended before")
+        try:
+            self._orders.write(json.dumps(order) + "\n")
+            self._orders.flush()
+            return self._answer(timeout)
+        except ChildFailed:
+            self.kill()
+            raise
+        except OSError as error:
+            failure = self._failed("is gone")
+            self.kill()
+            raise failure from error
+
+    def _answer(self, timeout: float) -> Any:
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], timeout)
+            chunk = self._answers.read(_READ_BYTES) if ready else b""
+            if not chunk:
+                raise self._failed("died" if ready else f"did not answer for {timeout:.0f} s")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def _failed(self, what: str) -> ChildFailed:
+        return ChildFailed(f"the child {what}; its last words:\n{self.last_words()}")
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        size = os.fstat(self._log.fileno()).st_size
+        words = os.pread(self._log.fileno(), _WORDS_BYTES, max(0, size - _WORDS_BYTES))
+        return words.decode(errors="replace")
+
+    def end(self, timeout: float) -> int:
+        """No more orders: it ends in good order, or is killed when the time is over. Returns its exit code."""
+        try:
+            self._orders.close()
+            return self.process.wait(timeout)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes, also those that outlived it. Idempotent."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        for stream in (self._orders, self._answers, self._log):
+            try:
+                stream.close()
+            except BrokenPipeError:
+                pass
