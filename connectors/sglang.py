@@ -35,8 +35,9 @@ import kvtier
 from kvtier.connectors.common import PrefillClock, Settings, engine_keys, weighs
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.sglang_hooks import Follower, install
+from kvtier.connectors.sglang_loads import Loads, Wanted
 from kvtier.connectors.sglang_metrics import EngineMetrics
-from kvtier.connectors.sglang_pages import Load, Pages
+from kvtier.connectors.sglang_pages import Pages
 from kvtier.connectors.sglang_pool import Ranks, namespace_of, pool_of
 from kvtier.connectors.sglang_visits import Visit, Visits
 from kvtier.errors import IdentityError
@@ -105,8 +106,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self._agree: Callable[[bool], bool] = bool
         self._owner: Any = None
         self._head: list[str] = []
-        self._queue: list[tuple[str, Lease, list[int]]] = []
-        self._loads: dict[int, Load] = {}
+        self._loads = Loads(self.layer_done_counter, lambda: self._pages)
         self._lost = 0  # offloads that the tree is owed the answer "failed" for, before all others
         self._events: Counter[str] = Counter()
         self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
@@ -149,8 +149,14 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     def _engine_stats(self) -> dict[str, dict[str, int]]:
         pages = self._pages
+        sources = [
+            self._events,
+            self._visits.events,
+            self._loads.events,
+            *([pages.events] if pages is not None else []),
+        ]
         events: Counter[str] = Counter()
-        for source in (self._events, self._visits.events, *([pages.events] if pages is not None else [])):
+        for source in sources:
             events.update(dict(source))  # a copy at once: metrics are asked for on a thread of their own
         return {"tokens_read": dict(self._visits.tokens_read), "events": {k: n for k, n in events.items() if n}}
 
@@ -182,8 +188,8 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         visit.waits = False
         if pages is None or meeting is None or meeting[0].rid != rid:
             return 0
-        self._visits.place(visit, *meeting, _kv(transfers).keys)
-        return self._visits.resident(visit, pages.cache) if visit.chain else 0
+        self._visits.place(visit, *meeting, _kv(transfers).keys, pages.cache)
+        return self._visits.resident(visit, pages.cache)
 
     def awaited(self, rid: str) -> bool:
         visit = self._visits.of(rid)
@@ -195,12 +201,13 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         return not visit.decided
 
     @_degrades(None)
-    def admitted(self, rid: str) -> None:
-        cache = self._pages.cache if self._pages is not None else None
+    def admitted(self, req: Any) -> None:
         meeting, self._meeting = self._meeting, None
-        if cache is not None and meeting is not None and meeting[0].rid == rid:
-            self._visits.pin_known(*meeting, cache)
-        self._visits.book(rid, cache)
+        head = meeting[1] if meeting is not None and meeting[0].rid == req.rid else None
+        if self._pages is None:
+            self._visits.forget(req.rid)
+        else:
+            self._visits.admit(req, head, self._pages.cache)
 
     def forget(self, rid: str) -> None:
         self._visits.forget(rid)
@@ -231,13 +238,13 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         assert mine is not None
         visit, lease, numbers = mine
         visit.lease = lease
-        self._queue.append((rid, lease, numbers))
+        self._loads.add(Wanted(rid, lease, numbers))
         return True
 
     @_degrades(_NONE)
     def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[Visit, Lease, list[int]] | None:
         transfer, visit, pages = _kv(transfers), self._visits.of(rid), self._pages
-        if visit is None or not visit.chain or pages is None:
+        if visit is None or not visit.reads or pages is None:
             return None
         count = len(transfer.keys)
         numbers = _page_numbers(transfer.device_indices, self._pool.page)
@@ -250,43 +257,15 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     def start_layer_wise_loading(self) -> int:
         """Start what is queued; -1 if nothing is. Errors are told by `finish_layer_wise_loading`."""
-        queue, self._queue = self._queue, []
-        if not queue:
-            return -1
-        counter = self.layer_done_counter
-        index: int = counter.update_producer()
-        try:
-            if self._pages is None:
-                raise RuntimeError("the cache is being replaced")
-            self._loads[index] = self._pages.load([(lease, numbers) for _, lease, numbers in queue])
-            for layer in range(counter.num_layers):
-                counter.complete(index, layer)
-        except Exception as error:
-            log.exception("a load of %d requests could not be started", len(queue))
-            for _, lease, _ in queue:
-                lease.release()
-            self._events["load_failures"] += len(queue)
-            counter.fail(index, error)
-        return index
+        return self._loads.start()
 
     @_degrades(False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        started = bool(self.layer_done_counter.finish(counter_index))
-        load = self._loads.pop(counter_index, None)
-        if load is None:
-            return started
-        landed = self._pages is not None and self._pages.landed(load)
-        self._events["load_failures"] += 0 if landed else 1
-        return landed and started
+        return self._loads.finish(counter_index)
 
     @_degrades(False)
     def cancel_queued_load(self, rid: str) -> bool:
-        kept = [entry for entry in self._queue if entry[0] != rid]
-        dropped = [entry for entry in self._queue if entry[0] == rid]
-        self._queue = kept
-        for _, lease, _ in dropped:
-            lease.release()
-        return bool(dropped)
+        return self._loads.cancel(rid)
 
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -354,21 +333,18 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     def _quiesce(self) -> None:
         self._visits.clear()
-        for _, lease, _ in self._queue:
-            lease.release()
-        self._queue.clear()
         if self._pages is not None:
             self._pages.quiesce()
-        self._lost = 0
         self._loads.clear()
-        self.layer_done_counter.reset()
+        self._lost = 0
 
     def _rotate(self) -> None:
         self._visits.clear()
-        old = self._rotation.rotate()
+        old = self._pages
         if old is not None:
-            self._lost += old.outstanding()
-            self._events.update(old.events)
+            self._lost += old.outstanding()  # before another thread closes it, which forgets them
+            self._events.update(dict(old.events))
+        self._rotation.rotate()
 
     @_degrades(None)
     def close(self) -> None:

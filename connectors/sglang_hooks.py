@@ -59,7 +59,7 @@ class Follower(Owner):
         """Whether the request should wait for its blocks, on all ranks alike."""
 
     @abstractmethod
-    def admitted(self, rid: str) -> None:
+    def admitted(self, req: Any) -> None:
         """The request is in the next batch."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments:
         return resolve_name("sglang.srt.managers.schedule_policy:AddReqResult").CONTINUE
     outcome = original(adder, req, *arguments, **named)
     if adder.can_run_list and adder.can_run_list[-1] is req:
-        follower.admitted(req.rid)
+        follower.admitted(req)
     return outcome
 
 

@@ -1,4 +1,5 @@
-"""Requests of one rank between their first look-up and their admission: what they ask for, and what is on its way up.
+"""Requests of one rank between their first look-up and their admission: what they ask for, what is on its way up, and
+what their senders learn.
 
 Used from the scheduler's thread only; nothing here waits.
 """
@@ -14,26 +15,36 @@ from typing import Any
 
 from kvtier.block import BlockKey, Scope
 from kvtier.cache import Cache
-from kvtier.connectors.common import Control, Controls, PinWish, Scopes, Settings, engine_keys, keep_prompt
+from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys, keep_prompt, pin_outcome
+from kvtier.divergence import RecentChains
 from kvtier.lease import Lease
 from kvtier.tier import Miss
 
 _VISITS_MAX = 4096
+_NAME = "kvtier"
 
 
 @dataclass(slots=True)
 class Visit:
-    """One request. `chain` is its prompt's whole pages, from the first; empty where it may not be read."""
+    """One request. `chain` is its prompt's whole pages, from the first; empty until they are known, and where they may
+    not be cached."""
 
     until: float  # it is passed over, for its blocks, at most until then
     chain: list[BlockKey] = field(default_factory=list)
     start: int = 0  # pages that are on the device
+    control: Control | None = None  # what it asked for, and who may share its blocks: both are known with the chain
+    scope: Scope | None = None
     promotion: Future[Lease] | None = None
     promoted_from: int = 0  # depth of the first block of `promotion`
+    pinning: Future[dict[str, Any]] | None = None  # its prompt is being pinned
     waits: bool = False  # as of the last look-up
     decided: bool = False  # on every rank: waits no longer
     lease: Lease | None = None  # of its load
-    wish: tuple[Scope, PinWish] | None = None  # its prompt is to be pinned
+
+    @property
+    def reads(self) -> bool:
+        """Whether it may and wants to have blocks from below."""
+        return bool(self.chain) and self.control is not None and self.control.load
 
     def tiers(self, count: int) -> list[str]:
         """Where `count` blocks from `start` on were found: in G2, unless they were promoted for this request."""
@@ -63,6 +74,7 @@ class Visits:
         self._of: OrderedDict[str, Visit] = OrderedDict()
         self.events: Counter[str] = Counter()
         self.tokens_read: Counter[str] = Counter()  # by tier
+        self._recent = RecentChains()
 
     def __len__(self) -> int:
         return len(self._of)
@@ -80,25 +92,28 @@ class Visits:
                 self.forget(next(iter(self._of)))
         return visit
 
-    def place(self, visit: Visit, req: Any, head: Callable[[], list[str]], tail: Sequence[str]) -> None:
-        """Bring the visit's chain up to date: `tail` are the pages that the device lacks now, after `head()`."""
-        last = bytes.fromhex(tail[-1])
-        if visit.chain and visit.chain[-1].endswith(last) and len(visit.chain) - visit.start == len(tail):
+    def place(self, visit: Visit, req: Any, head: Callable[[], list[str]], tail: Sequence[str], cache: Cache) -> None:
+        """Bring the visit's chain up to date: `tail` are the pages that the device lacks now, after `head()`. The first
+        time its prompt is pinned, if that is wished."""
+        known = visit.chain[visit.start :]
+        if tail and len(known) == len(tail) and known[-1].endswith(bytes.fromhex(tail[-1])):
             return
-        control, scope = self.wishes(req)
-        if scope is None or not control.load:
-            visit.chain = []
+        if visit.control is None:
+            visit.control, visit.scope = self.wishes(req)
+        control, scope = visit.control, visit.scope
+        if scope is None:
             return
         hashes = [*head(), *tail]
         visit.chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
         visit.start = len(hashes) - len(tail)
-        if control.pin is not None and control.store:
-            visit.wish = (scope, control.pin)
+        if visit.chain and control.pin is not None and control.store and visit.pinning is None:
+            keeping = keep_prompt(cache.manager.keeper, scope, control.pin, list(visit.chain), self._block_tokens)
+            visit.pinning = cache.submit(keeping)
 
     def wishes(self, req: Any) -> tuple[Control, Scope | None]:
         """What the request asked for, and who may share its blocks (None: it may not be cached)."""
         custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
-        control = self._controls.parse(custom.get("kvtier") if isinstance(custom, dict) else None)
+        control = self._controls.parse(custom.get(_NAME) if isinstance(custom, dict) else None)
         # SGLang folds an adapter's id into the extra key, which seeds the page hashes; both also name the scope.
         adapter = (req.extra_key or "").encode()
         return control, self._scopes.of(req.cache_salt, adapter, control.request)
@@ -106,9 +121,8 @@ class Visits:
     def resident(self, visit: Visit, cache: Cache) -> int:
         """Blocks from `visit.start` on that G2 has now. The first time it starts bringing up what it lacks, and notes
         whether that is worth waiting for."""
-        if visit.wish is not None:
-            self._pin(cache, *visit.wish, visit.chain)
-            visit.wish = None
+        if not visit.reads:
+            return 0
         tail = visit.chain[visit.start :]
         found = cache.manager.prefix(tail)
         if visit.decided or found == len(tail) or not cache.manager.lower:
@@ -123,30 +137,43 @@ class Visits:
             self.events["lookups_late"] += 1
         return found
 
-    def pin_known(self, req: Any, head: Callable[[], list[str]], cache: Cache) -> None:
-        """Of a request that is not looked up, since the device has all of its prompt: pin that, if it is wished."""
-        control, scope = self.wishes(req)
-        if control.pin is not None and control.store and scope is not None and (hashes := head()):
-            self._pin(cache, scope, control.pin, engine_keys(scope, [bytes.fromhex(page) for page in hashes]))
+    def admit(self, req: Any, head: Callable[[], list[str]] | None, cache: Cache) -> None:
+        """The request is in the next batch: count what it was given and what not, put what its sender learns into its
+        answer, and let go of it. `head()` is its prompt where nothing was looked up, since the device has all of it."""
+        visit = self.of(req.rid) or Visit(0.0)
+        if head is not None:
+            self.place(visit, req, head, (), cache)
+        tell(req, {"tokens_read": self._book(visit, cache), **self._answer(req.rid, visit)}, visit.pinning)
+        self.forget(req.rid)
 
-    def _pin(self, cache: Cache, scope: Scope, wish: PinWish, prompt: Sequence[BlockKey]) -> None:
-        """What is here of it stays, and what will be; nobody waits for it."""
-        cache.submit(keep_prompt(cache.manager.keeper, scope, wish, list(prompt), self._block_tokens))
+    def _book(self, visit: Visit, cache: Cache) -> dict[str, int]:
+        """Account for what was asked for below; tokens by the tier they came from."""
+        asked = len(visit.chain) - visit.start
+        if not (asked and visit.reads):
+            return {}
+        if visit.lease is None:
+            with cache.manager.pin(()) as nothing:
+                nothing.miss = visit.miss()
+                cache.manager.count(nothing, asked)
+            return {}
+        cache.manager.count(visit.lease, asked)
+        read = {tier: blocks * self._block_tokens for tier, blocks in Counter(visit.lease.tiers).items()}
+        self.tokens_read.update(read)
+        return read
 
-    def book(self, rid: str, cache: Cache | None) -> None:
-        """The request is admitted: count what it was given and what not, and let go of it."""
-        visit = self._of.get(rid)
-        if visit is not None and visit.chain and cache is not None:
-            asked = len(visit.chain) - visit.start
-            if visit.lease is not None:
-                for tier, blocks in Counter(visit.lease.tiers).items():
-                    self.tokens_read[tier] += blocks * self._block_tokens
-                cache.manager.count(visit.lease, asked)
-            else:
-                with cache.manager.pin(()) as nothing:
-                    nothing.miss = visit.miss()
-                    cache.manager.count(nothing, asked)
-        self.forget(rid)
+    def _answer(self, rid: str, visit: Visit) -> dict[str, Any]:
+        """What became of the request's further wishes; its prompt is noted for later requests'."""
+        control, scope, chain = visit.control, visit.scope, visit.chain
+        if control is None or scope is None:
+            return {}
+        answer: dict[str, Any] = {}
+        if control.pin is not None:
+            answer["pin"] = {"name": control.pin.name, **pin_outcome(visit.pinning)}
+        if control.compared_with:
+            depth = self._recent.divergence(f"{scope.hex()} {control.compared_with}", chain)
+            answer["same_tokens"] = None if depth is None else depth * self._block_tokens
+        self._recent.note(f"{scope.hex()} {rid}", chain)
+        return answer
 
     def forget(self, rid: str) -> None:
         """Let go of a request: what was promoted for it may be evicted again."""
@@ -158,6 +185,24 @@ class Visits:
     def clear(self) -> None:
         for rid in list(self._of):
             self.forget(rid)
+
+
+def tell(req: Any, told: dict[str, Any], pinning: Future[dict[str, Any]] | None = None) -> None:
+    """Have the request's answer say it, as `meta_info["kvtier"][0]`; what a pin became is said when it is known. A
+    request that was sent back to the queue and is admitted again has read twice."""
+    info = getattr(req, "customized_info", None) or {}
+    if earlier := info.get(_NAME):
+        told = {**told, "tokens_read": dict(Counter(earlier[0]["tokens_read"]) + Counter(told["tokens_read"]))}
+    # SGLang takes values by the number of the output token: this one comes with the first.
+    answer = [told]
+    req.customized_info = {**info, _NAME: answer}
+    if pinning is not None:
+
+        def kept(done: Future[dict[str, Any]]) -> None:
+            answer[0] = {**told, "pin": {"name": told["pin"]["name"], **pin_outcome(done)}}
+
+        # Whoever sends the answer meanwhile has one dictionary or the other, and neither changes.
+        pinning.add_done_callback(kept)
 
 
 def _release_result(promotion: Future[Lease]) -> None:
