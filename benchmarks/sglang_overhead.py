@@ -95,7 +95,7 @@ def pairs(args: argparse.Namespace, engines: dict[str, Any], new: int, seed: int
         prompt = [((first + i) * 7919 + (first >> 3) * 31) % 1000 + 3 for i in range(args.prompt_tokens)]
         took = {}
         for name in list(engines) if turn % 2 else reversed(engines):
-            (answer,) = engines[name].generate(prompt, new=new)
+            (answer,) = engines[name].generate(prompt, new=new, logprobs=False)
             assert answer["cached"] == 0, "every prompt is new"
             took[name] = answer["seconds"]
         if turn >= WARM_UP:

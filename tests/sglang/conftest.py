@@ -14,20 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.sglang.engine_process import EngineHost
+
 HERE = Path(__file__).parent
 ANSWER_S = 240.0
-
-
-def _beside(name: str) -> Any:
-    """A module of this folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"sglang_tests_{name}", HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EngineHost = _beside("engine_process").EngineHost
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,8 +56,16 @@ def free_ports(count: int, together: int = 1) -> list[int]:
     return found
 
 
+@pytest.fixture(scope="session")
+def on_cpu() -> None:
+    """SGLang's classes can be used in this process, too."""
+    from kvtier.testing import sglang_cpu
+
+    sglang_cpu.install()
+
+
 class Served:
-    """An engine over kvtier, with rank 0's orders and metrics. `own` is a test's to keep tokens in."""
+    """An engine over kvtier, with rank 0's orders and metrics. `own` is a test's to keep answers in."""
 
     def __init__(
         self,
@@ -76,13 +74,15 @@ class Served:
         arguments: dict[str, Any],
         linker: dict[str, Any],
         more: dict[str, Any],
+        witness: Path,
     ) -> None:
-        self.own: list[list[int]] = []
+        self.own: list[dict[str, Any]] = []
         self.port, self._control = free_ports(2, together=int(arguments.get("tp_size", 1)))
         extra = {
             "kvtier_config": {"version": 1, "tiers": tiers, **more},
             "recompute": "never",  # a tiny model computes faster than any disk reads
             "control": self._control,
+            "witness": str(witness),
             "metrics_port": self.port,
             **linker,
         }
@@ -198,9 +198,10 @@ def make_model(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serve(model: Path) -> Iterator[Callable[..., Served]]:
-    """Starts an engine; the one before it is ended first, unless it is to stay `beside`."""
+def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """Starts an engine; the one before it is ended first, unless it is to stay `beside`. All have one witness."""
     running: list[Served] = []
+    witness = tmp_path_factory.mktemp("witness") / "blocks"
 
     def start(
         tiers: dict[str, Any], *, path: Path = model, beside: bool = False, arguments: dict[str, Any] | None = None,
@@ -208,7 +209,7 @@ def serve(model: Path) -> Iterator[Callable[..., Served]]:
     ) -> Served:  # fmt: skip
         while running and not beside:
             running.pop().host.close()
-        running.append(Served(path, tiers, arguments or {}, linker or {}, config))
+        running.append(Served(path, tiers, arguments or {}, linker or {}, config, witness))
         return running[-1]
 
     yield start
@@ -232,6 +233,25 @@ def hicache(model: Path) -> Iterator[Callable[..., HiCache]]:
         engine.host.close()
 
 
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_cpu: None) -> Iterator[Callable[..., Any]]:
+    """Makes a linker without an engine; the one before it is closed first."""
+    from tests.sglang.linker_bench import Bench
+
+    made: list[Any] = []
+
+    def make(**changed: Any) -> Any:
+        (tmp_path / "g3").mkdir(exist_ok=True)
+        for old in made:
+            old.linker.close()
+        made.append(Bench(monkeypatch, tmp_path / "g3", **changed))
+        return made[-1]
+
+    yield make
+    for old in made:
+        old.linker.close()
+
+
 def prompt_of(seed: int, length: int = 397) -> list[int]:
     """A prompt that shares no page with those of other seeds."""
     return [(i * 7919 + seed * 104729 + 13) % 1000 + 3 for i in range(length)]
@@ -245,6 +265,15 @@ def prompt() -> Callable[..., list[int]]:
 @pytest.fixture
 def ports() -> Callable[..., list[int]]:
     return free_ports
+
+
+@pytest.fixture(scope="module")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An S3 server."""
+    from kvtier.testing.servers import SeaweedFS
+    from tests.s3 import running
+
+    yield from running(SeaweedFS, tmp_path_factory)
 
 
 @pytest.fixture

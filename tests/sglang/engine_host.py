@@ -1,8 +1,8 @@
-"""Runs one SGLang engine on the CPU and does what it is told on stdin, one JSON object per line.
+"""Runs one SGLang engine on the CPU and does what it is told, one line of JSON answered by another.
 
-    python engine_host.py '{"model_path": …, more arguments of sgl.Engine}'
+    python engine_host.py '{"model_path": …, more arguments of sgl.Engine}' ORDERS_FD ANSWERS_FD
 
-Answers are lines that begin with "@@ " on stdout; everything else there is SGLang's.
+Orders are {"do": one of VERBS, …}.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ DEFAULTS = {
 }
 
 
-def say(answer: Any) -> None:
-    print("@@ " + json.dumps(answer), flush=True)
-
-
 def request_of(order: dict[str, Any]) -> Any:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -54,7 +50,10 @@ def request_of(order: dict[str, Any]) -> Any:
     if "kvtier" in order:
         sampling["custom_params"] = {"kvtier": order["kvtier"]}
     named = {name: order[name] for name in ("extra_key", "cache_salt", "rid") if name in order}
-    return GenerateReqInput(input_ids=order["prompts"], sampling_params=sampling, **named)
+    return GenerateReqInput(
+        input_ids=order["prompts"], sampling_params=sampling, return_logprob=order.get("logprobs", True),
+        top_logprobs_num=2, **named,
+    )  # fmt: skip
 
 
 def abort(engine: Any, order: dict[str, Any]) -> str:
@@ -84,6 +83,9 @@ def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "tokens": list(result["output_ids"]),
+            "logprobs": [step[0] for step in result["meta_info"].get("output_token_logprobs", [])],
+            "gaps": [max(step)[0] - min(step)[0] for step in result["meta_info"].get("output_top_logprobs", [])],
+            "told": result["meta_info"].get("kvtier"),
             "cached": result["meta_info"]["cached_tokens"],
             "host": (result["meta_info"].get("cached_tokens_details") or {}).get("host", 0),
             "storage": (result["meta_info"].get("cached_tokens_details") or {}).get("storage", 0),
@@ -93,30 +95,36 @@ def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def update(engine: Any, order: dict[str, Any]) -> list[Any]:
+    answer = engine.update_weights_from_disk(order["path"])
+    return [bool(answer[0]), str(answer[1])]
+
+
+def flush(engine: Any, order: dict[str, Any]) -> str:
+    flushing = engine.tokenizer_manager.flush_cache(timeout_s=30)
+    return "flushed" if engine.loop.run_until_complete(flushing).success else "busy"
+
+
+VERBS = {"generate": generate, "abort": abort, "flush": flush, "update": update}
+
+
 def main() -> None:
+    orders, answers = os.fdopen(int(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
+
+    def say(answer: Any) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
     import sglang
 
     engine = sglang.Engine(**{**DEFAULTS, **json.loads(sys.argv[1])})
     say("ready")
-    for line in sys.stdin:
+    for line in orders:
         order = json.loads(line)
         try:
-            if order["do"] == "generate":
-                say(generate(engine, order))
-            elif order["do"] == "abort":
-                say(abort(engine, order))
-            elif order["do"] == "flush":
-                flushing = engine.tokenizer_manager.flush_cache(timeout_s=30)
-                say("flushed" if engine.loop.run_until_complete(flushing).success else "busy")
-            elif order["do"] == "update":
-                answer = engine.update_weights_from_disk(order["path"])
-                say([bool(answer[0]), str(answer[1])])
-            else:
-                break
+            say(VERBS[order["do"]](engine, order))
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
     engine.shutdown()
-    say("gone")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.sglang.answers import alike
+
 pytestmark = pytest.mark.timeout(600)  # the first of them starts the engine
 
 PROMPT_PAGES = 24
@@ -52,7 +54,8 @@ def test_tokens_after_a_flush_are_those_of_the_engines_own_hit(engine: Any, prom
     (restored,) = engine.host.generate(prompt(1))
     assert (cold["host"], own["host"]) == (0, 0)
     assert own["cached"] == restored["cached"] == restored["host"] == PROMPT_PAGES * 16
-    assert restored["tokens"] == own["tokens"]
+    assert (restored["tokens"], restored["logprobs"]) == (own["tokens"], own["logprobs"])
+    assert engine.order("witness") == {"same_blocks": PROMPT_PAGES, "other_blocks": 0}
 
 
 def test_damaged_bytes_would_show(engine: Any, prompt: Any) -> None:
@@ -62,7 +65,8 @@ def test_damaged_bytes_would_show(engine: Any, prompt: Any) -> None:
     (damaged,) = engine.host.generate(prompt(2))
     engine.steer()
     assert damaged["host"] == PROMPT_PAGES * 16
-    assert damaged["tokens"] != own["tokens"]
+    assert damaged["tokens"] != own["tokens"] and not alike(damaged, own)
+    assert engine.order("witness") == {"same_blocks": 0, "other_blocks": PROMPT_PAGES}
 
 
 def test_restored_pages_are_not_stored_again(engine: Any, prompt: Any) -> None:
@@ -129,6 +133,30 @@ def test_requests_say_what_may_be_kept(engine: Any, prompt: Any) -> None:
     engine.host.flush()
     (again,) = engine.host.generate(prompt(12))
     assert again["host"] == PROMPT_PAGES * 16
+
+
+@pytest.mark.parametrize(("ceiling", "left", "below"), [("g2", ["g2"], "g3"), ("g3", ["g2", "g3"], "g4")])
+def test_a_ceiling_keeps_blocks_above_it(engine: Any, prompt: Any, ceiling: str, left: list[str], below: str) -> None:
+    seed, before = {"g2": 13, "g3": 14}[ceiling], engine.metric("kvtier_tier_stored_blocks_total", tier=below)
+    engine.host.generate(prompt(seed), kvtier={"ceiling": ceiling})
+    engine.push_down(*left)
+    (again,) = engine.host.generate(prompt(seed), kvtier={"store": False})
+    assert again["cached"] == 0
+    assert engine.metric("kvtier_tier_stored_blocks_total", tier=below) == before
+
+
+def test_answers_say_what_became_of_their_requests(engine: Any, prompt: Any) -> None:
+    (first,) = engine.host.generate(prompt(15), rid=["first"], new=32, kvtier={"pin": {"name": "p", "ttl": "1h"}})
+    ((told,),) = [[entry for entry in first["told"] if entry is not None]]
+    assert (told["tokens_read"], told["pin"]["name"]) == ({}, "p")
+    assert told["pin"].get("until", 0) > time.time()
+    engine.host.flush()
+    (same,) = engine.host.generate(prompt(15), kvtier={"compared_with": "first"})
+    assert same["told"] == [{"tokens_read": {"g2": PROMPT_PAGES * 16}, "same_tokens": PROMPT_PAGES * 16}]
+    (half,) = engine.host.generate(prompt(15)[:200] + prompt(16, 197), kvtier={"compared_with": "first"})
+    assert half["told"] == [{"tokens_read": {}, "same_tokens": 192}]
+    (other,) = engine.host.generate(prompt(15), cache_salt="else", kvtier={"compared_with": "first"})
+    assert other["told"] == [{"tokens_read": {}, "same_tokens": None}]
 
 
 @pytest.mark.parametrize("tier", ["g3", "g4"])
@@ -222,7 +250,7 @@ def test_new_weights_never_meet_old_blocks(engine: Any, prompt: Any, model: Path
     assert back["tokens"] == old["tokens"]
     recovered = _until(lambda: _hit_after_flush(engine, prompt(81)))
     if not recovered:
-        pytest.fail("no hit with new weights; the engine said:\n" + "".join(engine.host.log[-60:]))
+        pytest.fail("no hit with new weights; the engine said:\n" + engine.host.last_words())
 
 
 def _hit_after_flush(engine: Any, tokens: list[int]) -> int:

@@ -11,16 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 LAYERS, HEADS, DIM, PAGE, PAGES = 3, 2, 32, 16, 12
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu() -> None:
-    from kvtier.testing import sglang_cpu
-
-    sglang_cpu.install()
 
 
 def host_pool(kind: str, layout: str) -> Any:

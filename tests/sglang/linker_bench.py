@@ -1,0 +1,152 @@
+"""A linker without an engine: over SGLang's real device pools, called as its tree calls it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.block import SHARED, make_keys
+
+PAGE, PAGES, LAYERS = 16, 40, 3
+
+
+class Kind(IntEnum):
+    FULL = 0
+    SWA = 1
+    MAMBA = 2
+
+
+def mha(page: int = PAGE, **changed: Any) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    given = {"head_num": 2, "head_dim": 32, "dtype": torch.float32, "layer_num": LAYERS, **changed}
+    return MHATokenToKVPool(size=PAGE * PAGES, page_size=page, device="cpu", enable_memory_saver=False, **given)
+
+
+def mla(**changed: Any) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
+        size=PAGE * PAGES, page_size=PAGE, dtype=torch.float32, kv_lora_rank=48, qk_rope_head_dim=16,
+        layer_num=LAYERS, device="cpu", enable_memory_saver=False, **changed,
+    )  # fmt: skip
+
+
+def pool(device: Any, page: int = PAGE, *kinds: Kind) -> Any:
+    from kvtier.connectors.sglang_pool import pool_of
+
+    return pool_of(device, page, kinds or (Kind.FULL,))
+
+
+def server(**changed: Any) -> Any:
+    given = {
+        "model_path": "hub/tiny", "revision": None, "speculative_algorithm": None, "load_format": "auto",
+        "quantization": None, "json_model_override_args": "{}", "quantization_param_path": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **changed})
+
+
+class Bench:
+    """A linker over a real pool, called as the tree calls it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, page: int = PAGE, g2: str = "4MiB", more: Any = None,
+        device: Any = None,
+    ) -> None:  # fmt: skip
+        from kvtier.connectors import sglang as module
+        from kvtier.testing import sample_namespace
+
+        self.device, self.page = device or mha(page), page
+        self.refusals = 0  # votes of another rank, to come
+        kept = self.pool = pool(self.device, page)
+        for tensor in (tensor for layer in kept.tensors for tensor in layer):
+            tensor.copy_(torch.randn(tensor.shape))
+        namespace = sample_namespace(kept.block_bytes, block_tokens=page, dtype="float32")
+        monkeypatch.setattr(module, "_namespace", lambda *_: namespace)
+        allocator = SimpleNamespace(get_kvcache=lambda: self.device)
+        params = SimpleNamespace(
+            token_to_kv_pool_allocator=allocator, page_size=page, is_eagle=False, mtp_draft_device_pools=(),
+            sidecar_draft_device_pools=(),
+        )  # fmt: skip
+        tiers = {"g2": {"capacity": g2}, "g3": {"path": str(folder), "capacity": "64MiB"}}
+        extra = {"kvtier_config": {"version": 1, "tiers": tiers}, **(more or {})}
+        self.linker = module.KVTierLinker(server(), params, components={Kind.FULL}, extra_config=extra)
+
+    def vote(self, answer: bool) -> bool:
+        refused, self.refusals = self.refusals > 0, max(0, self.refusals - 1)
+        return answer and not refused
+
+    def chain(self, keys: list[str]) -> list[Any]:
+        """Blocks of a request without salt."""
+        return make_keys(SHARED, [bytes.fromhex(key) for key in keys])
+
+    def req(self, rid: str, salt: str | None = None, **asked: Any) -> Any:
+        params = SimpleNamespace(custom_params={"kvtier": asked} if asked else None)
+        return SimpleNamespace(rid=rid, cache_salt=salt, extra_key=None, sampling_params=params)
+
+    def slots(self, pages: list[int]) -> Any:
+        return torch.cat([torch.arange(page * self.page, (page + 1) * self.page) for page in pages])
+
+    def transfer(self, keys: list[str], pages: list[int] | None = None) -> list[Any]:
+        from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+        indices = None if pages is None else self.slots(pages)
+        return [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=indices)]
+
+    def offload(self, keys: list[str], pages: list[int], head: list[str] | None = None, **req: Any) -> bool:
+        self.linker.own(self.req("o", **req))
+        self.linker.place(head or [])
+        queued: bool = self.linker.offload(self.transfer(keys, pages))
+        self.linker.own(None)
+        return queued
+
+    def settle(self) -> list[bool]:
+        return [self.linker.pop_completed_offload() for _ in range(self.linker.num_completed_offloads())]
+
+    def lookup(self, rid: str, keys: list[str], head: list[str] | None = None, **req: Any) -> int:
+        self.linker.meet(self.req(rid, **req), lambda: head or [], self.vote)
+        return len(self.linker.lookup(rid, self.transfer(keys)))
+
+    def flush(self) -> None:
+        self.linker.reset()
+        self.linker.flushed()
+
+    def run(self) -> bool:
+        return bool(self.linker.finish_layer_wise_loading(self.linker.start_layer_wise_loading()))
+
+    def pinned(self) -> int:
+        """Blocks under a lease, once those on their way to disk are there."""
+        self.linker._pages.cache.flush()
+        return int(self.linker.stats()["g2"]["pinned"])
+
+    def bytes_of(self, page: int) -> bytes:
+        rows = slice(page * self.page, (page + 1) * self.page)
+        return b"".join(tensor[rows].numpy().tobytes() for layer in self.pool.tensors for tensor in layer)
+
+    def until_promoted(self, rid: str, keys: list[str]) -> int:
+        """Blocks in G2 once nothing is on its way up any more."""
+        for _ in range(400):
+            hit = self.lookup(rid, keys)
+            if not self.linker._visits.of(rid).waits:
+                return hit
+            time.sleep(0.01)
+        pytest.fail("the promotion does not end")
+
+    def until_resident(self, rid: str, keys: list[str]) -> int:
+        for _ in range(400):
+            hit = self.lookup(rid, keys)
+            if not self.linker.awaited(rid):
+                return hit
+            time.sleep(0.01)
+        pytest.fail("the request waits for ever")
+
+
+def keys_of(count: int, seed: int = 0) -> list[str]:
+    return [hashlib.sha256(f"{seed}/{index}".encode()).hexdigest() for index in range(count)]
