@@ -40,16 +40,18 @@ def main() -> None:
 
 
 def _ask(engine: Any, prompt: list[int], asked: dict[str, Any]) -> tuple[Any, float]:
-    """The last answer of a stream, with all its tokens, and the time to the first."""
+    """The last answer of a stream, which has all its tokens, and the time to the first.
+
+    The answers before it show a list that SGLang goes on extending: what it holds is not what had come by then.
+    """
     began = time.monotonic()
-    first_s, out = 0.0, None
-    tokens: list[int] = []
-    for out in engine.generate(input_ids=prompt, sampling_params=_sampling(asked), stream=True):
-        first_s = first_s or time.monotonic() - began
-        given = list(out["output_ids"])
-        tokens = given if len(given) > len(tokens) else tokens + given  # all until now, or those that came
-    assert out is not None
-    return {**out, "output_ids": tokens}, first_s
+    answers = engine.generate(input_ids=prompt, sampling_params=_sampling(asked), stream=True)
+    first = next(answers)
+    first_s = time.monotonic() - began
+    *_, out = first, *answers
+    if len(out["output_ids"]) != asked["tokens"]:
+        raise RuntimeError(f"{len(out['output_ids'])} tokens came, {asked['tokens']} were asked for")
+    return out, first_s
 
 
 def _margins(engine: Any, prompt: list[int], asked: dict[str, Any]) -> list[float]:
