@@ -123,17 +123,19 @@ class Visits:
         whether that is worth waiting for."""
         if not visit.reads:
             return 0
-        tail = visit.chain[visit.start :]
+        tail, promotion = visit.chain[visit.start :], visit.promotion
+        # Asked before G2 is: what is said to be up can be found then. And nothing is taken before it is said to be up,
+        # though it may be there already: only then is it known where it came from.
+        up = promotion is None or promotion.done()
         found = cache.manager.prefix(tail)
-        if visit.decided or found == len(tail) or not cache.manager.lower:
+        if visit.decided or not cache.manager.lower or (up and found == len(tail)):
             visit.waits = False
             return found
-        if visit.promotion is None:
-            visit.promoted_from = visit.start
+        if promotion is None:
+            visit.promoted_from, up = visit.start, False
             visit.promotion = cache.submit(cache.manager.promote(visit.chain, visit.until, visit.start))
-        done = visit.promotion.done()
-        visit.waits = not done and time.monotonic() < visit.until
-        if not done and not visit.waits:
+        visit.waits = not up and time.monotonic() < visit.until
+        if not up and not visit.waits:
             self.events["lookups_late"] += 1
         return found
 

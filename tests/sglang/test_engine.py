@@ -55,7 +55,20 @@ def test_tokens_after_a_flush_are_those_of_the_engines_own_hit(engine: Any, prom
     assert (cold["host"], own["host"]) == (0, 0)
     assert own["cached"] == restored["cached"] == restored["host"] == PROMPT_PAGES * 16
     assert (restored["tokens"], restored["logprobs"]) == (own["tokens"], own["logprobs"])
+    assert alike(restored, cold), "a full prefill says the same"
     assert engine.order("witness") == {"same_blocks": PROMPT_PAGES, "other_blocks": 0}
+
+
+def test_requests_at_once_over_a_shared_prefix(engine: Any, prompt: Any) -> None:
+    prompts = [prompt(90, 208) + prompt(91 + i, 150 + i) for i in range(4)]
+    computed = [engine.host.generate(tokens)[0] for tokens in prompts]
+    engine.host.flush()
+    engine.order("witness")
+    restored = engine.host.generate(*prompts)
+    assert all(alike(*pair) for pair in zip(restored, computed, strict=True))
+    assert [answer["cached"] for answer in restored] == [(len(tokens) - 1) // 16 * 16 for tokens in prompts]
+    seen = engine.order("witness")
+    assert seen["other_blocks"] == 0 < seen["same_blocks"]
 
 
 def test_damaged_bytes_would_show(engine: Any, prompt: Any) -> None:
