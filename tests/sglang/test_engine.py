@@ -178,12 +178,12 @@ def test_what_left_host_ram_comes_back_from_below(engine: Any, prompt: Any, tier
     engine.host.generate(prompt(seed))
     (own,) = engine.host.generate(prompt(seed))
     engine.push_down("g2", *(["g3"] if tier == "g4" else []))
-    # G2 is empty: what is read from it came from below for a look-up whose time was over before.
-    before = engine.read(tier) + engine.read("g2")
+    before = engine.read(tier)
     (restored,) = engine.host.generate(prompt(seed))
     assert restored["host"] == PROMPT_PAGES * 16
-    assert restored["tokens"] == own["tokens"]
-    assert engine.read(tier) + engine.read("g2") - before == PROMPT_PAGES * 16
+    assert (restored["tokens"], restored["logprobs"]) == (own["tokens"], own["logprobs"])
+    assert restored["told"] == [{"tokens_read": {tier: PROMPT_PAGES * 16}}]
+    assert engine.read(tier) - before == PROMPT_PAGES * 16
 
 
 @pytest.mark.parametrize("kind", ["error", "slow", "drop"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -84,6 +85,26 @@ def test_tokens_are_booked_by_the_tier_they_came_from(bench: Any) -> None:
     requests = b.linker.stats()["requests"]
     assert (requests["lookups"], requests["hits"], requests["misses"]) == (9, 6, {"absent": 3})
     assert b.pinned() == 0
+
+
+def test_blocks_are_not_taken_before_it_is_known_where_they_came_from(bench: Any) -> None:
+    b, keys = bench(), keys_of(3)
+    b.offload(keys, [1, 2, 3])
+    b.settle()
+    cache = b.linker._pages.cache
+    cache.flush()
+    cache.evict("g2")
+    b.lookup("r", keys)
+    visit = b.linker._visits.of("r")
+    promotion, visit.promotion = visit.promotion, Future()
+    wait([promotion], 10)  # all is in G2, and the promotion has not said so yet
+    assert b.lookup("r", keys) == 3 and visit.waits
+    visit.promotion.set_result(promotion.result())
+    assert b.lookup("r", keys) == 3 and not visit.waits
+    b.linker.load("r", b.transfer(keys, [11, 12, 13]))
+    b.linker.admitted(b.req("r"))
+    assert b.run()
+    assert b.linker.stats()["engine"]["tokens_read"] == {"g3": 3 * PAGE}
 
 
 def test_prompts_are_pinned_whether_they_are_looked_up_or_on_the_device(bench: Any) -> None:
