@@ -3,7 +3,7 @@
     with PrefixCache(config, model) as prefixes:
         cache, hit_tokens = prefixes.fetch(input_ids)
         output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache)
-        prefixes.store(output, cache)
+        prefixes.store(output, cache, attention_mask=torch.ones_like(output))
 
 kvtier owns G1 here: a DevicePool on the model's device. A prefix is looked for in G1, then through the manager in
 G2 … G4, and what came from below is onboarded. New blocks are confirmed in G1, wait on its dirty list, and are

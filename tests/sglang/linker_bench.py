@@ -58,7 +58,7 @@ class Bench:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, page: int = PAGE, g2: str = "4MiB", more: Any = None,
-        device: Any = None,
+        device: Any = None, **config: Any,
     ) -> None:  # fmt: skip
         from kvtier.connectors import sglang as module
         from kvtier.testing import sample_namespace
@@ -76,7 +76,7 @@ class Bench:
             sidecar_draft_device_pools=(),
         )  # fmt: skip
         tiers = {"g2": {"capacity": g2}, "g3": {"path": str(folder), "capacity": "64MiB"}}
-        extra = {"kvtier_config": {"version": 1, "tiers": tiers}, **(more or {})}
+        extra = {"kvtier_config": {"version": 1, "tiers": tiers, **config}, **(more or {})}
         self.linker = module.KVTierLinker(server(), params, components={Kind.FULL}, extra_config=extra)
 
     def vote(self, answer: bool) -> bool:

@@ -206,3 +206,21 @@ def test_an_isolated_class_shares_with_its_own_kind_only(bench: Any) -> None:
     b.settle()
     assert b.lookup("same", keys, retention="in_memory") == 2
     assert b.lookup("other", keys) == 0
+
+
+def test_weights_may_be_declared_the_same_ones(bench: Any) -> None:
+    b, keys = bench(keep_on_reset=True), keys_of(2)
+    b.offload(keys, [1, 2])
+    b.settle()
+    b.linker.weights_change()
+    b.flush()
+    assert b.lookup("r", keys) == 2
+
+
+def test_nothing_is_kept_without_a_salt_where_salts_are_asked_for(bench: Any) -> None:
+    b, keys = bench(security={"salt": "deny"}), keys_of(2)
+    assert not b.offload(keys, [1, 2])
+    assert b.lookup("r", keys) == 0
+    assert b.offload(keys, [1, 2], salt="alice")
+    b.settle()
+    assert b.lookup("s", keys, salt="alice") == 2
