@@ -175,6 +175,8 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
 
     def meet(self, req: Any, head: Callable[[], list[str]], agree: Callable[[bool], bool]) -> None:
         self._meeting, self._agree = (req, head), agree
+        if (visit := self._visits.of(req.rid)) is not None:
+            visit.waits = False  # unless the look-up says so, which does not come when the device has all of it by now
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """All restorable lengths, in pages after those on the device: 1 … what G2 has now."""
@@ -195,7 +197,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         visit = self._visits.of(rid)
         if visit is None or visit.decided:
             return False
-        visit.decided = self._agree(not visit.waits)
+        visit.decided = self._agree(not visit.waits or time.monotonic() >= visit.until)
         if not visit.decided:
             time.sleep(0)  # a scheduler with nothing else to do spins: let the promotion have the interpreter
         return not visit.decided

@@ -79,20 +79,39 @@ def generate(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
     began = time.monotonic()
     asking = anext(engine.tokenizer_manager.generate_request(request_of(order), None))
     results = engine.loop.run_until_complete(asking)
-    seconds = time.monotonic() - began
-    return [
-        {
-            "tokens": list(result["output_ids"]),
-            "logprobs": [step[0] for step in result["meta_info"].get("output_token_logprobs", [])],
-            "gaps": [max(step)[0] - min(step)[0] for step in result["meta_info"].get("output_top_logprobs", [])],
-            "told": result["meta_info"].get("kvtier"),
-            "cached": result["meta_info"]["cached_tokens"],
-            "host": (result["meta_info"].get("cached_tokens_details") or {}).get("host", 0),
-            "storage": (result["meta_info"].get("cached_tokens_details") or {}).get("storage", 0),
-            "seconds": seconds,
-        }
-        for result in results
-    ]
+    return [answer_of(result, time.monotonic() - began) for result in results]
+
+
+def staggered(engine: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+    """As generate, but each prompt is a request of its own, sent `apart` seconds after the one before it."""
+
+    async def one(number: int, tokens: list[int]) -> dict[str, Any]:
+        await asyncio.sleep(number * order["apart"])
+        began = time.monotonic()
+        (result,) = await anext(
+            engine.tokenizer_manager.generate_request(request_of({**order, "prompts": [tokens]}), None)
+        )
+        return answer_of(result, time.monotonic() - began)
+
+    async def run() -> list[dict[str, Any]]:
+        return await asyncio.gather(*[one(*numbered) for numbered in enumerate(order["prompts"])])
+
+    return list(engine.loop.run_until_complete(run()))
+
+
+def answer_of(result: dict[str, Any], seconds: float) -> dict[str, Any]:
+    meta = result["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
+    return {
+        "tokens": list(result["output_ids"]),
+        "logprobs": [step[0] for step in meta.get("output_token_logprobs", [])],
+        "gaps": [max(step)[0] - min(step)[0] for step in meta.get("output_top_logprobs", [])],
+        "told": meta.get("kvtier"),
+        "cached": meta["cached_tokens"],
+        "host": details.get("host", 0),
+        "storage": details.get("storage", 0),
+        "seconds": seconds,
+    }
 
 
 def update(engine: Any, order: dict[str, Any]) -> list[Any]:
@@ -105,7 +124,7 @@ def flush(engine: Any, order: dict[str, Any]) -> str:
     return "flushed" if engine.loop.run_until_complete(flushing).success else "busy"
 
 
-VERBS = {"generate": generate, "abort": abort, "flush": flush, "update": update}
+VERBS = {"generate": generate, "staggered": staggered, "abort": abort, "flush": flush, "update": update}
 
 
 def main() -> None:

@@ -215,6 +215,18 @@ def test_flipped_bits_are_never_served(
     assert engine.metric("kvtier_tier_miss_blocks_total", tier=tier, reason="corrupt") > 0
 
 
+def test_a_prompt_that_another_request_computes_meanwhile_is_not_waited_for(engine: Any, prompt: Any) -> None:
+    """The first of two gives up on a slow disk and computes; the second, which came later, finds it on the device."""
+    engine.host.generate(prompt(71))
+    (own,) = engine.host.generate(prompt(71))
+    engine.push_down("g2")
+    engine.steer(faults={"g3": [["read", "slow", 1.0, None, 5.0]]})
+    first, second = engine.host.ask(do="staggered", prompts=[prompt(71)] * 2, apart=0.5)
+    assert first["tokens"] == second["tokens"] == own["tokens"]
+    assert (first["cached"], second["cached"], second["host"]) == (0, PROMPT_PAGES * 16, 0)
+    assert second["seconds"] < 4
+
+
 def test_an_aborted_request_waits_no_more(engine: Any, prompt: Any) -> None:
     engine.host.generate(prompt(70))
     (own,) = engine.host.generate(prompt(70))

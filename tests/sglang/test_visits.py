@@ -42,6 +42,19 @@ def test_a_request_waits_for_all_ranks_and_only_once(bench: Any) -> None:
     assert b.refusals == 1  # who is decided on is not voted on again
 
 
+def test_nobody_waits_for_what_the_device_has_by_now_or_beyond_its_time(bench: Any, monkeypatch: Any) -> None:
+    b, keys = bench(), keys_of(3)
+    for rid in ("r", "s"):
+        b.lookup(rid, keys)
+        b.linker._visits.of(rid).promotion, b.linker._visits.of(rid).waits = Future(), True
+        assert b.linker.awaited(rid)
+    b.linker.meet(b.req("r"), lambda: keys, b.vote)  # another request computed the same: no look-up comes
+    assert not b.linker.awaited("r")
+    assert b.linker.awaited("s")
+    b.linker._visits.of("s").until = time.monotonic()
+    assert not b.linker.awaited("s")
+
+
 def test_ranks_vote_on_a_request_also_where_one_has_no_cache(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     b, keys = bench(), keys_of(3)
     monkeypatch.setattr(b.linker._rotation, "current", None)
