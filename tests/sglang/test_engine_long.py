@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -344,5 +345,6 @@ def test_the_server_as_the_readme_starts_it(model: Path, prompt: Any, ports: Any
         assert 'tier="g2"' in metrics and "sglang:kvtier_tokens_read_total" in metrics
         assert "sglang:kvtier_events_total" in metrics
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -123,9 +123,10 @@ class TrialLinker(KVTierLinker):
 
     # ── what orders change ──────────────────────────────────────────────────────────────────────────────────
 
+    def _pinned(self, rid: str, transfers: Any) -> Any:
+        return None if self._refuse else super()._pinned(rid, transfers)
+
     def load(self, rid: str, transfers: Any) -> bool:
-        if self._refuse:
-            return False
         queued = super().load(rid, transfers)
         if queued:
             wanted, visit = self._loads._queue[-1], self._visits.of(rid)
