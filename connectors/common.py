@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -181,14 +180,6 @@ async def keep_prompt(
         log.warning("a pin is refused: %s", refused)
         return {"refused": True}
     return {"until": pin.until}
-
-
-def pin_outcome(pinning: Future[dict[str, Any]] | None) -> dict[str, Any]:
-    """What the sender of a wish learns of its `keep_prompt`, so far; None: none was begun."""
-    if pinning is not None and not pinning.done():
-        return {"pending": True}
-    failed = pinning is None or pinning.cancelled() or pinning.exception() is not None
-    return {"refused": True} if pinning is None or failed else pinning.result()
 
 
 class Controls:

@@ -284,7 +284,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         transfer = _kv(transfers)
         if self._owner is None or not transfer.keys:
             return False
-        control, scope = self._visits.wishes(self._owner)
+        control, scope = self._visits.control_of(self._owner)
         if scope is None or not control.store:
             return False
         pages = self._pages

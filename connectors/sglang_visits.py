@@ -15,8 +15,8 @@ from typing import Any
 
 from kvtier.block import BlockKey, Scope
 from kvtier.cache import Cache
-from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys, keep_prompt, pin_outcome
-from kvtier.divergence import RecentChains
+from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys
+from kvtier.connectors.wishes import Pinning, Wishes, pin_outcome
 from kvtier.lease import Lease
 from kvtier.tier import Miss
 
@@ -36,7 +36,7 @@ class Visit:
     scope: Scope | None = None
     promotion: Future[Lease] | None = None
     promoted_from: int = 0  # depth of the first block of `promotion`
-    pinning: Future[dict[str, Any]] | None = None  # its prompt is being pinned
+    pinning: Pinning | None = None  # its prompt is being pinned
     waits: bool = False  # as of the last look-up
     decided: bool = False  # on every rank: waits no longer
     lease: Lease | None = None  # of its load
@@ -74,7 +74,7 @@ class Visits:
         self._of: OrderedDict[str, Visit] = OrderedDict()
         self.events: Counter[str] = Counter()
         self.tokens_read: Counter[str] = Counter()  # by tier
-        self._recent = RecentChains()
+        self._wishes = Wishes(block_tokens)
 
     def __len__(self) -> int:
         return len(self._of)
@@ -99,18 +99,17 @@ class Visits:
         if tail and len(known) == len(tail) and known[-1].endswith(bytes.fromhex(tail[-1])):
             return
         if visit.control is None:
-            visit.control, visit.scope = self.wishes(req)
+            visit.control, visit.scope = self.control_of(req)
         control, scope = visit.control, visit.scope
         if scope is None:
             return
         hashes = [*head(), *tail]
         visit.chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
         visit.start = len(hashes) - len(tail)
-        if visit.chain and control.pin is not None and control.store and visit.pinning is None:
-            keeping = keep_prompt(cache.manager.keeper, scope, control.pin, list(visit.chain), self._block_tokens)
-            visit.pinning = cache.submit(keeping)
+        if visit.pinning is None:
+            visit.pinning = self._wishes.pin(cache, scope, control, visit.chain)
 
-    def wishes(self, req: Any) -> tuple[Control, Scope | None]:
+    def control_of(self, req: Any) -> tuple[Control, Scope | None]:
         """What the request asked for, and who may share its blocks (None: it may not be cached)."""
         custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
         control = self._controls.parse(custom.get(_NAME) if isinstance(custom, dict) else None)
@@ -145,7 +144,10 @@ class Visits:
         visit = self.of(req.rid) or Visit(0.0)
         if head is not None:
             self.place(visit, req, head, (), cache)
-        tell(req, {"tokens_read": self._book(visit, cache), **self._answer(req.rid, visit)}, visit.pinning)
+        read, told = self._book(visit, cache), {}
+        if visit.control is not None and visit.scope is not None:
+            told = self._wishes.told(req.rid, visit.scope, visit.control, visit.chain, read, visit.pinning)
+        tell(req, {"tokens_read": read, **told}, visit.pinning)
         self.forget(req.rid)
 
     def _book(self, visit: Visit, cache: Cache) -> dict[str, int]:
@@ -163,20 +165,6 @@ class Visits:
         self.tokens_read.update(read)
         return read
 
-    def _answer(self, rid: str, visit: Visit) -> dict[str, Any]:
-        """What became of the request's further wishes; its prompt is noted for later requests'."""
-        control, scope, chain = visit.control, visit.scope, visit.chain
-        if control is None or scope is None:
-            return {}
-        answer: dict[str, Any] = {}
-        if control.pin is not None:
-            answer["pin"] = {"name": control.pin.name, **pin_outcome(visit.pinning)}
-        if control.compared_with:
-            depth = self._recent.divergence(f"{scope.hex()} {control.compared_with}", chain)
-            answer["same_tokens"] = None if depth is None else depth * self._block_tokens
-        self._recent.note(f"{scope.hex()} {rid}", chain)
-        return answer
-
     def forget(self, rid: str) -> None:
         """Let go of a request: what was promoted for it may be evicted again."""
         visit = self._of.pop(rid, None)
@@ -189,7 +177,7 @@ class Visits:
             self.forget(rid)
 
 
-def tell(req: Any, told: dict[str, Any], pinning: Future[dict[str, Any]] | None = None) -> None:
+def tell(req: Any, told: dict[str, Any], pinning: Pinning | None = None) -> None:
     """Have the request's answer say it, as `meta_info["kvtier"][0]`; what a pin became is said when it is known. A
     request that was sent back to the queue and is admitted again has read twice."""
     info = getattr(req, "customized_info", None) or {}
@@ -200,7 +188,7 @@ def tell(req: Any, told: dict[str, Any], pinning: Future[dict[str, Any]] | None 
     req.customized_info = {**info, _NAME: answer}
     if pinning is not None:
 
-        def kept(done: Future[dict[str, Any]]) -> None:
+        def kept(done: Pinning) -> None:
             answer[0] = {**told, "pin": {"name": told["pin"]["name"], **pin_outcome(done)}}
 
         # Whoever sends the answer meanwhile has one dictionary or the other, and neither changes.

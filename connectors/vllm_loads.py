@@ -14,7 +14,7 @@ from kvtier.block import Scope
 from kvtier.connectors.common import Control
 from kvtier.connectors.vllm_confirm import Track
 from kvtier.connectors.vllm_messages import Load, Moves
-from kvtier.connectors.vllm_wishes import Pinning
+from kvtier.connectors.wishes import Pinning
 from kvtier.lease import Lease
 from kvtier.manager import Manager
 from kvtier.tier import Miss

@@ -30,7 +30,7 @@ from kvtier.connectors.vllm_identity import Adapters
 from kvtier.connectors.vllm_loads import Fetched, Loads, Visit
 from kvtier.connectors.vllm_messages import ArenaHandle, Load, StepMeta, WorkerMeta
 from kvtier.connectors.vllm_stores import Limits, Stores
-from kvtier.connectors.vllm_wishes import Wishes
+from kvtier.connectors.wishes import Wishes
 from kvtier.manager import Manager
 
 log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ from kvtier.connectors.vllm_identity import Adapters
 from kvtier.connectors.vllm_tier_identity import tier_namespace
 from kvtier.connectors.vllm_tier_rows import Placed, Rows, runs_of
 from kvtier.connectors.vllm_tier_visits import GROUP_BYTES, Search, Visit
-from kvtier.connectors.vllm_wishes import Wishes
+from kvtier.connectors.wishes import Wishes
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.events import Events
 from kvtier.hashing import HASH_BYTES

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.block import BlockKey, Scope
 from kvtier.connectors.common import Control, engine_keys
-from kvtier.connectors.vllm_wishes import Pinning
+from kvtier.connectors.wishes import Pinning
 from kvtier.errors import KVTierError
 from kvtier.lease import Lease
 

@@ -1,4 +1,4 @@
-"""What requests ask for beside being cached, and what their senders learn when they end: pins and comparisons."""
+"""What requests ask for beside being cached, and what their senders learn of it: pins and comparisons."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Wishes:
         read: Mapping[str, int],
         pinning: Pinning | None,
     ) -> dict[str, Any]:
-        """What the sender of the request `name`, which has ended, learns: tokens read by tier, and what became of its
-        wishes. Later requests may be compared with this one."""
+        """What the sender of the request `name` learns: tokens read by tier, and what became of its wishes. Later
+        requests may be compared with this one."""
         told: dict[str, Any] = {"tokens_read": dict(read)} if read else {}
         if control.pin is not None:
-            told["pin"] = {"name": control.pin.name, **_outcome(pinning)}
+            told["pin"] = {"name": control.pin.name, **pin_outcome(pinning)}
         if wanted := control.compared_with:
             # The OpenAI server numbers the prompts of a request.
             depths = (self._recent.divergence(f"{scope.hex()} {known}", prompt) for known in (wanted, f"{wanted}-0"))
@@ -50,8 +50,8 @@ class Wishes:
         return told
 
 
-def _outcome(pinning: Pinning | None) -> dict[str, Any]:
-    """What became of a wish to pin."""
+def pin_outcome(pinning: Pinning | None) -> dict[str, Any]:
+    """What became of a wish to pin, so far."""
     if pinning is not None and not pinning.done():
         return {"pending": True}
     failed = pinning is None or pinning.cancelled() or pinning.exception() is not None
