@@ -48,7 +48,7 @@ def _ask(engine: Any, prompt: list[int], asked: dict[str, Any]) -> tuple[Any, fl
     answers = engine.generate(input_ids=prompt, sampling_params=_sampling(asked), stream=True)
     first = next(answers)
     first_s = time.monotonic() - began
-    *_, out = first, *answers
+    out = [first, *answers][-1]
     if len(out["output_ids"]) != asked["tokens"]:
         raise RuntimeError(f"{len(out['output_ids'])} tokens came, {asked['tokens']} were asked for")
     return out, first_s

@@ -115,7 +115,12 @@ def answer_of(result: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def update(engine: Any, order: dict[str, Any]) -> list[Any]:
-    answer = engine.update_weights_from_disk(order["path"])
+    """SGLang calls it a failure where the last step's batch is still there when the order comes: asked again then."""
+    for _ in range(20):
+        answer = engine.update_weights_from_disk(order["path"])
+        if answer[0]:
+            break
+        time.sleep(0.2)
     return [bool(answer[0]), str(answer[1])]
 
 
