@@ -34,12 +34,16 @@ class Engine:
     def __init__(self, script: str = "engine_host.py", **options: Any) -> None:
         self._child = Child([sys.executable, "-P", str(HERE / script), json.dumps(options)], START_S)
         self.process = self._child.process
-        self.stop, self.kill = self._child.end, self._child.kill
+        self.kill = self._child.kill
         try:
             _result_of(self._child.ready)
         except BaseException:
             self.kill()
             raise
+
+    def stop(self, timeout: float = 60.0) -> int:
+        """End of commands: the engine shuts down in good order. Returns its exit code."""
+        return self._child.end(timeout)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
