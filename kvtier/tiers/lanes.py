@@ -57,8 +57,8 @@ class Batch:
 
 
 class Lanes:
-    """`threads` threads; a free one takes the oldest read, else the oldest write while fewer than
-    `writers_max` writes run, or none while reads are near. Threads start as they are needed."""
+    """`threads` threads; a free one takes the oldest read, else the oldest write if fewer than `writers_max` run, or,
+    while reads are near, if none runs. Threads start as they are needed."""
 
     def __init__(self, threads: int, writers_max: int, name: str) -> None:
         self._threads_max = threads
