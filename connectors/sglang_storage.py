@@ -258,19 +258,11 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+    def _copy(self, *args: Any, **options: Any) -> Any:
+        """SGLang's base class demands these four; with interface_v1, the only one served, nothing calls them."""
         raise NotImplementedError("kvtier serves interface_v1 only")
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        raise NotImplementedError("kvtier serves interface_v1 only")
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError("kvtier serves interface_v1 only")
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        raise NotImplementedError("kvtier serves interface_v1 only")
+    get = batch_get = set = batch_set = _copy
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -19,6 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from importlib import metadata
 from pathlib import Path
 from uuid import uuid4
@@ -51,7 +52,7 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-class S3Server:
+class S3Server(ABC):
     """A server process with an S3 endpoint. `folder` takes its data, configuration and log."""
 
     program = ""
@@ -99,9 +100,9 @@ class S3Server:
                     raise
                 time.sleep(0.2)
 
+    @abstractmethod
     def command(self) -> list[str]:
         """The command line that serves `self._ports[0]` from `self._folder`."""
-        raise NotImplementedError
 
     def start(self) -> None:
         """Start it and wait until it answers. Raises RuntimeError with the end of its log."""

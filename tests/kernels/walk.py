@@ -6,12 +6,13 @@ where its memory lies, is the subclass's: a simulated device, or a GPU.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from random import Random
 
 from kvtier.kernels.copy import CopyEngine, Lane, Moves, Outcome
 
 
-class Walk:
+class Walk(ABC):
     """Every block and slot holds one value in all its bytes (or is in flight, and then nobody knows)."""
 
     BLOCKS, SLOTS, SLOT_BYTES = 12, 9, 64
@@ -33,17 +34,17 @@ class Walk:
 
     # The subclass's: the first two on the compute stream, the third now, the last lets time pass
 
-    def fill(self, block: int, value: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def fill(self, block: int, value: int) -> None: ...
 
-    def expect_block(self, block: int, value: int, where: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def expect_block(self, block: int, value: int, where: str) -> None: ...
 
-    def expect_slot(self, slot: int, value: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def expect_slot(self, slot: int, value: int) -> None: ...
 
-    def breathe(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def breathe(self) -> None: ...
 
     # The walk
 

@@ -13,6 +13,16 @@ pytest.importorskip("torch")
 from tests.sglang.linker_bench import PAGE, keys_of
 
 
+def stored_below(b: Any, keys: list[Any]) -> Any:
+    """The cache, whose tiers below G2 alone have the keys' pages."""
+    b.offload(keys, [*range(1, len(keys) + 1)])
+    b.settle()
+    cache = b.linker._pages.cache
+    cache.flush()
+    cache.evict("g2")
+    return cache
+
+
 def test_what_is_deeper_is_waited_for_and_verified(bench: Any) -> None:
     b, keys = bench(), keys_of(6)
     b.offload(keys, [1, 2, 3, 4, 5, 6])
@@ -66,11 +76,7 @@ def test_ranks_vote_on_a_request_also_where_one_has_no_cache(bench: Any, monkeyp
 
 def test_an_aborted_request_lets_go_of_its_promotion(bench: Any) -> None:
     b, keys = bench(), keys_of(6)
-    b.offload(keys, [1, 2, 3, 4, 5, 6])
-    b.settle()
-    cache = b.linker._pages.cache
-    cache.flush()
-    cache.evict("g2")
+    cache = stored_below(b, keys)
     b.lookup("r", keys)
     b.linker.forget("r")
     assert b.until_resident("s", keys) == 6
@@ -81,11 +87,7 @@ def test_an_aborted_request_lets_go_of_its_promotion(bench: Any) -> None:
 
 def test_tokens_are_booked_by_the_tier_they_came_from(bench: Any) -> None:
     b, keys = bench(), keys_of(6)
-    b.offload(keys, [1, 2, 3, 4, 5, 6])
-    b.settle()
-    cache = b.linker._pages.cache
-    cache.flush()
-    cache.evict("g2")
+    stored_below(b, keys)
     b.offload(keys[:2], [1, 2])
     b.settle()
     b.until_promoted("r", keys)
