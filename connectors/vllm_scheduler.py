@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _LEASE_S = 1.0
 """How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
+_GIVE_BACK_S = 0.5
+"""How much longer than `flush_timeout` an idle engine steps where blocks are held that long: a step gives them back."""
 _LAUNCHED_MAX = 64
 """Steps whose answers are awaited at most; more would mean that they do not come."""
 
@@ -127,6 +129,7 @@ class SchedulerHalf:
             track.keep_blocks = request.num_prompt_tokens // self._block_tokens
         visit = Visit(track, scope, control)
         self._visits[name] = visit
+        self._idle_since = None  # nobody asks `pending` while there are requests
         self._confirmer.start(track)
         self._grow(visit)
         return visit
@@ -245,16 +248,15 @@ class SchedulerHalf:
         """A step has run on all ranks."""
         meta = getattr(output, "kv_connector_worker_meta", None)
         answers = meta if isinstance(meta, WorkerMeta) else None
-        if answers is not None:
-            for job, ranks in answers.done.items():
-                failed = answers.failed.get(job, set())
-                if not self._loads.answer(self._manager, job, ranks, failed):
-                    self._stores.answer(job, ranks, failed)
-        if bad := getattr(output, "invalid_block_ids", None):
+        if bad := getattr(output, "invalid_block_ids", None):  # first: copies of these may be among the answers
             self._confirmer.fail(bad)
             self._stores.spoil(bad)
         if answers is None:
             return
+        for job, ranks in answers.done.items():
+            failed = answers.failed.get(job, set())
+            if not self._loads.answer(self._manager, job, ranks, failed):
+                self._stores.answer(job, ranks, failed)
         for confirmed in self._confirmer.complete(answers.step, self._known):
             self._mark(confirmed)
         now = self._clock.monotonic()
@@ -336,14 +338,17 @@ class SchedulerHalf:
         return freed
 
     def pending(self) -> bool:
-        """Whether an engine without requests should go on stepping: there is something to copy, and time for it."""
+        """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
+        requests are held, and there is time for it. What is held keeps the engine from resetting its prefix cache."""
         if self._visits:
-            self._idle_since = None
             return False
         now = self._clock.monotonic()
         if self._idle_since is None:
             self._idle_since = now
-        if now - self._idle_since >= self._limits.flush_timeout:
+        idle = now - self._idle_since
+        if self._delayed or self._loads:  # steps take the answers that give these blocks back to the engine
+            return idle < self._limits.flush_timeout + _GIVE_BACK_S
+        if idle >= self._limits.flush_timeout:
             return False
         return not self._stores.stopped and self._manager is not None and bool(self._stores)
 

@@ -144,7 +144,8 @@ class Stores:
             return []
         now = self._clock.monotonic()
         eager = idle or self._offload.mode == "eager" or not pool.caching
-        near, aged = self._horizon_moved(pool), eager or now >= self._look_at
+        by_age = self._offload.mode != "lazy" and now >= self._look_at
+        near, aged = self._horizon_moved(pool), eager or by_age
         # With fewer free blocks than the horizon has, blocks in use come next: handed out as soon as they are free.
         pressed = pool.caching and pool.free() < self.limits.spill_ahead
         if pressed and now >= self._look_at - self._grain + _PRESSED_S:

@@ -143,7 +143,7 @@ def write_adapter() -> Callable[[Path, int], Path]:
     return write
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Tiers that outlive an engine."""
     root = tmp_path_factory.mktemp("tiers")
@@ -164,6 +164,9 @@ def start(make_checkpoint: Callable[[int], Path]) -> Iterator[Callable[..., Engi
         engine.kill()
 
 
-@pytest.fixture(scope="module")
-def engine(start: Callable[..., Engine], config: dict[str, Any]) -> Engine:
-    return start(config=config, events=True)
+@pytest.fixture(scope="session")
+def engine(make_checkpoint: Callable[[int], Path], config: dict[str, Any]) -> Iterator[Engine]:
+    """One engine for every module that has none of its own."""
+    engine = Engine(model=str(make_checkpoint(0)), config=config, events=True)
+    yield engine
+    engine.kill()

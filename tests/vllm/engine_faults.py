@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+_CALLS = ("arrive", "match", "allocated", "plan", "completed", "finish")
+"""What the engine's every request and step call in the scheduler half."""
 
 
 class Faults:
     """Breaks the connector's two halves (`half`, `worker`) and the tiers (`cache`), and mends them."""
 
+    core: Any
     half: Any
     worker: Any
     cache: Any
@@ -93,6 +98,10 @@ class Faults:
         self._faults["stores"] = held
         self.worker.store = held.extend
 
+    def hold_copies(self) -> None:
+        """Copies are begun in both directions and not made until `mend`, or until their arena is given up."""
+        self.worker.poll = lambda: None
+
     def spoil(self, name: str, positions: list[int]) -> None:
         """Blocks of a running request get another content, and the next step reports it, as a load inside the step
         would that fails."""
@@ -114,6 +123,11 @@ class Faults:
             self.half._stores.answer(job, 1, {failed} if failed >= 0 else set())
         return len(jobs)
 
+    def offload(self, mode: str) -> None:
+        """When blocks are copied out: the setting `offload.mode`."""
+        stores = self.half._stores
+        stores._offload = stores._offload.model_copy(update={"mode": mode})
+
     def limit(self, **limits: Any) -> None:
         self.half._limits = self.half._stores.limits = replace(self.half._limits, **limits)
 
@@ -126,13 +140,13 @@ class Faults:
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("injected")
 
-        for name in ("arrive", "match", "plan", "completed", "finish"):
+        for name in _CALLS:
             setattr(self.half, name, broken)
 
     def mend(self) -> None:
-        for name in ("load", "_submit"):
+        for name in ("load", "_submit", "poll"):
             self.worker.__dict__.pop(name, None)
-        for name in ("arrive", "match", "plan", "completed", "finish"):
+        for name in _CALLS:
             self.half.__dict__.pop(name, None)
         held = self._faults.pop("held", []) + [job for _, job in self._faults.pop("late", [])]
         if held:
@@ -141,6 +155,32 @@ class Faults:
         stores = self._faults.pop("stores", [])
         if stores:
             self.worker.store(stores)
+
+    def doze(self) -> None:
+        """What sleeping does, as far as a CPU can: nothing runs, caches are cleared, the tensors lose their content."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.core.pause_scheduler(mode="abort", clear_cache=True)
+        get_kv_transfer_group().unregister_kv_caches()
+        for tensor in self.worker._described.memory.keep:
+            tensor.fill_(7.0)
+
+    def wake(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().restore_kv_caches()
+        self.core.resume_scheduler()
+
+    def keep_on_reset(self, keep: bool) -> None:
+        rotation = self.half._core._rotation
+        rotation._config = rotation._config.model_copy(update={"keep_on_reset": keep})
+
+    def open_anew(self) -> bool:
+        """Whether the cache that follows new weights is open; waits a while for it."""
+        deadline = time.monotonic() + 20
+        while not self.half._core._rotation.join(0.1) and time.monotonic() < deadline:
+            pass
+        return self.cache is not None
 
     def sicken(self, tier: str, how: str) -> None:
         """`error`, `hang` or `` (healthy again): every call into a lower tier from now on."""

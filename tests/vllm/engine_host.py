@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,18 @@ class Host(Faults):
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def sources(self) -> dict[str, float]:
+        """vLLM's own account: prompt tokens by where they came from, and what goes by a name of its own."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name == "vllm:prompt_tokens_cached_by_source":
+                found[metric.labels["source"]] = metric.value
+            elif metric.name.startswith("vllm:kvtier_"):
+                found[f"{metric.name}:{metric.labels.get('tier') or metric.labels.get('event')}"] = metric.value
+            elif metric.name in ("vllm:external_prefix_cache_hits", "vllm:num_preemptions"):
+                found[metric.name] = metric.value
+        return found
+
     def logs(self) -> list[str]:
         """What kvtier has logged in this process."""
         return self._logs.lines
@@ -199,6 +212,33 @@ class Host(Faults):
 
     def counters(self) -> dict[str, int]:
         return dict(self.half.counters)
+
+    def limits(self) -> dict[str, Any]:
+        return asdict(self.half._limits)
+
+    def pending(self) -> bool:
+        """Whether the connector keeps an idle engine stepping."""
+        return bool(self.connector.has_pending_push_work())
+
+    def copied_from(self) -> list[int]:
+        """Blocks of the pool that are being copied out."""
+        return [copy.block for work in self.half._stores._storing.values() for copy in work.copies]
+
+    def renamed(self) -> int:
+        """How many of them have been filled anew with the same content, and so have an equal name."""
+        names = self.core.scheduler.kv_cache_manager.block_pool.blocks
+        copies = [copy for work in self.half._stores._storing.values() for copy in work.copies]
+        found = [(names[copy.block].block_hash, copy.token) for copy in copies]
+        return sum(now == then and now is not then for now, then in found)
+
+    def hand_out_next(self, blocks: list[int]) -> None:
+        """Bring these free blocks to the head of the pool's queue, in this order."""
+        queue = self.core.scheduler.kv_cache_manager.block_pool.free_block_queue
+        free = queue.get_all_free_blocks()
+        for block in free:
+            queue.remove(block)
+        first = {number: place for place, number in enumerate(blocks)}
+        queue.append_n(sorted(free, key=lambda block: first.get(block.block_id, len(first))))
 
     def stats(self) -> Any:
         return self.cache.stats()

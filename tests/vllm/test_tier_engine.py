@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.prompts import prompt, tokens
+
 pytestmark = pytest.mark.timeout(600)
 
 IDLE = {"visits": 0, "pinned": 0, "quarantined": 0}
-
-
-def prompt(seed: int, length: int = 300) -> list[int]:
-    return [(i * 7919 + seed * 104729 + (i * seed) % 17) % 1000 + 3 for i in range(length)]
-
-
-def tokens(outs: list[dict[str, Any]]) -> list[list[int]]:
-    return [out["tokens"] for out in outs]
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.prompts import prompt
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 Start = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
-
-
-def prompt(seed: int, length: int = 300) -> list[int]:
-    return [(i * 7919 + seed * 104729 + (i * seed) % 17) % 1000 + 3 for i in range(length)]
 
 
 def tiers(tmp_path: Path, **more: Any) -> dict[str, Any]:

@@ -64,16 +64,6 @@ class TierHost(engine_host.Host):
         self.tier._lookup_s = lookup_deadline
         self.tier._store_wait_s = lookup_deadline
 
-    def sources(self) -> dict[str, float]:
-        """Prompt tokens by where they came from, by vLLM's own account."""
-        found: dict[str, float] = {}
-        for metric in self.llm.get_metrics():
-            if metric.name == "vllm:prompt_tokens_cached_by_source":
-                found[metric.labels["source"]] = metric.value
-            elif metric.name.startswith("vllm:kvtier_"):
-                found[f"{metric.name}:{metric.labels.get('tier') or metric.labels.get('event')}"] = metric.value
-        return found
-
     def idle(self) -> dict[str, int]:
         until = time.monotonic() + 10
         while True:
