@@ -11,13 +11,13 @@ because two runs on a shared machine differ by more than what is measured.
 (21 kFLOP). On a CPU the copies are made on the engine's thread (a GPU's copy engines make them beside it), so they are
 listed by themselves.
 
-`jitter`: requests that only decode, in windows of `--window` seconds: while nothing is promoted, while the engine's own
-cache promotes from disk at full rate, and while a process of its own does the same work over its own arena. Each round
-of three windows gives ratios to the pausing one. What the third costs is the machine's (memory bandwidth, cores, host);
-what the second costs more is the interpreter lock's. With `--cores apart` the thread that computes has one core to
-itself and all others, and the child, share another: a GPU's engine does not compute where promotion does. With
-`--executor mp` the forward has a process to itself, as it has with several ranks: `inside` is then the scheduler's
-process.
+`jitter`: requests that only decode, in windows of `--window` seconds: while nothing is promoted (`pausing`), while the
+engine's own cache promotes from disk at full rate, its G3 in a process of its own (`process`), while a cache in the
+engine's process does whose G3 works on threads (`threads`), and while another process does all of it over an arena of
+its own (`elsewhere`). Each round of windows gives ratios to the pausing one. What `elsewhere` costs is the machine's
+(memory bandwidth, cores, host); what the others cost more is the interpreter lock's. With `--cores apart` the thread
+that computes has one core to itself and everything else shares another: a GPU's engine does not compute where promotion
+does. With `--executor mp` the forward has a process to itself, as it has with several ranks.
 """
 
 from __future__ import annotations
@@ -178,44 +178,51 @@ def steps(name: str, prompts: int) -> dict[str, Any]:
         }
 
 
-LABELS = ("pausing", "inside", "child")
+LABELS = ("pausing", "process", "threads", "elsewhere")
 
 
 def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) -> dict[str, Any]:
+    import kvtier
+
     compute, rest = cores(apart)
     os.sched_setaffinity(0, rest)  # threads inherit it: all that the cache starts
     took: dict[str, list[list[float]]] = {label: [] for label in LABELS}
     rates: dict[str, list[float]] = {label: [] for label in LABELS}
-    with tempfile.TemporaryDirectory() as folder:
-        tiers = {"g2": {"capacity": "512MiB"}, "g3": {"path": f"{folder}/g3", "capacity": "4GiB"}}
-        with engine(name, tiers, 1024, executor) as llm, ExitStack() as stack:
-            for worker in multiprocessing.active_children():
-                move(worker.pid, compute)
-            child_go, child_blocks = stack.enter_context(child_promoting(llm, folder, rest))
-            _, half = parts(llm)
-            cache, size = half._core.current[0], half._core.namespace.block_bytes
-            go, blocks = threading.Event(), Count()
-            chains = store_chains(cache, half._core.namespace)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        llm = stack.enter_context(engine(name, tiers_in(f"{folder}/g3"), 1024, executor))
+        for worker in multiprocessing.active_children():
+            move(worker.pid, compute)
+        _, half = parts(llm)
+        namespace, size = half._core.namespace, half._core.namespace.block_bytes
+        config = kvtier.Config.parse({"tiers": tiers_in(f"{folder}/g3-threads")})
+        beside = stack.enter_context(kvtier.open(config, namespace))
+        promoting = {"elsewhere": stack.enter_context(child_promoting(llm, folder, rest))}
+        for label, cache in (("process", half._core.current[0]), ("threads", beside)):
+            go, blocks = promoting[label] = threading.Event(), Count()
+            chains = store_chains(cache, namespace)
             threading.Thread(target=promote, args=(cache, chains, go, blocks), daemon=True).start()
-            os.sched_setaffinity(0, compute)  # this thread alone
-            decode = Decoding(llm)
-            for number in range(rounds + 1):  # the first warms up
-                for label in LABELS[number % 3 :] + LABELS[: number % 3]:
-                    switch = {"inside": go, "child": child_go}.get(label)
-                    if switch is not None:
-                        switch.set()
-                    decode.steps(0.3)
-                    before, began = blocks.value + child_blocks.value, time.monotonic()
-                    seen = decode.steps(window)
-                    came, passed = blocks.value + child_blocks.value - before, time.monotonic() - began
-                    if switch is not None:
-                        switch.clear()
-                        time.sleep(0.3)
-                    if number:
-                        took[label].append(seen)
-                        rates[label].append(came * size / passed)
+        os.sched_setaffinity(0, compute)  # this thread alone
+        decode = Decoding(llm)
+        for number in range(rounds + 1):  # the first warms up
+            for label in LABELS[number % 4 :] + LABELS[: number % 4]:
+                switch, blocks = promoting.get(label, (threading.Event(), Count()))
+                switch.set()
+                decode.steps(0.3)
+                before, began = blocks.value, time.monotonic()
+                seen = decode.steps(window)
+                came, passed = blocks.value - before, time.monotonic() - began
+                switch.clear()
+                time.sleep(0.3)
+                if number:
+                    took[label].append(seen)
+                    rates[label].append(came * size / passed)
     return {"cores": "apart" if apart else "shared", "executor": executor, "rounds": rounds, "block_bytes": size,
             **ratios(took, rates)}  # fmt: skip
+
+
+def tiers_in(path: str) -> dict[str, Any]:
+    return {"g2": {"capacity": "512MiB"}, "g3": {"path": path, "capacity": "4GiB"}}
 
 
 def cores(apart: bool) -> tuple[set[int], set[int]]:
@@ -276,9 +283,8 @@ def ratios(took: dict[str, list[list[float]]], rates: dict[str, list[float]]) ->
     return {
         "steps_per_window": statistics.median(len(one) for one in took["pausing"]),
         "promoted_bytes_per_s": {label: statistics.median(rates[label]) for label in LABELS[1:]},
-        "inside_to_pausing": paired("inside", "pausing"),
-        "child_to_pausing": paired("child", "pausing"),
-        "inside_to_child": paired("inside", "child"),
+        **{f"{label}_to_pausing": paired(label, "pausing") for label in LABELS[1:]},
+        "process_to_threads": paired("process", "threads"),
         "pooled_ms": {
             label: {"median": 1e3 * statistics.median(pooled[label]), "p99": 1e3 * p99(pooled[label])}
             for label in LABELS
@@ -344,7 +350,7 @@ def promote(cache: Any, chains: Sequence[Any], go: Any, blocks: Any) -> None:
 def child_promoting(llm: Any, folder: str, where: set[int]) -> Iterator[tuple[Any, Any]]:
     """A process that promotes over tiers of its own while its switch is set; the switch, and its count of blocks."""
     fields = parts(llm)[1]._core.namespace.fields()
-    tiers = {"g2": {"capacity": "512MiB"}, "g3": {"path": f"{folder}/g3-child", "capacity": "4GiB"}}
+    tiers = tiers_in(f"{folder}/g3-elsewhere")
     context = multiprocessing.get_context("spawn")
     go, blocks = context.Event(), context.Value("q", 0)
     child = context.Process(target=promote_in_child, args=(tiers, fields, go, blocks, where), daemon=True)

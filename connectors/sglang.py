@@ -135,7 +135,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
         """The cache below; a seam for tests and for other tiers."""
         near = cpus_near(self._pool.tensors[0][0].device)
-        return kvtier.open(self._settings.config, namespace, near=[near])
+        return kvtier.open(self._settings.config, namespace, near=[near], computes=True)
 
     @property
     def _pages(self) -> Pages | None:

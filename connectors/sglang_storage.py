@@ -91,7 +91,7 @@ class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has 
 
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
         """The cache below; a seam for tests and for other tiers."""
-        return kvtier.open(self._settings.config, namespace)
+        return kvtier.open(self._settings.config, namespace, computes=True)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Only the KV pool. Raises IdentityError for others, which fails the attach: half a state would be wrong."""

@@ -12,6 +12,7 @@ answered as if there were no cache. Settings: docs/vllm.md.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             namespace,
             near if len(near) == namespace.ranks_served else (),
             events.events if events is not None else None,
+            computes=any(shake.pid == os.getpid() for shake in ranks.values()),
         )
         core.open()
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)

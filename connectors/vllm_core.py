@@ -27,10 +27,13 @@ class Core:
         namespace: Namespace,
         near: Sequence[Collection[int]] = (),
         events: Events | None = None,
+        *,
+        computes: bool = False,
     ) -> None:
-        """`near`: CPUs beside each rank's GPU, for `kvtier.open`. `events` hears of every cache's blocks."""
+        """`near`, `computes`: for `kvtier.open`. `events` hears of every cache's blocks."""
         self._settings = settings
         self._near = near
+        self._computes = computes
         self._events = events
         self._arenas = 0
         self._rotation = Rotation(settings.config, namespace, self._open, lambda current: current[0].close())
@@ -48,7 +51,7 @@ class Core:
         self._rotation.open()
 
     def _open(self, namespace: Namespace) -> tuple[Cache, ArenaHandle]:
-        cache = kvtier.open(self._settings.config, namespace, near=self._near)
+        cache = kvtier.open(self._settings.config, namespace, near=self._near, computes=self._computes)
         if self._events is not None:
             cache.manager.watch(self._events)
         arena = cache.manager.host.arena

@@ -90,5 +90,6 @@ class Handshake(KVConnectorHandshakeMetadata):
     dtype: str
     piece_bytes: int
     host: str
+    pid: int = 0
     cpus: frozenset[int] = frozenset()  # beside the rank's GPU; none: unknown
     refusal: str = ""  # why these tensors cannot be served; "" if they can

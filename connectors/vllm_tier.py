@@ -146,7 +146,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._told: Counter[tuple[str, str]] = Counter()
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
-        self._core = Core(settings, namespace, events=self._events)
+        alone = offloading_spec.config.parallel.world_size == 1  # then this is the worker's process, too
+        self._core = Core(settings, namespace, events=self._events, computes=alone)
         self._core.open()
         self._rows = Rows(primary_kv_view)
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)

@@ -150,8 +150,9 @@ class WorkerHalf:
     def handshake(self) -> Handshake:
         found = self._described
         if found is None:
-            return Handshake("", "", 0, host_identity(), refusal=self._refusal)
-        return Handshake(found.identity, found.dtype, found.shape.block_bytes, host_identity(), _cpus_near(found))
+            return Handshake("", "", 0, host_identity(), os.getpid(), refusal=self._refusal)
+        size, where = found.shape.block_bytes, host_identity()
+        return Handshake(found.identity, found.dtype, size, where, os.getpid(), _cpus_near(found))
 
     def attach(self, handle: ArenaHandle) -> None:
         """Use this arena from now on. Copies under way into an earlier one are cancelled and answered."""

@@ -53,6 +53,7 @@ class _Face:
         clock: Clock,
         lower: Sequence[Tier] | None = None,
         near: Sequence[Collection[int]] = (),
+        computes: bool = False,
     ) -> None:
         self.config = config
         self.namespace = namespace
@@ -60,7 +61,7 @@ class _Face:
         self._classes = config.terms()
         self._secret = config.scope_secret
         self._pid = os.getpid()
-        self.manager = build(config, namespace, clock, lower, near)
+        self.manager = build(config, namespace, clock, lower, near, computes)
         self._pins = AsyncNamedPins(
             self.manager.keeper, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
         )
@@ -247,8 +248,9 @@ class Cache(_Face):
         clock: Clock,
         lower: Sequence[Tier] | None = None,
         near: Sequence[Collection[int]] = (),
+        computes: bool = False,
     ) -> None:
-        super().__init__(config, namespace, clock, lower, near)
+        super().__init__(config, namespace, clock, lower, near, computes)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier", daemon=True)
         self._thread.start()
@@ -394,14 +396,16 @@ def open(
     clock: Clock | None = None,
     tiers: Sequence[Tier] | None = None,
     near: Sequence[Collection[int]] = (),
+    computes: bool = False,
 ) -> Cache:
     """A cache of `namespace`'s blocks over the tiers of `config`; close it, or use it in a `with`.
 
     Attaches to what earlier processes left in G3 and G4. `tiers` replaces the configured lower tiers (tests, third
     parties); the cache opens and closes them. `near`: per rank, the CPUs beside its GPU, whose NUMA node gets its part
-    of G2. Raises ConfigError, or FormatError for a directory that is not ours.
+    of G2. `computes`: a model computes in this process; G3 then works in one of its own. Raises ConfigError, or
+    FormatError for a directory that is not ours.
     """
-    return Cache(_config(config), namespace, clock or SystemClock(), tiers, near)
+    return Cache(_config(config), namespace, clock or SystemClock(), tiers, near, computes)
 
 
 def aopen(

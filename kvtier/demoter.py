@@ -22,7 +22,7 @@ from kvtier.health import Health
 from kvtier.lease import Hold
 from kvtier.rate import TokenBucket
 from kvtier.terms import Depth
-from kvtier.tier import Stored
+from kvtier.tier import Miss, Stored
 from kvtier.tiers.host import Slot
 from kvtier.tiers.wrap import Metered
 
@@ -134,8 +134,12 @@ class Demoter:
 
     def lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
         """Those depths whose blocks are neither in the nearest lower tier nor on their way there, and should be."""
+        return set(self._misses(chain, indices))
+
+    def _misses(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> dict[int, Miss]:
+        """The same, and what the tier says of them; LATE: it may have the block, but would have to be asked."""
         if self._nearest is None or not indices:
-            return set()
+            return {}
         with self._lock:
             if self.admission.active:
                 indices = [index for index in indices if self.admission.admits(chain, index)]
@@ -143,7 +147,7 @@ class Demoter:
             idle = [index for index in indices if not has(chain[index])]
         # Asked in this order: what is on its way now has arrived, or failed, by the time the tier is asked.
         misses = self._nearest.peek(chain, idle)
-        return {index for index, miss in zip(idle, misses, strict=True) if miss is not None}
+        return {index: miss for index, miss in zip(idle, misses, strict=True) if miss is not None}
 
     def sinkable(self, stop: int) -> int:
         """Up to which depth a chain of `stop` blocks can go below G2 now: whole strides right above G4, else all."""
@@ -164,22 +168,24 @@ class Demoter:
         return self._nearest is not None and self._nearest.inner.breaker.health is Health.WELL
 
     def _missing_parents(self, chain: Sequence[BlockKey], first: int) -> list[Slot] | None:
-        """The blocks right before depth `first` that the nearest tier lacks, pinned; None if one is not to be had."""
-        start = first
-        while start > 0 and self.lacking(chain, [start - 1]):
-            start -= 1
+        """The blocks right before depth `first` that the nearest tier may lack, pinned, as far as they are in G2; None
+        if one is not to be had. (Where the tier would have to be asked for the one before them, the queue does.)"""
         slots: list[Slot] = []
-        with self._lock:
-            for key in chain[start:first]:
-                slot = self._host.index.get(key)
-                if slot is None:
-                    break
-                slot.pins += 1
-                slots.append(slot)
-        if len(slots) == first - start:
-            return slots
-        self._release(slots)
-        return None
+        for index in reversed(range(first)):
+            miss = self._misses(chain, [index]).get(index)
+            if miss is None:
+                break
+            with self._lock:
+                slot = self._host.index.get(chain[index])
+                if slot is not None:
+                    slot.pins += 1
+                    slots.append(slot)
+            if slot is None and miss is Miss.LATE:
+                break
+            if slot is None:
+                self._release(slots)
+                return None
+        return slots[::-1]
 
     def _hold_strides(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[int]:
         """Hand the complete strides that `slots` reach into to a feeder right below G2, pinned as far as it holds."""

@@ -135,9 +135,42 @@ class TrustedClock:
             return encode_anchor(self._expiry.anchor, boot)
 
 
+class ToldClock:
+    """A `kvtier.clock.Clock` in a process that works for another one: its wall time is what the other one last said,
+    and what has passed since. The two must agree about the time, too. Thread-safe."""
+
+    STALE_S = 60.0
+    """Told longer ago than this, nothing is deleted."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._told = (Reading(clock.wall(), clock.wall(), None), clock.monotonic())
+
+    def tell(self, reading: Reading) -> None:
+        """The other process's time now."""
+        self._told = (reading, self._clock.monotonic())
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+
+    def read(self) -> Reading:
+        """The time for all purposes at once."""
+        told, at = self._told
+        passed = self._clock.monotonic() - at
+        delete = None if told.delete is None or passed > self.STALE_S else told.delete + passed
+        return Reading(told.serve + passed, told.stamp + passed, delete)
+
+    def wall(self) -> float:
+        """The time to serve by."""
+        return self.read().serve
+
+
 def deletion_time(clock: Clock) -> float | None:
     """What is dead at this time may be deleted; None: nothing now."""
-    return clock.read().delete if isinstance(clock, TrustedClock) else clock.wall()
+    return clock.read().delete if isinstance(clock, TrustedClock | ToldClock) else clock.wall()
 
 
 _ANCHOR = struct.Struct("<8sdd36s")

@@ -21,8 +21,10 @@ def build(
     clock: Clock,
     lower: Sequence[Tier] | None = None,
     near: Sequence[Collection[int]] = (),
+    computes: bool = False,
 ) -> Manager:
-    """A closed manager for this configuration. Opens nothing. Raises ConfigError."""
+    """A closed manager for this configuration. Opens nothing. `computes`: a model computes in this process, and G3 is
+    to leave it the interpreter. Raises ConfigError."""
     tiers, clock = config.tiers, TrustedClock.around(clock)
     arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
     g3 = tiers.g3
@@ -38,19 +40,24 @@ def build(
         write_budget_per_day=float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0,
     )
     if lower is None:
-        lower = lower_tiers(config, namespace, clock)
+        lower = lower_tiers(config, namespace, clock, arena if computes else None)
     host = HostTier(arena, make_policy(config.policy, arena.slots), config.retention.quota or 0.0)
     return Manager(host, lower, clock, settings)
 
 
-def lower_tiers(config: Config, namespace: Namespace, clock: Clock) -> list[Tier]:
-    """G3 and G4 as configured, closed, nearest first. Imports only what is used."""
+def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena | None = None) -> list[Tier]:
+    """G3 and G4 as configured, closed, nearest first. Imports only what is used. With an `arena`, G3 works in a process
+    of its own over that memory."""
     out: list[Tier] = []
-    g3, g4 = config.tiers.g3, config.tiers.g4
-    if g3 is not None:
+    g3, g4, quota = config.tiers.g3, config.tiers.g4, config.retention.quota or 0.0
+    if g3 is not None and arena is not None:
+        from kvtier.tiers.remote import RemoteDisk
+
+        out.append(RemoteDisk(g3.path, g3.capacity, namespace, clock=clock, arena=arena, quota=quota))
+    elif g3 is not None:
         from kvtier.tiers.disk import DiskTier
 
-        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=config.retention.quota or 0.0))
+        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=quota))
     if g4 is not None:
         from kvtier.tiers.bucket_url import Limits
         from kvtier.tiers.objects import ObjectTier

@@ -121,7 +121,8 @@ class Tier(Protocol):
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         """For each depth in `wanted` (ascending): None if the block seems to be here, else why not.
 
-        Never waits for a device or a network, promises nothing (only a read does). Thread-safe.
+        Never waits for a device, a network or another process, promises nothing (only a read does). LATE where one of
+        them would have to be asked. Thread-safe.
         """
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:

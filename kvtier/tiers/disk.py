@@ -372,11 +372,7 @@ class DiskTier:
         return Usage(blocks, size, store.geometry.capacity, store.evictions)
 
     def check(self) -> None:
-        store = self._store
-        store.index.check()
-        files = [path.lstat() for part in store.parts for path in (part / "slab").iterdir()]
-        sizes = {(status.st_dev, status.st_ino): status.st_size for status in files}.values()
-        assert sum(sizes) <= store.geometry.capacity, f"slab files have {sum(sizes)} bytes"
+        check_store(self._store)
 
     async def _transact(
         self,
@@ -402,6 +398,14 @@ class DiskTier:
             raise TierTimeout("g3", "commit", "the index was not to be had within the deadline")
         result: T = future.result()
         return result
+
+
+def check_store(store: Store) -> None:
+    """Assert that the index is consistent and the files are within the capacity."""
+    store.index.check()
+    files = [path.lstat() for part in store.parts for path in (part / "slab").iterdir()]
+    sizes = {(status.st_dev, status.st_ino): status.st_size for status in files}.values()
+    assert sum(sizes) <= store.geometry.capacity, f"slab files have {sum(sizes)} bytes"
 
 
 def _drop(ledger: Ledger, names: Sequence[bytes]) -> int:

@@ -26,7 +26,8 @@ def opened(path: Path, clock: VirtualClock, stack: str) -> Iterator[kvtier.Cache
         tiers["g3"] = {"path": str(path / "g3"), "capacity": 64 * BLOCK}
     if "g4" in stack:
         tiers["g4"] = {"url": f"file://{path}/g4", "stride": 4}
-    with kvtier.open(kvtier.Config.parse({"tiers": tiers}), NS, clock=clock) as cache:
+    computes = "process" in stack
+    with kvtier.open(kvtier.Config.parse({"tiers": tiers}), NS, clock=clock, computes=computes) as cache:
         yield cache
         cache.check()
 
@@ -36,7 +37,7 @@ def put(cache: kvtier.Cache, keys: list[bytes], retention: str = "24h") -> None:
     cache.flush()
 
 
-STACKS = pytest.mark.parametrize("stack", ["", "g3", "g4", "g3+g4"])
+STACKS = pytest.mark.parametrize("stack", ["", "g3", "g3 in a process", "g4", "g3+g4"])
 
 
 @STACKS

@@ -338,10 +338,13 @@ class Host(Faults):
 
     # ── scenarios that need single steps ────────────────────────────────────────────────────────────────────
 
-    def add(self, name: str, prompt: list[int], tokens: int = 24) -> None:
+    def add(self, name: str, prompt: list[int], tokens: int = 24, load: bool = True) -> None:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
+            extra_args={"kv_transfer_params": {"kvtier": {"load": load}}},
+        )  # fmt: skip
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
     def abort(self, name: str) -> None:

@@ -79,7 +79,7 @@ def test_a_block_that_goes_bad_under_a_running_request_is_computed_again(engine:
     right = [engine.generate(prompts=[p], control={"load": False, "store": False})[0]["tokens"] for p in prompts]
     assert engine.reset()
     for number, one in enumerate(prompts):
-        engine.add(name=f"sick{number}", prompt=one)
+        engine.add(name=f"sick{number}", prompt=one, load=False)  # the first one must not end while the second waits
         engine.steps_until_placed(name=f"sick{number}")
     engine.steps(count=2)
     engine.spoil(name="sick0", positions=[2, 4])

@@ -47,6 +47,7 @@ def test_prompts_come_back_from_every_place(engine: Any, arguments: dict[str, An
 
     assert engine.flush()["pending"] == 0 and engine.evict(tier="g2") > 0
     assert engine.forget()
+    engine.generate(prompts=[prompt(3, 20)])  # events leave with the engine's steps
     told = [event for event in engine.heard() if event["kind"] == "BlockStored" and event["ownership"] == "kvtier"]
     assert len({event["hashes"][0] for event in told}) == 15 + 5 and told[0]["medium"] == "STORAGE"
     disk = [engine.generate(prompts=[p])[0] for p in prompts]

@@ -1,0 +1,75 @@
+"""What goes below G2 when the tier there would have to be asked what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.arena import Arena
+from kvtier.block import BlockKey
+from kvtier.clock import SystemClock
+from kvtier.manager import Manager
+from kvtier.policy import make_policy
+from kvtier.terms import BUILTIN
+from kvtier.testing import MemoryTier, chain_of, payload_of, sample_namespace
+from kvtier.tier import Miss
+from kvtier.tiers.host import HostTier
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+
+
+class Unasked(MemoryTier):
+    """Says nothing without being asked."""
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        return [Miss.LATE] * len(wanted)
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+        return MemoryTier.peek(self, chain, wanted)
+
+
+def store(manager: Manager, chain: Sequence[BlockKey], start: int) -> list[int]:
+    slots, reached = manager.reserve(chain, start, len(chain), BUILTIN["24h"])
+    assert reached == len(chain)
+    for slot in slots:
+        slot.pieces[0][:] = payload_of(slot.key or b"", BLOCK)
+    return manager.commit(chain, slots, [slot.generation for slot in slots])
+
+
+@pytest.mark.parametrize("here", [True, False])
+async def test_a_tail_goes_below_where_its_head_may_be_and_is(here: bool) -> None:
+    clock, chain = SystemClock(), chain_of(NS, 8)
+    tier = Unasked(NS, clock)
+    manager = Manager(HostTier(Arena(BLOCK, 1, 16 * BLOCK), make_policy("lru", 16)), [tier], clock)
+    await manager.start()
+    try:
+        assert store(manager, chain[:4], 0) == []
+        assert (await manager.flush(clock.monotonic() + 10)).durable == {"g3": 4}
+        await manager.evict("g2")
+        if not here:
+            await tier.evict(chain[3:4])
+        assert store(manager, chain, 4) == [], "the queue asks"
+        flushed = await manager.flush(clock.monotonic() + 10)
+        refused = manager.demoter.queues["g3"].refused
+        assert (flushed.durable, flushed.dropped) == (({"g3": 8}, 0) if here else ({"g3": 4}, 4))
+        assert refused["orphan"] == (0 if here else 4), "no tail without its head"
+    finally:
+        await manager.close()
+
+
+async def test_a_head_that_may_be_missing_goes_with_its_tail() -> None:
+    clock, chain = SystemClock(), chain_of(NS, 8)
+    tier = Unasked(NS, clock)
+    manager = Manager(HostTier(Arena(BLOCK, 1, 16 * BLOCK), make_policy("lru", 16)), [tier], clock)
+    await manager.start()
+    try:
+        store(manager, chain[:4], 0)
+        await manager.flush(clock.monotonic() + 10)
+        await tier.evict(None)
+        assert store(manager, chain, 4) == []
+        await manager.flush(clock.monotonic() + 10)
+        assert tier.usage().blocks == 8
+    finally:
+        await manager.close()
