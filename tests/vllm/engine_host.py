@@ -110,6 +110,7 @@ class Host(Faults):
         if options.get("events") and self.inside:
             self.core.scheduler.kv_event_publisher.publish = self._batches.append
         self._calls: list[list[Any]] = []
+        self._waits: list[float] = []
         self._forgotten = Counting()
         if self.inside and hasattr(self.connector, "_scheduler"):
             self.cache.manager._forgotten = self._forgotten
@@ -317,6 +318,24 @@ class Host(Faults):
                 owner.__dict__.pop(name, None)
         calls, self._calls = self._calls, []
         return calls
+
+    def record_waits(self) -> None:
+        """Note how long requests are told to ask again."""
+        plain, began, waits = self.half.match, {}, self._waits
+
+        def match(request: Any, computed: int) -> Any:
+            now = time.monotonic()
+            out = plain(request, computed)
+            if out[0] is None:
+                began.setdefault(request.request_id, now)
+            elif request.request_id in began:
+                waits.append(now - began.pop(request.request_id))
+            return out
+
+        self.half.match = match
+
+    def waits(self) -> list[float]:
+        return self._waits
 
     def prefetch_of(self, name: str) -> str:
         """State of a waiting request's promotion; kept for after its end."""

@@ -1,7 +1,9 @@
-"""Prompts that differ from their first block on, and what an idle engine holds."""
+"""Prompts that differ from their first block on, small tiers, and what an idle engine holds."""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 BLOCK = 32
@@ -16,3 +18,14 @@ def prompt(seed: int, length: int = 300) -> list[int]:
 
 def tokens(outs: list[dict[str, Any]]) -> list[list[int]]:
     return [out["tokens"] for out in outs]
+
+
+def tiers(tmp_path: Path, **g3: Any) -> dict[str, Any]:
+    """A configuration with tiers in a folder; further settings are those of G3."""
+    return {"tiers": {"g2": {"capacity": "32MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1GiB", **g3}}}
+
+
+def keeps_accounts() -> bool:
+    """Older releases do not say where cached tokens came from, and outside of a server they drop what steps without
+    output report."""
+    return importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.prompts import IDLE, prompt, tokens
+from tests.vllm.prompts import IDLE, keeps_accounts, prompt, tokens
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,12 +34,13 @@ def test_a_failed_copy_costs_time_and_nothing_else(engine: Any) -> None:
     assert tokens(warm) == tokens(cold)
     assert engine.counters()["load_failures"] - before.get("load_failures", 0) == 1
     assert sorted(out["read"].get("g2", 0) for out in warm) == [128, 288, 288], "one is cut at its first bad block"
-    ours, theirs = (
-        engine.sources()[name] - told.get(name, 0)
-        for name in ("vllm:kvtier_tokens_read:g2", "vllm:external_prefix_cache_hits")
-    )
-    assert (ours, theirs) == (128 + 288 + 288, 3 * 288), "vLLM counts what was computed again, too"
-    assert engine.sources()["vllm:kvtier_events:load_failures"] == engine.counters()["load_failures"]
+    if keeps_accounts():
+        ours, theirs = (
+            engine.sources()[name] - told.get(name, 0)
+            for name in ("vllm:kvtier_tokens_read:g2", "vllm:external_prefix_cache_hits")
+        )
+        assert (ours, theirs) == (128 + 288 + 288, 3 * 288), "vLLM counts what was computed again, too"
+        assert engine.sources()["vllm:kvtier_events:load_failures"] == engine.counters()["load_failures"]
     assert engine.check() == IDLE
 
 

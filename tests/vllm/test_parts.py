@@ -15,9 +15,11 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 import torch
 
 from kvtier.arena import Arena
+from kvtier.config import Config
+from kvtier.connectors.common import Settings
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_compat import hash_problem
-from kvtier.connectors.vllm_identity import Adapters, pages_of
+from kvtier.connectors.vllm_identity import Adapters, namespace_of, pages_of
 from kvtier.connectors.vllm_messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
 from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe, host_identity
 from kvtier.errors import ConfigError, IdentityError
@@ -196,6 +198,50 @@ def test_scales_that_are_computed_at_run_time_are_refused() -> None:
     with pytest.raises(IdentityError, match="computed at run time"):
         asked("FP8_PER_TOKEN_HEAD")
     assert asked("NONE").layers == ("a",) and asked(None).layers == ("a",)
+
+
+def test_vllms_own_kinds_are_told_apart() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+    def asked(spec: Any) -> Pages:
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])
+        vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0), cache_config=SimpleNamespace()
+        )
+        return pages_of(vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4))
+
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float16}
+    assert asked(FullAttentionSpec(**shape)).page_bytes == (16 * 2 * 32 * 2 * 2,)
+    assert asked(FullAttentionSpec(**shape, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)).layers == ("a",)
+    for mode in KVQuantMode:
+        if mode.is_per_token_head:
+            with pytest.raises(IdentityError, match="computed at run time"):
+                asked(FullAttentionSpec(**shape, kv_quant_mode=mode))
+    with pytest.raises(IdentityError, match="SlidingWindowSpec; kvtier serves full attention and MLA"):
+        asked(SlidingWindowSpec(**shape, sliding_window=64))
+
+
+def test_scales_that_the_engine_calculates_are_refused() -> None:
+    """An option of older releases."""
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", calculate_kv_scales=True)
+    with pytest.raises(IdentityError, match="calculate_kv_scales"):
+        namespace_of(SimpleNamespace(cache_config=cache, model_config=None), Settings(Config()), pages(), {})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "asked", "ahead"),
+    [(512, 4096, "auto", 128), (500, 4096, "auto", 128), (512, 128, "auto", 32), (512, 128, 7, 7)],
+)
+def test_how_far_ahead_of_reuse_blocks_are_copied(tokens: int, blocks: int, asked: int | str, ahead: int) -> None:
+    """Four times what a step can consume, at most a quarter of the pool."""
+    connector: Any = object.__new__(KVTierConnector)
+    connector._settings = Settings(Config.parse({"offload": {"spill_ahead": asked}}))
+    connector._extra = {}
+    connector._pages = pages(blocks)
+    connector._vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens))
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    connector._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+    assert connector._limits().spill_ahead == ahead
 
 
 def test_ranks_that_cannot_map_the_arena_are_refused_with_the_reason() -> None:

@@ -1,0 +1,94 @@
+"""Many requests over tiers that are sick, or shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.prompts import prompt, tiers
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+Start = Callable[..., Any]
+
+
+@pytest.mark.parametrize("fault", ["error", "hang", "corrupt"])
+@pytest.mark.parametrize("tier", ["g3", "g4"])
+def test_five_hundred_requests_over_a_sick_tier(start: Start, tmp_path: Path, tier: str, fault: str) -> None:
+    """All right, none late by more than what a wait for promotion may cost, engine alive."""
+    (tmp_path / "g4").mkdir()
+    below = {"g3": {"path": f"{tmp_path}/g3", "capacity": "1GiB"}, "g4": {"url": f"file://{tmp_path}/g4/kv"}}
+    config = {"tiers": {"g2": {"capacity": "32MiB"}, tier: {**below[tier], **({"stride": 2} if tier == "g4" else {})}}}
+    engine = start(config=config, arguments={"lookup_deadline": "200ms"})
+    prompts = [prompt(seed, 140) for seed in range(1, 51)]
+    cold = [engine.generate(prompts=[p], tokens=4)[0]["tokens"] for p in prompts]
+    engine.flush()
+    if fault == "corrupt":
+        assert engine.corrupt(folder=f"{tmp_path}/{tier}") > 0
+    else:
+        engine.sicken(tier=tier, how=fault)
+    engine.record_waits()
+    slowest = 0.0
+    for turn in range(10):
+        engine.evict(tier="g2")
+        assert engine.reset()
+        out = engine.timed(prompts=prompts, tokens=4)
+        assert out["tokens"] == cold, f"turn {turn}"
+        slowest = max(slowest, out["seconds"])
+    misses = engine.stats()["requests"]["misses"]
+    told = {"error": ("error", "breaker"), "hang": ("late", "breaker"), "corrupt": ("corrupt",)}[fault]
+    struck = sum(misses.get(reason, 0) for reason in told)
+    assert struck > 0, "the fault was never met"
+    assert slowest < 30
+    waits = engine.waits()
+    assert max(waits, default=0.0) < 0.2 + 1.0, "each asked again for the deadline at most, and then for a step"
+    assert fault == "corrupt" or waits, "the control: some had to wait"
+    if fault != "hang":
+        assert engine.check()["forgotten"] == 0
+    assert engine.stop() == 0
+
+
+def test_five_hundred_requests_over_copies_that_fail_and_copies_that_are_late(start: Start, tmp_path: Path) -> None:
+    """G2 as the engine sees it: every third load has a bad block, every fifth is answered only three steps later."""
+    engine = start(config=tiers(tmp_path))
+    prompts = [prompt(seed, 140) for seed in range(1, 51)]
+    cold = [engine.generate(prompts=[p], tokens=4)[0]["tokens"] for p in prompts]
+    engine.settle()
+    engine.break_loads(how="now and then")
+    for turn in range(10):
+        assert engine.reset()
+        out = engine.timed(prompts=prompts, tokens=4)
+        assert out["tokens"] == cold, f"turn {turn}"
+        assert out["seconds"] < 30
+    engine.mend()
+    engine.settle()
+    assert engine.counters()["load_failures"] > 50
+    state = engine.check()
+    assert state["loading"] == state["pinned"] == state["blocks_used"] == state["forgotten"] == 0
+    assert engine.stop() == 0
+
+
+def test_two_engines_share_one_directory(start: Start, tmp_path: Path) -> None:
+    one, two = start(config=tiers(tmp_path)), start(config=tiers(tmp_path))
+    cold = one.generate(prompts=[prompt(1)])[0]
+    one.flush()
+    warm = two.generate(prompts=[prompt(1)])[0]
+    assert warm["read"] == {"g3": 288} and warm["tokens"] == cold["tokens"]
+    prompts = [prompt(seed, 400) for seed in range(2, 14)]
+    with ThreadPoolExecutor(2) as pool:
+        for turn in range(4):
+            order = prompts if turn % 2 else prompts[::-1]
+            answers = pool.map(lambda engine, asked: engine.generate(prompts=asked), (one, two), (prompts, order))
+            mine, theirs = ({tuple(p): out["tokens"] for p, out in zip(asked, outs, strict=True)}
+                            for asked, outs in zip((prompts, order), answers, strict=True))  # fmt: skip
+            assert mine == theirs
+            for engine in (one, two):
+                engine.flush()
+                engine.evict(tier="g2")
+                assert engine.reset()
+    assert sum(engine.stats()["g3"]["hits"] for engine in (one, two)) > 100
+    assert one.stop() == 0 and two.stop() == 0
