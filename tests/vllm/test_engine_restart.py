@@ -42,4 +42,4 @@ def test_hashes_that_are_random_in_every_process_are_refused_with_advice(
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(AssertionError, match="set PYTHONHASHSEED=0 for the engine and all replicas"):
-        start(config=config, processes="own")
+        start(config=config)
