@@ -15,7 +15,8 @@ listed by themselves.
 engine's own cache promotes from disk at full rate, its G3 in a process of its own (`process`), while a cache in the
 engine's process does whose G3 works on threads (`threads`), and while another process does all of it over an arena of
 its own (`elsewhere`). Each round of windows gives ratios to the pausing one. What `elsewhere` costs is the machine's
-(memory bandwidth, cores, host); what the others cost more is the interpreter lock's. With `--cores apart` the thread
+(memory bandwidth, cores, host); what the others cost more is the interpreter lock's: `kept_waiting` is the share of time
+in which the thread that computes neither ran nor could, which tells better than ratios of steps on a shared host. With `--cores apart` the thread
 that computes has one core to itself and everything else shares another: a GPU's engine does not compute where promotion
 does. With `--executor mp` the forward has a process to itself, as it has with several ranks.
 """
@@ -187,6 +188,7 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
     compute, rest = cores(apart)
     os.sched_setaffinity(0, rest)  # threads inherit it: all that the cache starts
     took: dict[str, list[list[float]]] = {label: [] for label in LABELS}
+    kept: dict[str, list[float]] = {label: [] for label in LABELS}
     rates: dict[str, list[float]] = {label: [] for label in LABELS}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -209,16 +211,17 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
                 switch, blocks = promoting.get(label, (threading.Event(), Count()))
                 switch.set()
                 decode.steps(0.3)
-                before, began = blocks.value, time.monotonic()
+                before, began, computed = blocks.value, time.monotonic(), time.thread_time()
                 seen = decode.steps(window)
-                came, passed = blocks.value - before, time.monotonic() - began
+                came, passed, computed = blocks.value - before, time.monotonic() - began, time.thread_time() - computed
                 switch.clear()
                 time.sleep(0.3)
                 if number:
                     took[label].append(seen)
+                    kept[label].append(1 - computed / passed)
                     rates[label].append(came * size / passed)
     return {"cores": "apart" if apart else "shared", "executor": executor, "rounds": rounds, "block_bytes": size,
-            **ratios(took, rates)}  # fmt: skip
+            "kept_waiting": {label: summary(kept[label]) for label in LABELS}, **ratios(took, rates)}  # fmt: skip
 
 
 def tiers_in(path: str) -> dict[str, Any]:

@@ -143,6 +143,8 @@ class Lifetime:
 
     def ends(self, depth: Depth) -> float:
         """When a copy in the tier `depth` dies if never used again; -inf if it may not be there. Pure."""
+        if len(self.stamps) == 1 and self.stamps[0].ceiling >= depth:  # nearly always
+            return self.stamps[0].ends(self.last_use)
         return max((s.ends(self.last_use) for s in self.stamps if s.ceiling >= depth), default=float("-inf"))
 
     def ceiling(self, now: float) -> Depth | None:
