@@ -15,10 +15,10 @@ listed by themselves.
 engine's own cache promotes from disk at full rate, its G3 in a process of its own (`process`), while a cache in the
 engine's process does whose G3 works on threads (`threads`), and while another process does all of it over an arena of
 its own (`elsewhere`). Each round of windows gives ratios to the pausing one. What `elsewhere` costs is the machine's
-(memory bandwidth, cores, host); what the others cost more is the interpreter lock's: `kept_waiting` is the share of time
-in which the thread that computes neither ran nor could, which tells better than ratios of steps on a shared host. With `--cores apart` the thread
-that computes has one core to itself and everything else shares another: a GPU's engine does not compute where promotion
-does. With `--executor mp` the forward has a process to itself, as it has with several ranks.
+(memory bandwidth, cores, host); what the others cost more is the interpreter lock's. `kept_waiting` is the share of
+time in which the thread that computes did not run, which tells more than ratios of steps on a shared host. With
+`--cores apart` that thread has one core to itself and everything else shares another: a GPU's engine does not compute
+where promotion does. With `--executor mp` the forward has a process to itself, as it has with several ranks.
 """
 
 from __future__ import annotations

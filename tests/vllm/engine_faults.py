@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ class Faults:
     worker: Any
     cache: Any
     _faults: dict[str, Any]
+    _struck = 0
 
     def break_loads(self, how: str, positions: list[int] | None = None) -> None:
         """`zeros`: loads bring zeros and say they succeeded; `fail`: the given positions of the next load fail;
@@ -181,6 +186,32 @@ class Faults:
         while not self.half._core._rotation.join(0.1) and time.monotonic() < deadline:
             pass
         return self.cache is not None
+
+    def strike_process(self, number: int, every: float, seconds: float = 0.0) -> None:
+        """The process that works for G3 gets a signal again and again, and SIGCONT `seconds` later, until
+        `spare_process`."""
+        spared = self._faults["spared"] = threading.Event()
+
+        def strike() -> None:
+            while not spared.wait(every):
+                server = self.cache.manager.lower["g3"].inner.inner._server
+                if server is None:
+                    continue
+                self._struck += 1
+                with suppress(ProcessLookupError):
+                    os.kill(server.process.pid, number)
+                    if seconds:
+                        spared.wait(seconds)
+                        os.kill(server.process.pid, signal.SIGCONT)
+
+        threading.Thread(target=strike, daemon=True).start()
+
+    def struck(self) -> int:
+        """How often."""
+        return self._struck
+
+    def spare_process(self) -> None:
+        self._faults.pop("spared").set()
 
     def sicken(self, tier: str, how: str) -> None:
         """`error`, `hang` or `` (healthy again): every call into a lower tier from now on."""

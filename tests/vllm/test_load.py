@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,46 @@ def test_five_hundred_requests_over_a_sick_tier(start: Start, tmp_path: Path, ti
     assert fault == "corrupt" or waits, "the control: some had to wait"
     if fault != "hang":
         assert engine.check()["forgotten"] == 0
+    assert engine.stop() == 0
+
+
+@pytest.mark.parametrize("blow", ["killed", "frozen"])
+def test_five_hundred_requests_while_the_process_of_g3_is(start: Start, tmp_path: Path, blow: str) -> None:
+    """It dies, or stands still for most of the time, again and again; then it is left alone, and all is found again."""
+    config = {"tiers": {"g2": {"capacity": "32MiB"}, "g3": {"path": f"{tmp_path}/g3", "capacity": "1GiB"}}}
+    engine = start(config=config, arguments={"lookup_deadline": "200ms"})
+    prompts = [prompt(seed, 140) for seed in range(1, 51)]
+    cold = [engine.generate(prompts=[p], tokens=4)[0]["tokens"] for p in prompts]
+    engine.flush()
+    if blow == "killed":
+        engine.strike_process(number=signal.SIGKILL, every=0.3)
+    else:
+        engine.strike_process(number=signal.SIGSTOP, every=0.2, seconds=0.5)
+    slowest = 0.0
+    for turn in range(100):
+        engine.evict(tier="g2")
+        assert engine.reset()
+        out = engine.timed(prompts=prompts, tokens=4)
+        assert out["tokens"] == cold, f"turn {turn}"
+        slowest = max(slowest, out["seconds"])
+        if turn >= 9 and engine.struck() >= 12:
+            break
+    engine.spare_process()
+    assert engine.struck() >= 12 and slowest < 30
+    misses = engine.stats()["requests"]["misses"]
+    assert sum(misses.get(reason, 0) for reason in ("error", "late", "breaker")) > 0, "it was never missed"
+    for _ in range(60):
+        engine.sleep(seconds=1.0)
+        engine.evict(tier="g2")
+        assert engine.reset()
+        warm = [engine.generate(prompts=[p], tokens=4)[0] for p in prompts]
+        assert [out["tokens"] for out in warm] == cold
+        if all(out["read"] == {"g3": 128} for out in warm):
+            break
+    else:
+        raise AssertionError("G3 is not found again")
+    state = engine.check()
+    assert state["loading"] == state["pinned"] == state["blocks_used"] == state["forgotten"] == 0
     assert engine.stop() == 0
 
 
