@@ -6,6 +6,7 @@ behind the forward that was launched before, and its acknowledgements go back to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
@@ -22,6 +23,7 @@ import numpy as np
 from kvtier.connectors.vllm_messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
 from kvtier.errors import IdentityError, KVTierError
 from kvtier.kernels import copy, layout
+from kvtier.kernels.memory import populate
 
 log = logging.getLogger(__name__)
 
@@ -108,16 +110,20 @@ def host_identity() -> str:
 
 
 def map_arena(handle: ArenaHandle, rank: int) -> mmap.mmap:
-    """This rank's memory of the scheduler's arena. Raises OSError when it cannot be reached."""
+    """This rank's memory of the scheduler's arena, with every page in this process's page table: a copy must not pay
+    for its slot's first touch. Raises OSError when it cannot be reached."""
     number, inode = handle.files[rank]
     fd = os.open(f"/proc/{handle.pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         stat = os.fstat(fd)
         if stat.st_ino != inode or stat.st_size < handle.slots * handle.slot_bytes:
             raise OSError(f"descriptor {number} of process {handle.pid} is not the arena any more")
-        return mmap.mmap(fd, handle.slots * handle.slot_bytes, flags=mmap.MAP_SHARED)
+        mapping = mmap.mmap(fd, handle.slots * handle.slot_bytes, flags=mmap.MAP_SHARED)
     finally:
         os.close(fd)
+    with contextlib.suppress(OSError):  # a kernel before 5.14: the copies pay
+        populate(memoryview(mapping))
+    return mapping
 
 
 class WorkerHalf:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_compat import hash_problem
 from kvtier.connectors.vllm_identity import Adapters, namespace_of, pages_of
 from kvtier.connectors.vllm_messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
-from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe, host_identity
+from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe, host_identity, map_arena
 from kvtier.errors import ConfigError, IdentityError
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
@@ -56,9 +58,13 @@ def head_outside() -> dict[str, torch.Tensor]:
     return {f"layers.{i}": whole[i].transpose(0, 1) for i in range(LAYERS)}
 
 
-def attached(worker: WorkerHalf, arena: Arena) -> WorkerHalf:
+def handle_of(arena: Arena) -> ArenaHandle:
     files = tuple((fd, os.fstat(fd).st_ino) for fd in arena.fds())
-    worker.attach(ArenaHandle(1, os.getpid(), files, arena.slots, arena.slot_bytes, arena.piece_bytes))
+    return ArenaHandle(1, os.getpid(), files, arena.slots, arena.slot_bytes, arena.piece_bytes)
+
+
+def attached(worker: WorkerHalf, arena: Arena) -> WorkerHalf:
+    worker.attach(handle_of(arena))
     return worker
 
 
@@ -90,6 +96,22 @@ def test_bytes_out_and_in_are_the_same_in_every_layout(make: Any) -> None:
             )
         assert bool((tensor[0] == 7).all()), "a block that nobody named was written"
     worker.close()
+    arena.close()
+
+
+def test_the_first_copy_into_a_slot_faults_no_page() -> None:
+    arena = Arena(1 << 20, 1, 16 << 20)
+    arena.open()
+
+    def faults(memory: mmap.mmap) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for page in range(0, len(memory), mmap.PAGESIZE):
+            memory[page] = 1
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    pages_all = arena.slots * arena.slot_bytes // mmap.PAGESIZE
+    assert faults(map_arena(handle_of(arena), 0)) < pages_all // 100
+    assert faults(mmap.mmap(arena.fds()[0], pages_all * mmap.PAGESIZE)) > pages_all // 2, "the control"
     arena.close()
 
 
