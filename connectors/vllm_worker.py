@@ -213,7 +213,8 @@ class WorkerHalf:
                 raise KVTierError("no arena is attached")
             if len(moves.slots) != len(moves.blocks):
                 raise KVTierError("it names no slots")
-            batch = copy.Moves.of(zip(moves.blocks, moves.slots, moves.generations, strict=True))
+            columns = (moves.blocks, moves.slots, moves.generations)
+            batch = copy.Moves(*(np.array(column, dtype=np.int64) for column in columns))
             ticket = self._engine.load(batch) if request else self._engine.store(batch)
             self._jobs[ticket] = (moves.job, moves, request)
         except (KVTierError, OSError) as error:

@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
-from kvtier.kernels.layout import Indices
 from kvtier.kernels.mover import Event, Flight, Gate, Lane, Mover, Moves, State
 
 __all__ = ["Ack", "CopyEngine", "Event", "Lane", "Limits", "Moves", "Outcome", "Stats"]
@@ -146,17 +145,15 @@ class CopyEngine:
         an index out of range or repeated, CapacityError when the queue is full, TierError when broken: in each
         case nothing was changed.
         """
-        _check_distinct("slot", moves.slots)
-        fresh = self._admit(moves)
-        fresh &= moves.generations > self._slot_generation[moves.slots]
+        self._admit(moves, "slot")
+        fresh = moves.generations > self._slot_generation[moves.slots]
         fresh &= (self._slot_stored_by[moves.slots] == 0) & (self._slot_loads[moves.slots] == 0)
         return self._submit(Lane.STORE, moves, fresh, after)
 
     def load(self, moves: Moves, *, after: Event | None = None, expedited: bool = False) -> int:
         """Copy slots into blocks once `after` is over. Several loads may read one slot. Else as `store`."""
-        _check_distinct("block", moves.blocks)
-        fresh = self._admit(moves)
-        fresh &= moves.generations >= self._slot_generation[moves.slots]
+        self._admit(moves, "block")
+        fresh = moves.generations >= self._slot_generation[moves.slots]
         fresh &= (self._slot_stored_by[moves.slots] == 0) & (self._block_loaded_by[moves.blocks] == 0)
         # One command may name a slot twice, but not under two generations.
         slots, place = np.unique(moves.slots, return_inverse=True)
@@ -268,8 +265,8 @@ class CopyEngine:
 
     # Commands
 
-    def _admit(self, moves: Moves) -> npt.NDArray[np.bool_]:
-        """Raise, before anything is changed, for what no manager should ask; else a mask of all moves."""
+    def _admit(self, moves: Moves, written: str) -> None:
+        """Raise, before anything is changed, for what no manager should ask."""
         if self._closed:
             raise ClosedError("the copy engine is closed")
         if self._broken:
@@ -278,14 +275,18 @@ class CopyEngine:
             ("block", moves.blocks, self._mover.blocks),
             ("slot", moves.slots, self._mover.slots),
         ):
-            if len(values) and (values.min() < 0 or values.max() >= count):
+            numbers = values.tolist()  # a fraction of what numpy takes for the few moves of a step
+            if numbers and (min(numbers) < 0 or max(numbers) >= count):
                 raise InvalidRequest(f"moves: {name} out of range 0..{count - 1}")
+            if name == written and len(set(numbers)) != len(numbers):
+                raise InvalidRequest(f"moves: a {name} is named twice; it can be written once")
         if sum(len(chunk.moves) for chunk in self._chunks.values()) + len(moves) > self._limits.queued_moves:
             raise CapacityError(f"copy engine: more than {self._limits.queued_moves} moves waiting")
-        return np.ones(len(moves), dtype=np.bool_)
 
     def _submit(self, lane: Lane, moves: Moves, fresh: npt.NDArray[np.bool_], after: Event | None) -> int:
-        refused, moves = moves.take(~fresh), moves.take(fresh)
+        refused = moves.take(~fresh)
+        if len(refused):
+            moves = moves.take(fresh)
         gate = self._mover.gate(after) if len(moves) else None  # the last thing that can raise
         self._tickets += 1
         ticket = self._tickets
@@ -308,8 +309,7 @@ class CopyEngine:
         self._numbers += 1
         number = self._numbers
         if job.lane is Lane.STORE:
-            loads = np.unique(self._block_loaded_by[moves.blocks])
-            behind = tuple(loads[loads != 0].tolist())
+            behind = tuple(set(self._block_loaded_by[moves.blocks].tolist()) - {0})
             self._block_stored_by[moves.blocks] = number
             self._slot_stored_by[moves.slots] = number
         else:
@@ -427,7 +427,3 @@ class CopyEngine:
             del self._jobs[job.ticket]
         self._acks.append(Ack(job.ticket, job.lane, moves, outcome, last=job.open == 0))
 
-
-def _check_distinct(name: str, values: Indices) -> None:
-    if len(set(values.tolist())) != len(values):  # a tenth of what np.unique takes for the few moves of a step
-        raise InvalidRequest(f"moves: a {name} is named twice; it can be written once")

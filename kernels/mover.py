@@ -41,8 +41,7 @@ class Moves:
     @classmethod
     def of(cls, triples: Iterable[tuple[int, int, int]]) -> Moves:
         """From (block, slot, generation) triples."""
-        rows = np.array(list(triples), dtype=np.int64).reshape(-1, 3)
-        return cls(rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy())
+        return cls(*np.array(list(triples), dtype=np.int64).reshape(-1, 3).T.copy())
 
     def triples(self) -> list[tuple[int, int, int]]:
         return list(zip(self.blocks.tolist(), self.slots.tolist(), self.generations.tolist(), strict=True))
