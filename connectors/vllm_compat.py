@@ -101,14 +101,17 @@ class Pool:
         self.blocks: int = pool.num_gpu_blocks
         self.caching: bool = bool(pool.enable_caching)
 
-    def token_of(self, block: int) -> object | None:
-        return self._pool.blocks[block].block_hash  # type: ignore[no-any-return]
+    def tokens_of(self, blocks: Sequence[int]) -> list[object | None]:
+        """The current name object of each block; None where it has none."""
+        every = self._pool.blocks
+        return [every[block].block_hash for block in blocks]
 
-    @staticmethod
-    def names(token: object, key: BlockKey) -> bool:
-        """Whether a name is the engine's for this key."""
-        assert isinstance(token, bytes)
-        return token[:HASH_BYTES] == key[-HASH_BYTES:]
+    def naming(self, tokens: Sequence[Any], keys: Sequence[BlockKey]) -> int:
+        """How many leading tokens are the engine's names of these keys, one by one."""
+        for count, (token, key) in enumerate(zip(tokens, keys, strict=True)):
+            if token is None or token[:HASH_BYTES] != key[-HASH_BYTES:]:
+                return count
+        return len(tokens)
 
     def resident(self, chain: Sequence[BlockKey]) -> int:
         """Leading blocks of a chain that the pool has under their names."""

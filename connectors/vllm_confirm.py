@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.block import BlockKey
 from kvtier.ranges import ChainTerms
@@ -75,31 +76,33 @@ class Span(NamedTuple):
 
 
 class Confirmed(NamedTuple):
-    """Block `depth` of the track's chain lies in block number `block`, under `token`."""
+    """Blocks of the track's chain from depth `start` on lie in these block numbers, under these tokens."""
 
     track: Track
-    depth: int
-    block: int
-    token: Token
-    found: bool  # the request found it in the pool, confirmed for another
+    start: int
+    blocks: list[int]
+    tokens: list[Token]
+    found: bool  # the request found them in the pool, confirmed for another
+
+
+class Names(Protocol):
+    """What the pool calls its blocks."""
+
+    def tokens_of(self, blocks: Sequence[int]) -> list[Token | None]:
+        """The current name object of each block; None where it has none."""
+
+    def naming(self, tokens: Sequence[Token | None], keys: Sequence[BlockKey]) -> int:
+        """How many leading tokens are names of these keys, one by one."""
 
 
 class Confirmer:
     """See the module. Pure state of one scheduler; not thread-safe; never blocks.
 
-    `token_of(block)` is the pool's current name object of a block, None if it has none; `names(token, key)` says
-    whether that name is the block's key. Without prefix caching there are no names: `token_of` is None, and a
-    block belongs to its track as long as the track's life lasts.
+    Without prefix caching there are no `names`, and a block belongs to its track as long as the track's life lasts.
     """
 
-    def __init__(
-        self,
-        block_tokens: int,
-        token_of: Callable[[int], Token | None] | None,
-        names: Callable[[Token, BlockKey], bool],
-    ) -> None:
+    def __init__(self, block_tokens: int, names: Names | None) -> None:
         self.block_tokens = block_tokens
-        self._token_of = token_of
         self._names = names
         self._tracks: dict[str, Track] = {}
         self._steps: deque[tuple[int, list[Span]]] = deque()
@@ -129,7 +132,12 @@ class Confirmer:
     def extend(self, track: Track, blocks: Sequence[int]) -> list[int]:
         """The engine appended blocks to the request's table. Returns blocks that lost what they held."""
         track.table.extend(blocks)
-        return [block for block in blocks if self._forget_stale(block)]
+        known = [block for block in blocks if block in self._held]
+        lasting = self.lasting(known, [self._held[block] for block in known])
+        stale = [block for block, lasts in zip(known, lasting, strict=True) if not lasts]
+        for block in stale:
+            del self._held[block]
+        return stale
 
     def displace(self, track: Track) -> None:
         """The engine took all blocks away (preemption): what was planned before does not count."""
@@ -202,13 +210,16 @@ class Confirmer:
     def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:
         """Extend trust over what the request found: blocks confirmed for others, then what its load brought."""
         size = self.block_tokens
-        index = track.trusted // size
-        while (index + 1) * size <= begin and index < min(len(track.table), len(track.chain)):
-            token = self.token(track.table[index])
+        start = track.trusted // size
+        tokens: list[Token] = []
+        for block in track.table[start : min(begin // size, len(track.chain))]:
+            token = self.token(block)
             if token is None:
                 break
-            fresh.append(Confirmed(track, index, track.table[index], token, True))
-            index += 1
+            tokens.append(token)
+        index = start + len(tokens)
+        if tokens:
+            fresh.append(Confirmed(track, start, track.table[start:index], tokens, True))
         track.trusted = max(track.trusted, index * size)
         track.confirmed = max(track.confirmed, index)  # confirmed, and handed out, for somebody else
         if track.load_begin <= track.trusted < track.loaded:
@@ -216,24 +227,31 @@ class Confirmer:
             self._confirm(track, fresh)
 
     def _confirm(self, track: Track, fresh: list[Confirmed]) -> None:
-        full = min(track.trusted // self.block_tokens, len(track.chain), len(track.table))
-        while track.confirmed < full:
-            depth = track.confirmed
-            block = track.table[depth]
-            token: Token | None = _Held(track, track.life) if self._token_of is None else self._token_of(block)
-            if token is None or (self._token_of is not None and not self._names(token, track.chain[depth])):
-                return
-            if self._token_of is not None:
-                self._held[block] = token
-            fresh.append(Confirmed(track, depth, block, token, False))
-            track.confirmed += 1
+        start, stop = track.confirmed, min(track.trusted // self.block_tokens, len(track.chain))
+        blocks = track.table[start:stop]
+        if not blocks:
+            return
+        tokens: list[Any]
+        if self._names is None:
+            tokens = [_Held(track, track.life)] * len(blocks)
+        else:
+            tokens = self._names.tokens_of(blocks)
+            count = self._names.naming(tokens, track.chain[start:stop])
+            del blocks[count:], tokens[count:]
+            self._held.update(zip(blocks, tokens, strict=True))
+        if blocks:
+            fresh.append(Confirmed(track, start, blocks, tokens, False))
+            track.confirmed += len(blocks)
+
+    def lasting(self, blocks: Sequence[int], tokens: Sequence[Any]) -> list[bool]:
+        """Of each block, whether it still is in the tenancy it was confirmed in."""
+        if self._names is None:
+            return [token.track.life == token.life for token in tokens]
+        return list(map(is_, self._names.tokens_of(blocks), tokens))
 
     def holds(self, block: int, token: Token) -> bool:
-        """Whether the block is still in the tenancy it was confirmed in."""
-        if self._token_of is None:
-            assert isinstance(token, _Held)
-            return token.track.life == token.life
-        return self._token_of(block) is token
+        """The same for one block."""
+        return self.lasting((block,), (token,))[0]
 
     def token(self, block: int) -> Token | None:
         """The tenancy in which the block was confirmed, if it lasts."""
@@ -243,13 +261,6 @@ class Confirmer:
     def under_way(self, step: int) -> bool:
         """Whether some step up to this one has not completed."""
         return bool(self._steps) and self._steps[0][0] <= step
-
-    def _forget_stale(self, block: int) -> bool:
-        token = self._held.get(block)
-        if token is None or self.holds(block, token):
-            return False
-        del self._held[block]
-        return True
 
     def check(self) -> None:
         """Assert that trust never exceeds the table, and that steps are in order."""

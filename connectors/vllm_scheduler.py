@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Any
 
 from kvtier.block import BlockKey
@@ -23,7 +22,7 @@ from kvtier.clock import Clock
 from kvtier.config import Offload
 from kvtier.connectors import vllm_compat as compat
 from kvtier.connectors.common import Controls, PrefillClock, Scopes, engine_keys
-from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Token, Track
+from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Track
 from kvtier.connectors.vllm_core import Core
 from kvtier.connectors.vllm_events import KVEvents
 from kvtier.connectors.vllm_identity import Adapters
@@ -80,13 +79,12 @@ class SchedulerHalf:
         self._prefill = PrefillClock(self._computed, self._block_tokens)
         self._launched: deque[tuple[int, int, float]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, since
         self._pool: compat.Pool | None = None
-        self._confirmer = Confirmer(self._block_tokens, None, compat.Pool.names)
+        self._confirmer = Confirmer(self._block_tokens, None)
 
     def bind(self, pool: Any) -> None:
         """The engine's block pool, before the first request."""
         self._pool = compat.Pool(pool)
-        token_of: Callable[[int], Token | None] | None = self._pool.token_of if self._pool.caching else None
-        self._confirmer = Confirmer(self._block_tokens, token_of, compat.Pool.names)
+        self._confirmer = Confirmer(self._block_tokens, self._pool if self._pool.caching else None)
         self._stores.bind(self._pool, self._confirmer)
 
     def _job(self) -> int:
@@ -276,18 +274,18 @@ class SchedulerHalf:
         return int(track.request.num_tokens) - 1
 
     def _mark(self, confirmed: Confirmed) -> None:
-        track, depth, block, token, found = confirmed
-        if not track.keep or depth >= track.keep_blocks:
+        track, start, blocks, tokens, found = confirmed
+        count = track.keep_blocks - start
+        if not track.keep or count <= 0:
             return
+        blocks, tokens, chain = blocks[:count], tokens[:count], track.chain
         manager = self._manager
-        if (
-            found
-            and track.chain.terms.only == self._default
-            and manager is not None
-            and manager.holds(track.chain[depth])
-        ):
-            return  # it was confirmed for another request and has been stored since
-        self._stores.add(block, track.chain, depth, token)
+        if not found or chain.terms.only != self._default or manager is None:
+            self._stores.add(chain, start, blocks, tokens)
+            return
+        for depth, block, token in zip(range(start, start + count), blocks, tokens, strict=False):
+            if not manager.holds(chain[depth]):  # else it has been stored since it was confirmed for another request
+                self._stores.add(chain, depth, [block], [token])
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from kvtier.clock import Clock
 from kvtier.config import Offload
@@ -47,22 +48,38 @@ class Limits:
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
+class _Copies:
+    """Blocks of one chain, ascending in depth, under their tokens, and the slots that they are copied into."""
+
     chain: Chain
-    slot: Slot
-    generation: int
-    block: int
-    token: Token
+    blocks: list[int]
+    tokens: list[Token]
+    slots: list[Slot]
+    generations: list[int]
+
+    def take(self, which: Sequence[bool]) -> _Copies:
+        return _Copies(
+            self.chain,
+            list(compress(self.blocks, which)),
+            list(compress(self.tokens, which)),
+            list(compress(self.slots, which)),
+            list(compress(self.generations, which)),
+        )
 
 
 @dataclass(slots=True, eq=False)
 class _Storing:
+    """One job: its moves are those of its runs, one after another."""
+
     manager: Manager
-    copies: list[_Copy]
+    runs: list[_Copies]
     since: float
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
     abandoned: bool = False
+
+    def blocks(self) -> list[int]:
+        return [block for run in self.runs for block in run.blocks]
 
 
 class Stores:
@@ -97,17 +114,20 @@ class Stores:
         """Whether there is something to copy, or a copy under way."""
         return bool(self._dirty or self._storing)
 
-    def add(self, block: int, chain: Chain, depth: int, token: Token) -> None:
-        """A block was confirmed: it is dirty from now on."""
+    def add(self, chain: Chain, start: int, blocks: Sequence[int], tokens: Sequence[Token]) -> None:
+        """Blocks of a chain from depth `start` on were confirmed: they are dirty from now on."""
         assert self._confirmer is not None
-        known = self._dirty.get(chain[depth])
-        if known is not None:
-            if self._confirmer.holds(known.slot, self._tokens[known.slot]):
-                return
-            self.forget([known.slot])
-        self.forget([block])
-        self._dirty.add(block, chain, depth, self._clock.monotonic())
-        self._tokens[block] = token
+        now = self._clock.monotonic()
+        for depth, block, token in zip(range(start, start + len(blocks)), blocks, tokens, strict=True):
+            known = self._dirty.get(chain[depth])
+            if known is not None:
+                if self._confirmer.holds(known.slot, self._tokens[known.slot]):
+                    continue
+                self.forget((known.slot,))
+            if block in self._tokens:
+                self.forget((block,))
+            self._dirty.add(block, chain, depth, now)
+            self._tokens[block] = token
 
     def taken(self, blocks: int) -> None:
         """The pool has handed out blocks."""
@@ -123,11 +143,11 @@ class Stores:
         """These blocks hold something else than they should: neither they nor copies of them under way count."""
         self.forget(sorted(bad))
         for work in self._storing.values():
-            work.failed |= {position for position, copy in enumerate(work.copies) if copy.block in bad}
+            work.failed |= {position for position, block in enumerate(work.blocks()) if block in bad}
 
     def chains(self) -> set[int]:
         """Identities of the chains that have something to copy, or a copy under way."""
-        copies = {id(copy.chain) for work in self._storing.values() for copy in work.copies}
+        copies = {id(run.chain) for work in self._storing.values() for run in work.runs}
         return copies | {id(dirty.chain) for dirty in self._dirty}
 
     def clear(self) -> None:
@@ -159,47 +179,39 @@ class Stores:
         if len(picked) < limit:  # else there is more of it
             self._walked_free, self._taken = (pool.free(), 0) if near else (self._walked_free, self._taken)
             self._look_at = now + self._grain if aged else self._look_at
-        copies: list[_Copy] = []
-        for run in _runs(picked):
-            copies += self._reserve(manager, run)
-        if not copies:
+        runs = [copies for run in _runs(picked) if (copies := self._reserve(manager, run)) is not None]
+        if not runs:
             return []
         job = self._job()
-        self._storing[job] = _Storing(manager, copies, now)
-        return [
-            Moves(
-                job,
-                tuple(copy.block for copy in copies),
-                tuple(copy.slot.number for copy in copies),
-                tuple(copy.generation for copy in copies),
-            )
-        ]
+        work = self._storing[job] = _Storing(manager, runs, now)
+        slots = tuple(slot.number for run in runs for slot in run.slots)
+        generations = tuple(generation for run in runs for generation in run.generations)
+        return [Moves(job, tuple(work.blocks()), slots, generations)]
 
     def _horizon_moved(self, pool: compat.Pool) -> bool:
         """Whether blocks may have come close to being handed out since the head of the free queue was last looked
         through: only once a quarter of what was covered then has been taken. Freed blocks join at the far end."""
         return pool.caching and 4 * self._taken >= min(self.limits.spill_ahead, self._walked_free)
 
-    def _reserve(self, manager: Manager, run: list[Dirty]) -> list[_Copy]:
+    def _reserve(self, manager: Manager, run: list[Dirty]) -> _Copies | None:
         """Slots for those of a run that still are what they were and that G2 lacks."""
         assert self._confirmer is not None
-        living: dict[int, tuple[int, Token]] = {}
-        for dirty in run:
-            token = self._tokens.pop(dirty.slot, None)
-            if token is None or not self._confirmer.holds(dirty.slot, token):
-                break  # later blocks would lie behind a gap
-            living[dirty.depth] = (dirty.slot, token)
-        self._counters["spill_lost"] += len(run) - len(living)
-        for dirty in run[len(living) :]:
-            self._tokens.pop(dirty.slot, None)
+        blocks = [dirty.slot for dirty in run]
+        tokens = [self._tokens.pop(block) for block in blocks]
+        lasting = self._confirmer.lasting(blocks, tokens)
+        living = lasting.index(False) if False in lasting else len(run)  # later blocks would lie behind a gap
+        self._counters["spill_lost"] += len(run) - living
         if not living:
-            return []
-        chain = run[0].chain
+            return None
+        chain, start = run[0].chain, run[0].depth
         assert isinstance(chain, Chain)
-        start = run[0].depth
-        slots, reached = manager.reserve(chain, start, start + len(living), chain.terms)
-        self._counters["stores_without_room"] += start + len(living) - reached
-        return [_Copy(chain, slot, slot.generation, *living[slot.index]) for slot in slots]
+        slots, reached = manager.reserve(chain, start, start + living, chain.terms)
+        self._counters["stores_without_room"] += start + living - reached
+        if not slots:
+            return None
+        places = [slot.index - start for slot in slots]
+        generations = [slot.generation for slot in slots]
+        return _Copies(chain, [blocks[i] for i in places], [tokens[i] for i in places], slots, generations)
 
     # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,22 +227,29 @@ class Stores:
             self._stored(work)
 
     def _stored(self, work: _Storing) -> None:
-        assert self._confirmer is not None
-        manager = work.manager
-        if work.abandoned:
-            for copy in work.copies:
-                manager.acknowledge(copy.slot, copy.generation)
-            return
-        good: dict[int, list[_Copy]] = {}
-        for position, copy in enumerate(work.copies):
-            if position in work.failed or not self._confirmer.holds(copy.block, copy.token):
-                self._counters["copies_failed" if position in work.failed else "spill_lost"] += 1
-                manager.abort([copy.slot], [copy.generation])
+        position = 0
+        for run in work.runs:
+            failed = [at in work.failed for at in range(position, position + len(run.slots))]
+            position += len(failed)
+            if work.abandoned:
+                for slot, generation in zip(run.slots, run.generations, strict=True):
+                    work.manager.acknowledge(slot, generation)
             else:
-                good.setdefault(id(copy.chain), []).append(copy)
-        for copies in good.values():
-            manager.commit(copies[0].chain, [c.slot for c in copies], [c.generation for c in copies])
-            self._counters["blocks_stored"] += len(copies)
+                self._publish(work.manager, run, failed)
+
+    def _publish(self, manager: Manager, run: _Copies, failed: list[bool]) -> None:
+        assert self._confirmer is not None
+        lasting = self._confirmer.lasting(run.blocks, run.tokens)
+        if any(failed) or not all(lasting):
+            self._counters["copies_failed"] += sum(failed)
+            good = [lasts and not fails for lasts, fails in zip(lasting, failed, strict=True)]
+            self._counters["spill_lost"] += len(good) - sum(good) - sum(failed)
+            bad = run.take([not one for one in good])
+            manager.abort(bad.slots, bad.generations)
+            run = run.take(good)
+        if run.slots:
+            manager.commit(run.chain, run.slots, run.generations)
+            self._counters["blocks_stored"] += len(run.slots)
 
     def give_up_on_silence(self, now: float) -> None:
         """Copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
@@ -242,9 +261,9 @@ class Stores:
         for work in self._storing.values():
             if not work.abandoned:
                 work.abandoned = True
-                self._counters["copies_abandoned"] += len(work.copies)
-                slots, generations = [c.slot for c in work.copies], [c.generation for c in work.copies]
-                work.manager.abort(slots, generations, in_flight=True)
+                for run in work.runs:
+                    self._counters["copies_abandoned"] += len(run.slots)
+                    work.manager.abort(run.slots, run.generations, in_flight=True)
 
     def check(self) -> None:
         """Assert that every dirty block has its tenancy, and no other has one."""

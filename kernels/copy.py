@@ -426,4 +426,3 @@ class CopyEngine:
         if job.open == 0:
             del self._jobs[job.ticket]
         self._acks.append(Ack(job.ticket, job.lane, moves, outcome, last=job.open == 0))
-

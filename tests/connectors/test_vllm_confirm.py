@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvtier.block import BlockKey
 from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Track
 from kvtier.ranges import uniform
@@ -19,12 +22,12 @@ class Pool:
     def fill(self, block: int, key: BlockKey) -> None:
         self.name[block] = bytearray(key)
 
-    def token_of(self, block: int) -> object | None:
-        return self.name.get(block)
+    def tokens_of(self, blocks: Sequence[int]) -> list[object | None]:
+        return [self.name.get(block) for block in blocks]
 
-
-def names(token: object, key: BlockKey) -> bool:
-    return bytes(token) == key  # type: ignore[call-overload]
+    def naming(self, tokens: Sequence[Any], keys: Sequence[BlockKey]) -> int:
+        same = [token == key for token, key in zip(tokens, keys, strict=True)]
+        return [*same, False].index(False)
 
 
 def key(number: int) -> BlockKey:
@@ -36,7 +39,7 @@ class Engine:
 
     def __init__(self, caching: bool = True) -> None:
         self.pool = Pool()
-        self.confirmer = Confirmer(SIZE, self.pool.token_of if caching else None, names)
+        self.confirmer = Confirmer(SIZE, self.pool if caching else None)
         self.step = 0
         self.tokens: dict[str, int] = {}
 
@@ -52,7 +55,7 @@ class Engine:
         self.step += 1
         for track, begin, end in spans:
             for depth in range(begin // SIZE, min(end // SIZE, len(track.chain))):
-                if names(self.pool.name.get(track.table[depth], b""), track.chain[depth]):
+                if self.pool.name.get(track.table[depth]) == track.chain[depth]:
                     continue  # its content is computed again under the name it has
                 self.pool.fill(track.table[depth], track.chain[depth])
         for track, begin, end in spans:
@@ -63,7 +66,7 @@ class Engine:
     def complete(self, step: int) -> list[tuple[str, int]]:
         fresh = self.confirmer.complete(step, lambda track: self.tokens[track.name] - 1)
         self.confirmer.check()
-        return [(c.track.name, c.depth) for c in fresh if not c.found]
+        return [(c.track.name, c.start + i) for c in fresh if not c.found for i in range(len(c.blocks))]
 
 
 def test_a_block_counts_once_its_step_has_completed() -> None:
@@ -199,16 +202,16 @@ def test_the_same_content_filled_anew_is_another_tenancy() -> None:
     one = engine.request("one", [1], 5, [5])
     engine.plan((one, 0, 4))
     (fresh,) = engine.confirmer.complete(1, lambda track: 4)
-    assert isinstance(fresh, Confirmed) and engine.confirmer.holds(5, fresh.token)
+    assert isinstance(fresh, Confirmed) and engine.confirmer.lasting([5], fresh.tokens) == [True]
     engine.pool.fill(5, key(1))
-    assert not engine.confirmer.holds(5, fresh.token) and engine.confirmer.token(5) is None
+    assert engine.confirmer.lasting([5], fresh.tokens) == [False] and engine.confirmer.token(5) is None
 
 
 def test_without_names_a_block_belongs_to_its_request_as_long_as_that_holds_it() -> None:
     engine = Engine(caching=False)
     one = engine.request("one", [1, 2], 9, [5, 6])
     engine.plan((one, 0, 8))
-    fresh = engine.confirmer.complete(1, lambda track: 8)
-    assert all(engine.confirmer.holds(c.block, c.token) for c in fresh) and len(fresh) == 2
+    (fresh,) = engine.confirmer.complete(1, lambda track: 8)
+    assert fresh.blocks == [5, 6] and engine.confirmer.lasting(fresh.blocks, fresh.tokens) == [True, True]
     engine.confirmer.displace(one)
-    assert not any(engine.confirmer.holds(c.block, c.token) for c in fresh)
+    assert engine.confirmer.lasting(fresh.blocks, fresh.tokens) == [False, False]

@@ -223,13 +223,14 @@ class Host(Faults):
 
     def copied_from(self) -> list[int]:
         """Blocks of the pool that are being copied out."""
-        return [copy.block for work in self.half._stores._storing.values() for copy in work.copies]
+        return [block for work in self.half._stores._storing.values() for block in work.blocks()]
 
     def renamed(self) -> int:
         """How many of them have been filled anew with the same content, and so have an equal name."""
         names = self.core.scheduler.kv_cache_manager.block_pool.blocks
-        copies = [copy for work in self.half._stores._storing.values() for copy in work.copies]
-        found = [(names[copy.block].block_hash, copy.token) for copy in copies]
+        runs = [run for work in self.half._stores._storing.values() for run in work.runs]
+        copies = [copy for run in runs for copy in zip(run.blocks, run.tokens, strict=True)]
+        found = [(names[block].block_hash, token) for block, token in copies]
         return sum(now == then and now is not then for now, then in found)
 
     def hand_out_next(self, blocks: list[int]) -> None:
