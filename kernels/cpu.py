@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.kernels.copy import MIB, CopyEngine, Limits
 from kvtier.kernels.layout import Paged, Shape
 from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
-from kvtier.kernels.plan import Planner, Runs
+from kvtier.kernels.plan import Planner
 
 LIMITS = Limits(chunk_bytes=4 * MIB, load_window_bytes=256 * MIB, store_window_bytes=64 * MIB)
 """Windows bound what one `poll` copies, since here the caller's thread does the copying."""
@@ -39,7 +40,7 @@ class CpuMover:
     def __init__(self, device: Paged, host: Paged, shape: Shape) -> None:
         self.block_bytes = shape.block_bytes
         self.blocks, self.slots = device.count, host.count
-        self._planners = {True: Planner(device, host, shape), False: Planner(host, device, shape)}
+        self._ways = {True: _Way(device, host, shape), False: _Way(host, device, shape)}
         self._held: tuple[object, ...] = (device, host)
         self._lanes: dict[Lane, deque[_CpuFlight]] = {lane: deque() for lane in Lane}
 
@@ -48,21 +49,40 @@ class CpuMover:
 
     def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
         assert isinstance(gate, _Gate)
-        planner = self._planners[lane is Lane.STORE]
-        ends = (moves.blocks, moves.slots) if lane is Lane.STORE else (moves.slots, moves.blocks)
-        flight = _CpuFlight(self._lanes[lane], planner.runs(*ends), gate.after, tuple(behind))
+        store = lane is Lane.STORE
+        src, dst = (moves.blocks, moves.slots) if store else (moves.slots, moves.blocks)
+        copy = partial(self._ways[store].copy, src.tolist(), dst.tolist())
+        flight = _CpuFlight(self._lanes[lane], copy, gate.after, tuple(behind))
         self._lanes[lane].append(flight)
         return flight
 
     def close(self) -> None:
         assert not any(self._lanes.values()), "closed with copies pending"
         self._held = ()
-        self._planners = {}
+        self._ways = {}
+
+
+class _Way:
+    """From `src` to `dst` item by item: where a copy is a call anyway, joining neighbours' runs costs more than it
+    saves."""
+
+    def __init__(self, src: Paged, dst: Paged, shape: Shape) -> None:
+        pattern = Planner(src, dst, shape).pattern
+        self._runs = list(zip(pattern.dst.tolist(), pattern.src.tolist(), pattern.nbytes.tolist(), strict=True))
+        self._src_stride, self._dst_stride = src.stride, dst.stride
+
+    def copy(self, src_items: list[int], dst_items: list[int]) -> None:
+        for src_item, dst_item in zip(src_items, dst_items, strict=True):
+            src_at, dst_at = src_item * self._src_stride, dst_item * self._dst_stride
+            for dst, src, nbytes in self._runs:
+                ctypes.memmove(dst + dst_at, src + src_at, nbytes)
 
 
 class _CpuFlight:
-    def __init__(self, lane: deque[_CpuFlight], runs: Runs, after: Event | None, behind: tuple[Flight, ...]) -> None:
-        self._lane, self._runs, self._after, self._behind = lane, runs, after, behind
+    def __init__(
+        self, lane: deque[_CpuFlight], make: Callable[[], None], after: Event | None, behind: tuple[Flight, ...]
+    ) -> None:
+        self._lane, self._make, self._after, self._behind = lane, make, after, behind
         self._state = State.PENDING
 
     def state(self) -> State:
@@ -87,8 +107,6 @@ class _CpuFlight:
         return self._after is None or self._after.query()
 
     def _copy(self) -> None:
-        runs = self._runs
-        for src, dst, nbytes in zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True):
-            ctypes.memmove(dst, src, nbytes)
+        self._make()
         self._state = State.DONE
         self._lane.popleft()

@@ -34,8 +34,8 @@ class Runs:
 class Planner:
     """Plans copies of whole blocks from `src` to `dst`, which hold blocks of one `shape`. Stateless after init.
 
-    `fragment_bytes` is the longest run that every block has on both sides (what a copy method is chosen by),
-    `fragments` how many of them make a block.
+    `pattern` are the runs from item 0 to item 0; `fragment_bytes` is the longest run that every block has on both sides
+    (what a copy method is chosen by), `fragments` how many of them make a block.
     """
 
     def __init__(self, src: Paged, dst: Paged, shape: Shape) -> None:
@@ -48,9 +48,9 @@ class Planner:
         )
         # In the order of the destination, contiguous rows of it follow one another whatever the source's order.
         order = np.argsort(rows.dst, kind="stable")
-        self._pattern = self._merge(Runs(rows.src[order], rows.dst[order], rows.nbytes[order]))
-        self.fragment_bytes = int(self._pattern.nbytes.min())
-        self.fragments = len(self._pattern)
+        self.pattern = self._merge(Runs(rows.src[order], rows.dst[order], rows.nbytes[order]))
+        self.fragment_bytes = int(self.pattern.nbytes.min())
+        self.fragments = len(self.pattern)
 
     def runs(self, src_items: Indices, dst_items: Indices) -> Runs:
         """Runs that copy item `src_items[i]` to `dst_items[i]` for all i: every byte once, none outside.
@@ -61,7 +61,7 @@ class Planner:
         order = np.argsort(dst_items, kind="stable")
         src_at = src_items[order].astype(np.uint64) * np.uint64(self._src.stride)
         dst_at = dst_items[order].astype(np.uint64) * np.uint64(self._dst.stride)
-        pattern = self._pattern
+        pattern = self.pattern
         runs = Runs(
             src=(src_at[:, None] + pattern.src[None, :]).ravel(),
             dst=(dst_at[:, None] + pattern.dst[None, :]).ravel(),
