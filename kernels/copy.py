@@ -133,6 +133,7 @@ class CopyEngine:
         self._slot_stored_by = np.zeros(mover.slots, dtype=np.int64)
         self._slot_loads = np.zeros(mover.slots, dtype=np.int64)
         self._slot_generation = np.full(mover.slots, -1, dtype=np.int64)
+        self._newest = self._slot_generation.copy()  # within one command
         self._totals = dict.fromkeys(Outcome, 0)
         self._moved = dict.fromkeys(Lane, 0)
         self._broken = ""
@@ -156,10 +157,9 @@ class CopyEngine:
         fresh = moves.generations >= self._slot_generation[moves.slots]
         fresh &= (self._slot_stored_by[moves.slots] == 0) & (self._block_loaded_by[moves.blocks] == 0)
         # One command may name a slot twice, but not under two generations.
-        slots, place = np.unique(moves.slots, return_inverse=True)
-        newest = np.full(len(slots), -1, dtype=np.int64)
-        np.maximum.at(newest, place, moves.generations)
-        fresh &= moves.generations == newest[place]
+        np.maximum.at(self._newest, moves.slots, moves.generations)
+        fresh &= moves.generations == self._newest[moves.slots]
+        self._newest[moves.slots] = -1
         return self._submit(Lane.EXPEDITED if expedited else Lane.LOAD, moves, fresh, after)
 
     def poll(self) -> list[Ack]:
