@@ -57,7 +57,7 @@ class SchedulerHalf:
         events: KVEvents | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
+        self._told: dict[str, int] = {}
         self._core = core
         self._events = events
         self._scopes = scopes
@@ -136,9 +136,10 @@ class SchedulerHalf:
         if visit.scope is not None:
             chain = visit.track.chain
             known = len(chain)
-            chain.extend(engine_keys(visit.scope, compat.hashes_of(visit.track.request, known)))
-            if self._events is not None:
-                self._events.learn(visit.track.request, chain, known)
+            if hashes := compat.hashes_of(visit.track.request, known):
+                chain.extend(engine_keys(visit.scope, hashes))
+                if self._events is not None:
+                    self._events.learn(visit.track.request, chain, known)
 
     def _readable(self, visit: Visit) -> int:
         """Blocks that may be read: the last token is always computed."""
@@ -209,21 +210,21 @@ class SchedulerHalf:
         for name in compat.preempted(output):
             if (track := self._confirmer.get(name)) is not None:
                 self._confirmer.displace(track)
-        visits, confirmer, stores = self._visits, self._confirmer, self._stores
+        confirmer, stores = self._confirmer, self._stores
         for name, table, whole, begin, end in compat.scheduled(output):
-            visit = visits.get(name)
-            if visit is None:
+            track = confirmer.get(name)
+            if track is None:
                 continue
             if table:
                 stores.taken(len(table))
                 place = confirmer.place if whole else confirmer.extend
-                stores.forget(place(visit.track, table))
+                stores.forget(place(track, table))
             if end > begin:
-                confirmer.cover(visit.track, begin, end)
+                confirmer.cover(track, begin, end)
         confirmer.plan(self._step)
         meta = StepMeta(self._step, self._new_arena())
         if stores and (manager := self._manager) is not None:
-            meta.stores = stores.plan(manager, idle=not visits)
+            meta.stores = stores.plan(manager, idle=not self._visits)
         meta.freed = self._release_delayed()
         meta.loads = self.take_loads()
         # On a CPU the forward waits for the step's loads.
@@ -354,8 +355,8 @@ class SchedulerHalf:
         """Counters that moved since the last call, and by how much."""
         if self._told == self.counters:
             return {}
-        moved = {name: count - self._told[name] for name, count in self.counters.items()}
-        self._told = Counter(self.counters)
+        moved = {name: count - self._told.get(name, 0) for name, count in self.counters.items()}
+        self._told = dict(self.counters)
         return {name: count for name, count in moved.items() if count > 0}
 
     def take_events(self) -> list[Any]:

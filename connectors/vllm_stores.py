@@ -99,7 +99,6 @@ class Stores:
         self._pool: compat.Pool | None = None
         self._confirmer: Confirmer | None = None
         self._dirty = DirtyList()
-        self._tokens: dict[int, Token] = {}  # of dirty blocks
         self._storing: dict[int, _Storing] = {}
         # Copies go out in batches, since each command costs the workers' threads as much as many blocks.
         self._grain = min(_GRAIN_S, offload.dirty_max_age / 4)
@@ -121,13 +120,12 @@ class Stores:
         for depth, block, token in zip(range(start, start + len(blocks)), blocks, tokens, strict=True):
             known = self._dirty.get(chain[depth])
             if known is not None:
-                if self._confirmer.holds(known.slot, self._tokens[known.slot]):
+                if self._confirmer.holds(known.slot, known.token):
                     continue
                 self.forget((known.slot,))
-            if block in self._tokens:
+            if self._dirty.at(block):
                 self.forget((block,))
-            self._dirty.add(block, chain, depth, now)
-            self._tokens[block] = token
+            self._dirty.add(block, chain, depth, now, token)
 
     def taken(self, blocks: int) -> None:
         """The pool has handed out blocks."""
@@ -135,9 +133,7 @@ class Stores:
 
     def forget(self, blocks: Iterable[int]) -> None:
         """These blocks hold something else now."""
-        for block in blocks:
-            if self._tokens.pop(block, None) is not None:
-                self._counters["spill_lost"] += self._dirty.discard((block,))
+        self._counters["spill_lost"] += self._dirty.discard(blocks)
 
     def spoil(self, bad: set[int]) -> None:
         """These blocks hold something else than they should: neither they nor copies of them under way count."""
@@ -152,7 +148,7 @@ class Stores:
 
     def clear(self) -> None:
         """Nothing that was filled until now is kept."""
-        self._dirty, self._tokens, self._look_at = DirtyList(), {}, -math.inf
+        self._dirty, self._look_at = DirtyList(), -math.inf
         self._storing.clear()
 
     # ── choosing ────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +193,7 @@ class Stores:
         """Slots for those of a run that still are what they were and that G2 lacks."""
         assert self._confirmer is not None
         blocks = [dirty.slot for dirty in run]
-        tokens = [self._tokens.pop(block) for block in blocks]
+        tokens = [dirty.token for dirty in run]
         lasting = self._confirmer.lasting(blocks, tokens)
         living = lasting.index(False) if False in lasting else len(run)  # later blocks would lie behind a gap
         self._counters["spill_lost"] += len(run) - living
@@ -266,9 +262,8 @@ class Stores:
                     work.manager.abort(run.slots, run.generations, in_flight=True)
 
     def check(self) -> None:
-        """Assert that every dirty block has its tenancy, and no other has one."""
+        """Assert the invariants of the dirty list."""
         self._dirty.check()
-        assert {dirty.slot for dirty in self._dirty} == self._tokens.keys(), "dirty blocks and tenancies differ"
 
 
 def _runs(picked: list[Dirty]) -> list[list[Dirty]]:

@@ -83,14 +83,15 @@ class Accounts:
         """Book a request for `asked` blocks that was served by `lease`; under its id, if it has one. `chain`: all it
         named, for comparing it with `compared_with`, an earlier request, and later ones with it."""
         self.lookups += asked
-        self.hits.update(lease.tiers)
+        found = Counter(lease.tiers)
+        self.hits.update(found)
         missed = asked - len(lease)
         why = lease.miss or Miss.ABSENT
         if missed > 0:
             self.misses[why] += missed
         account = self.of(request_id) if request_id else Account()
         account.asked += asked * self._block_tokens
-        for tier, blocks in Counter(lease.tiers).items():
+        for tier, blocks in found.items():
             account.read[tier] = account.read.get(tier, 0) + blocks * self._block_tokens
         if missed > 0:
             account.missed[str(why)] = account.missed.get(str(why), 0) + missed * self._block_tokens
@@ -100,9 +101,10 @@ class Accounts:
             self._chains.note(request_id, chain)
         return account
 
-    def wrote(self, kinds: Iterable[str], request_id: str = "") -> None:
+    def wrote(self, kinds: Sequence[str], request_id: str = "") -> None:
         """Book blocks that were taken in, by the name of their retention class."""
-        for kind, blocks in Counter(kinds).items():
+        for kind in set(kinds):
+            blocks = kinds.count(kind)
             name = kind if kind in self._classes else OTHER
             self.accepted += blocks
             self.written[name] += blocks

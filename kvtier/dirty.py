@@ -20,13 +20,14 @@ class Dirty(NamedTuple):
     """A confirmed block in `slot`, at `depth` of its `chain`, waiting since the monotonic time `since`.
 
     `chain` is the sequence given at confirmation, not a copy: `key` is the very object whose identity says
-    later whether the slot still holds this block.
+    later whether the slot still holds this block. `token` says that where the owner has names of its own.
     """
 
     slot: int
     chain: Sequence[BlockKey]
     depth: int
     since: float
+    token: object = None
 
     @property
     def key(self) -> BlockKey:
@@ -64,11 +65,11 @@ class DirtyList:
         """The entry of a dirty block."""
         return self._by_key.get(key)
 
-    def add(self, slot: int, chain: Sequence[BlockKey], depth: int, now: float) -> None:
+    def add(self, slot: int, chain: Sequence[BlockKey], depth: int, now: float, token: object = None) -> None:
         """Append a block; one that is dirty already keeps its place and its age."""
         key = chain[depth]
         if key not in self._by_key:
-            self._by_key[key] = Dirty(slot, chain, depth, now)
+            self._by_key[key] = Dirty(slot, chain, depth, now, token)
             self._by_slot[slot] = key
 
     def discard(self, slots: Iterable[int]) -> int:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError
@@ -29,8 +29,7 @@ SLEW = 0.001
 """Share of elapsed time by which the trusted time follows the wall clock: NTP slews by at most half of that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
+class Anchor(NamedTuple):
     """A wall time that was trusted at a monotonic time. Worth storing together with the boot's id: within one boot
     it carries the rule over a restart."""
 
@@ -38,9 +37,9 @@ class Anchor:
     monotonic: float
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The time, for three purposes, in seconds since the epoch. `delete` None: delete nothing now.
+class Reading(NamedTuple):
+    """The time, for three purposes, in seconds since the epoch. `delete` None: delete nothing now. A tuple: each call
+    of an engine's step makes one.
 
     `adopted`: a jump has just been accepted. Drop what carries a stamp later than `serve` plus the skew.
     """

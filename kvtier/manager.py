@@ -384,7 +384,8 @@ class Manager:
             if self.keeper.busy:
                 met = (self.host.index.get(chain[index]) for index in out.present)
                 self.keeper.arrived([slot for slot in met if slot is not None])
-        self.demoter.demote(chain, sorted({*out.widened, *self.demoter.lacking(chain, out.present)}))
+        if out.present:
+            self.demoter.demote(chain, sorted({*out.widened, *self.demoter.lacking(chain, out.present)}))
         return out.slots, reached
 
     def promise(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms) -> None:

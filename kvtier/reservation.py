@@ -55,12 +55,13 @@ class Reservation:
                 if found.extend(terms, stamp) or priority > found.priority:
                     self.widened.append(index)
                 host.raise_priority(found, priority)
-            elif host.peek(key, now) is not Miss.PENDING:
-                slot = host.reserve(key, index, self.keep, insist=self.insist, priority=priority, now=now)
-                if slot is None:
-                    losses.note(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
-                    return index
+                continue
+            slot = host.reserve(key, index, self.keep, insist=self.insist, priority=priority, now=now)
+            if slot is not None:
                 slot.kind = terms.name
                 slot.stamp(life, ends)
                 self.slots.append(slot)
+            elif host.peek(key, now) is not Miss.PENDING:
+                losses.note(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
+                return index
         return stop
