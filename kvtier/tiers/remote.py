@@ -17,7 +17,7 @@ from typing import Any
 from kvtier.arena import Arena
 from kvtier.block import BlockKey, Scope
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, KVTierError, TierError
+from kvtier.errors import ClosedError, TierError
 from kvtier.events import Told
 from kvtier.expiry import TrustedClock
 from kvtier.namespace import Namespace
@@ -110,7 +110,7 @@ class RemoteDisk:
             await self._clock.sleep(wait_s)
             try:
                 await self._start()
-            except (KVTierError, OSError) as error:
+            except Exception as error:  # whatever it is: G3 misses until it is over
                 wait_s = min(2 * wait_s, RESTART_LAST_S)
                 log.warning("g3: its process cannot be started again: %s", error)
             else:

@@ -39,7 +39,7 @@ class ServerProcess:
         clock: TrustedClock,
         left: Callable[[Sequence[BlockKey]], None],
     ) -> None:
-        """Use `start`."""
+        """Use `start`. Raises OSError."""
         self.usage = Usage(0, 0)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.process = process
@@ -58,9 +58,12 @@ class ServerProcess:
     ) -> ServerProcess:
         """A new process over the memory behind the descriptors `arena`. `left` hears which blocks of its tier went for
         others. Raises TierError where no process can be started."""
-        process, sock = _spawn(arena)
-        reader, writer = await asyncio.open_connection(sock=sock)
-        return cls(process, reader, writer, clock, left)
+        try:
+            process, sock = _spawn(arena)
+            reader, writer = await asyncio.open_connection(sock=sock)
+            return cls(process, reader, writer, clock, left)
+        except OSError as error:
+            raise TierError("g3", "open", f"its process cannot be started: {error}") from None
 
     async def ask(self, verb: str, *arguments: object, waits: bool = False) -> Any:
         """The answer to a call. A cancelled one is raised at once, with `waits` when nothing of it is under way.
@@ -166,18 +169,18 @@ class ServerProcess:
 
 
 def _spawn(arena: Sequence[int]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    life = os.pidfd_open(os.getpid())
-    fds = (theirs.fileno(), life, *arena)
-    command = [sys.executable, "-P", "-m", "kvtier.tiers.server", *map(str, fds)]
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds), ours
-    except OSError as error:
-        ours.close()
-        raise TierError("g3", "open", f"its process cannot be started: {error}") from None
-    finally:
-        theirs.close()
-        os.close(life)
+    """The process, and our end of its socket. Raises OSError."""
+    with contextlib.ExitStack() as theirs, contextlib.ExitStack() as failed:
+        life = os.pidfd_open(os.getpid())
+        theirs.callback(os.close, life)
+        ours, its = socket.socketpair()
+        theirs.callback(its.close)
+        failed.callback(ours.close)
+        fds = (its.fileno(), life, *arena)
+        command = [sys.executable, "-P", "-m", "kvtier.tiers.server", *map(str, fds)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds)
+        failed.pop_all()
+        return process, ours
 
 
 def _retrieve(answer: asyncio.Future[Any]) -> None:
