@@ -47,7 +47,7 @@ def test_five_hundred_requests_over_a_sick_tier(start: Start, tmp_path: Path, ti
     assert slowest < 30
     waits = engine.waits()
     assert max(waits, default=0.0) < 0.2 + 1.0, "each asked again for the deadline at most, and then for a step"
-    assert fault == "corrupt" or waits, "the control: some had to wait"
+    assert fault != "hang" or waits, "the control: some had to wait"
     if fault != "hang":
         assert engine.check()["forgotten"] == 0
     assert engine.stop() == 0
