@@ -26,6 +26,7 @@ help:
 	@echo "make sglang     .venv-sglang: SGLang for the CPU beside what .venv has (250 MB more); part of setup"
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
 	@echo "make test       the quick tests        make test-long   all of them        make test-sglang  SGLang's"
+	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make check      style, types, direction of imports"
 	@echo "make bench      what the tiers and the index cost; writes benchmarks/results/"
 	@echo "make gpu-check  all that needs a GPU, in eight minutes; GPU_PYTHON names the interpreter"

@@ -117,6 +117,15 @@ class Faults:
                 tensor[block].fill_(7.0)
         self.worker._bad_blocks.update(bad)
 
+    def spoil_if_placed(self, name: str, positions: list[int]) -> bool:
+        """`spoil` for a request that runs and has computed or loaded these blocks."""
+        track = next((v.track for key, v in self.half._visits.items() if key.startswith(f"{name}-")), None)
+        running = {request.request_id for request in self.core.scheduler.running}
+        if track is None or track.name not in running or max(positions) * 32 >= track.trusted:
+            return False
+        self.spoil(name=f"{name}-", positions=positions)
+        return True
+
     def second_rank(self, present: bool) -> None:
         """The scheduler half waits for answers of two ranks; the second one is `answer_of_second_rank`."""
         self.half._loads.ranks = self.half._stores.ranks = 2 if present else 1

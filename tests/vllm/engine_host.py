@@ -370,6 +370,10 @@ class Host(Faults):
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([name])
 
+    def unfinished(self) -> list[str]:
+        """Names of requests that have not ended."""
+        return [key.rpartition("-")[0] for key in self.half._visits]
+
     def run_out(self) -> dict[str, list[int]]:
         """Step until all requests have ended. Returns what they sampled, by name."""
         engine = self.llm.llm_engine

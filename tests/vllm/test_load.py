@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.prompts import prompt, tiers
+from tests.vllm.prompts import IDLE, prompt, tiers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -133,3 +134,63 @@ def test_two_engines_share_one_directory(start: Start, tmp_path: Path) -> None:
                 assert engine.reset()
     assert sum(engine.stats()["g3"]["hits"] for engine in (one, two)) > 100
     assert one.stop() == 0 and two.stop() == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_wrong_is_kept_of_a_long_disorder(start: Start, tmp_path: Path, seed: int) -> None:
+    """Requests over shared prefixes come and are aborted while loads fail, copies hang, blocks go bad under running
+    requests, caches are reset and evicted. What the tiers hold in the end is right, block by block."""
+    engine = start(config=tiers(tmp_path))
+    chance = random.Random(seed)
+    asked = [prompt(300 + i // 3, 330) + prompt(330 + i, 170) for i in range(12)]
+    right = [engine.generate(prompts=[p], control={"load": False, "store": False})[0]["tokens"] for p in asked]
+    assert engine.reset()
+    running: list[str] = []
+    for turn in range(150):
+        act = chance.choice(["add", "add", "add", "steps", "steps", "abort", "fail", "hold", "late", "bad", "clear"])
+        if act == "add" and len(running) < 8:
+            running.append(f"r{turn}")
+            engine.add(name=running[-1], prompt=chance.choice(asked), tokens=chance.choice([2, 24, 60]))
+        elif act == "steps":
+            engine.steps(count=chance.randrange(1, 12))
+        elif act == "abort" and running:
+            engine.abort(name=running.pop(chance.randrange(len(running))))
+        elif act == "fail":
+            engine.mend()
+            engine.break_loads(how="fail", positions=chance.sample(range(15), 2))
+        elif act == "hold":
+            engine.mend()
+            engine.hold_copies()
+        elif act == "late":
+            engine.mend()
+            engine.hold_stores()
+        elif act == "bad" and running:
+            engine.spoil_if_placed(name=chance.choice(running), positions=chance.sample(range(15), 2))
+        elif act == "clear":
+            engine.mend()
+            running = engine.unfinished()
+            if not running:
+                engine.settle()
+                assert engine.reset()
+                if chance.random() < 0.5:
+                    engine.flush()
+                    engine.evict(tier="g2")
+            elif chance.random() < 0.5:
+                engine.run_out()
+                running = []
+        running = engine.unfinished()
+    engine.mend()
+    engine.run_out()
+    engine.settle()
+    assert engine.check() == IDLE
+    found = []
+    for tier in ("g2", "g3"):
+        assert engine.reset()
+        found.append(engine.generate(prompts=asked))
+        assert [out["tokens"] for out in found[-1]] == right, tier
+        engine.flush()
+        engine.evict(tier="g2")
+    assert engine.counters()["load_failures"] > 0 and engine.counters()["spill_lost"] > 0, "the control"
+    assert all(sum(out["read"].values()) > 0 for out in found[1])
+    assert engine.check() == IDLE
+    assert engine.stop() == 0
