@@ -18,7 +18,8 @@ its own (`elsewhere`). Each round of windows gives ratios to the pausing one. Wh
 (memory bandwidth, cores, host); what the others cost more is the interpreter lock's. `kept_waiting` is the share of
 time in which the thread that computes did not run, which tells more than ratios of steps on a shared host. With
 `--cores apart` that thread has one core to itself and everything else shares another: a GPU's engine does not compute
-where promotion does. With `--executor mp` the forward has a process to itself, as it has with several ranks.
+where promotion does. With `--executor mp` the forward has a process to itself, as it has with several ranks: then the
+engine's own cache is the one on threads.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ def steps(name: str, prompts: int) -> dict[str, Any]:
 
 
 LABELS = ("pausing", "process", "threads", "elsewhere")
+LABELS_MP = ("pausing", "threads", "elsewhere")
 
 
 def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) -> dict[str, Any]:
@@ -187,9 +189,10 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
 
     compute, rest = cores(apart)
     os.sched_setaffinity(0, rest)  # threads inherit it: all that the cache starts
-    took: dict[str, list[list[float]]] = {label: [] for label in LABELS}
-    kept: dict[str, list[float]] = {label: [] for label in LABELS}
-    rates: dict[str, list[float]] = {label: [] for label in LABELS}
+    labels = LABELS_MP if executor == "mp" else LABELS
+    took: dict[str, list[list[float]]] = {label: [] for label in labels}
+    kept: dict[str, list[float]] = {label: [] for label in labels}
+    rates: dict[str, list[float]] = {label: [] for label in labels}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         llm = stack.enter_context(engine(name, tiers_in(f"{folder}/g3"), 1024, executor))
@@ -197,17 +200,20 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
             move(worker.pid, compute)
         _, half = parts(llm)
         namespace, size = half._core.namespace, half._core.namespace.block_bytes
-        config = kvtier.Config.parse({"tiers": tiers_in(f"{folder}/g3-threads")})
-        beside = stack.enter_context(kvtier.open(config, namespace))
         promoting = {"elsewhere": stack.enter_context(child_promoting(llm, folder, rest))}
-        for label, cache in (("process", half._core.current[0]), ("threads", beside)):
+        caches = {labels[1]: half._core.current[0]}
+        if "process" in labels:
+            config = kvtier.Config.parse({"tiers": tiers_in(f"{folder}/g3-threads")})
+            caches["threads"] = stack.enter_context(kvtier.open(config, namespace))
+        for label, cache in caches.items():
             go, blocks = promoting[label] = threading.Event(), Count()
             chains = store_chains(cache, namespace)
             threading.Thread(target=promote, args=(cache, chains, go, blocks), daemon=True).start()
         os.sched_setaffinity(0, compute)  # this thread alone
         decode = Decoding(llm)
         for number in range(rounds + 1):  # the first warms up
-            for label in LABELS[number % 4 :] + LABELS[: number % 4]:
+            turn = number % len(labels)
+            for label in labels[turn:] + labels[:turn]:
                 switch, blocks = promoting.get(label, (threading.Event(), Count()))
                 switch.set()
                 decode.steps(0.3)
@@ -221,7 +227,7 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
                     kept[label].append(1 - computed / passed)
                     rates[label].append(came * size / passed)
     return {"cores": "apart" if apart else "shared", "executor": executor, "rounds": rounds, "block_bytes": size,
-            "kept_waiting": {label: summary(kept[label]) for label in LABELS}, **ratios(took, rates)}  # fmt: skip
+            "kept_waiting": {label: summary(kept[label]) for label in labels}, **ratios(took, rates)}  # fmt: skip
 
 
 def tiers_in(path: str) -> dict[str, Any]:
@@ -276,28 +282,21 @@ class Decoding:
 
 
 def ratios(took: dict[str, list[list[float]]], rates: dict[str, list[float]]) -> dict[str, Any]:
-    def paired(label: str, base: str) -> dict[str, Any]:
+    def paired(label: str) -> dict[str, Any]:
         return {
-            name: summary([take(a) / take(b) for a, b in zip(took[label], took[base], strict=True)])
+            name: summary([take(a) / take(b) for a, b in zip(took[label], took["pausing"], strict=True)])
             for name, take in (("p99", p99), ("median", statistics.median))
         }
 
-    pooled = {label: [t for one in took[label] for t in one] for label in LABELS}
+    pooled = {label: [t for one in windows for t in one] for label, windows in took.items()}
+    promoting = [label for label in took if label != "pausing"]
     return {
         "steps_per_window": statistics.median(len(one) for one in took["pausing"]),
-        "promoted_bytes_per_s": {label: statistics.median(rates[label]) for label in LABELS[1:]},
-        **{f"{label}_to_pausing": paired(label, "pausing") for label in LABELS[1:]},
-        "process_to_threads": paired("process", "threads"),
+        "promoted_bytes_per_s": {label: statistics.median(rates[label]) for label in promoting},
+        **{f"{label}_to_pausing": paired(label) for label in promoting},
         "pooled_ms": {
-            label: {"median": 1e3 * statistics.median(pooled[label]), "p99": 1e3 * p99(pooled[label])}
-            for label in LABELS
-        },
-        "pooled_to_pausing": {
-            label: {
-                "median": statistics.median(pooled[label]) / statistics.median(pooled["pausing"]),
-                "p99": p99(pooled[label]) / p99(pooled["pausing"]),
-            }
-            for label in LABELS[1:]
+            label: {"median": 1e3 * statistics.median(steps), "p99": 1e3 * p99(steps)}
+            for label, steps in pooled.items()
         },
     }
 
