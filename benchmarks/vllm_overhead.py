@@ -226,8 +226,9 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
                     took[label].append(seen)
                     kept[label].append(1 - computed / passed)
                     rates[label].append(came * size / passed)
+    waiting = {"kept_waiting": {label: summary(kept[label]) for label in labels}} if executor == "uni" else {}
     return {"cores": "apart" if apart else "shared", "executor": executor, "rounds": rounds, "block_bytes": size,
-            "kept_waiting": {label: summary(kept[label]) for label in labels}, **ratios(took, rates)}  # fmt: skip
+            **waiting, **ratios(took, rates)}  # fmt: skip
 
 
 def tiers_in(path: str) -> dict[str, Any]:
