@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,20 +111,29 @@ def host_identity() -> str:
 
 
 def map_arena(handle: ArenaHandle, rank: int) -> mmap.mmap:
-    """This rank's memory of the scheduler's arena, with every page in this process's page table: a copy must not pay
-    for its slot's first touch. Raises OSError when it cannot be reached."""
+    """This rank's memory of the scheduler's arena. Raises OSError when it cannot be reached."""
     number, inode = handle.files[rank]
     fd = os.open(f"/proc/{handle.pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         stat = os.fstat(fd)
         if stat.st_ino != inode or stat.st_size < handle.slots * handle.slot_bytes:
             raise OSError(f"descriptor {number} of process {handle.pid} is not the arena any more")
-        mapping = mmap.mmap(fd, handle.slots * handle.slot_bytes, flags=mmap.MAP_SHARED)
+        return mmap.mmap(fd, handle.slots * handle.slot_bytes, flags=mmap.MAP_SHARED)
     finally:
         os.close(fd)
-    with contextlib.suppress(OSError):  # a kernel before 5.14: the copies pay
-        populate(memoryview(mapping))
-    return mapping
+
+
+def fill_page_table(arena: mmap.mmap) -> threading.Thread:
+    """Have every page of it in this process's page table by and by, so that copies need not fault them one by one; a
+    step must not wait for it (a fifth of a second per GiB). Returns the thread that does it."""
+
+    def fill() -> None:
+        with contextlib.suppress(OSError):  # a kernel before 5.14: the copies pay
+            populate(memoryview(arena), threads=1)
+
+    thread = threading.Thread(target=fill, name="kvtier-map", daemon=True)
+    thread.start()
+    return thread
 
 
 class WorkerHalf:
@@ -165,6 +175,7 @@ class WorkerHalf:
         assert self._described is not None
         self._detach()
         arena = map_arena(handle, self._piece)
+        fill_page_table(arena)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
         self._open = partial(open_engine, self._described, host, handle.copy_by, handle.calibration)
         self._engine = self._open()

@@ -145,9 +145,10 @@ def write_adapter() -> Callable[[Path, int], Path]:
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Tiers that outlive an engine."""
-    root = tmp_path_factory.mktemp("tiers")
-    return {"tiers": {"g2": {"capacity": "32MiB"}, "g3": {"path": str(root / "g3"), "capacity": "1GiB"}}}
+    """Tiers that outlive an engine. What a busy machine answers late is looked for in vain by no test that waits."""
+    path = str(tmp_path_factory.mktemp("tiers") / "g3")
+    tiers = {"g2": {"capacity": "32MiB"}, "g3": {"path": path, "capacity": "1GiB"}}
+    return {"tiers": tiers, "deadlines": {"lookup": "1s"}}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm_compat import hash_problem
 from kvtier.connectors.vllm_identity import Adapters, namespace_of, pages_of
 from kvtier.connectors.vllm_messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
-from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe, host_identity, map_arena
+from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe, fill_page_table, host_identity, map_arena
 from kvtier.errors import ConfigError, IdentityError
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
@@ -110,7 +110,9 @@ def test_the_first_copy_into_a_slot_faults_no_page() -> None:
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
     pages_all = arena.slots * arena.slot_bytes // mmap.PAGESIZE
-    assert faults(map_arena(handle_of(arena), 0)) < pages_all // 100
+    mapped = map_arena(handle_of(arena), 0)
+    fill_page_table(mapped).join()
+    assert faults(mapped) < pages_all // 100
     assert faults(mmap.mmap(arena.fds()[0], pages_all * mmap.PAGESIZE)) > pages_all // 2, "the control"
     arena.close()
 

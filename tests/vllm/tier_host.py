@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,11 @@ class TierHost(engine_host.Host):
         self.settle()
         self.manager.primary_tier.reset_cache()
         return bool(self.reset())
+
+    def flush(self) -> dict[str, Any]:
+        self.settle()
+        concurrent.futures.wait(list(self.tier._under_way))  # what is on its way to the cache, too
+        return super().flush()
 
     def purge(self, salt: str) -> int:
         return int(self.cache.purge(salt=salt))
