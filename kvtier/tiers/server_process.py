@@ -93,8 +93,7 @@ class ServerProcess:
     def tell(self, verb: str, *arguments: object) -> None:
         """A call whose answer nobody waits for."""
         if self._writer.transport.get_write_buffer_size() < UNSENT_BYTES_MAX:
-            _, answer = self._post(verb, arguments)
-            answer.add_done_callback(_retrieve)
+            self._post(verb, arguments)
 
     def _post(self, verb: str, arguments: tuple[object, ...]) -> tuple[int, asyncio.Future[Any]]:
         if self.ended.done():
@@ -129,7 +128,7 @@ class ServerProcess:
             if answer is None or answer.done():
                 return
             if isinstance(report, wire.Refusal):
-                answer.set_exception(_error(report))
+                _fail(answer, _error(report))
             else:
                 answer.set_result(wire.verbs()[verb].result.decode(report.result))
                 self.usage = report.usage or self.usage
@@ -162,8 +161,7 @@ class ServerProcess:
         self._writer.close()
         for verb, answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(TierError("g3", verb, f"its process ended ({self.process.returncode})"))
-                answer.exception()  # whoever waits hears of it; others need not
+                _fail(answer, TierError("g3", verb, f"its process ended ({self.process.returncode})"))
         self._waiting.clear()
         self.ended.set_result(None)
 
@@ -183,9 +181,9 @@ def _spawn(arena: Sequence[int]) -> tuple[subprocess.Popen[bytes], socket.socket
         return process, ours
 
 
-def _retrieve(answer: asyncio.Future[Any]) -> None:
-    if not answer.cancelled():
-        answer.exception()
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    answer.set_exception(error)
+    answer.exception()  # taken note of: whoever waits hears of it, and perhaps nobody does
 
 
 def _error(refusal: wire.Refusal) -> errors.KVTierError:
