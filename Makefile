@@ -110,7 +110,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 gpu-check: types
 	test ! -d $(GPU_WHEELS) || $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade \
 		--target $(GPU_SITE) $(GPU_WHEELS)/*.whl || echo "gpu-check: $(GPU_WHEELS) is not for this Python; going on without"
-	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR)/benchmarks:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_check.py \
+	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR)/benchmarks:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu/check.py \
 		--results $(GPU_RESULTS) $(GPU_OPTIONS)
 
 gpu-wheels: $(BASE)

@@ -25,9 +25,9 @@ from typing import Any
 
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="ERROR")
 
-from kvtier.bench.disk import IN_FLIGHT, Bench, Pass
 from kvtier.bench.record import record, save, summary
-from kvtier.tiers.store import THREADS
+from kvtier.bench.tiers.disk import IN_FLIGHT, Bench, Pass
+from kvtier.tiers.disk.store import THREADS
 from kvtier.units import parse_size
 
 

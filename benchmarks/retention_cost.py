@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.record import record, save
-from kvtier.bench.simulate import capacity_of, policy_cost, simulate
-from kvtier.bench.traces import load_trace
-from kvtier.policy import LRU, GapDuel
+from kvtier.bench.retention.simulate import capacity_of, policy_cost, simulate
+from kvtier.bench.retention.traces import load_trace
+from kvtier.policies.policy import LRU, GapDuel
 
 
 def main(path: str) -> None:

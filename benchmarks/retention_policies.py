@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.plots import draw_policies
-from kvtier.bench.policies import FRACTIONS, compare
 from kvtier.bench.record import record, save
-from kvtier.bench.traces import load_trace
+from kvtier.bench.retention.compare import FRACTIONS, compare
+from kvtier.bench.retention.plots import draw_policies
+from kvtier.bench.retention.traces import load_trace
 
 SEED = 7
 

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.peers import BLOCK_BYTES, BLOCK_TOKENS, PROMPT_BLOCKS_MAX, make_model, prompts_of, sample
+from kvtier.bench.peers.vllm import BLOCK_BYTES, BLOCK_TOKENS, PROMPT_BLOCKS_MAX, make_model, prompts_of, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "sglang"))

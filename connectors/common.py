@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.block import SHARED, BlockKey, Scope, make_keys, scope_of
 from kvtier.config import Config
 from kvtier.errors import ConfigError, IdentityError, InvalidRequest
-from kvtier.hashing import HASH_BYTES
-from kvtier.keeper import Keeper
-from kvtier.namespace import Namespace
-from kvtier.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
-from kvtier.terms import Depth, Terms, parse_duration
+from kvtier.identity.hashing import HASH_BYTES
+from kvtier.identity.keys import SHARED, BlockKey, Scope, make_keys, scope_of
+from kvtier.identity.namespace import Namespace
+from kvtier.identity.weights import fingerprint
+from kvtier.manager.protection import Keeper
+from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
+from kvtier.retention.terms import Depth, Terms, parse_duration
 from kvtier.units import shorten
-from kvtier.weights import fingerprint
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

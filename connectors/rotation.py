@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from kvtier.config import Config
 from kvtier.connectors.common import epoch_after_reset
-from kvtier.namespace import Namespace
+from kvtier.identity.namespace import Namespace
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from kvtier.kernels.layout import Paged, Region, Shape, of_arenas, of_pool
 from kvtier.kernels.memory import Progress, Reporter, node_cpus
 from kvtier.kernels.method import COUNTS, Method, Table, calibrate, load_table, parse, table_path
 from kvtier.kernels.mover import Lane, Moves, State
-from kvtier.kernels.pin import pin, unpin
+from kvtier.kernels.page_lock import pin, unpin
 from kvtier.kernels.plan import Planner
 
 log = logging.getLogger(__name__)

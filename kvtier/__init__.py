@@ -29,15 +29,15 @@ if TYPE_CHECKING:
         KVTierError,
     )
     from kvtier.hit import Hit
-    from kvtier.manager import Flushed
-    from kvtier.namespace import Namespace
-    from kvtier.terms import Terms
+    from kvtier.identity.namespace import Namespace
+    from kvtier.manager.manager import Flushed
+    from kvtier.retention.terms import Terms
 
 _HOMES = {
     "AsyncCache": "cache", "Cache": "cache", "Hit": "hit", "aopen": "cache", "chain_hashes": "cache", "open": "cache",
     "CapacityError": "errors", "ClosedError": "errors", "ConfigError": "errors", "FormatError": "errors",
     "IdentityError": "errors", "InvalidRequest": "errors", "KVTierError": "errors",
-    "Config": "config", "Flushed": "manager", "Namespace": "namespace", "Terms": "terms",
+    "Config": "config", "Flushed": "manager.manager", "Namespace": "identity.namespace", "Terms": "retention.terms",
 }  # fmt: skip
 
 __all__ = [

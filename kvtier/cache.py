@@ -20,20 +20,20 @@ from collections.abc import Collection, Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvtier import hashing
-from kvtier.accounts import Account
-from kvtier.block import BlockKey, Scope, check_keys, scope_of
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
 from kvtier.hit import Hit
-from kvtier.intake import Intake
-from kvtier.manager import Flushed
-from kvtier.namespace import Namespace
-from kvtier.pinning import AsyncNamedPins, NamedPins
-from kvtier.ranges import ChainTerms, RequestTerms, Wanted, request_terms
-from kvtier.stack import build
-from kvtier.tier import Tier
+from kvtier.identity import hashing
+from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
+from kvtier.identity.namespace import Namespace
+from kvtier.manager.accounts import Account
+from kvtier.manager.build import build
+from kvtier.manager.manager import Flushed
+from kvtier.named_pins import AsyncNamedPins, NamedPins
+from kvtier.put import Intake
+from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
+from kvtier.tiers.protocol import Tier
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvtier.block import BlockKey
+from kvtier.identity.keys import BlockKey
 
 Told = Callable[[Sequence[BlockKey], bool], None]
 """Takes keys, and whether they are there from now on. Must not block, lock anything else, or raise."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from kvtier.accounts import Account
-from kvtier.lease import Lease
-from kvtier.terms import Lifetime
-from kvtier.tier import Miss
-from kvtier.tiers.host import Slot
+from kvtier.manager.accounts import Account
+from kvtier.manager.lease import Lease
+from kvtier.retention.terms import Lifetime
+from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.protocol import Miss
 
 
 class Hit:

@@ -1,4 +1,4 @@
-"""Amounts as people write them: `64GiB`, `500MiB/s`, `3DWPD`. Durations are in `kvtier.terms`.
+"""Amounts as people write them: `64GiB`, `500MiB/s`, `3DWPD`. Durations are in `kvtier.retention.terms`.
 
 All parsers raise InvalidRequest with the remedy and an example; all are pure and bounded in time.
 """

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.advice import known_keys
 from kvtier.cli.output import Json, console, write_json
 from kvtier.config import Config
+from kvtier.config.explain import known_keys
 from kvtier.units import format_size
 
 File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="FILE")]

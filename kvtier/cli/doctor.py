@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.checks import Level, run_checks
+from kvtier.cli.doctor_checks import Level, run_checks
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.clock import SystemClock
 from kvtier.config import Config
-from kvtier.document import TEXT_BYTES_MAX
+from kvtier.config.strict_yaml import TEXT_BYTES_MAX
 from kvtier.errors import IdentityError, InvalidRequest
-from kvtier.namespace import Namespace, explain
+from kvtier.identity.namespace import Namespace, explain
 
 Pair = Annotated[
     tuple[Path, Path] | None,
@@ -67,7 +67,7 @@ def read_namespaces(path: Path) -> list[Namespace]:
     """The namespaces that a G3 directory holds, or the one of a JSON file. Raises like `read_namespace`."""
     if not path.is_dir():
         return [read_namespace(path)]
-    from kvtier.tiers.caretaker import looking_after
+    from kvtier.tiers.disk.maintenance import looking_after
 
     with looking_after([path], SystemClock()) as caretaker:
         held = [one["fields"] for one in caretaker.inspect()["namespaces"] if one["fields"]]

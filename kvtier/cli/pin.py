@@ -17,7 +17,6 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from kvtier.block import BlockKey
 from kvtier.cache import chain_hashes
 from kvtier.cache import open as open_cache
 from kvtier.cli.doctor import read_namespace
@@ -25,11 +24,12 @@ from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.clock import SystemClock
 from kvtier.config import G2, Config
 from kvtier.errors import ConfigError, InvalidRequest
-from kvtier.namespace import Namespace
-from kvtier.pinning import PinInfo, seconds
-from kvtier.pins import Pin
-from kvtier.stack import lower_tiers
-from kvtier.tiers.objects import ObjectTier
+from kvtier.identity.keys import BlockKey
+from kvtier.identity.namespace import Namespace
+from kvtier.manager.build import lower_tiers
+from kvtier.named_pins import PinInfo, seconds
+from kvtier.retention.pins import Pin
+from kvtier.tiers.objects.tier import ObjectTier
 
 TOKENS_BYTES_MAX = 64 << 20
 LOOKUP_S = 10.0

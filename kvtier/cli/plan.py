@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from kvtier.bench.capacity import CapacityPlan, Rates, plan_capacity
-from kvtier.bench.shapes import Shape, shape_of
-from kvtier.bench.traces import load_trace
-from kvtier.bench.worth import PRICES, SPEEDS_GB_S, Assumptions
+from kvtier.bench.retention.capacity import CapacityPlan, Rates, plan_capacity
+from kvtier.bench.retention.shapes import Shape, shape_of
+from kvtier.bench.retention.traces import load_trace
+from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
-from kvtier.terms import parse_duration
+from kvtier.retention.terms import parse_duration
 
 BAR = 24
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.block import KEY_BYTES
-from kvtier.connectors.hf_model import KVShape
-from kvtier.integrity import digest_of
+from kvtier.checksum import digest_of
+from kvtier.connectors.transformers.model import KVShape
+from kvtier.identity.keys import KEY_BYTES
 
 
 class Reference:

@@ -1,4 +1,4 @@
-"""Who says what, and in which order: the conversations shipped in kvtier/data, and the turns of both processes.
+"""Who says what, and in which order: the conversations shipped beside this file, and the turns of both processes.
 
 The order gives every tier something to do. Conversations open in pairs of turns, so that the second finds the first
 in G1; all come back once; then they come back in reverse, so that each has been idle for longer than the one before,
@@ -32,7 +32,7 @@ class Script:
 
 def read() -> Script:
     """The script in the package. Reads one file."""
-    return parse(files("kvtier").joinpath("data/conversations.txt").read_text(encoding="utf-8"))
+    return parse(files("kvtier.demo").joinpath("conversations.txt").read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> Script:

@@ -86,7 +86,7 @@ def _process(name: str, job: Job, watch: Watch) -> Act:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(asdict(job), file)
         file.flush()
-        command = [sys.executable, "-m", "kvtier.demo.replay", file.name]
+        command = [sys.executable, "-m", "kvtier.demo.run", file.name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None and child.stderr is not None
             last_words: list[str] = []

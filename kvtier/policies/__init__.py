@@ -1,1 +1,1 @@
-"""Eviction policies, one per file, all behind `kvtier.policy.Policy`."""
+"""Eviction policies, one per file, all behind `kvtier.policies.policy.Policy`."""

@@ -21,7 +21,7 @@ from itertools import accumulate, groupby, islice
 from math import ceil, log2
 from operator import neg
 
-from kvtier.block import BlockKey
+from kvtier.identity.keys import BlockKey
 
 LEVELS = 40
 """Reference counts above 2^19.5 are not told apart."""
@@ -80,7 +80,7 @@ class Ranking:
     """Resident blocks of one tier by rank, and a bounded memory of what was referenced lately.
 
     Subclasses say how a chain is cut into runs (`_cut`) and what a newcomer may evict (`_yields`). Verbs as in
-    `kvtier.policy.Policy`; the owner's lock serialises them. At most `memory` blocks that are not resident are
+    `kvtier.policies.policy.Policy`; the owner's lock serialises them. At most `memory` blocks that are not resident are
     remembered.
     """
 

@@ -4,7 +4,7 @@ MemoryTier      a tier in a dict, with a durable image: the model that real tier
 FaultyTier      wraps a tier and fails, delays or damages by rule and seed
 VirtualClock    time that moves only when told to
 payload_of      block bytes as a pure function of the key, so that any wrong byte shows
-check_tier      the contract of `kvtier.tier.Tier` as a test suite
+check_tier      the contract of `kvtier.tiers.protocol.Tier` as a test suite
 Child           a program in a process of its own that is asked in JSON lines
 """
 

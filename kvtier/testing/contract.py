@@ -1,4 +1,4 @@
-"""The contract of `kvtier.tier.Tier` as a suite that any implementation can be put through."""
+"""The contract of `kvtier.tiers.protocol.Tier` as a suite that any implementation can be put through."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from kvtier.block import BlockKey, scope_of
 from kvtier.errors import ClosedError
-from kvtier.namespace import Namespace
-from kvtier.terms import Terms
+from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.identity.namespace import Namespace
+from kvtier.retention.terms import Terms
 from kvtier.testing.payload import chain_of, payload_of, sample_namespace, seal
-from kvtier.tier import Loaded, Miss, Target, Tier
+from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
 
 _DEADLINE_S = 30.0
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from kvtier.block import BlockKey, Scope
 from kvtier.errors import TierError
-from kvtier.terms import Depth
-from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.terms import Depth
+from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
 
 _OPTIONAL = frozenset({"drop_made_after", "keep", "kept", "let_go", "pin", "pins", "read_notes", "unpin", "write_note"})
 
@@ -49,7 +49,7 @@ class FaultyTier:
         self._random = random.Random(seed)
 
     def __getattr__(self, verb: str) -> Any:
-        """What only some tiers can (`kvtier.tier.Keeping`, `Pinning`, `Notebook`), under faults of that verb."""
+        """What only some tiers can (`Keeping`, `Pinning`, `Notebook` of the protocol), under faults of that verb."""
         if verb not in _OPTIONAL:
             raise AttributeError(verb)
         work = getattr(self.inner, verb)
@@ -153,5 +153,5 @@ class FaultyTier:
 @contextmanager
 def verification_off() -> Iterator[None]:
     """Let every payload pass its check: the negative control that shows a comparison can fail."""
-    with mock.patch("kvtier.integrity.matches", lambda digest, pieces: True):
+    with mock.patch("kvtier.checksum.matches", lambda digest, pieces: True):
         yield

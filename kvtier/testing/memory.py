@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier import integrity
-from kvtier.block import NAMESPACE_BYTES, SCOPE_BYTES, BlockKey, Scope, scope_of_key
+from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
-from kvtier.namespace import Namespace
-from kvtier.terms import Depth, Lifetime
-from kvtier.tier import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES, BlockKey, Scope, scope_of_key
+from kvtier.identity.namespace import Namespace
+from kvtier.retention.terms import Depth, Lifetime
+from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class MemoryStore:
 
 
 class MemoryTier:
-    """A `kvtier.tier.Tier` over a MemoryStore. Evicts by (last use, −depth) when `capacity_blocks` is reached."""
+    """A tier over a MemoryStore. Evicts by (last use, −depth) when `capacity_blocks` is reached."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class MemoryTier:
         for piece in target.into:
             piece[:] = entry.payload[start : start + len(piece)]
             start += len(piece)
-        if start != len(entry.payload) or not integrity.matches(entry.digest, target.into):
+        if start != len(entry.payload) or not checksum.matches(entry.digest, target.into):
             del self.store.entries[self._namespace + key]
             return Miss.CORRUPT
         return Loaded(entry.digest, entry.life)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from kvtier.block import SHARED, BlockKey, Scope, make_keys
-from kvtier.hashing import chain_hashes, chain_root
-from kvtier.integrity import digest_of
-from kvtier.namespace import Namespace
-from kvtier.terms import BUILTIN, Lifetime, Terms
-from kvtier.tier import Sealed
+from kvtier.checksum import digest_of
+from kvtier.identity.hashing import chain_hashes, chain_root
+from kvtier.identity.keys import SHARED, BlockKey, Scope, make_keys
+from kvtier.identity.namespace import Namespace
+from kvtier.retention.terms import BUILTIN, Lifetime, Terms
+from kvtier.tiers.protocol import Sealed
 
 
 def payload_of(key: bytes, length: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.bench.index import BLOCK_TOKENS, PoolCycle, make_prompt, measure
+from kvtier.bench.tiers.index import BLOCK_TOKENS, PoolCycle, make_prompt, measure
 from kvtier.testing import sample_namespace
 
 

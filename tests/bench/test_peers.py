@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench import peers, peers_sglang
-from kvtier.bench.peers import (
+from kvtier.bench.peers import sglang as peers_sglang
+from kvtier.bench.peers import vllm as peers
+from kvtier.bench.peers.vllm import (
     BLOCK_TOKENS,
     PROMPT_BLOCKS_MAX,
     PeerFailed,
@@ -22,7 +23,7 @@ from kvtier.bench.peers import (
     reusable,
     slice_of,
 )
-from kvtier.bench.traces import load_trace
+from kvtier.bench.retention.traces import load_trace
 from kvtier.errors import ConfigError, InvalidRequest
 
 
@@ -106,7 +107,7 @@ def test_an_engine_that_dies_is_reported_with_what_it_said(tmp_path: Path, monke
 
 @pytest.mark.parametrize("options", [{"engine": "llama"}, {"only": "nobody"}])
 def test_wrong_options_are_named(options: dict[str, str]) -> None:
-    from kvtier.cli.bench_peers import peers as command
+    from kvtier.cli.bench.peers import peers as command
 
     with pytest.raises(ConfigError, match=next(iter(options.values()))):
         command(**options)  # type: ignore[arg-type]
@@ -115,7 +116,7 @@ def test_wrong_options_are_named(options: dict[str, str]) -> None:
 def test_the_command_writes_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvtier.cli import bench_peers
+    from kvtier.cli.bench import peers as bench_peers
 
     def found(share: float, count: int, **more: Any) -> dict[str, Any]:
         return {

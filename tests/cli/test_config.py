@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import kvtier
-from kvtier.advice import known_keys
 from kvtier.config import Config
+from kvtier.config.explain import known_keys
 from kvtier.testing import chain_of, payloads_of, sample_namespace
 
 Run = Callable[..., Any]

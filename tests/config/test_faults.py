@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.advice import known_keys
 from kvtier.config import Config
-from kvtier.document import read_document
+from kvtier.config.explain import known_keys
+from kvtier.config.strict_yaml import read_document
 from kvtier.errors import ConfigError
 
 SECONDS_MAX = 0.1

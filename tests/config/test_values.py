@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.advice import known_keys
 from kvtier.config import G2_CAPACITY_DEFAULT, Config, calibration_folder
+from kvtier.config.explain import known_keys
 from kvtier.errors import ConfigError, InvalidRequest
-from kvtier.terms import Depth, parse_duration
+from kvtier.retention.terms import Depth, parse_duration
 from kvtier.units import format_duration, format_size, parse_endurance, parse_rate, parse_size
 
 FULL = """

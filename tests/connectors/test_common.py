@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.block import SHARED
 from kvtier.connectors import common
-from kvtier.terms import BUILTIN, Depth
+from kvtier.identity.keys import SHARED
+from kvtier.retention.terms import BUILTIN, Depth
 
 
 def make_config(**more: object) -> kvtier.Config:

@@ -9,7 +9,7 @@ import pytest
 from kvtier.config import Config
 from kvtier.connectors.rotation import Rotation
 from kvtier.errors import TierError
-from kvtier.namespace import Namespace
+from kvtier.identity.namespace import Namespace
 from kvtier.testing import sample_namespace
 
 

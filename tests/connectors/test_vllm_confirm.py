@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtier.block import BlockKey
-from kvtier.connectors.vllm_confirm import Chain, Confirmed, Confirmer, Track
-from kvtier.ranges import uniform
-from kvtier.terms import BUILTIN
+from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.ranges import uniform
+from kvtier.retention.terms import BUILTIN
 
 SIZE = 4
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier import demotion
-from kvtier.terms import Depth
+from kvtier.manager import write_behind as demotion
+from kvtier.retention.terms import Depth
 from kvtier.testing import (
     Fault,
     FaultyTier,
@@ -25,7 +25,7 @@ from kvtier.testing import (
     verification_off,
 )
 from kvtier.testing.memory import MemoryStore
-from kvtier.tier import Miss, Sealed
+from kvtier.tiers.protocol import Miss, Sealed
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import kvtier
-from kvtier.terms import Depth
+from kvtier.retention.terms import Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.testing.memory import MemoryStore
 

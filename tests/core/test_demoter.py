@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.arena import Arena
-from kvtier.block import BlockKey
 from kvtier.clock import SystemClock
-from kvtier.manager import Manager
-from kvtier.policy import make_policy
-from kvtier.terms import BUILTIN
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.manager import Manager
+from kvtier.policies.policy import make_policy
+from kvtier.retention.terms import BUILTIN
 from kvtier.testing import MemoryTier, chain_of, payload_of, sample_namespace
-from kvtier.tier import Miss
-from kvtier.tiers.host import HostTier
+from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.host.tier import HostTier
+from kvtier.tiers.protocol import Miss
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)

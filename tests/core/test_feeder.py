@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from kvtier.arena import Arena
 from kvtier.clock import SystemClock
-from kvtier.manager import Manager, Settings
-from kvtier.policy import make_policy
-from kvtier.terms import BUILTIN, Depth
+from kvtier.manager.manager import Manager, Settings
+from kvtier.policies.policy import make_policy
+from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import MemoryTier, VirtualClock, payload_of
 from kvtier.testing.payload import chain_of, sample_namespace
-from kvtier.tiers.host import HostTier
+from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.host.tier import HostTier
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)

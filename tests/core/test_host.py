@@ -8,13 +8,13 @@ import os
 
 import pytest
 
-from kvtier.arena import Arena, available_bytes
 from kvtier.errors import ConfigError
-from kvtier.policy import LRU
-from kvtier.terms import BUILTIN, Lifetime
+from kvtier.policies.policy import LRU
+from kvtier.retention.terms import BUILTIN, Lifetime
 from kvtier.testing import chain_of, payload_of, sample_namespace
-from kvtier.tier import Miss
-from kvtier.tiers.host import HostTier, State
+from kvtier.tiers.host.arena import Arena, available_bytes
+from kvtier.tiers.host.tier import HostTier, State
+from kvtier.tiers.protocol import Miss
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)

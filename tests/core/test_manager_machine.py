@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import kvtier
-from kvtier.block import SHARED, BlockKey, scope_of
-from kvtier.terms import Depth, Stamp
+from kvtier.identity.keys import SHARED, BlockKey, scope_of
+from kvtier.retention.terms import Depth, Stamp
 from kvtier.testing import (
     Fault,
     FaultyTier,
@@ -199,7 +199,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if name in self.kept:
             self.kept[name] = (*self.kept[name][:2], info.until)
 
-    def _pinned(self, name: str, c: int, length: int, info: kvtier.pinning.PinInfo) -> None:
+    def _pinned(self, name: str, c: int, length: int, info: kvtier.named_pins.PinInfo) -> None:
         """What is here lives until the pin ends, even if the pin is deleted before."""
         now = self.clock.wall()
         assert (info.blocks, info.until) == (length, max(info.until, now))

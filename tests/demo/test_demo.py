@@ -62,7 +62,7 @@ class TestWholeDemo:
 
 def played(folder: Path, before_second: Callable[[Any], None]) -> list[Turn]:
     """Two turns of one conversation; `before_second` may spoil what the first one stored."""
-    from kvtier.demo.replay import play
+    from kvtier.demo.run import play
 
     turns: list[Turn] = []
 

@@ -52,7 +52,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_reference_knows_versions_and_no_other_bytes(tmp_path: Path) -> None:
-    from kvtier.connectors.hf_model import KVShape
+    from kvtier.connectors.transformers.model import KVShape
     from kvtier.demo.reference import Reference
 
     shape = KVShape(1, 1, 4, torch.float32)

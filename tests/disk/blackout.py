@@ -210,7 +210,7 @@ def run(scratch: Path, points: int, seed: int, sabotage: str) -> dict[str, int]:
 
 def work_on(mountpoint: Path, seed: int, sabotage: str) -> None:
     """The worker."""
-    from kvtier.tiers import slab
+    from kvtier.tiers.disk import slab
 
     if sabotage == "blocks":
         slab.SystemCalls.fdatasync = lambda self, fd: None  # type: ignore[method-assign]

@@ -27,12 +27,12 @@ from typing import Any
 import numpy  # noqa: F401  (before the forks, so that no worker has to)
 
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tier import Miss
-from kvtier.tiers import disk as disk_module
-from kvtier.tiers import index as index_module
-from kvtier.tiers import ledger as ledger_module
-from kvtier.tiers import slab as slab_module
-from kvtier.tiers import store as store_module
+from kvtier.tiers.disk import index as index_module
+from kvtier.tiers.disk import slab as slab_module
+from kvtier.tiers.disk import store as store_module
+from kvtier.tiers.disk import tier as disk_module
+from kvtier.tiers.disk import write_txn as ledger_module
+from kvtier.tiers.protocol import Miss
 from tests.disk.support import BLOCK, get, opened, put, slabs
 
 NAMESPACE = sample_namespace(BLOCK)
@@ -98,7 +98,7 @@ def plant(point: str, hit: int) -> None:
 
 def publish_too_early() -> None:
     """The mistake that the order of a write is there to avoid."""
-    from kvtier.tiers.deposit import Deposit
+    from kvtier.tiers.disk.write import Deposit
 
     jobs = Deposit.jobs
 

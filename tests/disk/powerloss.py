@@ -205,7 +205,7 @@ async def run(scratch: Path, points: int, seed: int, sabotage: bool) -> dict[str
 
 def work_under_trace(store: Path, seed: int, sabotage: bool) -> None:
     """The worker: wait until the parent has its copy, then work, reporting on standard output."""
-    from kvtier.tiers import slab
+    from kvtier.tiers.disk import slab
     from tests.disk.crash import CAPACITY, CHAINS
     from tests.disk.support import opened, put
 

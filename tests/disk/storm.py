@@ -20,8 +20,8 @@ from pathlib import Path
 
 from kvtier.clock import SystemClock
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tier import Miss
-from kvtier.tiers import ledger as ledger_module
+from kvtier.tiers.disk import write_txn as ledger_module
+from kvtier.tiers.protocol import Miss
 from tests.disk.support import BLOCK, get, opened, put
 
 CAPACITY = 96

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvtier.block import BlockKey
 from kvtier.clock import Clock
-from kvtier.namespace import Namespace
-from kvtier.terms import BUILTIN, Terms
+from kvtier.identity.keys import BlockKey
+from kvtier.identity.namespace import Namespace
+from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, payload_of, sample_namespace, seal
-from kvtier.tier import Loaded, Miss, Stored, Target
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.slab import Calls
+from kvtier.tiers.disk.slab import Calls
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 
 BLOCK = 4096
 FAR_S = 60.0

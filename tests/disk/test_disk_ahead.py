@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tier import Stored
-from kvtier.tiers import opening
-from kvtier.tiers.ahead import Ahead
-from kvtier.tiers.slab import DRAFT, Calls, Slab, SystemCalls
+from kvtier.tiers.disk import recovery as opening
+from kvtier.tiers.disk.preallocate import Ahead
+from kvtier.tiers.disk.slab import DRAFT, Calls, Slab, SystemCalls
+from kvtier.tiers.protocol import Stored
 from tests.disk.support import get, opened, put, slabs
 
 BLOCK = 64 << 10

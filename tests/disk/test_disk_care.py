@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.block import scope_of
 from kvtier.cli import main
 from kvtier.errors import ConfigError, FormatError
-from kvtier.terms import Terms
+from kvtier.identity.keys import scope_of
+from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace
-from kvtier.tier import Miss
-from kvtier.tiers.caretaker import looking_after
+from kvtier.tiers.disk.maintenance import looking_after
+from kvtier.tiers.protocol import Miss
 from tests.disk.support import BLOCK, FAR_S, get, opened, put, slabs
 from tests.disk.test_disk_damage import flip
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.block import SHARED, BlockKey, make_keys
+from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tier import Miss, Stored
-from kvtier.tiers import disk as disk_module
-from kvtier.tiers import touches
-from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk import tier as disk_module
+from kvtier.tiers.disk import touches
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored
 from tests.disk.support import BLOCK, get, opened, put
 
 NAMESPACE = sample_namespace(BLOCK)

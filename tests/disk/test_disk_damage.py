@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, CorruptError, FormatError
-from kvtier.terms import BUILTIN, Lifetime
+from kvtier.retention.terms import BUILTIN, Lifetime
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, verification_off
-from kvtier.tier import Miss, Stored
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.entry import BLOCKS, Entry
+from kvtier.tiers.disk.records import BLOCKS, Entry
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored
 from tests.disk.support import BLOCK, get, opened, put, slabs
 
 NAMESPACE = sample_namespace(BLOCK)

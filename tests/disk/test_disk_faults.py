@@ -18,10 +18,10 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tier import Miss, Stored
-from kvtier.tiers import store as store_module
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.slab import SystemCalls
+from kvtier.tiers.disk import store as store_module
+from kvtier.tiers.disk.slab import SystemCalls
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored
 from tests.disk.apart import need, need_strace, run, works
 from tests.disk.support import BLOCK, FAR_S, get, opened, put
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtier.tiers import lanes as lanes_module
-from kvtier.tiers.lanes import Lanes
+from kvtier.tiers.disk import io_scheduler as lanes_module
+from kvtier.tiers.disk.io_scheduler import Lanes
 
 WRITERS = 3
 

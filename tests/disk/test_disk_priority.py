@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.block import BlockKey
-from kvtier.terms import PRIORITY, Terms
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.terms import PRIORITY, Terms
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tier import Loaded, Stored, Target
-from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Loaded, Stored, Target
 from tests.disk.support import BLOCK, FAR_S, opened, put
 
 NAMESPACE = sample_namespace(BLOCK)

@@ -17,20 +17,22 @@ from typing import Any
 import pytest
 
 import kvtier
-from kvtier.arena import Arena
-from kvtier.block import BlockKey
 from kvtier.clock import SystemClock
 from kvtier.errors import ClosedError, ConfigError, FormatError, TierError
-from kvtier.namespace import Namespace
-from kvtier.stack import lower_tiers
-from kvtier.terms import BUILTIN
+from kvtier.identity.keys import BlockKey
+from kvtier.identity.namespace import Namespace
+from kvtier.manager.build import lower_tiers
+from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, check_tier, payload_of, payloads_of, sample_namespace, seal
-from kvtier.tier import Keeping, Loaded, Miss, Notebook, Sealed, Stored, Target, Tier
-from kvtier.tiers import remote, server_process, wire
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.remote import RemoteDisk
-from kvtier.tiers.window import Window
-from kvtier.tiers.wrap import Wrapper
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.worker import client as remote
+from kvtier.tiers.disk.worker import process as server_process
+from kvtier.tiers.disk.worker import protocol as wire
+from kvtier.tiers.disk.worker.client import RemoteDisk
+from kvtier.tiers.disk.worker.shared_arena import Window
+from kvtier.tiers.guard import Wrapper
+from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.protocol import Keeping, Loaded, Miss, Notebook, Sealed, Stored, Target, Tier
 from tests.disk.apart import environment
 from tests.disk.support import BLOCK, FAR_S
 

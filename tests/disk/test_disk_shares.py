@@ -13,15 +13,15 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtier.block import SHARED, BlockKey, Scope, scope_of
-from kvtier.namespace import Namespace
-from kvtier.terms import Terms
+from kvtier.identity.keys import SHARED, BlockKey, Scope, scope_of
+from kvtier.identity.namespace import Namespace
+from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tier import Stored
-from kvtier.tiers import ledger as ledger_module
-from kvtier.tiers import order as order_module
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.shares import shares_of
+from kvtier.tiers.disk import eviction as order_module
+from kvtier.tiers.disk import write_txn as ledger_module
+from kvtier.tiers.disk.quota import shares_of
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Stored
 from tests.disk.support import BLOCK, FAR_S, get, put
 
 NAMESPACE = sample_namespace(BLOCK)

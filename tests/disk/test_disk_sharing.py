@@ -14,9 +14,9 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
-from kvtier.tier import Miss, Stored
-from kvtier.tiers import directory
-from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk import directory
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored
 from tests.disk.apart import ROOT, environment, need, program, run, works
 from tests.disk.storm import CAPACITY, CHAINS
 from tests.disk.support import BLOCK, FAR_S, get, opened, put, slabs
@@ -113,7 +113,7 @@ async def test_a_frozen_writer_stalls_neither_readers_nor_flush_nor_close(tmp_pa
 
 async def test_a_live_but_stopped_owner_keeps_its_slots(tmp_path: Path) -> None:
     """Reservations go by liveness, not by age."""
-    from kvtier.tiers.owner import Owner
+    from kvtier.tiers.disk.owner import Owner
 
     me = Owner.current(1)
     sleeper = subprocess.Popen(["sleep", "60"])

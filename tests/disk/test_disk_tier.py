@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ClosedError, ConfigError, TierError
-from kvtier.terms import BUILTIN, Terms
+from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, chain_of, check_tier, sample_namespace, seal
-from kvtier.tier import Miss, Stored, Target
-from kvtier.tiers import disk, remains, store, touches
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.index import Index
+from kvtier.tiers.disk import expired as remains
+from kvtier.tiers.disk import store, touches
+from kvtier.tiers.disk import tier as disk
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored, Target
 from tests.disk.support import BLOCK, FAR_S, get, opened, put, slabs
 
 NAMESPACE = sample_namespace(BLOCK)

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.cli import COMMANDS, GROUPS
 from kvtier.config import Config
-from kvtier.document import read_document
+from kvtier.config.strict_yaml import read_document
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -20,7 +20,7 @@ from kvtier.kernels.engine import open_engine
 from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import Order, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
 from kvtier.kernels.method import Method, Table
-from kvtier.kernels.pin import pin, unpin
+from kvtier.kernels.page_lock import pin, unpin
 
 SMALL = Limits(chunk_bytes=128)
 NO_TABLE = Table("simulated", {})

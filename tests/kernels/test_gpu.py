@@ -26,7 +26,7 @@ from kvtier.kernels.engine import open_engine, open_pool_engine
 from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import Order, Paged, Shape, of_arenas, of_pool, of_slots, of_tensors, slot_bytes_for
 from kvtier.kernels.method import Method, Table, load_table, table_path
-from kvtier.kernels.pin import pin, unpin
+from kvtier.kernels.page_lock import pin, unpin
 
 pytestmark = [
     pytest.mark.gpu,

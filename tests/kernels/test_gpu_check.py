@@ -25,7 +25,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(path: Path) -> dict[str, dict[str, Any]]:
-    import gpu_rows
+    from gpu import rows as gpu_rows
 
     return gpu_rows.read(path)
 
@@ -34,8 +34,8 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_the_transfer_part_runs(tmp_path: Path) -> None:
-    import gpu_rows
-    import gpu_transfer
+    from gpu import rows as gpu_rows
+    from gpu import transfer as gpu_transfer
 
     gpu_transfer.measure("cpu", gpu_rows.Rows(tmp_path / "rows", 30.0), tiny=True)
     rows = rows_of(tmp_path / "rows")
@@ -48,9 +48,9 @@ def test_the_transfer_part_runs_over_a_stand_in_for_the_driver(
     libcuda: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that it does on a GPU alone: registering, calibration, kernels, events, streams."""
-    import gpu_rows
-    import gpu_transfer
     import torch
+    from gpu import rows as gpu_rows
+    from gpu import transfer as gpu_transfer
 
     class Stream:
         cuda_stream = 77
@@ -89,16 +89,16 @@ def test_the_transfer_part_runs_over_a_stand_in_for_the_driver(
 
 
 def test_what_time_does_not_allow_is_named(tmp_path: Path) -> None:
-    import gpu_rows
-    import gpu_transfer
+    from gpu import rows as gpu_rows
+    from gpu import transfer as gpu_transfer
 
     gpu_transfer.measure("cpu", gpu_rows.Rows(tmp_path / "rows", 0.0), tiny=True)
     assert {row.get("skipped") for row in rows_of(tmp_path / "rows").values()} == {"no time left"}
 
 
 def test_the_kernels_that_a_sanitizer_will_watch_run(libcuda: ctypes.CDLL, tmp_path: Path) -> None:
-    import gpu_rows
-    import gpu_sanitized
+    from gpu import rows as gpu_rows
+    from gpu import sanitized as gpu_sanitized
 
     class Streaming(gpu_sanitized.Streaming, HeadlessDriver):
         pass
@@ -114,8 +114,8 @@ def test_the_kernels_that_a_sanitizer_will_watch_run(libcuda: ctypes.CDLL, tmp_p
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_first_token_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_rows
-    import gpu_ttft
+    from gpu import rows as gpu_rows
+    from gpu import ttft as gpu_ttft
 
     monkeypatch.chdir(tmp_path)
     gpu_ttft.measure("cpu", gpu_rows.Rows(tmp_path / "rows", 200.0), tiny=True)
@@ -128,7 +128,7 @@ def test_the_first_token_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_whole_runs_in_tiny_sizes_and_keeps_what_it_has_when_interrupted(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--smoke", "--results", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "check.py"), "--smoke", "--results", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -151,7 +151,7 @@ def test_the_whole_runs_in_tiny_sizes_and_keeps_what_it_has_when_interrupted(tmp
 CHILD = """
 import argparse, os, sys, time
 from pathlib import Path
-from gpu_rows import Rows, Skip
+from gpu.rows import Rows, Skip
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=Path)
 parser.add_argument("--budget", type=float)
@@ -175,7 +175,7 @@ def child(folder: Path, source: str) -> list[str]:
 
 
 def test_an_error_a_crash_and_a_hang_cost_their_own_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_rows
+    from gpu import rows as gpu_rows
 
     monkeypatch.setattr(gpu_rows, "ROW_LIMIT_S", 2.0)
     changes: list[int] = []
@@ -189,7 +189,7 @@ def test_an_error_a_crash_and_a_hang_cost_their_own_row_alone(tmp_path: Path, mo
 
 
 def test_a_part_ends_with_its_time_and_says_what_was_under_way(tmp_path: Path) -> None:
-    import gpu_rows
+    from gpu import rows as gpu_rows
 
     started = time.monotonic()
     source = CHILD.replace("os._exit(7)", "time.sleep(60)")
@@ -201,7 +201,7 @@ def test_a_part_ends_with_its_time_and_says_what_was_under_way(tmp_path: Path) -
 
 @pytest.mark.parametrize("source", ["raise SystemExit('no such module')", "import os; os._exit(3)"])
 def test_a_part_that_cannot_start_is_tried_once(tmp_path: Path, source: str) -> None:
-    import gpu_rows
+    from gpu import rows as gpu_rows
 
     gpu_rows.supervise(child(tmp_path, source), tmp_path / "rows", 60.0)
     rows = rows_of(tmp_path / "rows")
@@ -215,8 +215,8 @@ def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 def test_without_a_device_nothing_is_claimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import gpu_check
     import torch
+    from gpu import check as gpu_check
 
     if torch.cuda.is_available():
         pytest.skip("there is a device")
@@ -226,7 +226,7 @@ def test_without_a_device_nothing_is_claimed(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_its_parts_fit_into_eight_minutes() -> None:
-    import gpu_check
+    from gpu import check as gpu_check
 
     assert sum(gpu_check.BUDGETS.values()) <= gpu_check.TOTAL_S <= 470
 
@@ -264,7 +264,7 @@ def parts(fraction: float) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(("fraction", "met"), [(1.0, True), (0.5, False)])
 def test_the_table_compares_with_the_targets(fraction: float, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    import gpu_table
+    from gpu import table as gpu_table
 
     lines = gpu_table.table(parts(fraction))
     judged = [goal for _, _, goal in lines if "met" in goal or "MISSED" in goal]
@@ -276,7 +276,7 @@ def test_the_table_compares_with_the_targets(fraction: float, met: bool, capsys:
 
 
 def test_what_broke_fails_and_what_must_be_proved_may_not_be_left_out() -> None:
-    import gpu_table
+    from gpu import table as gpu_table
 
     results = parts(1.0)
     results["tests"][1] = {"name": "test_bytes[two]", "error": "E   assert 1 == 2"}

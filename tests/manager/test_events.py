@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kvtier
-from kvtier.block import BlockKey
 from kvtier.config import Config
 from kvtier.events import Change, Events
+from kvtier.identity.keys import BlockKey
 from kvtier.testing import chain_of, payloads_of, sample_namespace
 
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.block import BlockKey
-from kvtier.terms import Terms
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, payload_of, sample_namespace, seal
-from kvtier.tier import Loaded, Miss, Stored, Target
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 
 NS = sample_namespace(4096)
 S = 4

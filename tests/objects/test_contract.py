@@ -8,8 +8,8 @@ from uuid import uuid4
 import pytest
 
 from kvtier.testing import VirtualClock, chain_of, check_tier, payload_of, sample_namespace, seal
-from kvtier.tier import Loaded, Miss, Stored, Target
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 
 
 @pytest.mark.parametrize("stride", [1, 4])

@@ -10,10 +10,10 @@ import pytest
 
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3
-from kvtier.tier import Loaded, Target
-from kvtier.tiers.bucket import Transient
-from kvtier.tiers.direct import REFUSALS_MAX, Direct, reachable, size_of
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.bucket.direct_http import REFUSALS_MAX, Direct, reachable, size_of
+from kvtier.tiers.objects.bucket.protocol import Transient
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Target
 
 DATA = bytes(range(256)) * 1024
 START, COUNT = 1000, 200_000

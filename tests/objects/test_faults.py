@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from kvtier.block import BlockKey, scope_of
 from kvtier.errors import TierError
-from kvtier.terms import Terms
+from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule, every_fault
-from kvtier.tier import Loaded, Miss, Stored, Target
-from kvtier.tiers.bucket_url import Limits
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.bucket.open import Limits
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 
 NS = sample_namespace(8192)
 S = 4

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 
-from kvtier.block import SHARED, scope_of
-from kvtier.frame import Frame
-from kvtier.integrity import digest_of
-from kvtier.pins import Pin, decode, encode
-from kvtier.terms import Lifetime, Terms
+from kvtier.checksum import digest_of
+from kvtier.identity.keys import SHARED, scope_of
+from kvtier.retention.pins import Pin, decode, encode
+from kvtier.retention.terms import Lifetime, Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace
-from kvtier.tiers import deltas
-from kvtier.tiers.strides import Names
-from kvtier.tiers.unit_index import Unit
+from kvtier.tiers.objects import deltas
+from kvtier.tiers.objects.frame import Frame
+from kvtier.tiers.objects.index import Unit
+from kvtier.tiers.objects.strides import Names
 
 NS = sample_namespace(4096)
 CHAIN = chain_of(NS, 4, seed=1)

@@ -11,19 +11,19 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from kvtier.block import scope_of
 from kvtier.clock import SystemClock
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError
-from kvtier.terms import Depth, Terms
+from kvtier.identity.keys import scope_of
+from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import (
     VirtualClock,
     chain_of,
     seal,
     verification_off,
 )
-from kvtier.tier import Loaded, Miss, Stored, Target
-from kvtier.tiers.bucket_url import Limits
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.bucket.open import Limits
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 from tests.objects.site import NS, S, Site
 
 

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.block import BlockKey, scope_of
 from kvtier.errors import CorruptError, InvalidRequest
-from kvtier.pins import Pin
-from kvtier.terms import Terms
+from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.retention.pins import Pin
+from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
-from kvtier.tier import Loaded, Miss, Stored
-from kvtier.tiers import deltas
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects import deltas
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Miss, Stored
 from tests.objects.site import NS, S, Site
 
 
@@ -88,11 +88,11 @@ async def test_a_replica_that_was_not_told_finds_it_all_the_same(site: Site) -> 
 
 
 def test_deltas_survive_the_way_and_nothing_else_does() -> None:
-    from kvtier.terms import Lifetime
-    from kvtier.tiers.unit_index import Unit
+    from kvtier.retention.terms import Lifetime
+    from kvtier.tiers.objects.index import Unit
 
     chain = chain_of(NS, S)
-    from kvtier.frame import Frame
+    from kvtier.tiers.objects.frame import Frame
 
     life = Lifetime.of(Terms("t", ttl=60), 1_800_000_000.0)
     frame = Frame(NS.digest, scope_of(None), 0, 4096, tuple(k[16:] for k in chain), (bytes(16),) * S, life)

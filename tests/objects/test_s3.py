@@ -7,8 +7,8 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.testing import VirtualClock, chain_of, check_tier, payload_of, sample_namespace, seal
 from kvtier.testing.servers import S3Server
-from kvtier.tier import Loaded, Stored, Target
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Stored, Target
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.block import BlockKey, scope_of
 from kvtier.clock import SystemClock
-from kvtier.terms import Terms
+from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.servers import S3Server, SeaweedFS
-from kvtier.tier import Loaded, Miss, Target
-from kvtier.tiers.bucket_url import Limits
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.bucket.open import Limits
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.protocol import Loaded, Miss, Target
 
 BLOCK = 1 << 20
 NS = sample_namespace(BLOCK)
@@ -29,11 +29,11 @@ S = 4
 
 WRITER = """
 import asyncio, json, sys
-from kvtier.block import scope_of
+from kvtier.identity.keys import scope_of
 from kvtier.clock import SystemClock
-from kvtier.terms import Terms
+from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, sample_namespace, seal
-from kvtier.tiers.objects import ObjectTier
+from kvtier.tiers.objects.tier import ObjectTier
 
 async def main(url, options, client, blocks, salt, ttl):
     ns, clock = sample_namespace(1 << 20), SystemClock()

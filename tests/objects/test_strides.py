@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from kvtier.block import BlockKey, Scope
-from kvtier.terms import Depth, Lifetime, Stamp
-from kvtier.tiers import strides
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.terms import Depth, Lifetime, Stamp
+from kvtier.tiers.objects import strides
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CALLS = frozenset(
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"})
 
 MAY_READ_ENVIRONMENT = {
-    "kvtier/config.py",  # the one that reads it for kvtier
+    "kvtier/config/schema.py",  # the one that reads it for kvtier
     "kvtier/testing/servers.py",  # passes it on to the servers that it starts
 }
 

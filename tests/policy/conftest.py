@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvtier.block import BlockKey
-from kvtier.policy import Policy
+from kvtier.identity.keys import BlockKey
+from kvtier.policies.policy import Policy
 
 Request = tuple[float, list[BlockKey]]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvtier.errors import CorruptError
-from kvtier.policy import LRU, GapDuel
+from kvtier.policies.policy import LRU, GapDuel
 
 
 def looping(users: int, length: int, rounds: int) -> list[tuple[float, list[bytes]]]:

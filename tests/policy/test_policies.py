@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.policy import POLICIES, make_policy
+from kvtier.policies.policy import POLICIES, make_policy
 
 CLOSED = ["lru", "gapduel", "lru-freq"]
 SEEDS = [1, 2, 3]

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.arena import Arena
 from kvtier.errors import CapacityError, ConfigError, InvalidRequest, TierError
 from kvtier.testing import chain_of, payload_of, sample_namespace
-from kvtier.tiers.device import DevicePool
+from kvtier.tiers.device.torch_pool import DevicePool
+from kvtier.tiers.host.arena import Arena
 
 torch = pytest.importorskip("torch")
 BLOCK = 8192
@@ -107,7 +107,7 @@ def test_every_ranks_memory_is_placed_near_its_own_gpu(monkeypatch: pytest.Monke
         asked.append((view.nbytes, cpus))
         return view.nbytes
 
-    monkeypatch.setattr("kvtier.arena.populate", populate)
+    monkeypatch.setattr("kvtier.tiers.host.arena.populate", populate)
     memory = Arena(BLOCK, 2, 8 * BLOCK, [frozenset({0, 1}), frozenset({64})])
     memory.open()
     memory.close()

@@ -6,10 +6,10 @@ import hashlib
 
 import pytest
 
-from kvtier.block import SHARED, BlockKey, Scope, make_keys
 from kvtier.errors import CapacityError, ConfigError, InvalidRequest
-from kvtier.pool import BlockPool
-from kvtier.terms import BUILTIN, Depth, Lifetime, Terms
+from kvtier.identity.keys import SHARED, BlockKey, Scope, make_keys
+from kvtier.retention.terms import BUILTIN, Depth, Lifetime, Terms
+from kvtier.tiers.device.block_pool import BlockPool
 
 DAY = Lifetime.of(BUILTIN["24h"], 0.0)
 

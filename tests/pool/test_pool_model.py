@@ -9,11 +9,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.block import SHARED, BlockKey, make_keys
-from kvtier.dirty import Dirty
 from kvtier.errors import CapacityError
-from kvtier.pool import BlockPool
-from kvtier.terms import BUILTIN, Lifetime
+from kvtier.identity.keys import SHARED, BlockKey, make_keys
+from kvtier.retention.terms import BUILTIN, Lifetime
+from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.dirty import Dirty
 
 BLOCKS = 8
 CHAINS = tuple(tuple(make_keys(SHARED, [hashlib.sha256(bytes([c, i])).digest() for i in range(5)])) for c in range(4))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.traces import Request, Trace, load_trace
+from kvtier.bench.retention.traces import Request, Trace, load_trace
 
 
 def _folder() -> Path:

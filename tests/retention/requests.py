@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import kvtier
 from kvtier.testing import VirtualClock, payload_of, payloads_of, sample_namespace
-from kvtier.tier import Tier
+from kvtier.tiers.protocol import Tier
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)

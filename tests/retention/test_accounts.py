@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import kvtier
-from kvtier.accounts import LOSSES_MAX, OTHER, Accounts, Losses
-from kvtier.block import BlockKey, scope_of
-from kvtier.terms import Terms
+from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.manager.accounts import LOSSES_MAX, OTHER, Accounts, Losses
+from kvtier.retention.terms import Terms
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of
 from kvtier.testing.memory import MemoryStore
-from kvtier.tier import Miss, Tier
+from kvtier.tiers.protocol import Miss, Tier
 from tests.retention.requests import BLOCK, NS, opened, put
 
 T = NS.block_tokens

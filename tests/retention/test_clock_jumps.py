@@ -10,7 +10,7 @@ import pytest
 
 import kvtier
 from kvtier.errors import CorruptError
-from kvtier.expiry import SETTLE_S, Anchor, TrustedClock, decode_anchor, deletion_time, encode_anchor
+from kvtier.retention.trusted_clock import SETTLE_S, Anchor, TrustedClock, decode_anchor, deletion_time, encode_anchor
 from kvtier.testing import VirtualClock, chain_of, payloads_of
 from tests.retention.requests import BLOCK, NS, served
 

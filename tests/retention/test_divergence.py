@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import kvtier
-from kvtier.block import BlockKey
-from kvtier.divergence import RecentChains
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.divergence import RecentChains
 from kvtier.testing import sample_namespace
 
 

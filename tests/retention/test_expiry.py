@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.expiry import SETTLE_S, SKEW_S, Anchor, ExpiryClock
-from kvtier.terms import Depth, Lifetime, Terms
+from kvtier.retention.terms import Depth, Lifetime, Terms
+from kvtier.retention.trusted_clock import SETTLE_S, SKEW_S, Anchor, ExpiryClock
 from kvtier.testing import VirtualClock
 
 DAY_S = 86_400.0

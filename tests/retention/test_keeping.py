@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.block import scope_of
-from kvtier.terms import Depth, Terms
+from kvtier.identity.keys import scope_of
+from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import (
     Fault,
     FaultyTier,
@@ -20,7 +20,7 @@ from kvtier.testing import (
     payloads_of,
 )
 from kvtier.testing.memory import MemoryStore
-from kvtier.tier import Tier
+from kvtier.tiers.protocol import Tier
 from tests.retention.requests import BLOCK, NS, opened, put, served
 
 HOUR = Terms("hour", ttl=3600, guarantee=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvtier
-from kvtier.notes import NOTE_BYTES_MAX
+from kvtier.manager.saved_state import NOTE_BYTES_MAX
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.testing.memory import MemoryStore
 

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.block import BlockKey, Scope
 from kvtier.errors import CorruptError, InvalidRequest
-from kvtier.pins import Pins
-from kvtier.quota import Guarantees, Quota
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.pins import Pins
+from kvtier.tiers.host.quota import Guarantees, Quota
 
 SCOPES = [Scope(bytes([number]) * 16) for number in range(3)]
 

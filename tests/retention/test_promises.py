@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.bench.curves import CapacityCurve, ceiling_hits
-from kvtier.bench.policies import FIXED
-from kvtier.bench.simulate import capacity_of, drive, policy_cost
-from kvtier.bench.traces import Trace
-from kvtier.policy import LRU, GapDuel
+from kvtier.bench.retention.compare import FIXED
+from kvtier.bench.retention.curves import CapacityCurve, ceiling_hits
+from kvtier.bench.retention.simulate import capacity_of, drive, policy_cost
+from kvtier.bench.retention.traces import Trace
+from kvtier.policies.policy import LRU, GapDuel
 
 FRACTIONS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.10, 0.25, 0.50]
 

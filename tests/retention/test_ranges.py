@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
-from kvtier.ranges import RANGES_MAX, BlockTerms, ChainTerms, RequestTerms, TokenRange, request_terms
-from kvtier.terms import BUILTIN, Depth, Terms
+from kvtier.retention.ranges import RANGES_MAX, BlockTerms, ChainTerms, RequestTerms, TokenRange, request_terms
+from kvtier.retention.terms import BUILTIN, Depth, Terms
 
 DAY, HOUR = BUILTIN["24h"], BUILTIN["1h"]
 KEEP = Terms("keep", ttl=1000.0, guarantee=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.curves import TtlCurve
-from kvtier.bench.replay import Setup, _one, replay
-from kvtier.bench.simulate import keys_of
-from kvtier.bench.traces import Trace
+from kvtier.bench.retention.curves import TtlCurve
+from kvtier.bench.retention.replay import Setup, _one, replay
+from kvtier.bench.retention.simulate import keys_of
+from kvtier.bench.retention.traces import Trace
 from kvtier.errors import CorruptError
 from kvtier.testing import payload_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.block import scope_of
-from kvtier.terms import Depth, Terms
+from kvtier.identity.keys import scope_of
+from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of
 from tests.retention.requests import BLOCK, NS, opened, put, served
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.curves import CapacityCurve, TtlCurve, ceiling_hits
-from kvtier.bench.simulate import Admit, Level, capacity_of, simulate, simulate_stack
-from kvtier.bench.traces import Trace
+from kvtier.bench.retention.curves import CapacityCurve, TtlCurve, ceiling_hits
+from kvtier.bench.retention.simulate import Admit, Level, capacity_of, simulate, simulate_stack
+from kvtier.bench.retention.traces import Trace
 from kvtier.cli import main
-from kvtier.policy import POLICIES
-from kvtier.terms import Terms
+from kvtier.policies.policy import POLICIES
+from kvtier.retention.terms import Terms
 
 MOONCAKE_LRU = {0.01: 5.246, 0.05: 19.577, 0.10: 27.891, 0.25: 35.348}
 CLAUDE_LRU = {0.01: 78.828, 0.05: 95.938}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.bench.traces import load_trace
+from kvtier.bench.retention.traces import load_trace
 from kvtier.errors import InvalidRequest
 
 MOONCAKE = [

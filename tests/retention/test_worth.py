@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvtier.bench.capacity import Rates, plan_capacity
-from kvtier.bench.charts import line, nice, ranges, stacked
-from kvtier.bench.curves import CapacityCurve, Reuse
-from kvtier.bench.report import render, write_report
-from kvtier.bench.shapes import SHAPES, Shape, shape_of
-from kvtier.bench.simulate import Level, simulate_stack
-from kvtier.bench.traces import Trace
-from kvtier.bench.worth import Assumptions, Store, appraise
+from kvtier.bench.retention.capacity import Rates, plan_capacity
+from kvtier.bench.retention.charts import line, nice, ranges, stacked
+from kvtier.bench.retention.curves import CapacityCurve, Reuse
+from kvtier.bench.retention.report import render, write_report
+from kvtier.bench.retention.shapes import SHAPES, Shape, shape_of
+from kvtier.bench.retention.simulate import Level, simulate_stack
+from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.worth import Assumptions, Store, appraise
 from kvtier.cli import main
 from kvtier.errors import InvalidRequest
 
@@ -130,7 +130,7 @@ def test_rates_make_a_trace() -> None:
 def test_many_sessions_are_planned_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(sessions_per_hour=400, turns=5, hours=4.0)
     whole = plan_capacity(rates.trace(), GIVEN, float("inf"), scale=rates.scale)
-    monkeypatch.setattr("kvtier.bench.capacity.REFERENCES_MAX", 8000)
+    monkeypatch.setattr("kvtier.bench.retention.capacity.REFERENCES_MAX", 8000)
     trace = rates.trace()
     assert rates.scale > 5 and trace.references < 10_000
     part = plan_capacity(trace, GIVEN, float("inf"), scale=rates.scale)

@@ -135,7 +135,7 @@ class HiCache:
         if backend == "kvtier":
             tiers = {"g2": {"capacity": "4MiB"}, "g3": {"path": str(folder), "capacity": "64MiB"}}
             extra = {
-                "backend_name": "kvtier", "module_path": "kvtier.connectors.sglang_storage",
+                "backend_name": "kvtier", "module_path": "kvtier.connectors.sglang.hicache",
                 "class_name": "KVTierStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": True,
                 "kvtier_config": {"version": 1, "tiers": tiers, "deadlines": {"get": "3s"}},
                 "metrics_port": self.port,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.block import SHARED, make_keys
+from kvtier.identity.keys import SHARED, make_keys
 
 PAGE, PAGES, LAYERS = 16, 40, 3
 
@@ -40,7 +40,7 @@ def mla(**changed: Any) -> Any:
 
 
 def pool(device: Any, page: int = PAGE, *kinds: Kind) -> Any:
-    from kvtier.connectors.sglang_pool import pool_of
+    from kvtier.connectors.sglang.pool import pool_of
 
     return pool_of(device, page, kinds or (Kind.FULL,))
 
@@ -60,7 +60,7 @@ class Bench:
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, page: int = PAGE, g2: str = "4MiB", more: Any = None,
         device: Any = None, **config: Any,
     ) -> None:  # fmt: skip
-        from kvtier.connectors import sglang as module
+        from kvtier.connectors.sglang import linker as module
         from kvtier.testing import sample_namespace
 
         self.device, self.page = device or mha(page), page

@@ -18,7 +18,7 @@ def _hook(*_: Any) -> None:
 def test_hooks_are_installed_once() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from kvtier.connectors.sglang_hooks import install
+    from kvtier.connectors.sglang.hooks import install
 
     install()
     install()
@@ -27,7 +27,7 @@ def test_hooks_are_installed_once() -> None:
 
 
 def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.connectors import sglang_hooks
+    from kvtier.connectors.sglang import hooks as sglang_hooks
     from kvtier.errors import ConfigError
 
     monkeypatch.setattr(sglang_hooks, "_HOOKS", ((f"{ADMISSION}_of_another_release", "around", _hook),))
@@ -36,7 +36,7 @@ def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plug_in_that_was_loaded_without_ours_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.connectors import sglang_hooks
+    from kvtier.connectors.sglang import hooks as sglang_hooks
     from kvtier.errors import ConfigError
 
     sglang_hooks.install()

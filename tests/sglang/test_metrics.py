@@ -6,7 +6,7 @@ from __future__ import annotations
 def test_metrics_follow_what_was_counted() -> None:
     from prometheus_client import CollectorRegistry
 
-    from kvtier.connectors.sglang_metrics import EngineMetrics
+    from kvtier.connectors.sglang.metrics import EngineMetrics
 
     registry = CollectorRegistry()
     metrics = EngineMetrics({"model_name": "m", "tp_rank": "0"}, registry)

@@ -57,7 +57,7 @@ def model_config(**rope: Any) -> Any:
 def name(device: Any = None, *, ranks: dict[str, int] | None = None, rope: Any = None, **changed: Any) -> Any:
     from kvtier.config import Config
     from kvtier.connectors.common import Settings
-    from kvtier.connectors.sglang_pool import Ranks, namespace_of
+    from kvtier.connectors.sglang.pool import Ranks, namespace_of
 
     settings = Settings(Config.parse({"version": 1}), weights="1")
     kept = pool(device if device is not None else mha())

@@ -59,7 +59,7 @@ def extra_config(folder: Path, **more: Any) -> dict[str, Any]:
     tiers = {"g2": {"capacity": "1MiB"}, "g3": {"path": str(folder), "capacity": "64MiB"}}
     return {
         "backend_name": "kvtier",
-        "module_path": "kvtier.connectors.sglang_storage",
+        "module_path": "kvtier.connectors.sglang.hicache",
         "class_name": "KVTierStorage",
         "interface_v1": 1,
         "kvtier_config": {"version": 1, "tiers": tiers},
@@ -83,7 +83,7 @@ def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes backends as SGLang does, over one directory; closes them."""
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-    from kvtier.connectors import sglang_storage as module
+    from kvtier.connectors.sglang import hicache as module
 
     monkeypatch.setattr(module, "running_engine", engine)
 
@@ -200,7 +200,7 @@ def test_other_ranks_layouts_and_salts_are_apart(attach: Any) -> None:
 def test_whatever_the_engine_makes_of_the_weights_is_in_the_name(
     attach: Any, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
-    from kvtier.connectors import sglang_storage as module
+    from kvtier.connectors.sglang import hicache as module
 
     pool, keys = host_pool("mha", "page_first"), keys_of(3)
     writer = attach(pool)
@@ -267,7 +267,7 @@ def test_clear_leaves_nothing(attach: Any) -> None:
 def test_what_would_never_work_is_refused(attach: Any, tmp_path: Path) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
-    from kvtier.connectors.sglang_storage import KVTierStorage
+    from kvtier.connectors.sglang.hicache import KVTierStorage
     from kvtier.errors import ConfigError, IdentityError
 
     with pytest.raises(ConfigError, match="interface_v1"):

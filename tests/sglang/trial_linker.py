@@ -16,9 +16,9 @@ from witness import Witness  # beside this file
 import kvtier
 from kvtier.clock import SystemClock
 from kvtier.connectors.sglang import KVTierLinker
-from kvtier.connectors.sglang_pages import Pages
-from kvtier.namespace import Namespace
-from kvtier.stack import lower_tiers
+from kvtier.connectors.sglang.copies import Pages
+from kvtier.identity.namespace import Namespace
+from kvtier.manager.build import lower_tiers
 from kvtier.testing import Fault, FaultyTier
 
 

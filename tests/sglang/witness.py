@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from kvtier.block import NAME_BYTES
+from kvtier.identity.keys import NAME_BYTES
 
 _RECORD_BYTES = NAME_BYTES + 16
 

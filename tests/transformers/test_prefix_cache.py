@@ -11,7 +11,7 @@ import kvtier
 from kvtier.connectors.transformers import PrefixCache
 from kvtier.kernels.copy import Lane
 from kvtier.testing import Fault, FaultyTier, MemoryTier
-from kvtier.tiers import device
+from kvtier.tiers.device import torch_pool as device
 from tests.transformers.models import blocks_of, generate, llama, prompt
 
 torch = pytest.importorskip("torch")

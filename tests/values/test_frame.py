@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.block import Scope
 from kvtier.errors import CorruptError
-from kvtier.frame import COUNT_MAX, HEADER_BYTES_MAX, Frame, decode
-from kvtier.terms import BUILTIN, LIFETIME_BYTES, Depth, Lifetime, Stamp
+from kvtier.identity.keys import Scope
+from kvtier.retention.terms import BUILTIN, LIFETIME_BYTES, Depth, Lifetime, Stamp
 from kvtier.testing import sample_namespace
+from kvtier.tiers.objects.frame import COUNT_MAX, HEADER_BYTES_MAX, Frame, decode
 
 NOW = 1.8e9
 GOLDEN_SHA256 = "9061068ebed94329a959da932368737a2270c9521b91c8337590b8c2adb9e822"

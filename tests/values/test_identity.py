@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtier
-from kvtier.block import KEY_BYTES, SCOPE_BYTES, SHARED, scope_of
 from kvtier.errors import IdentityError, InvalidRequest
-from kvtier.hashing import chain_hashes, chain_root, flatten
-from kvtier.namespace import Namespace, explain
+from kvtier.identity.hashing import chain_hashes, chain_root, flatten
+from kvtier.identity.keys import KEY_BYTES, SCOPE_BYTES, SHARED, scope_of
+from kvtier.identity.namespace import Namespace, explain
 from kvtier.testing import sample_namespace
 
 BASE = sample_namespace()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.health import Breaker, BreakerLimits, Health
-from kvtier.rate import TokenBucket
 from kvtier.testing import VirtualClock
+from kvtier.tiers.breaker import Breaker, BreakerLimits, Health
+from kvtier.tiers.rate_limiter import TokenBucket
 
 
 async def test_a_bucket_holds_its_average() -> None:

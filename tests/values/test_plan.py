@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.plan import Costs, Where, make_plan
-from kvtier.tier import Miss
+from kvtier.manager.plan import Costs, Where, make_plan
+from kvtier.tiers.protocol import Miss
 
 places: st.SearchStrategy[list[Where]] = st.lists(
     st.sampled_from(["g2", "g3", "g4", Miss.ABSENT, Miss.EXPIRED]), max_size=30

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
-from kvtier.terms import BUILTIN, STAMPS_MAX, Depth, Lifetime, Terms, parse_duration, resolve
+from kvtier.retention.terms import BUILTIN, STAMPS_MAX, Depth, Lifetime, Terms, parse_duration, resolve
 
 T0 = 1.8e9
 terms = st.builds(

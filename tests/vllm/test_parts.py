@@ -16,15 +16,15 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 
 import torch
 
-from kvtier.arena import Arena
 from kvtier.config import Config
 from kvtier.connectors.common import Settings
 from kvtier.connectors.vllm import KVTierConnector
-from kvtier.connectors.vllm_compat import hash_problem
-from kvtier.connectors.vllm_identity import Adapters, namespace_of, pages_of
-from kvtier.connectors.vllm_messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
-from kvtier.connectors.vllm_worker import Pages, WorkerHalf, describe, fill_page_table, host_identity, map_arena
+from kvtier.connectors.vllm.compat import hash_problem
+from kvtier.connectors.vllm.identity import Adapters, namespace_of, pages_of
+from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
+from kvtier.connectors.vllm.worker import Pages, WorkerHalf, describe, fill_page_table, host_identity, map_arena
 from kvtier.errors import ConfigError, IdentityError
+from kvtier.tiers.host.arena import Arena
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
 PAGE = HEADS * TOKENS * 2 * DIM * 4

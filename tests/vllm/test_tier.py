@@ -35,8 +35,8 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from kvtier.connectors.vllm_tier import KVTierSecondaryTier
-from kvtier.connectors.vllm_tier_identity import tier_namespace
+from kvtier.connectors.vllm.offloading.identity import tier_namespace
+from kvtier.connectors.vllm.offloading.tier import KVTierSecondaryTier
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.testing import Fault, FaultyTier
 
@@ -78,7 +78,7 @@ class Stack:
             config=described(), kv_events_config=OffloadingKVEventsConfig(False, False), extra_config={}
         )
         given = {"kvtier_config": config, "weights": "1", "lookup_deadline": "10s", **arguments}
-        where = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tier"}
+        where = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm.offloading"}
         view = self.primary.get_kv_memoryview()
         try:
             self.tier: Any = SecondaryTierFactory.create_secondary_tier({**where, **given}, view, spec)

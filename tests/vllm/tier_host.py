@@ -17,15 +17,15 @@ class TierHost(engine_host.Host):
     def __init__(self, options: dict[str, Any]) -> None:
         tiers = []
         if options.get("tier") is not None:
-            tier = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm_tier", "model": "tiny"}
+            tier = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm.offloading", "model": "tiny"}
             tiers.append({**tier, "lookup_deadline": "30s", **options["tier"]})
         transfer = {
             "kv_connector": options.get("connector", "KVTierOffloadingConnector"),
-            "kv_connector_module_path": "kvtier.connectors.vllm_tier",
+            "kv_connector_module_path": "kvtier.connectors.vllm.offloading",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "CpuTieringSpec",
-                "spec_module_path": "kvtier.connectors.vllm_tier_cpu",
+                "spec_module_path": "kvtier.connectors.vllm.offloading.cpu_spec",
                 "cpu_bytes_to_use": options.get("host_bytes", 16 << 20),
                 "secondary_tiers": tiers,
                 **options.get("extra", {}),

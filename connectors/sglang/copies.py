@@ -1,0 +1,189 @@
+"""Pages of one rank's device pool and the blocks of one cache: offload, load, and what is under way.
+
+Used from the scheduler's thread only. Nothing here waits, but for `landed` and `quiesce`, which are bounded.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.cache import Cache
+from kvtier.config import calibration_folder
+from kvtier.connectors.sglang.pool import Pool
+from kvtier.identity.keys import BlockKey
+from kvtier.kernels.copy import Ack, Moves, Outcome
+from kvtier.kernels.engine import open_engine
+from kvtier.kernels.layout import of_slots
+from kvtier.manager.lease import Lease
+from kvtier.retention.ranges import ChainTerms
+from kvtier.retention.terms import Terms
+from kvtier.tiers.host.tier import Slot
+
+
+@dataclass(slots=True)
+class Offload:
+    """Pages on their way to G2, and what became of them. Completions are told in the order of submission; one for every
+    call, since all ranks must tell equally many."""
+
+    chain: Sequence[BlockKey]
+    slots: dict[tuple[int, int], Slot] = field(default_factory=dict)  # by (number, generation), under way
+    done: list[Slot] = field(default_factory=list)
+    whole: bool = True  # nothing was refused or failed
+    ticket: int = 0
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Load:
+    """Leased blocks on their way to pages of a batch."""
+
+    leases: list[Lease]
+    ticket: int
+    wanted: int
+    done: int = 0
+    over: bool = False
+
+
+class Pages:
+    """The copies between `pool` and `cache`'s G2. Owns the copy engine; `close` it before the cache."""
+
+    def __init__(self, cache: Cache, pool: Pool, wait_s: float, gate: Callable[[Callable[[], int]], int]) -> None:
+        """`gate(submit)` calls submit() where the device orders it behind the pages' last writer."""
+        self.cache = cache
+        self._manager = cache.manager
+        arena = self._manager.host.arena
+        # A mapping of its own: it must outlive the cache's while a copy flies.
+        mapping = mmap.mmap(arena.fds()[0], arena.slots * arena.slot_bytes)
+        self._engine = open_engine(
+            pool.pages(),
+            of_slots(memoryview(mapping), arena.slot_bytes, pool.shape),
+            pool.shape,
+            method=cache.config.offload.copy_by,
+            calibration=calibration_folder(),
+        )
+        self._wait_s = wait_s
+        self._gate = gate
+        self.events: Counter[str] = Counter()
+        self._offloads: deque[Offload] = deque()
+        self._by_ticket: dict[int, Offload | Load] = {}
+
+    # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def offload(self, chain: Sequence[BlockKey], start: int, pages: Sequence[int], terms: Terms | ChainTerms) -> None:
+        """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them; its completion tells the outcome.
+
+        Blocks that are here already cost nothing. Where G2 has no room the tail is left out, and the offload fails.
+        """
+        offload = Offload(chain, whole=False, over=True)
+        self._offloads.append(offload)
+        manager = self._manager
+        stop = start + len(pages)
+        slots, reached = manager.reserve(chain, start, stop, terms)
+        self.events["stores_without_room"] += stop - reached
+        if slots:
+            moves = Moves.of((pages[slot.index - start], slot.number, slot.generation) for slot in slots)
+            try:
+                offload.ticket = self._gate(lambda: self._engine.store(moves))
+            except BaseException:
+                manager.abort(slots, [slot.generation for slot in slots])
+                self.events["copies_failed"] += len(slots)
+                raise
+            offload.slots = {(slot.number, slot.generation): slot for slot in slots}
+            self._by_ticket[offload.ticket] = offload
+            offload.over = False
+        offload.whole = reached == stop
+
+    def fail(self) -> None:
+        """Owe the tree a completion that says no, in its turn."""
+        self._offloads.append(Offload((), whole=False, over=True))
+
+    def completed(self) -> int:
+        """How many of the oldest offloads are over."""
+        self._poll()
+        count = 0
+        for offload in self._offloads:
+            if not offload.over:
+                break
+            count += 1
+        return count
+
+    def pop(self) -> bool:
+        """Take the oldest completion; whether all its pages are in G2."""
+        return self._offloads.popleft().whole
+
+    def outstanding(self) -> int:
+        """Offloads whose completion was not taken."""
+        return len(self._offloads)
+
+    # ── load ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load(self, wanted: Sequence[tuple[Lease, Sequence[int]]]) -> Load:
+        """Start copying leased blocks into pages, and order the caller's stream behind it. Owns the leases now."""
+        moves = Moves.of(
+            (page, slot.number, slot.generation)
+            for lease, pages in wanted
+            for page, slot in zip(pages, lease.slots, strict=True)
+        )
+        load = Load([lease for lease, _ in wanted], 0, len(moves))
+        try:
+            load.ticket = self._engine.load(moves)
+        except BaseException:
+            self._release(load)
+            raise
+        self._by_ticket[load.ticket] = load
+        self._engine.fence(load.ticket)
+        return load
+
+    def landed(self, load: Load) -> bool:
+        """Wait until nothing of `load` writes any more; whether every page holds its block."""
+        self._engine.wait([load.ticket], self._wait_s)
+        self._poll()
+        return load.over and load.done == load.wanted
+
+    # ── common ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _poll(self) -> None:
+        for ack in self._engine.poll():
+            job = self._by_ticket.get(ack.ticket)
+            if isinstance(job, Offload):
+                self._stored(job, ack)
+            elif isinstance(job, Load):
+                job.done += len(ack.moves) if ack.outcome is Outcome.DONE else 0
+                if ack.last:
+                    job.over = True
+                    self._release(job)
+            if ack.last:
+                self._by_ticket.pop(ack.ticket, None)
+
+    def _stored(self, offload: Offload, ack: Ack) -> None:
+        acked = [offload.slots.pop((number, generation)) for _, number, generation in ack.moves.triples()]
+        if ack.outcome is Outcome.DONE:
+            offload.done += acked
+        else:
+            offload.whole = False
+            self.events["copies_failed"] += len(acked)
+            self._manager.abort(acked, [slot.generation for slot in acked])
+        if ack.last:
+            offload.over = True
+            done = sorted(offload.done, key=lambda slot: slot.index)
+            if done:
+                self._manager.commit(offload.chain, done, [slot.generation for slot in done])
+                self.events["blocks_stored"] += len(done)
+
+    def _release(self, load: Load) -> None:
+        for lease in load.leases:
+            lease.release()
+
+    def quiesce(self) -> None:
+        """Wait, bounded, for what is under way, and forget completions that nobody will ask for."""
+        self._engine.wait(list(self._by_ticket), self._wait_s)
+        self._poll()
+        self._offloads.clear()
+
+    def close(self) -> None:
+        """Quiesce and let go of the device's pages. What still flies keeps its memory."""
+        self.quiesce()
+        self._engine.close(self._wait_s)

@@ -1,0 +1,98 @@
+"""Loads of one rank between the tree's call and the end of the batch they belong to.
+
+    add       a request's blocks are pinned, and its pages known
+    start     all that was added goes to the device; SGLang's counter says which batch waits for it
+    finish    whether it is there
+
+Used from the scheduler's thread only. Only `finish` waits, bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.connectors.sglang.copies import Load, Pages
+from kvtier.manager.lease import Lease
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request's leased blocks, and the pages they are for."""
+
+    rid: str
+    lease: Lease
+    pages: Sequence[int]
+
+
+class Loads:
+    """What is queued, and what flies. Owns the leases it is given until they are released."""
+
+    def __init__(self, counter: Any, pages: Callable[[], Pages | None]) -> None:
+        """`counter` is SGLang's LayerWiseLoadCounter; `pages` has those of the moment, None while there are none."""
+        self._counter = counter
+        self._pages = pages
+        self._queue: list[Wanted] = []
+        self._flying: dict[int, Load] = {}
+        self.events: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._flying)
+
+    def add(self, wanted: Wanted) -> None:
+        self._queue.append(wanted)
+
+    def cancel(self, rid: str) -> bool:
+        """Drop what is queued for a request; whether there was anything."""
+        dropped = [wanted for wanted in self._queue if wanted.rid == rid]
+        self._queue = [wanted for wanted in self._queue if wanted.rid != rid]
+        _release(dropped)
+        return bool(dropped)
+
+    def start(self) -> int:
+        """Start what is queued; the counter's index, -1 if nothing is. Errors are told by `finish`."""
+        queue, self._queue = self._queue, []
+        if not queue:
+            return -1
+        index: int = self._counter.update_producer()
+        try:
+            pages = self._pages()
+            if pages is None:
+                raise RuntimeError("the cache is being replaced")
+            self._flying[index] = pages.load([(wanted.lease, wanted.pages) for wanted in queue])
+            for layer in range(self._counter.num_layers):
+                self._counter.complete(index, layer)
+        except Exception as error:
+            log.exception("a load of %d requests could not be started", len(queue))
+            _release(queue)
+            self.events["load_failures"] += len(queue)
+            self._counter.fail(index, error)
+        return index
+
+    def finish(self, index: int) -> bool:
+        """Wait until nothing of that start writes any more; whether every page holds its block."""
+        started = bool(self._counter.finish(index))
+        load = self._flying.pop(index, None)
+        if load is None:
+            return started
+        pages = self._pages()
+        landed = pages is not None and pages.landed(load)
+        self.events["load_failures"] += 0 if landed else len(load.leases)
+        return landed and started
+
+    def clear(self) -> None:
+        """Forget all of it. What flies must have ended."""
+        _release(self._queue)
+        self._queue.clear()
+        self._flying.clear()
+        self._counter.reset()
+
+
+def _release(queue: Sequence[Wanted]) -> None:
+    for wanted in queue:
+        wanted.lease.release()

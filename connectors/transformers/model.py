@@ -1,0 +1,174 @@
+"""What a transformers model is to a cache of its KV: shapes, identity, and what cannot be kept exactly.
+
+Identity is taken from the live model, not from the path it was loaded from: what was merged, quantised or trained
+since then changes the bytes too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtier.errors import IdentityError, InvalidRequest
+from kvtier.identity.namespace import Namespace
+
+if TYPE_CHECKING:
+    import torch
+
+LAYOUT = "L2HND"
+"""Order of a block's bytes: layer, keys before values, head, token, dimension."""
+
+_WHOLE_MODEL_BYTES = 256 << 20  # up to here every byte of every parameter is hashed
+_SAMPLE_BYTES = 64 << 10  # beyond, this much of each, at an offset drawn from its name
+_SIZE_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# What says how a model was saved or is run, not what it computes.
+_VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "output_attentions",
+             "output_hidden_states", "return_dict", "architectures", "id2label", "label2id")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of one token, all layers: found by running the model, not read from its configuration."""
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    def block(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Shape of a block of `tokens` tokens in the order of LAYOUT."""
+        return self.layers, 2, self.kv_heads, tokens, self.head_size
+
+    def block_bytes(self, tokens: int) -> int:
+        """Bytes of a block of `tokens` tokens."""
+        return int(self.layers * 2 * self.kv_heads * tokens * self.head_size * self.dtype.itemsize)
+
+
+def check_layers(cache: Any) -> None:
+    """Raise InvalidRequest unless every layer of a transformers cache holds plain keys and values of all tokens.
+
+    Sliding windows, linear attention, indexed, static and quantised layers keep a window, a state or other
+    numbers: blocks of tokens cannot be cut from them.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer:
+            raise InvalidRequest(
+                f"layer {index} of this cache is a {type(layer).__name__}: only plain full-attention layers "
+                "(DynamicLayer) can be cut into blocks; run this model without kvtier"
+            )
+
+
+def probe(model: Any) -> KVShape:
+    """The shape of the model's KV, from one token run through it. Raises InvalidRequest for what cannot be kept."""
+    import torch
+    from transformers import DynamicCache
+
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InvalidRequest("an encoder-decoder model's KV depends on the encoder's input; only decoders are cached")
+    rope = _rope_types(getattr(config, "rope_parameters", None))
+    if rope & _SIZE_DEPENDENT_ROPE:
+        raise InvalidRequest(
+            f"RoPE of type {', '.join(sorted(rope))} rotates keys by the length of the whole prompt: a block's bytes "
+            "depend on what comes after it; run this model without kvtier"
+        )
+    cache = DynamicCache(config=model.config)
+    check_layers(cache)
+    with torch.inference_mode():
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    check_layers(cache)
+    found = {(tuple(t.shape), t.dtype) for layer in cache.layers for t in (layer.keys, layer.values)}
+    if len(found) != 1:
+        raise InvalidRequest(f"layers differ in the shape of their keys and values: {sorted(map(str, found))}")
+    ((shape, dtype),) = found
+    return KVShape(len(cache.layers), shape[1], shape[3], dtype)
+
+
+def namespace_of(
+    model: Any,
+    shape: KVShape,
+    block_tokens: int,
+    *,
+    name: str | None = None,
+    weights: str | None = None,
+    mode: Literal["auto", "full"] = "auto",
+) -> Namespace:
+    """The identity of the model's KV. Reads the weights (all below 256 MiB or with mode "full", else samples).
+
+    `name` and `weights` override the model's logical name and the digest of its live weights. Raises IdentityError
+    for what cannot be determined.
+    """
+    config = model.config.get_text_config(decoder=True)
+    attention = getattr(config, "_attn_implementation", None)
+    if not attention:
+        raise IdentityError("the model does not say which attention implementation it uses; set attn_implementation")
+    rope = {
+        "parameters": getattr(config, "rope_parameters", None),
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+    }
+    return Namespace(
+        model=name or f"{config.model_type}/{type(model).__name__}",
+        weights=weights or weights_of(model, mode),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        layout=LAYOUT,
+        block_tokens=block_tokens,
+        block_bytes=shape.block_bytes(block_tokens),
+        layers=f"0:{shape.layers}",
+        kv_heads=shape.kv_heads,
+        head_size=shape.head_size,
+        group=f"full:{attention}",
+        rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
+    )
+
+
+def weights_of(model: Any, mode: Literal["auto", "full"] = "auto") -> str:
+    """Name the live weights: "live:" + SHA-256 over the configuration and every parameter's name, type and bytes.
+
+    Above 256 MiB of parameters, "live-s1:" and 64 KiB of each at an offset drawn from its name, which sees any
+    training, since that moves every parameter; mode "full" reads all. Adapters that are attached count.
+    """
+    state = sorted(model.state_dict().items())
+    whole = mode == "full" or sum(t.numel() * t.element_size() for _, t in state) <= _WHOLE_MODEL_BYTES
+    digest = hashlib.sha256(b"kvtier-live-weights-1")
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+    about = json.dumps([config, _active_adapters(model)], sort_keys=True, default=str).encode()
+    for part in _parts(about, state, whole):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return ("live:" if whole else "live-s1:") + digest.hexdigest()
+
+
+def _active_adapters(model: Any) -> Any:
+    """Which of the attached adapters compute: a method of transformers' models, a property of PEFT's."""
+    if not (getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")):
+        return []
+    active = getattr(model, "active_adapters", [])
+    return active() if callable(active) else active
+
+
+def _parts(about: bytes, state: list[tuple[str, torch.Tensor]], whole: bool) -> Iterator[bytes | memoryview]:
+    import torch
+
+    yield about
+    for name, tensor in state:
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        if not whole and flat.numel() > _SAMPLE_BYTES:
+            drawn = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+            start = drawn % (flat.numel() - _SAMPLE_BYTES)
+            flat = flat[start : start + _SAMPLE_BYTES]
+        yield memoryview(flat.cpu().numpy())
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Every rope_type in a configuration's RoPE parameters, which may be nested by layer type."""
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [_rope_types(value) for value in parameters.values()]
+    own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
+    return own.union(*nested)

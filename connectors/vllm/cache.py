@@ -1,0 +1,80 @@
+"""The cache inside vLLM's scheduler process: opened at start, opened anew after new weights, closed within a bound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+import kvtier
+from kvtier.cache import Cache
+from kvtier.config import calibration_folder
+from kvtier.connectors.common import Settings
+from kvtier.connectors.rotation import Rotation
+from kvtier.connectors.vllm.messages import ArenaHandle
+from kvtier.events import Events
+from kvtier.identity.namespace import Namespace
+
+
+class Core:
+    """At most one open cache and the handle of its arena. `current` is None while there is none.
+
+    The engine's thread never waits for a tier: what replaces the cache works on a thread of its own. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: Namespace,
+        near: Sequence[Collection[int]] = (),
+        events: Events | None = None,
+        *,
+        computes: bool = False,
+    ) -> None:
+        """`near`, `computes`: for `kvtier.open`. `events` hears of every cache's blocks."""
+        self._settings = settings
+        self._near = near
+        self._computes = computes
+        self._events = events
+        self._arenas = 0
+        self._rotation = Rotation(settings.config, namespace, self._open, lambda current: current[0].close())
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._rotation.namespace
+
+    @property
+    def current(self) -> tuple[Cache, ArenaHandle] | None:
+        return self._rotation.current
+
+    def open(self) -> None:
+        """Attach to the tiers. Takes as long as populating the arena does. Raises ConfigError, FormatError."""
+        self._rotation.open()
+
+    def _open(self, namespace: Namespace) -> tuple[Cache, ArenaHandle]:
+        cache = kvtier.open(self._settings.config, namespace, near=self._near, computes=self._computes)
+        if self._events is not None:
+            cache.manager.watch(self._events)
+        arena = cache.manager.host.arena
+        self._arenas += 1
+        return cache, ArenaHandle(
+            number=self._arenas,
+            pid=os.getpid(),
+            files=tuple((fd, os.fstat(fd).st_ino) for fd in arena.fds()),
+            slots=arena.slots,
+            slot_bytes=arena.slot_bytes,
+            piece_bytes=arena.piece_bytes,
+            copy_by=self._settings.config.offload.copy_by,
+            calibration=str(calibration_folder() or ""),
+        )
+
+    def rotate(self) -> None:
+        """The engine has new weights: nothing stored until now may be found again. Returns at once; until the
+        new cache is open there is none."""
+        current = self.current
+        if current is not None and self._events is not None:
+            current[0].manager.watch(None)
+        self._rotation.rotate()
+
+    def close(self, timeout: float) -> bool:
+        """Flush and let go, at most `timeout` seconds; False if that was not enough (the process's end does it)."""
+        return self._rotation.close(timeout)

@@ -1,0 +1,185 @@
+"""Every access to vLLM's objects that its authors do not call stable, in one place, by feature and not by version.
+
+Requests, block tables, the block pool, scheduler output: read here, nowhere else. Written against vLLM 0.26 … 0.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from string import hexdigits
+from typing import Any
+
+from kvtier.identity.hashing import HASH_BYTES
+from kvtier.identity.keys import BlockKey
+
+_GROUP = 0  # one KV cache group is served
+
+
+Scheduled = tuple[str, Sequence[int], bool, int, int]
+"""One request of a step: name, block table (all of it, or what was appended), whether it is all of it, and the tokens
+begin … end-1 that are computed. A plain tuple: hundreds are made per step."""
+
+
+def scheduled(output: Any) -> Iterator[Scheduled]:
+    """The requests of a SchedulerOutput, in the order in which the scheduler took them: running ones first."""
+    tokens: Mapping[str, int] = output.num_scheduled_tokens
+    cached = output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    for name, blocks, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        table = () if blocks is None else blocks[_GROUP]
+        yield name, table, bool(resumed) and name in resumed, begin, begin + tokens.get(name, 0)
+    for new in output.scheduled_new_reqs:
+        begin = new.num_computed_tokens
+        yield new.req_id, new.block_ids[_GROUP], True, begin, begin + tokens.get(new.req_id, 0)
+
+
+_PREFILL_TOKENS = 16
+"""Tokens per request from which on a step is prefill as good as all of it: a request that decodes adds one or a few."""
+
+
+def prefilled(output: Any) -> int:
+    """Tokens that a step computes, if almost all of them are of prompts; 0 for every other step."""
+    tokens: int = output.total_num_scheduled_tokens
+    return tokens if tokens >= _PREFILL_TOKENS * len(output.num_scheduled_tokens) else 0
+
+
+def preempted(output: Any) -> set[str]:
+    """Requests whose blocks were taken away in this step."""
+    return getattr(output, "preempted_req_ids", None) or set()
+
+
+def table_of(blocks: Any) -> list[int]:
+    """Block ids of a KVCacheBlocks."""
+    ids: list[int] = list(blocks.get_block_ids()[_GROUP])
+    return ids
+
+
+def hashes_of(request: Any, start: int = 0) -> list[bytes]:
+    """The request's chain hashes from block `start` on, as far as its tokens are known."""
+    return [bytes(digest) for digest in request.block_hashes[start:]]
+
+
+def unwanted(request: Any) -> bool:
+    """The request must not read any cache (prompt log-probabilities, say)."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
+def control_of(request: Any) -> object:
+    """What the request's sender asked of kvtier; None for nothing."""
+    params = getattr(request, "kv_transfer_params", None)
+    return params.get("kvtier") if isinstance(params, Mapping) else None
+
+
+def public_name(request: Any) -> str:
+    """The request's id as its sender knows it: the engine appends eight digits of its own."""
+    whole: str = request.request_id
+    name, dash, tail = whole.rpartition("-")
+    return name if dash and len(tail) == 8 and set(tail) <= set(hexdigits) else whole
+
+
+def adapter_of(request: Any) -> Any | None:
+    """The request's LoRARequest, or None."""
+    return getattr(request, "lora_request", None)
+
+
+def salt_of(request: Any) -> str | None:
+    return getattr(request, "cache_salt", None) or None
+
+
+def holds_foreign_state(request: Any) -> bool:
+    """Prompt embeddings are not tokens; older releases do not put them into the hash."""
+    return getattr(request, "prompt_embeds", None) is not None
+
+
+class Pool:
+    """vLLM's BlockPool, read only. Its blocks are named by `block_hash`: chain hash ‖ group index, a bytes object
+    that is made anew whenever a block is filled anew."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.blocks: int = pool.num_gpu_blocks
+        self.caching: bool = bool(pool.enable_caching)
+
+    def tokens_of(self, blocks: Sequence[int]) -> list[object | None]:
+        """The current name object of each block; None where it has none."""
+        every = self._pool.blocks
+        return [every[block].block_hash for block in blocks]
+
+    def naming(self, tokens: Sequence[Any], keys: Sequence[BlockKey]) -> int:
+        """How many leading tokens are the engine's names of these keys, one by one."""
+        for count, (token, key) in enumerate(zip(tokens, keys, strict=True)):
+            if token is None or token[:HASH_BYTES] != key[-HASH_BYTES:]:
+                return count
+        return len(tokens)
+
+    def resident(self, chain: Sequence[BlockKey]) -> int:
+        """Leading blocks of a chain that the pool has under their names."""
+        find = self._pool.cached_block_hash_to_block.get_one_block
+        group = _GROUP.to_bytes(4, "big")
+        for index, key in enumerate(chain):
+            if find(key[-HASH_BYTES:] + group) is None:
+                return index
+        return len(chain)
+
+    def free(self) -> int:
+        """Blocks that could be handed out."""
+        return int(self._pool.get_num_free_blocks())
+
+    def head(self, count: int) -> Iterator[int]:
+        """Numbers of the blocks that will be handed out next."""
+        return islice(self._walk(), count)
+
+    def _walk(self) -> Iterator[int]:
+        queue = self._pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not None and block is not queue.fake_free_list_tail:
+            yield block.block_id
+            block = block.next_free_block
+
+
+def hash_problem(algorithm: str, randomised: bool) -> str:
+    """Why the engine's block hashes cannot name stored blocks; "" if they can. `randomised`: the interpreter's hashes
+    are (PYTHONHASHSEED is not 0), with which releases up to 0.28 seed their own."""
+    if not algorithm.startswith("sha256"):
+        return (
+            f"prefix_caching_hash_algo is {algorithm!r}, which does not resist collisions: blocks that outlive the "
+            "process need a cryptographic name; start with --prefix-caching-hash-algo sha256_cbor"
+        )
+    from vllm.v1.core import kv_cache_utils
+
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and randomised:
+        return (
+            "this vLLM seeds its block hashes at random in every process, so nothing stored would be found again; "
+            "set PYTHONHASHSEED=0 for the engine and all replicas"
+        )
+    return ""
+
+
+def publishes(vllm_config: Any) -> bool:
+    """Whether the engine publishes KV events at all."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def kind_of(kv_cache_config: Any) -> str | None:
+    """vLLM's name of the kind of its KV cache group; None where this release has none."""
+    try:
+        from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    except ImportError:
+        return None
+    return str(get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[_GROUP].kv_cache_spec).value)
+
+
+def hit_sources(tiers: Mapping[str, int]) -> dict[Any, int]:
+    """Tokens by tier under vLLM's own labels; {} where this release has none."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return {}
+    labels = {"g2": CacheHitSource.HOST, "g3": CacheHitSource.DISK}
+    out: dict[Any, int] = {}
+    for tier, count in tiers.items():
+        label = labels.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        out[label] = out.get(label, 0) + count
+    return out

@@ -1,0 +1,271 @@
+"""Which blocks of vLLM's pool hold KV that may be stored.
+
+A block is *confirmed* once the step that filled it has completed, and no failed load touched it or an earlier block
+of its request. vLLM names blocks when it plans a step, before anything is computed; it leaves blocks of failed
+loads, and what was computed after them, under valid names; and it frees named blocks of aborted requests while
+their forward still runs. So a name found in the pool is no evidence, and this module keeps its own:
+
+    step planned     → `cover`, `plan`: spans of tokens, told of when they complete a block
+    step completed   → `complete`: spans that continue trusted tokens make them grow, and full blocks are confirmed
+    load failed      → `fail`: nothing planned until now counts for the requests it touched
+
+A confirmed block is remembered by its number together with the pool's name *object*: once the pool hands the block
+out again the object is another, even for equal content.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, NamedTuple, Protocol
+
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.ranges import ChainTerms
+
+Token = object
+"""What tells this tenancy of a block from the next: the pool's name object, compared by identity."""
+
+
+class Chain(list[BlockKey]):
+    """A request's keys, head first; grows at its end. `terms` are the request's."""
+
+    __slots__ = ("terms",)
+
+    def __init__(self, keys: Iterable[BlockKey], terms: ChainTerms) -> None:
+        super().__init__(keys)
+        self.terms = terms
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One request as far as its blocks go. Owned by the Confirmer between `start` and `finish`."""
+
+    name: str
+    request: Any  # the engine's object
+    chain: Chain
+    table: list[int] = field(default_factory=list)
+    trusted: int = 0  # leading tokens whose KV is computed or loaded, completed, and right
+    load_begin: int = 0  # tokens load_begin … loaded-1 were brought by a load
+    loaded: int = 0
+    confirmed: int = 0  # leading blocks that `complete` has told of
+    keep: bool = True  # whether its blocks may be stored, and up to which depth
+    keep_blocks: int = 1 << 62
+    life: int = 0  # changes when the engine takes all blocks away
+    void_until: int = -1  # steps up to this one do not count
+    open: int = -1  # tokens open … planned-1 were planned, one stretch, and are not in a span yet; -1: none were
+    planned: int = -1
+    due: int = -1  # tokens with which the next block is full
+
+
+class _Held(NamedTuple):
+    """The token of a block without a name: its request, as long as that keeps its blocks."""
+
+    track: Track
+    life: int
+
+
+class Span(NamedTuple):
+    """Tokens begin … end-1 of a request are computed when a step has run."""
+
+    track: Track
+    life: int
+    begin: int
+    end: int
+
+
+class Confirmed(NamedTuple):
+    """Blocks of the track's chain from depth `start` on lie in these block numbers, under these tokens."""
+
+    track: Track
+    start: int
+    blocks: list[int]
+    tokens: list[Token]
+    found: bool  # the request found them in the pool, confirmed for another
+
+
+class Names(Protocol):
+    """What the pool calls its blocks."""
+
+    def tokens_of(self, blocks: Sequence[int]) -> list[Token | None]:
+        """The current name object of each block; None where it has none."""
+
+    def naming(self, tokens: Sequence[Token | None], keys: Sequence[BlockKey]) -> int:
+        """How many leading tokens are names of these keys, one by one."""
+
+
+class Confirmer:
+    """See the module. Pure state of one scheduler; not thread-safe; never blocks.
+
+    Without prefix caching there are no `names`, and a block belongs to its track as long as the track's life lasts.
+    """
+
+    def __init__(self, block_tokens: int, names: Names | None) -> None:
+        self.block_tokens = block_tokens
+        self._names = names
+        self._tracks: dict[str, Track] = {}
+        self._steps: deque[tuple[int, list[Span]]] = deque()
+        self._spans: list[Span] = []  # of the step that is being planned
+        self._held: dict[int, Token] = {}
+        self._last = -1
+
+    def __len__(self) -> int:
+        return len(self._tracks)
+
+    def start(self, track: Track) -> None:
+        self._tracks[track.name] = track
+
+    def get(self, name: str) -> Track | None:
+        return self._tracks.get(name)
+
+    def finish(self, name: str) -> Track | None:
+        """The engine is done with the request. Its spans under way still count when they complete."""
+        return self._tracks.pop(name, None)
+
+    def place(self, track: Track, table: Sequence[int]) -> list[int]:
+        """The engine gave the request this whole block table. Returns blocks that lost what they held."""
+        if track.table and track.table != list(table[: len(track.table)]):
+            self.displace(track)
+        return self.extend(track, table[len(track.table) :])
+
+    def extend(self, track: Track, blocks: Sequence[int]) -> list[int]:
+        """The engine appended blocks to the request's table. Returns blocks that lost what they held."""
+        track.table.extend(blocks)
+        known = [block for block in blocks if block in self._held]
+        lasting = self.lasting(known, [self._held[block] for block in known])
+        stale = [block for block, lasts in zip(known, lasting, strict=True) if not lasts]
+        for block in stale:
+            del self._held[block]
+        return stale
+
+    def displace(self, track: Track) -> None:
+        """The engine took all blocks away (preemption): what was planned before does not count."""
+        track.table = []
+        track.trusted = track.load_begin = track.loaded = track.confirmed = 0
+        track.life += 1
+        track.open = -1
+
+    def cover(self, track: Track, begin: int, end: int) -> None:
+        """The step that is being planned computes tokens begin … end-1 of a request.
+
+        Called per request and step, so it does next to nothing unless a block gets full: stretches that continue one
+        another make one span. The first of a stretch is a span by itself, since what it builds upon must be looked at
+        when it completes; later it may have been repaired.
+        """
+        if track.open <= begin <= track.planned and track.open >= 0:
+            track.planned = end
+            if end < track.due:
+                return
+            begin = track.open
+        self._spans.append(Span(track, track.life, begin, end))
+        track.open = track.planned = end
+        track.due = (end // self.block_tokens + 1) * self.block_tokens
+
+    def plan(self, step: int) -> None:
+        """What was covered since the last call is a step. Steps are numbered ascending and complete in this order."""
+        self._last = step
+        self._steps.append((step, self._spans))
+        self._spans = []
+
+    def fail(self, blocks: Iterable[int]) -> None:
+        """A load left these blocks without content: distrust them and what was computed after them."""
+        bad = set(blocks)
+        if not bad:
+            return
+        for block in bad:
+            self._held.pop(block, None)
+        under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
+        for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
+            index = next((i for i, block in enumerate(track.table) if block in bad), None)
+            if index is not None:
+                tokens = index * self.block_tokens
+                track.trusted, track.loaded = min(track.trusted, tokens), min(track.loaded, tokens)
+                track.confirmed = min(track.confirmed, index)
+                track.void_until = self._last
+                track.open = -1
+
+    def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:
+        """Everything up to `step` has run. `known(track)` are the tokens whose KV a completed step can have left:
+        one less than the request's tokens, since the last sampled one was never an input. Returns what is newly
+        confirmed, heads before tails."""
+        fresh: list[Confirmed] = []
+        while self._steps and self._steps[0][0] <= step:
+            number, spans = self._steps.popleft()
+            for span in spans:
+                track = span.track
+                if span.life == track.life and number > track.void_until:
+                    self._grow(span, known(track), fresh)
+        return fresh
+
+    def _grow(self, span: Span, known: int, fresh: list[Confirmed]) -> None:
+        track = span.track
+        if track.trusted < span.begin:
+            self._trust_head(track, span.begin, fresh)
+        if track.trusted < span.begin:
+            return  # computed after something that is not known to be right
+        track.trusted = max(track.trusted, min(span.end, known))
+        self._confirm(track, fresh)
+
+    def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:
+        """Extend trust over what the request found: blocks confirmed for others, then what its load brought."""
+        size = self.block_tokens
+        start = track.trusted // size
+        tokens: list[Token] = []
+        for block in track.table[start : min(begin // size, len(track.chain))]:
+            token = self.token(block)
+            if token is None:
+                break
+            tokens.append(token)
+        index = start + len(tokens)
+        if tokens:
+            fresh.append(Confirmed(track, start, track.table[start:index], tokens, True))
+        track.trusted = max(track.trusted, index * size)
+        track.confirmed = max(track.confirmed, index)  # confirmed, and handed out, for somebody else
+        if track.load_begin <= track.trusted < track.loaded:
+            track.trusted = track.loaded
+            self._confirm(track, fresh)
+
+    def _confirm(self, track: Track, fresh: list[Confirmed]) -> None:
+        start, stop = track.confirmed, min(track.trusted // self.block_tokens, len(track.chain))
+        blocks = track.table[start:stop]
+        if not blocks:
+            return
+        tokens: list[Any]
+        if self._names is None:
+            tokens = [_Held(track, track.life)] * len(blocks)
+        else:
+            tokens = self._names.tokens_of(blocks)
+            count = self._names.naming(tokens, track.chain[start:stop])
+            del blocks[count:], tokens[count:]
+            self._held.update(zip(blocks, tokens, strict=True))
+        if blocks:
+            fresh.append(Confirmed(track, start, blocks, tokens, False))
+            track.confirmed += len(blocks)
+
+    def lasting(self, blocks: Sequence[int], tokens: Sequence[Any]) -> list[bool]:
+        """Of each block, whether it still is in the tenancy it was confirmed in."""
+        if self._names is None:
+            return [token.track.life == token.life for token in tokens]
+        return list(map(is_, self._names.tokens_of(blocks), tokens))
+
+    def holds(self, block: int, token: Token) -> bool:
+        """The same for one block."""
+        return self.lasting((block,), (token,))[0]
+
+    def token(self, block: int) -> Token | None:
+        """The tenancy in which the block was confirmed, if it lasts."""
+        token = self._held.get(block)
+        return token if token is not None and self.holds(block, token) else None
+
+    def under_way(self, step: int) -> bool:
+        """Whether some step up to this one has not completed."""
+        return bool(self._steps) and self._steps[0][0] <= step
+
+    def check(self) -> None:
+        """Assert that trust never exceeds the table, and that steps are in order."""
+        numbers = [number for number, _ in self._steps]
+        assert numbers == sorted(numbers), "steps out of order"
+        for track in self._tracks.values():
+            assert track.confirmed * self.block_tokens <= max(track.trusted, track.confirmed * self.block_tokens)
+            assert track.confirmed <= len(track.table), "more blocks confirmed than held"

@@ -1,0 +1,291 @@
+"""kvtier as vLLM's KV connector.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kvtier_config": "kvtier.yaml"}}'
+
+The scheduler process holds the cache (`vllm_scheduler`), every worker copies (`vllm_worker`). This module only hands
+vLLM's calls to the two halves, and sees to it that no error of theirs reaches the engine's step: such a call is
+answered as if there were no cache. Settings: docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvtier.clock import SystemClock
+from kvtier.connectors.common import Controls, Scopes, Settings, guarded, seconds, weighs
+from kvtier.connectors.vllm import compat
+from kvtier.connectors.vllm.cache import Core
+from kvtier.connectors.vllm.events import KVEvents
+from kvtier.connectors.vllm.identity import block_tokens_of, namespace_of, pages_of
+from kvtier.connectors.vllm.messages import Handshake, StepMeta, WorkerMeta
+from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.stores import Limits
+from kvtier.connectors.vllm.worker import WorkerHalf, host_identity
+from kvtier.errors import ConfigError, IdentityError
+from kvtier.units import parse_size
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.worker import Pages
+
+log = logging.getLogger(__name__)
+
+ARGUMENTS = ("lookup_deadline", "flush_timeout", "ack_timeout", "step_bytes", "decode_blocks", "recompute")
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module. vLLM makes one for the scheduler and one per worker rank."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raises ConfigError for wrong arguments and IdentityError for models that are not served: the engine does
+        not start, and the message says what to change."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        self._settings = Settings.parse(extra, ARGUMENTS)
+        self._extra = extra
+        self._pages: Pages = pages_of(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._pool: Any = None
+        self._stored: StepMeta | None = None
+        if role == KVConnectorRole.WORKER:
+            self._worker = self._make_worker(self._pages)
+        elif getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") != "recompute":
+            log.warning(
+                'kv_load_failure_policy is "fail": a block that cannot be copied in then fails its request; '
+                'set "recompute", so that it costs time only'
+            )
+
+    def _make_worker(self, pages: Pages) -> WorkerHalf:
+        return WorkerHalf(pages)
+
+    # A cache is no delivery: what is not saved is computed again.
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def _limits(self) -> Limits:
+        config, extra = self._settings.config, self._extra
+        tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        ahead: int | str = config.offload.spill_ahead
+        if ahead == "auto":
+            # What four steps can consume, at most a quarter of the pool.
+            ahead = min(4 * -(-tokens // block_tokens_of(self._kv_cache_config)), self._pages.blocks // 4)
+        return Limits(
+            lookup_deadline=seconds(extra, "lookup_deadline", config.deadlines.lookup),
+            prefetch_s=config.deadlines.get,
+            flush_timeout=seconds(extra, "flush_timeout", 3.0),
+            ack_timeout=seconds(extra, "ack_timeout", 30.0),
+            step_bytes=parse_size(extra.get("step_bytes", "64MiB")),
+            spill_ahead=int(ahead),
+            decode=bool(extra.get("decode_blocks", True)),
+            weighs=weighs(extra),
+        )
+
+    # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+        if self._scheduler is not None:
+            self._scheduler.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """All workers have registered their tensors: name them, open the cache. Raises what makes a start fail."""
+        ranks = {rank: shake for rank, shake in metadata.items() if isinstance(shake, Handshake)}
+        here = host_identity()
+        for rank, shake in ranks.items():
+            if shake.refusal:
+                raise IdentityError(f"rank {rank}: {shake.refusal}")
+            if shake.host != here:
+                raise ConfigError(
+                    f"rank {rank} runs on {shake.host}, the scheduler on {here}: workers map the scheduler's memory, "
+                    "so all ranks of one engine must share its host and PID namespace"
+                )
+        namespace = namespace_of(self._vllm_config, self._settings, self._pages, ranks)
+        config = self._settings.config
+        near = [shake.cpus for _, shake in sorted(ranks.items())]
+        events = (
+            KVEvents(namespace.block_tokens, compat.kind_of(self._kv_cache_config))
+            if compat.publishes(self._vllm_config)
+            else None
+        )
+        core = Core(
+            self._settings,
+            namespace,
+            near if len(near) == namespace.ranks_served else (),
+            events.events if events is not None else None,
+            computes=any(shake.pid == os.getpid() for shake in ranks.values()),
+        )
+        core.open()
+        log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
+        self._scheduler = SchedulerHalf(
+            core,
+            Scopes(config),
+            Controls(config),
+            config.offload,
+            self._limits(),
+            self._pages.ranks,
+            SystemClock(),
+            events,
+        )
+        if self._pool is not None:
+            self._scheduler.bind(self._pool)
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            guarded(self._scheduler.arrive, request, fallback=None)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        nothing: tuple[int | None, bool] = (0, False)
+        return guarded(self._scheduler.match, request, num_computed_tokens, fallback=nothing)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        half = self._scheduler
+        if half is None:
+            return
+        try:
+            half.allocated(request, blocks, num_external_tokens)
+        except Exception:
+            log.exception("kvtier: a load is refused")
+            if num_external_tokens:
+                half.refuse(request, blocks)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return StepMeta(-1)
+        meta = guarded(self._scheduler.plan, scheduler_output, fallback=None)
+        return meta if meta is not None else StepMeta(-1, loads=self._scheduler.take_loads())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            guarded(self._scheduler.completed, connector_output, fallback=None)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None:
+            return False, None
+        nothing: tuple[bool, dict[str, Any] | None] = (False, None)
+        return guarded(self._scheduler.finish, request, fallback=nothing)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and guarded(self._scheduler.pending, fallback=False)
+
+    def reset_cache(self) -> bool | None:
+        return None if self._scheduler is None else guarded(self._scheduler.reset, fallback=False)
+
+    def get_kv_connector_stats(self) -> KVTierStats | None:
+        if self._scheduler is None:
+            return None
+        nothing: dict[str, int] = {}
+        news = guarded(self._scheduler.news, fallback=nothing)
+        return KVTierStats(data=news) if news else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
+        return KVTierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVTierPromMetrics:
+        return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        unknown: dict[str, int] = {}
+        tiers = guarded(self._scheduler.sources, request, fallback=unknown)
+        return compat.hit_sources(tiers) or {self._cache_hit_source: num_external_tokens}
+
+    # ── worker ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    # Sleep mode (called from 0.33 on).
+
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            guarded(self._worker.suspend, fallback=None)
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            guarded(self._worker.resume, fallback=None)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        assert self._worker is not None
+        return self._worker.handshake()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        meta, worker = self._get_connector_metadata(), self._worker
+        assert worker is not None and isinstance(meta, StepMeta)
+        worker.start(meta.step)
+        if meta.arena is not None:
+            guarded(worker.attach, meta.arena, fallback=None)
+        worker.load(meta.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before their request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are copied per step, all layers at once."""
+
+    def wait_for_save(self) -> None:
+        """Stores start behind the forward that was launched, and are not waited for."""
+        self._store_once(self._get_connector_metadata())
+
+    def _store_once(self, meta: KVConnectorMetadata | None) -> None:
+        """Called twice per step: up to 0.30 a step without a forward, which is all that an idle engine has, comes
+        without `wait_for_save`. Any moment of the step is right, since stores are of blocks that are complete."""
+        assert self._worker is not None
+        if isinstance(meta, StepMeta) and meta is not self._stored:
+            self._stored = meta
+            self._worker.store(meta.stores)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        worker = self._worker
+        assert worker is not None
+        meta = self._connector_metadata
+        self._store_once(meta)
+        guarded(worker.poll, fallback=None)
+        freed = set(meta.freed) if isinstance(meta, StepMeta) else set()
+        return freed or None, worker.received() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.bad_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerMeta | None:
+        return None if self._worker is None else self._worker.answer()
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                guarded(half.close, fallback=None)
+
+    def take_events(self) -> Iterable[Any]:
+        nothing: list[Any] = []
+        return nothing if self._scheduler is None else guarded(self._scheduler.take_events, fallback=nothing)

@@ -1,0 +1,64 @@
+"""Rows of vLLM's host cache, which its jobs name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.tiers.protocol import Pieces
+
+
+class Rows:
+    """vLLM's host cache: row i holds one chunk, all layers and ranks. The memory is vLLM's; whoever is told a row may
+    use it until the job that named it is reported."""
+
+    def __init__(self, view: memoryview) -> None:
+        """`view` is [rows, bytes], contiguous."""
+        assert view.strides is not None
+        self.row_bytes = view.strides[0]
+        self._flat = view.cast("B")
+
+    @contextmanager
+    def read(self, rows: Sequence[int]) -> Iterator[list[memoryview]]:
+        """Views of these rows, valid inside the `with`."""
+        views = [self._flat[row * self.row_bytes : (row + 1) * self.row_bytes] for row in rows]
+        try:
+            yield views
+        finally:
+            for view in views:
+                view.release()
+
+    def write(self, row: int, pieces: Pieces) -> None:
+        """Copy a block into a row. Other threads run meanwhile."""
+        with self.read([row]) as (view,):
+            whole, start = np.frombuffer(view, np.uint8), 0
+            for piece in pieces:
+                np.copyto(whole[start : start + len(piece)], np.frombuffer(piece, np.uint8))
+                start += len(piece)
+            del whole
+
+    def release(self) -> None:
+        """Let vLLM unmap its memory. Idempotent."""
+        self._flat.release()
+
+
+class Placed(NamedTuple):
+    """One chunk of a job: vLLM's key, its depth in the request's chain, and its row of vLLM's host cache."""
+
+    key: bytes
+    depth: int
+    row: int
+
+
+def runs_of(placed: Iterable[Placed]) -> list[list[Placed]]:
+    """In order of depth, cut into runs without gaps."""
+    runs: list[list[Placed]] = []
+    for item in sorted(placed, key=lambda item: item.depth):
+        if runs and runs[-1][-1].depth + 1 == item.depth:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs

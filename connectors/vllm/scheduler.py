@@ -1,0 +1,395 @@
+"""The half of the vLLM connector that lives in the scheduler process: finds, pins, plans copies, publishes.
+
+    a request arrives      → `arrive`: its keys, and promotion into G2 begins
+    it may be scheduled    → `match`: what lies in G2 now is pinned; None while promotion may still finish in time
+    it has got blocks      → `allocated`: a load of the pinned slots
+    a step is planned      → `plan`: loads and stores for the workers
+    a step has run         → `completed`: loads end, blocks are confirmed, stores are published or given up
+    it ends                → `finish`
+
+Called on the engine's one scheduler thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from typing import Any
+
+from kvtier.cache import Cache
+from kvtier.clock import Clock
+from kvtier.config import Offload
+from kvtier.connectors.common import Controls, PrefillClock, Scopes, engine_keys
+from kvtier.connectors.feedback import Wishes
+from kvtier.connectors.vllm import compat
+from kvtier.connectors.vllm.cache import Core
+from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
+from kvtier.connectors.vllm.events import KVEvents
+from kvtier.connectors.vllm.identity import Adapters
+from kvtier.connectors.vllm.loads import Fetched, Loads, Visit
+from kvtier.connectors.vllm.messages import ArenaHandle, Load, StepMeta, WorkerMeta
+from kvtier.connectors.vllm.stores import Limits, Stores
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.manager import Manager
+
+log = logging.getLogger(__name__)
+
+_LEASE_S = 1.0
+"""How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
+_GIVE_BACK_S = 0.5
+"""How much longer than `flush_timeout` an idle engine steps where blocks are held that long: a step gives them back."""
+_LAUNCHED_MAX = 64
+"""Steps whose answers are awaited at most; more would mean that they do not come."""
+
+
+class SchedulerHalf:
+    """See the module. Owns the bookkeeping of one engine; the cache itself belongs to `core`."""
+
+    def __init__(
+        self,
+        core: Core,
+        scopes: Scopes,
+        controls: Controls,
+        offload: Offload,
+        limits: Limits,
+        ranks: int,
+        clock: Clock,
+        events: KVEvents | None = None,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._told: dict[str, int] = {}
+        self._core = core
+        self._events = events
+        self._scopes = scopes
+        self._controls = controls
+        self._default = controls.parse(None).chain_terms(core.namespace.block_tokens).only
+        self._offload = offload
+        self._limits = limits
+        self._clock = clock
+        self._block_tokens = core.namespace.block_tokens
+        self._adapters = Adapters()
+        self._visits: dict[str, Visit] = {}
+        self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
+        self._wishes = Wishes(self._block_tokens)
+        self._jobs = self._step = 0
+        self._arena = 0  # number of the arena that workers know
+        self._idle_since: float | None = None
+        self._loads = Loads(ranks, self._block_tokens, self.counters, self._job)
+        self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
+        self._prefill = PrefillClock(self._computed, self._block_tokens)
+        self._launched: deque[tuple[int, int, float]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, since
+        self._pool: compat.Pool | None = None
+        self._confirmer = Confirmer(self._block_tokens, None)
+
+    def bind(self, pool: Any) -> None:
+        """The engine's block pool, before the first request."""
+        self._pool = compat.Pool(pool)
+        self._confirmer = Confirmer(self._block_tokens, self._pool if self._pool.caching else None)
+        self._stores.bind(self._pool, self._confirmer)
+
+    def _job(self) -> int:
+        self._jobs += 1
+        return self._jobs
+
+    @property
+    def _manager(self) -> Manager | None:
+        current = self._core.current
+        return None if current is None else current[0].manager
+
+    # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def arrive(self, request: Any) -> None:
+        """A request was queued."""
+        visit = self._visit(request)
+        current = self._core.current
+        if current is None or visit.prefetch is not None:
+            return
+        self._prefetch(current[0], visit, request)
+        if visit.scope is not None:
+            visit.pinning = self._wishes.pin(current[0], visit.scope, visit.control, self._prompt(visit))
+
+    def _prompt(self, visit: Visit) -> list[BlockKey]:
+        return visit.track.chain[: visit.track.request.num_prompt_tokens // self._block_tokens]
+
+    def _visit(self, request: Any) -> Visit:
+        name = request.request_id
+        visit = self._visits.get(name)
+        if visit is not None:
+            return visit
+        control = self._controls.parse(compat.control_of(request))
+        adapter = self._adapters.of(compat.adapter_of(request))
+        scope = None
+        if adapter is not None and not compat.holds_foreign_state(request):
+            scope = self._scopes.of(compat.salt_of(request), adapter, control.request)
+        track = Track(name, request, Chain((), control.chain_terms(self._block_tokens)))
+        track.keep = control.store and scope is not None
+        if not self._limits.decode:
+            track.keep_blocks = request.num_prompt_tokens // self._block_tokens
+        visit = Visit(track, scope, control)
+        self._visits[name] = visit
+        self._idle_since = None  # nobody asks `pending` while there are requests
+        self._confirmer.start(track)
+        self._grow(visit)
+        return visit
+
+    def _grow(self, visit: Visit) -> None:
+        if visit.scope is not None:
+            chain = visit.track.chain
+            known = len(chain)
+            if hashes := compat.hashes_of(visit.track.request, known):
+                chain.extend(engine_keys(visit.scope, hashes))
+                if self._events is not None:
+                    self._events.learn(visit.track.request, chain, known)
+
+    def _readable(self, visit: Visit) -> int:
+        """Blocks that may be read: the last token is always computed."""
+        request = visit.track.request
+        if visit.scope is None or not visit.control.load or compat.unwanted(request):
+            return 0
+        return int(min(len(visit.track.chain), (request.num_tokens - 1) // self._block_tokens))
+
+    def _prefetch(self, cache: Cache, visit: Visit, request: Any) -> None:
+        manager, usable = cache.manager, self._readable(visit)
+        if not manager.lower or not usable:
+            return
+        chain = visit.track.chain[:usable]
+        start = self._pool.resident(chain) if self._pool is not None else 0
+        if manager.prefix(chain[start:]) == usable - start:
+            return
+        deadline = self._clock.monotonic() + self._limits.prefetch_s
+        visit.prefetch = cache.submit(_fetch(manager, chain, deadline, start))
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
+        visit = self._visit(request)
+        track = visit.track
+        if track.table:
+            self._confirmer.displace(track)
+        self._grow(visit)
+        manager = self._manager
+        start, usable = computed // self._block_tokens, self._readable(visit)
+        now = self._clock.monotonic()
+        lease = visit.lease
+        if lease is not None and now < visit.lease_until and (visit.lease_start, visit.lease_usable) == (start, usable):
+            return len(lease) * self._block_tokens, len(lease) > 0  # it was asked for before, and got no blocks
+        visit.drop_lease()
+        if manager is None or start >= usable:
+            return 0, False
+        if visit.prefetch is not None and not visit.prefetch.done():
+            if visit.ask_until is None:
+                visit.ask_until = now + self._limits.lookup_deadline
+            if now < visit.ask_until:
+                return None, False
+            self.counters["lookups_late"] += 1
+        visit.asked = usable - start
+        lease = manager.pin(track.chain[:usable], start)
+        visit.lease, visit.lease_start, visit.lease_usable, visit.lease_until = lease, start, usable, now + _LEASE_S
+        return len(lease) * self._block_tokens, len(lease) > 0
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        """The engine gave the request blocks, and expects `tokens` of them to be loaded."""
+        visit = self._visit(request)
+        table = compat.table_of(blocks)
+        self._stores.taken(len(table))
+        self._stores.forget(self._confirmer.place(visit.track, table))
+        self._loads.promise(self._manager, visit, tokens // self._block_tokens)
+
+    def refuse(self, request: Any, blocks: Any) -> None:
+        """Something went wrong after a load was promised: have the workers report it as failed, all of it."""
+        self._loads.refuse(request.request_id, compat.table_of(blocks))
+
+    def sources(self, request: Any) -> dict[str, int]:
+        """Tokens of the load that was just planned for a request, by the tier they were found in."""
+        return self._loads.sources(request.request_id)
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, output: Any) -> StepMeta:
+        """A step was planned: note what it will fill, and choose this step's copies."""
+        self._step += 1
+        for name in compat.preempted(output):
+            if (track := self._confirmer.get(name)) is not None:
+                self._confirmer.displace(track)
+        confirmer, stores = self._confirmer, self._stores
+        for name, table, whole, begin, end in compat.scheduled(output):
+            track = confirmer.get(name)
+            if track is None:
+                continue
+            if table:
+                stores.taken(len(table))
+                place = confirmer.place if whole else confirmer.extend
+                stores.forget(place(track, table))
+            if end > begin:
+                confirmer.cover(track, begin, end)
+        confirmer.plan(self._step)
+        meta = StepMeta(self._step, self._new_arena())
+        if stores and (manager := self._manager) is not None:
+            meta.stores = stores.plan(manager, idle=not self._visits)
+        meta.freed = self._release_delayed()
+        meta.loads = self.take_loads()
+        # On a CPU the forward waits for the step's loads.
+        tokens = 0 if meta.loads else compat.prefilled(output)
+        self._launched.append((self._step, tokens, self._clock.monotonic()))
+        return meta
+
+    def take_loads(self) -> list[Load]:
+        """Loads that were promised and not handed out yet: their requests wait for an answer, whatever happens."""
+        return self._loads.take()
+
+    def _new_arena(self) -> ArenaHandle | None:
+        current = self._core.current
+        if current is None or current[1].number == self._arena:
+            return None
+        self._arena = current[1].number
+        return current[1]
+
+    def completed(self, output: Any) -> None:
+        """A step has run on all ranks."""
+        meta = getattr(output, "kv_connector_worker_meta", None)
+        answers = meta if isinstance(meta, WorkerMeta) else None
+        if bad := getattr(output, "invalid_block_ids", None):  # first: copies of these may be among the answers
+            self._confirmer.fail(bad)
+            self._stores.spoil(bad)
+        if answers is None:
+            return
+        for job, ranks in answers.done.items():
+            failed = answers.failed.get(job, set())
+            if not self._loads.answer(self._manager, job, ranks, failed):
+                self._stores.answer(job, ranks, failed)
+        for confirmed in self._confirmer.complete(answers.step, self._known):
+            self._mark(confirmed)
+        now = self._clock.monotonic()
+        while self._launched and self._launched[0][0] <= answers.step:
+            _, tokens, began = self._launched.popleft()
+            self._prefill.ran(tokens, began, now)
+        self._stores.give_up_on_silence(now)
+
+    def _computed(self, blocks: int, seconds: float) -> None:
+        if self._limits.weighs and (manager := self._manager) is not None:
+            manager.computed(blocks, seconds)
+
+    def _known(self, track: Track) -> int:
+        visit = self._visits.get(track.name)
+        if visit is not None and visit.track is track:
+            self._grow(visit)
+        return int(track.request.num_tokens) - 1
+
+    def _mark(self, confirmed: Confirmed) -> None:
+        track, start, blocks, tokens, found = confirmed
+        count = track.keep_blocks - start
+        if not track.keep or count <= 0:
+            return
+        blocks, tokens, chain = blocks[:count], tokens[:count], track.chain
+        manager = self._manager
+        if not found or chain.terms.only != self._default or manager is None:
+            self._stores.add(chain, start, blocks, tokens)
+            return
+        for depth, block, token in zip(range(start, start + count), blocks, tokens, strict=False):
+            if not manager.holds(chain[depth]):  # else it has been stored since it was confirmed for another request
+                self._stores.add(chain, depth, [block], [token])
+
+    # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over. True: keep its blocks until its name comes back from the workers."""
+        visit = self._visits.pop(request.request_id, None)
+        if visit is None:
+            return False, None
+        self._grow(visit)
+        visit.drop_lease()
+        if visit.prefetch is not None:
+            visit.prefetch.cancel()
+        self._confirmer.finish(request.request_id)
+        told = self._told_of(visit)
+        return self._delay(visit), {"kvtier": told} if told else None
+
+    def _told_of(self, visit: Visit) -> dict[str, Any]:
+        """What the request's sender learns of it."""
+        if visit.scope is None:
+            return {"tokens_read": dict(visit.read)} if visit.read else {}
+        name = compat.public_name(visit.track.request)
+        return self._wishes.told(name, visit.scope, visit.control, self._prompt(visit), visit.read, visit.pinning)
+
+    def _delay(self, visit: Visit) -> bool:
+        """Without names in the pool, blocks are only known as long as the request holds them: keep them until they
+        are copied, at most a quarter of the pool and not long."""
+        pool, track = self._pool, visit.track
+        if pool is None or pool.caching or self._stores.stopped or not track.keep or not track.table:
+            return False
+        held = sum(len(track.table) for track, _, _ in self._delayed.values())
+        if 4 * (held + len(track.table)) > pool.blocks:
+            self.counters["spill_lost"] += len(track.table)
+            self._confirmer.displace(track)
+            return False
+        self._delayed[track.name] = (track, self._step, self._clock.monotonic() + self._limits.flush_timeout)
+        return True
+
+    def _release_delayed(self) -> list[str]:
+        freed = []
+        now = self._clock.monotonic()
+        busy = self._stores.chains() if self._delayed else set()
+        for name, (track, last, deadline) in list(self._delayed.items()):
+            done = not self._confirmer.under_way(last) and id(track.chain) not in busy
+            if done or now >= deadline:
+                del self._delayed[name]
+                self._confirmer.displace(track)
+                freed.append(name)
+        return freed
+
+    def pending(self) -> bool:
+        """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
+        requests are held, and there is time for it. What is held keeps the engine from resetting its prefix cache."""
+        if self._visits:
+            return False
+        now = self._clock.monotonic()
+        if self._idle_since is None:
+            self._idle_since = now
+        idle = now - self._idle_since
+        if self._delayed or self._loads:  # steps take the answers that give these blocks back to the engine
+            return idle < self._limits.flush_timeout + _GIVE_BACK_S
+        if idle >= self._limits.flush_timeout:
+            return False
+        return not self._stores.stopped and self._manager is not None and bool(self._stores)
+
+    def news(self) -> dict[str, int]:
+        """Counters that moved since the last call, and by how much."""
+        if self._told == self.counters:
+            return {}
+        moved = {name: count - self._told.get(name, 0) for name, count in self.counters.items()}
+        self._told = dict(self.counters)
+        return {name: count for name, count in moved.items() if count > 0}
+
+    def take_events(self) -> list[Any]:
+        """vLLM's KV events of the tiers' blocks since the last call."""
+        return [] if self._events is None else list(self._events.take())
+
+    def reset(self) -> bool:
+        """The engine announced new weights."""
+        self._core.rotate()
+        if self._events is not None:
+            self._events.clear()
+        self._stores.clear()
+        for visit in self._visits.values():
+            visit.drop_lease()
+            visit.scope, visit.track.keep = None, False  # they run with blocks of both: nothing of them is kept
+        return True
+
+    def close(self) -> None:
+        """Flush within `flush_timeout` and let go of the tiers."""
+        for visit in self._visits.values():
+            visit.drop_lease()
+        self._loads.close()
+        self._core.close(self._limits.flush_timeout)
+
+    def check(self) -> None:
+        """Assert the invariants of the parts."""
+        self._confirmer.check()
+        self._stores.check()
+
+
+async def _fetch(manager: Manager, chain: list[BlockKey], deadline: float, start: int) -> Fetched:
+    """Promote, and say what came of it. Leaves nothing pinned, however it ends: nobody may be there to
+    take a lease from a future that was cancelled; `match` pins when the request may run."""
+    with await manager.promote(chain, deadline, start) as lease:
+        tiers = {depth: tier for depth, tier in enumerate(lease.tiers, start) if tier != "g2"}
+        return Fetched(start + len(lease), tiers, lease.miss)

@@ -1,0 +1,277 @@
+"""Blocks on their way from vLLM's pool into G2: which ones, when, and what becomes of the copies.
+
+A confirmed block is dirty until it is copied. A step's copies are those that will soon be handed out again (the head
+of the pool's free queue), then those that have been dirty for long. Copies take no reference: a copy is published
+only if the block still is in the tenancy in which it was confirmed, after all ranks have answered.
+
+Called on the engine's one scheduler thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from kvtier.clock import Clock
+from kvtier.config import Offload
+from kvtier.connectors.vllm import compat
+from kvtier.connectors.vllm.confirm import Chain, Confirmer, Token
+from kvtier.connectors.vllm.messages import Moves
+from kvtier.manager.manager import Manager
+from kvtier.tiers.device.dirty import Dirty, DirtyList
+from kvtier.tiers.host.tier import Slot
+
+log = logging.getLogger(__name__)
+
+_GRAIN_S = 0.25
+"""How much later than its age allows a block may be copied out, for the sake of batches."""
+_PRESSED_S = 0.05
+"""The same where blocks are handed out again as soon as they are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the connector. Times in seconds."""
+
+    lookup_deadline: float  # a request is kept waiting for promotion at most so long
+    prefetch_s: float  # a promotion that nobody waits for goes on at most so long
+    flush_timeout: float = 3.0  # an idle or stopping engine copies out at most so long
+    ack_timeout: float = 30.0  # a rank that leaves a copy unanswered longer has stopped answering
+    step_bytes: int = 64 << 20  # copied out per step
+    spill_ahead: int = 64  # blocks at the head of the free queue that are kept copied
+    decode: bool = True  # blocks that were filled by decoding are kept, too
+    weighs: bool = True  # what would arrive later than prefill takes is computed
+
+
+@dataclass(slots=True, eq=False)
+class _Copies:
+    """Blocks of one chain, ascending in depth, under their tokens, and the slots that they are copied into."""
+
+    chain: Chain
+    blocks: list[int]
+    tokens: list[Token]
+    slots: list[Slot]
+    generations: list[int]
+
+    def take(self, which: Sequence[bool]) -> _Copies:
+        return _Copies(
+            self.chain,
+            list(compress(self.blocks, which)),
+            list(compress(self.tokens, which)),
+            list(compress(self.slots, which)),
+            list(compress(self.generations, which)),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Storing:
+    """One job: its moves are those of its runs, one after another."""
+
+    manager: Manager
+    runs: list[_Copies]
+    since: float
+    ranks: int = 0
+    failed: set[int] = field(default_factory=set)
+    abandoned: bool = False
+
+    def blocks(self) -> list[int]:
+        return [block for run in self.runs for block in run.blocks]
+
+
+class Stores:
+    """See the module. Owns the dirty list and the copies under way of one engine; `counters` are the half's."""
+
+    def __init__(
+        self, offload: Offload, limits: Limits, ranks: int, clock: Clock, counters: Counter[str], job: Callable[[], int]
+    ) -> None:
+        """`job` gives numbers that nobody else uses."""
+        self.limits = limits
+        self.ranks = ranks
+        self.stopped = False  # a rank has stopped answering: nothing more is copied out
+        self._offload = offload
+        self._clock = clock
+        self._counters = counters
+        self._job = job
+        self._pool: compat.Pool | None = None
+        self._confirmer: Confirmer | None = None
+        self._dirty = DirtyList()
+        self._storing: dict[int, _Storing] = {}
+        # Copies go out in batches, since each command costs the workers' threads as much as many blocks.
+        self._grain = min(_GRAIN_S, offload.dirty_max_age / 4)
+        self._look_at = -math.inf  # when to look for aged blocks again
+        self._taken = 0  # blocks handed out since the free queue was looked through
+        self._walked_free = 0  # its length then
+
+    def bind(self, pool: compat.Pool, confirmer: Confirmer) -> None:
+        self._pool, self._confirmer = pool, confirmer
+
+    def __bool__(self) -> bool:
+        """Whether there is something to copy, or a copy under way."""
+        return bool(self._dirty or self._storing)
+
+    def add(self, chain: Chain, start: int, blocks: Sequence[int], tokens: Sequence[Token]) -> None:
+        """Blocks of a chain from depth `start` on were confirmed: they are dirty from now on."""
+        assert self._confirmer is not None
+        now = self._clock.monotonic()
+        for depth, block, token in zip(range(start, start + len(blocks)), blocks, tokens, strict=True):
+            known = self._dirty.get(chain[depth])
+            if known is not None:
+                if self._confirmer.holds(known.slot, known.token):
+                    continue
+                self.forget((known.slot,))
+            if self._dirty.at(block):
+                self.forget((block,))
+            self._dirty.add(block, chain, depth, now, token)
+
+    def taken(self, blocks: int) -> None:
+        """The pool has handed out blocks."""
+        self._taken += blocks
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These blocks hold something else now."""
+        self._counters["spill_lost"] += self._dirty.discard(blocks)
+
+    def spoil(self, bad: set[int]) -> None:
+        """These blocks hold something else than they should: neither they nor copies of them under way count."""
+        self.forget(sorted(bad))
+        for work in self._storing.values():
+            work.failed |= {position for position, block in enumerate(work.blocks()) if block in bad}
+
+    def chains(self) -> set[int]:
+        """Identities of the chains that have something to copy, or a copy under way."""
+        copies = {id(run.chain) for work in self._storing.values() for run in work.runs}
+        return copies | {id(dirty.chain) for dirty in self._dirty}
+
+    def clear(self) -> None:
+        """Nothing that was filled until now is kept."""
+        self._dirty, self._look_at = DirtyList(), -math.inf
+        self._storing.clear()
+
+    # ── choosing ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, manager: Manager, idle: bool) -> list[Moves]:
+        """This step's copies; all that is dirty where the engine is `idle`."""
+        pool = self._pool
+        if pool is None or self.stopped or not self._dirty:
+            return []
+        now = self._clock.monotonic()
+        eager = idle or self._offload.mode == "eager" or not pool.caching
+        by_age = self._offload.mode != "lazy" and now >= self._look_at
+        near, aged = self._horizon_moved(pool), eager or by_age
+        # With fewer free blocks than the horizon has, blocks in use come next: handed out as soon as they are free.
+        pressed = pool.caching and pool.free() < self.limits.spill_ahead
+        if pressed and now >= self._look_at - self._grain + _PRESSED_S:
+            aged = eager = True
+        if not near and not aged:
+            return []
+        limit = max(1, self.limits.step_bytes // manager.host.block_bytes)
+        head = pool.head(self.limits.spill_ahead) if near else ()
+        before = (now if eager else now - self._offload.dirty_max_age) if aged else -math.inf
+        picked = self._dirty.pick(head, limit, before)
+        if len(picked) < limit:  # else there is more of it
+            self._walked_free, self._taken = (pool.free(), 0) if near else (self._walked_free, self._taken)
+            self._look_at = now + self._grain if aged else self._look_at
+        runs = [copies for run in _runs(picked) if (copies := self._reserve(manager, run)) is not None]
+        if not runs:
+            return []
+        job = self._job()
+        work = self._storing[job] = _Storing(manager, runs, now)
+        slots = tuple(slot.number for run in runs for slot in run.slots)
+        generations = tuple(generation for run in runs for generation in run.generations)
+        return [Moves(job, tuple(work.blocks()), slots, generations)]
+
+    def _horizon_moved(self, pool: compat.Pool) -> bool:
+        """Whether blocks may have come close to being handed out since the head of the free queue was last looked
+        through: only once a quarter of what was covered then has been taken. Freed blocks join at the far end."""
+        return pool.caching and 4 * self._taken >= min(self.limits.spill_ahead, self._walked_free)
+
+    def _reserve(self, manager: Manager, run: list[Dirty]) -> _Copies | None:
+        """Slots for those of a run that still are what they were and that G2 lacks."""
+        assert self._confirmer is not None
+        blocks = [dirty.slot for dirty in run]
+        tokens = [dirty.token for dirty in run]
+        lasting = self._confirmer.lasting(blocks, tokens)
+        living = lasting.index(False) if False in lasting else len(run)  # later blocks would lie behind a gap
+        self._counters["spill_lost"] += len(run) - living
+        if not living:
+            return None
+        chain, start = run[0].chain, run[0].depth
+        assert isinstance(chain, Chain)
+        slots, reached = manager.reserve(chain, start, start + living, chain.terms)
+        self._counters["stores_without_room"] += start + living - reached
+        if not slots:
+            return None
+        places = [slot.index - start for slot in slots]
+        generations = [slot.generation for slot in slots]
+        return _Copies(chain, [blocks[i] for i in places], [tokens[i] for i in places], slots, generations)
+
+    # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def answer(self, job: int, ranks: int, failed: set[int]) -> None:
+        """So many more ranks are done with a job, whose moves at these positions went wrong."""
+        work = self._storing.get(job)
+        if work is None:
+            return
+        work.ranks += ranks
+        work.failed |= failed
+        if work.ranks >= self.ranks:
+            del self._storing[job]
+            self._stored(work)
+
+    def _stored(self, work: _Storing) -> None:
+        position = 0
+        for run in work.runs:
+            failed = [at in work.failed for at in range(position, position + len(run.slots))]
+            position += len(failed)
+            if work.abandoned:
+                for slot, generation in zip(run.slots, run.generations, strict=True):
+                    work.manager.acknowledge(slot, generation)
+            else:
+                self._publish(work.manager, run, failed)
+
+    def _publish(self, manager: Manager, run: _Copies, failed: list[bool]) -> None:
+        assert self._confirmer is not None
+        lasting = self._confirmer.lasting(run.blocks, run.tokens)
+        if any(failed) or not all(lasting):
+            self._counters["copies_failed"] += sum(failed)
+            good = [lasts and not fails for lasts, fails in zip(lasting, failed, strict=True)]
+            self._counters["spill_lost"] += len(good) - sum(good) - sum(failed)
+            bad = run.take([not one for one in good])
+            manager.abort(bad.slots, bad.generations)
+            run = run.take(good)
+        if run.slots:
+            manager.commit(run.chain, run.slots, run.generations)
+            self._counters["blocks_stored"] += len(run.slots)
+
+    def give_up_on_silence(self, now: float) -> None:
+        """Copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
+        overdue = next(iter(self._storing.values()), None)
+        if overdue is None or overdue.abandoned or now - overdue.since < self.limits.ack_timeout:
+            return
+        log.error("a rank has not answered a copy for %.0f s: nothing more is offloaded", self.limits.ack_timeout)
+        self.stopped = True
+        for work in self._storing.values():
+            if not work.abandoned:
+                work.abandoned = True
+                for run in work.runs:
+                    self._counters["copies_abandoned"] += len(run.slots)
+                    work.manager.abort(run.slots, run.generations, in_flight=True)
+
+    def check(self) -> None:
+        """Assert the invariants of the dirty list."""
+        self._dirty.check()
+
+
+def _runs(picked: list[Dirty]) -> list[list[Dirty]]:
+    """Cut into runs of consecutive depths of one chain."""
+    runs: list[list[Dirty]] = []
+    for dirty in picked:
+        if runs and runs[-1][-1].chain is dirty.chain and runs[-1][-1].depth + 1 == dirty.depth:
+            runs[-1].append(dirty)
+        else:
+            runs.append([dirty])
+    return runs

@@ -1,0 +1,300 @@
+"""The half of the vLLM connector that runs in every worker: copies between its KV tensors and its rank's arena.
+
+It decides nothing. A job names blocks, slots and generations; the copy engine of `kvtier.kernels` makes the copies
+behind the forward that was launched before, and its acknowledgements go back to the scheduler with the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
+from kvtier.errors import IdentityError, KVTierError
+from kvtier.kernels import copy, layout
+from kvtier.kernels.memory import populate
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What the engine says about its cache: layers in their order, and bytes per block of each."""
+
+    layers: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+    blocks: int
+    layout: str  # the engine's own name of the byte order
+    ranks: int
+    rank: int
+    replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """KV tensors as the copy engine sees them: whole pages, one after another in layer order."""
+
+    memory: layout.Paged
+    shape: layout.Shape
+    identity: str
+    dtype: str
+    device: str
+
+
+def describe(pages: Pages, tensors: Mapping[str, Any]) -> Described:
+    """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for what cannot be
+    told apart with certainty."""
+    missing = [name for name in pages.layers if name not in tensors]
+    if missing:
+        raise IdentityError(f"layer {missing[0]} has no KV tensor of its own; such models are not served")
+    unit = math.gcd(*pages.page_bytes)
+    bases: list[int] = []
+    inner: list[str] = []
+    strides: set[int] = set()
+    regions: dict[int, layout.Region] = {}
+    for name, page in zip(pages.layers, pages.page_bytes, strict=True):
+        tensor = tensors[name]
+        if isinstance(tensor, (list, tuple)):
+            raise IdentityError(f"layer {name} keeps its state in {len(tensor)} tensors; such models are not served")
+        size, split = tensor.element_size(), tensor.shape[0] // pages.blocks
+        if split < 1 or tensor.shape[0] % pages.blocks:
+            raise IdentityError(f"layer {name}: {tensor.shape[0]} rows do not divide among {pages.blocks} blocks")
+        extents, steps = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
+        run = 1 + sum((n - 1) * step for n, step in zip(extents, steps, strict=True))
+        if run != math.prod(extents) or tensor.stride(0) * split * size < page or run * split * size > page:
+            raise IdentityError(
+                f"layer {name}: a block is no single run of bytes in layout {pages.layout} (shape "
+                f"{tuple(tensor.shape)}, strides {tuple(tensor.stride())}); choose a layout with heads inside the "
+                "block, such as VLLM_KV_CACHE_LAYOUT=NHD"
+            )
+        strides.add(tensor.stride(0) * split * size)
+        bases += range(tensor.data_ptr(), tensor.data_ptr() + page, unit)
+        inner.append(f"{'x'.join(map(str, extents))}/{'x'.join(map(str, steps))}/{split}@{page}")
+        storage = tensor.untyped_storage()
+        regions[storage.data_ptr()] = layout.Region(storage.data_ptr(), storage.nbytes())
+    if len(strides) != 1:
+        raise IdentityError(f"layers lie {sorted(strides)} bytes apart per block; equal strides are needed")
+    shape = layout.Shape.opaque(unit, len(bases))
+    memory = layout.Paged(
+        bases=np.array(bases, dtype=np.uint64)[:, None],
+        count=pages.blocks,
+        stride=strides.pop(),
+        token=0,
+        head=0,
+        regions=tuple(sorted(regions.values(), key=lambda region: region.start)),
+        keep=tuple(tensors[name] for name in pages.layers),
+    ).validate(shape)
+    first = tensors[pages.layers[0]]
+    kinds = sorted(set(inner))
+    identity = f"{len(pages.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
+    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."), first.device.type)
+
+
+def host_identity() -> str:
+    """What two processes share that can reach each other's /proc: machine, boot, PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def map_arena(handle: ArenaHandle, rank: int) -> mmap.mmap:
+    """This rank's memory of the scheduler's arena. Raises OSError when it cannot be reached."""
+    number, inode = handle.files[rank]
+    fd = os.open(f"/proc/{handle.pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        stat = os.fstat(fd)
+        if stat.st_ino != inode or stat.st_size < handle.slots * handle.slot_bytes:
+            raise OSError(f"descriptor {number} of process {handle.pid} is not the arena any more")
+        return mmap.mmap(fd, handle.slots * handle.slot_bytes, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(fd)
+
+
+def fill_page_table(arena: mmap.mmap) -> threading.Thread:
+    """Have every page of it in this process's page table by and by, so that copies need not fault them one by one; a
+    step must not wait for it (a fifth of a second per GiB). Returns the thread that does it."""
+
+    def fill() -> None:
+        with contextlib.suppress(OSError):  # a kernel before 5.14: the copies pay
+            populate(memoryview(arena), threads=1)
+
+    thread = threading.Thread(target=fill, name="kvtier-map", daemon=True)
+    thread.start()
+    return thread
+
+
+class WorkerHalf:
+    """See the module. Used from the worker's one model thread; no call waits for a copy, but on a CPU `poll` makes
+    them."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._piece = 0 if pages.replicated else pages.rank
+        self._writes = not pages.replicated or pages.rank == 0
+        self._described: Described | None = None
+        self._refusal = "no KV tensors were registered"
+        self._arena: mmap.mmap | None = None
+        self._engine: copy.CopyEngine | None = None
+        self._open: Callable[[], copy.CopyEngine] | None = None  # makes it anew over the same memory
+        self._jobs: dict[int, tuple[int, Moves, str]] = {}  # ticket → job number, moves, request ("" for a store)
+        self._done: dict[int, int] = {}
+        self._failed: dict[int, set[int]] = {}
+        self._received: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._step = -1
+
+    def register(self, tensors: Mapping[str, Any]) -> None:
+        """The engine's KV tensors; held until `close`."""
+        try:
+            self._described, self._refusal = describe(self._pages, tensors), ""
+        except KVTierError as error:
+            self._described, self._refusal = None, str(error)
+
+    def handshake(self) -> Handshake:
+        found = self._described
+        if found is None:
+            return Handshake("", "", 0, host_identity(), os.getpid(), refusal=self._refusal)
+        size, where = found.shape.block_bytes, host_identity()
+        return Handshake(found.identity, found.dtype, size, where, os.getpid(), _cpus_near(found))
+
+    def attach(self, handle: ArenaHandle) -> None:
+        """Use this arena from now on. Copies under way into an earlier one are cancelled and answered."""
+        assert self._described is not None
+        self._detach()
+        arena = map_arena(handle, self._piece)
+        fill_page_table(arena)
+        host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
+        self._open = partial(open_engine, self._described, host, handle.copy_by, handle.calibration)
+        self._engine = self._open()
+        self._arena = arena
+
+    def suspend(self) -> None:
+        """The engine is about to give the tensors' memory back (sleep). Copies under way are cancelled and answered;
+        later ones fail, until `resume`. Waits for those that the device has begun."""
+        if self._engine is not None:
+            clean = self._engine.close(_CLOSE_S)
+            for ack in self._engine.poll():
+                self._take(ack)
+            if not clean:
+                log.error("copies did not end within %.0f s; their memory stays mapped", _CLOSE_S)
+        self._engine = None
+
+    def resume(self) -> None:
+        """The tensors have memory again, at the addresses where they had it."""
+        if self._engine is None and self._open is not None:
+            self._engine = self._open()
+
+    def _detach(self) -> None:
+        self.suspend()
+        self._arena = self._open = None
+
+    def start(self, step: int) -> None:
+        """A step begins; its number goes back with its answers."""
+        self._step = step
+
+    def load(self, loads: Sequence[Load]) -> None:
+        """Fill blocks, behind everything that this thread has launched on the device."""
+        for job in loads:
+            self._submit(job.moves, job.request)
+
+    def store(self, stores: Sequence[Moves]) -> None:
+        """Copy blocks out, behind everything that this thread has launched on the device."""
+        for moves in stores:
+            if self._writes:
+                self._submit(moves, "")
+            else:
+                self._done[moves.job] = self._done.get(moves.job, 0) + 1
+
+    def _submit(self, moves: Moves, request: str) -> None:
+        try:
+            if self._engine is None:
+                raise KVTierError("no arena is attached")
+            if len(moves.slots) != len(moves.blocks):
+                raise KVTierError("it names no slots")
+            columns = (moves.blocks, moves.slots, moves.generations)
+            batch = copy.Moves(*(np.array(column, dtype=np.int64) for column in columns))
+            ticket = self._engine.load(batch) if request else self._engine.store(batch)
+            self._jobs[ticket] = (moves.job, moves, request)
+        except (KVTierError, OSError) as error:
+            log.warning("job %d is refused: %s", moves.job, error)
+            self._finish(moves, request, set(range(len(moves.blocks))))
+
+    def poll(self) -> None:
+        """Move copies on and take note of what has ended."""
+        if self._engine is not None:
+            for ack in self._engine.poll():
+                self._take(ack)
+
+    def _take(self, ack: copy.Ack) -> None:
+        number, moves, request = self._jobs[ack.ticket]
+        if ack.outcome is not copy.Outcome.DONE:
+            lost = set(ack.moves.triples())
+            triples = zip(moves.blocks, moves.slots, moves.generations, strict=True)
+            self._failed.setdefault(number, set()).update(i for i, triple in enumerate(triples) if triple in lost)
+        if ack.last:
+            del self._jobs[ack.ticket]
+            self._finish(moves, request, set())
+
+    def _finish(self, moves: Moves, request: str, failed: set[int]) -> None:
+        failed |= self._failed.get(moves.job, set())
+        if failed:
+            self._failed[moves.job] = failed
+        self._done[moves.job] = self._done.get(moves.job, 0) + 1
+        if request:
+            self._received.add(request)
+            self._bad_blocks.update(moves.blocks[position] for position in failed)
+
+    def received(self) -> set[str]:
+        """Requests whose loads have ended on this rank since the last call."""
+        received, self._received = self._received, set()
+        return received
+
+    def bad_blocks(self) -> set[int]:
+        """Blocks that loads left without content, since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def answer(self) -> WorkerMeta:
+        """The step's number and the jobs that have ended since the last call."""
+        done, failed = self._done, {job: self._failed[job] for job in self._done if job in self._failed}
+        for job in failed:
+            del self._failed[job]
+        self._done = {}
+        return WorkerMeta(self._step, done, failed)
+
+    def close(self) -> None:
+        self._detach()
+
+
+def _cpus_near(found: Described) -> frozenset[int]:
+    if found.device == "cpu":
+        return frozenset()
+    from kvtier.kernels import engine
+
+    tensor: Any = found.memory.keep[0]
+    return engine.cpus_near(tensor.device)
+
+
+def open_engine(device: Described, host: layout.Paged, copy_by: str, calibration: str = "") -> copy.CopyEngine:
+    """The copy engine for the device that the tensors lie on."""
+    if device.device == "cpu":
+        from kvtier.kernels import cpu
+
+        return cpu.open_engine(device.memory, host, device.shape)
+    from kvtier.kernels import engine
+
+    folder = Path(calibration) if calibration else None
+    return engine.open_engine(device.memory, host, device.shape, method=copy_by, calibration=folder)

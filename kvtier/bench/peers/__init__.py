@@ -1,0 +1,1 @@
+"""Engines with kvtier, with other stores and with nothing, in one run."""

@@ -1,0 +1,72 @@
+"""One SGLang engine on a CPU that replays prompts one after another. Run by `kvtier.bench.peers.sglang`; what it reads
+and writes is what `kvtier.bench.peers.vllm_engine` does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvtier.bench.peers.vllm_engine import order
+from kvtier.testing import sglang_cpu
+
+if __name__ in ("__main__", "__mp_main__"):  # not where this is merely imported: it replaces what others need
+    sglang_cpu.install()
+
+_CPU = {
+    "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "attention_backend": "torch_native",
+    "sampling_backend": "pytorch", "grammar_backend": "none", "disable_overlap_schedule": True,
+    "disable_cuda_graph": True, "mem_fraction_static": 0.1, "max_running_requests": 4, "log_level": "error",
+    "sleep_on_idle": True,
+}  # fmt: skip
+
+
+def main() -> None:
+    asked, answer = order()
+    began = time.monotonic()
+    import sglang
+
+    engine = sglang.Engine(**{**_CPU, **asked["engine"]})
+    _ask(engine, [7] * 40, asked)  # what a first request pays for being the first is nobody's
+    answer(ready=time.monotonic() - began)
+    computed = 0
+    for prompt in asked["prompts"]:
+        out, first_s = _ask(engine, prompt, asked)
+        computed += len(prompt) - out["meta_info"]["cached_tokens"]
+        margins = _margins(engine, prompt, asked) if asked["margins"] else []
+        answer(tokens=out["output_ids"], ttft_s=first_s, cached=out["meta_info"]["cached_tokens"], margins=margins)
+    answer(computed=computed, prompted=sum(len(prompt) for prompt in asked["prompts"]))
+    time.sleep(asked["settle_s"])
+    engine.shutdown()
+
+
+def _ask(engine: Any, prompt: list[int], asked: dict[str, Any]) -> tuple[Any, float]:
+    """The last answer of a stream, which has all its tokens, and the time to the first.
+
+    The answers before it show a list that SGLang goes on extending: what it holds is not what had come by then.
+    """
+    began = time.monotonic()
+    answers = engine.generate(input_ids=prompt, sampling_params=_sampling(asked), stream=True)
+    first = next(answers)
+    first_s = time.monotonic() - began
+    out = [first, *answers][-1]
+    if len(out["output_ids"]) != asked["tokens"]:
+        raise RuntimeError(f"{len(out['output_ids'])} tokens came, {asked['tokens']} were asked for")
+    return out, first_s
+
+
+def _margins(engine: Any, prompt: list[int], asked: dict[str, Any]) -> list[float]:
+    """By how much the best token was better than the second, per step."""
+    given = engine.generate(input_ids=prompt, sampling_params=_sampling(asked), return_logprob=True, top_logprobs_num=2)
+    out = []
+    for step in given["meta_info"]["output_top_logprobs"]:
+        best = sorted((entry[0] for entry in step), reverse=True)
+        out.append(float(best[0] - best[1]) if len(best) > 1 else float("inf"))
+    return out
+
+
+def _sampling(asked: dict[str, Any]) -> dict[str, Any]:
+    return {"max_new_tokens": asked["tokens"], "temperature": 0, "ignore_eos": True}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""One vLLM engine that replays prompts one after another, in a process of its own. Run by `kvtier.bench.peers.vllm`.
+
+    python peers_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false}'
+
+Scheduler and worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which starts in a third of the time. An
+engine in a process of its own goes on stepping while it is idle and its connector has something to do; here that is
+done between two requests, for at most IDLE_S, and at the end for at most END_S, for every contender alike.
+
+Imports vLLM and nothing of kvtier, so that an interpreter with another cache's packages can run it. Writes JSON lines:
+{"ready": seconds}, one {"tokens", "ttft_s", "cached", "margins"} per prompt, {"computed", "prompted"} at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+IDLE_S, END_S = 0.5, 5.0
+
+
+def order() -> tuple[dict[str, Any], Callable[..., None]]:
+    """What is asked, from standard input, and the call that answers with a line on what was standard output. From now
+    on what this process prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    return json.load(sys.stdin), answer
+
+
+def main() -> None:
+    asked, answer = order()
+    began = time.monotonic()
+    if "LMCache" in str(asked["engine"].get("kv_transfer_config")):
+        _hide_attributes_of_llvmlite()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**asked["engine"])
+    sampling = SamplingParams(
+        temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False,
+        logprobs=2 if asked["margins"] else None,
+    )  # fmt: skip
+    # What a first request pays for being the first is nobody's.
+    llm.generate([{"prompt_token_ids": [7] * 40}], sampling, use_tqdm=False)
+    before = _sources(llm)
+    answer(ready=time.monotonic() - began)
+    for prompt in asked["prompts"]:
+        (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        _idle(llm, IDLE_S)
+        answer(
+            tokens=list(out.outputs[0].token_ids),
+            ttft_s=out.metrics.first_token_latency,
+            cached=out.num_cached_tokens or 0,
+            margins=[_margin(step) for step in out.outputs[0].logprobs] if asked["margins"] else [],
+        )
+    after = _sources(llm)
+    answer(
+        computed=after.get("local_compute", 0) - before.get("local_compute", 0),
+        prompted=sum(len(prompt) for prompt in asked["prompts"]),
+    )
+    _idle(llm, END_S)
+    llm.llm_engine.engine_core.engine_core.shutdown()
+
+
+def _hide_attributes_of_llvmlite() -> None:
+    """LMCache brings numba, whose handle of LLVM's library answers any name with a function. vLLM 0.32 for CPUs, which
+    looks for kernels to replace in whatever modules hold, asks it for its `__dict__`, and stops at what comes back."""
+    import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
+
+
+def _idle(llm: Any, most_s: float) -> None:
+    """What an engine in its own process does when no request is left."""
+    core = llm.llm_engine.engine_core.engine_core
+    connector, until = core.scheduler.connector, time.monotonic() + most_s
+    while connector is not None and time.monotonic() < until:
+        if not (connector.has_pending_push_work() or core.scheduler.has_requests()):
+            return
+        core.step_fn()
+
+
+def _sources(llm: Any) -> dict[str, float]:
+    """Prompt tokens by where their KV came from, by the engine's own account."""
+    return {
+        metric.labels.get("source", ""): metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:prompt_tokens_by_source"
+    }
+
+
+def _margin(step: Any) -> float:
+    """By how much the best token was better than the second."""
+    best = sorted((entry.logprob for entry in step.values()), reverse=True)
+    return float(best[0] - best[1]) if len(best) > 1 else float("inf")
+
+
+if __name__ == "__main__":
+    main()

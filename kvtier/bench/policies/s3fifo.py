@@ -1,0 +1,93 @@
+"""S3-FIFO (Yang et al., SOSP 2023), for comparison.
+
+A small queue in front filters what is never used again; what is used again there, or comes back while its ghost
+is remembered, goes to the main queue, which gives each block one round per use.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvtier.bench.policies.arrivals import Fresh
+from kvtier.identity.keys import BlockKey
+
+SMALL_SHARE = 0.1
+USES_MAX = 3
+
+
+class S3FIFO:
+    """Three queues over single blocks; knows of chains only that a tail enters before its head."""
+
+    def __init__(self, capacity: int) -> None:
+        self._small_max = max(1, int(capacity * SMALL_SHARE))
+        self._ghosts_max = max(1, capacity - self._small_max)
+        self._small: OrderedDict[BlockKey, None] = OrderedDict()
+        self._main: OrderedDict[BlockKey, None] = OrderedDict()
+        self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+        self._uses: dict[BlockKey, int] = {}
+        self._fresh = Fresh()
+
+    def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        self._settle()
+        uses = self._uses
+        for key in chain:
+            if key in uses:
+                uses[key] = min(USES_MAX, uses[key] + 1)
+
+    def insert(self, key: BlockKey) -> None:
+        if key not in self._uses:
+            self._uses[key] = 0
+            self._fresh.add(key)
+
+    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """Nothing: arrivals are counted when they arrive."""
+
+    def remove(self, key: BlockKey) -> None:
+        if self._uses.pop(key, None) is None:
+            return
+        self._fresh.discard(key)
+        self._main.pop(key, None)
+        if key in self._small:
+            del self._small[key]
+            self._ghosts[key] = None
+            if len(self._ghosts) > self._ghosts_max:
+                self._ghosts.popitem(last=False)
+
+    def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
+        # Every turn lowers a count, moves small to main, or passes over what cannot be moved.
+        turns = (USES_MAX + 2) * len(self._main) + len(self._small)
+        for _ in range(turns):
+            small = self._small and (len(self._small) + len(self._fresh) >= self._small_max or not self._main)
+            queue = self._small if small else self._main
+            if not queue:
+                break
+            key = next(iter(queue))
+            if small and self._uses[key] > 1:
+                del self._small[key]
+                self._main[key] = None
+                self._uses[key] = 0
+            elif not small and self._uses[key] > 0:
+                self._main.move_to_end(key)
+                self._uses[key] -= 1
+            elif movable(key):
+                return key
+            else:
+                queue.move_to_end(key)
+        return self._fresh.deepest(movable) if newcomer is None else None
+
+    def learn(self) -> None:
+        """Nothing."""
+
+    def check(self, resident: set[BlockKey]) -> None:
+        held = [*self._small, *self._main, *self._fresh]
+        assert len(held) == len(set(held)) and set(held) == resident == self._uses.keys(), "policy and tier disagree"
+        assert len(self._ghosts) <= self._ghosts_max
+
+    def _settle(self) -> None:
+        for key in self._fresh.drain():  # tail first
+            if key in self._ghosts:
+                del self._ghosts[key]
+                self._main[key] = None
+            else:
+                self._small[key] = None

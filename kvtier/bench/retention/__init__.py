@@ -1,0 +1,1 @@
+"""Traces of requests, replayed and simulated: the worth of keeping KV longer."""

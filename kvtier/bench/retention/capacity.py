@@ -1,0 +1,186 @@
+"""Capacity planning: which tier sizes reach which hit rate, and which are worth their price."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.bench.retention.curves import Reuse
+from kvtier.bench.retention.traces import Request, Trace
+from kvtier.bench.retention.worth import MONTH_S, Assumptions
+from kvtier.errors import InvalidRequest
+
+SSD_SHARE = 0.5
+"""Of the SSD's read bandwidth that the busiest hour may take; RAM is sized to keep below it."""
+
+POINTS = 48
+TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A capacity and what it serves. `gpu_hours_per_day`: for the prefill that is left."""
+
+    size_gb: float
+    hit_percent: float
+    prefill_left_percent: float
+    gpu_hours_per_day: float
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """`curve` over all sizes up to the footprint; `targets`: the size that serves a share of what could be served at
+    all; `sizes` and `cost` ($ per month): the stack that is advised."""
+
+    reachable_percent: float
+    footprint_gb: float
+    curve: tuple[Point, ...]
+    targets: Mapping[str, float]
+    sizes_gb: Mapping[str, float]
+    hit_percent: float
+    cost: Mapping[str, float]
+    reasons: tuple[str, ...]
+
+
+def plan_capacity(
+    trace: Trace, given: Assumptions, ttl: float, budget: float | None = None, scale: float = 1.0
+) -> CapacityPlan:
+    """The curve, and the sizes of G2 and G3 that cost least in all, or as much as `budget` ($ per month) allows.
+
+    `scale`: how many sessions like it each one of the trace stands for. Seconds for millions of references. Raises
+    InvalidRequest for a budget that buys not one block.
+    """
+    reuse = Reuse(trace)
+    block_gb = trace.block_tokens * given.shape.bytes_per_token / 1e9 * scale
+    sizes = _sizes(trace.unique)
+    served = {blocks: float(reuse.served(blocks, ttl).sum()) for blocks in sizes}
+    most = served[sizes[-1]]
+    days = max(trace.span_s, 1.0) / 86_400
+    seconds = trace.block_tokens / given.shape.prefill_tokens_s * scale
+
+    def gpu_hours(blocks: int) -> float:
+        return (trace.references - served[blocks]) * seconds / 3600 / days
+
+    curve = tuple(
+        Point(
+            round(blocks * block_gb, 3),
+            round(100 * served[blocks] / trace.references, 3),
+            round(100 - 100 * served[blocks] / trace.references, 3),
+            round(gpu_hours(blocks), 3),
+        )
+        for blocks in sizes
+    )
+    targets = {
+        f"{100 * share:g}%": round(next(b for b in sizes if served[b] >= share * most) * block_gb, 1)
+        for share in TARGETS
+    }
+    month = MONTH_S / 86_400 * given.gpu_hour
+    costs = {blocks: gpu_hours(blocks) * month + blocks * block_gb * given.ssd_price for blocks in sizes}
+    affordable = [b for b in sizes if budget is None or b * block_gb * given.ssd_price <= budget]
+    if not affordable:
+        raise InvalidRequest(f"a budget of {budget:g} $ a month buys not one block of {block_gb:.3f} GB")
+    disk = min(affordable, key=costs.__getitem__)
+    memory = _memory(trace, reuse, sizes, disk, ttl, block_gb, SSD_SHARE * given.ssd_read_gb_s)
+    why = [
+        f"G3: {'within the budget, ' if budget is not None else ''}the size at which storage and the prefill that is "
+        "left cost least together",
+        f"G2: the smallest that keeps the busiest hour's reads below {100 * SSD_SHARE:g} % of an SSD of "
+        f"{given.ssd_read_gb_s:g} GB/s",
+    ]
+    return CapacityPlan(
+        reachable_percent=round(100 * most / trace.references, 3),
+        footprint_gb=round(trace.unique * block_gb, 1),
+        curve=curve,
+        targets=targets,
+        sizes_gb={"g2": round(memory * block_gb, 1), "g3": round(disk * block_gb, 1)},
+        hit_percent=round(100 * served[disk] / trace.references, 3),
+        cost={
+            "gpu_nothing_kept": round(trace.references * seconds / 3600 / days * month, 2),
+            "gpu_left": round(gpu_hours(disk) * month, 2),
+            "g2": round(memory * block_gb * given.ram_price, 2),
+            "g3": round(disk * block_gb * given.ssd_price, 2),
+        },
+        reasons=tuple(why),
+    )
+
+
+def _sizes(unique: int) -> list[int]:
+    """Capacities from a thousandth of the footprint to all of it, evenly spaced in their logarithm."""
+    least = max(1.0, unique / 1000)
+    steps = (least * (unique / least) ** (step / (POINTS - 1)) for step in range(POINTS))
+    return sorted({max(1, min(unique, round(size))) for size in steps} | {unique})
+
+
+def _memory(
+    trace: Trace, reuse: Reuse, sizes: Sequence[int], disk: int, ttl: float, block_gb: float, bandwidth: float
+) -> int:
+    """Blocks of RAM that keep what the SSD has to deliver in the busiest hour within `bandwidth`, in GB/s."""
+    import numpy as np
+
+    hour = np.array([int(request.at // 3600) for request in trace.requests], dtype=np.int64)
+    length = min(3600.0, max(trace.span_s, 1.0))
+    whole = reuse.served(disk, ttl)
+    for blocks in sizes:
+        below = np.maximum(whole - reuse.served(blocks, ttl), 0)
+        if np.bincount(hour, weights=below).max() * block_gb / length <= bandwidth:
+            return min(blocks, disk)
+    return disk
+
+
+RATES_BLOCK_TOKENS = 512
+REFERENCES_MAX = 2_000_000
+"""Of a workload made from rates: more sessions than that are a sample, and count for so many more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A workload in figures, where there is no trace: conversations that grow turn by turn."""
+
+    sessions_per_hour: float
+    turns: int = 10
+    prompt_tokens: int = 2000
+    shared_tokens: int = 1000
+    turn_tokens: int = 800
+    pause_s: float = 120.0
+    hours: float = 24.0
+
+    @property
+    def scale(self) -> float:
+        """How many sessions each one of `trace` stands for: 1, unless there are more than REFERENCES_MAX allow."""
+        return max(1.0, self.sessions_per_hour * self.hours / self._sessions_max)
+
+    @property
+    def _sessions_max(self) -> int:
+        blocks = (self.prompt_tokens + self.turn_tokens * self.turns / 2) / RATES_BLOCK_TOKENS
+        return max(1, int(REFERENCES_MAX / (self.turns * max(1.0, blocks))))
+
+    def trace(self, seed: int = 1) -> Trace:
+        """Sessions at random over the time, pauses drawn from an exponential distribution. Deterministic.
+
+        Raises InvalidRequest for what cannot be, and for sessions too long to try a hundred of them.
+        """
+        block_tokens = RATES_BLOCK_TOKENS
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not (value > 0 or (name == "shared_tokens" and value == 0)) or value == float("inf"):
+                raise InvalidRequest(f"{name.replace('_', '-')} must be positive, got {value}")
+        if self._sessions_max < 100:
+            raise InvalidRequest(f"{self.turns} turns of {self.turn_tokens} tokens: sessions are too long to be tried")
+        rng = random.Random(seed)
+        shared = list(range(min(self.shared_tokens, self.prompt_tokens) // block_tokens))
+        fresh, requests = len(shared), []
+        for session in range(max(1, round(self.sessions_per_hour * self.hours / self.scale))):
+            at, blocks, tokens = rng.uniform(0, self.hours * 3600), list(shared), self.prompt_tokens
+            for _ in range(self.turns):
+                while len(blocks) < tokens // block_tokens:
+                    blocks.append(fresh)
+                    fresh += 1
+                if blocks:
+                    requests.append(Request(at, list(blocks), tokens, self.turn_tokens // 2, session))
+                tokens += self.turn_tokens
+                at += rng.expovariate(1 / self.pause_s)
+        requests.sort(key=lambda request: request.at)
+        if not requests:
+            raise InvalidRequest(f"prompts of {self.prompt_tokens} tokens fill not one block of {block_tokens}")
+        return Trace("rates", "rates", block_tokens, tuple(requests), fresh)

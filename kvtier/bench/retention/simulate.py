@@ -1,0 +1,330 @@
+"""A trace replayed without bytes: the real manager, index, policy, terms and planner over a clock that is set.
+
+What is real: `kvtier.manager.manager.Manager` with G2's slots, leases, lifetimes and eviction, every policy of
+`kvtier.policies`, and over a stack of tiers planning, promotion and write-behind. What is not: memory (slots have no
+bytes), the media below G2, time (it is that of the trace, and nothing takes any). A request looks its chain up and
+stores what it lacked, in the same instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import cast
+
+from kvtier.bench.retention.byteless import EmptyArena, EmptyTier
+from kvtier.bench.retention.traces import Trace
+from kvtier.identity.hashing import HASH_BYTES
+from kvtier.identity.keys import SHARED, BlockKey
+from kvtier.manager.manager import Manager, Settings
+from kvtier.policies.policy import Policy, make_policy
+from kvtier.retention.terms import Depth, Lifetime, Terms
+from kvtier.tiers.host.tier import HostTier
+
+FOREVER = Terms("forever")
+STRIDES = MappingProxyType({"g3": 1, "g4": 16})
+"""Blocks per unit of the tiers below G2."""
+NEVER_S = 1e9
+STEP_S = 60.0
+"""Deadline of a request's steps, in seconds: without devices none comes near it."""
+
+
+class TraceClock:
+    """A `kvtier.clock.Clock` that shows the time of the request that is being replayed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        """Housekeeping never falls due: it would be the only thing that moves by itself."""
+        await asyncio.get_running_loop().create_future()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a replay found. `hits[i]`: prefix blocks that request i found."""
+
+    references: int
+    hits: tuple[int, ...]
+    evictions: int
+    seconds: float
+    cpu_seconds: float
+    policy: Mapping[str, float]
+
+    @property
+    def hit_percent(self) -> float:
+        """Of all block references, those in a request's longest resident prefix."""
+        return 100 * sum(self.hits) / self.references if self.references else 0.0
+
+
+def keys_of(trace: Trace) -> list[BlockKey]:
+    """A name for each block of a trace. Pure."""
+    return [BlockKey(SHARED + number.to_bytes(HASH_BYTES, "big")) for number in range(trace.unique)]
+
+
+def capacity_of(trace: Trace, fraction: float) -> int:
+    """Blocks in this fraction of the trace's distinct blocks: floor, at least 1. Pure."""
+    return max(1, int(trace.unique * fraction))
+
+
+@contextmanager
+def empty_manager(capacity: int, policy: Policy, clock: TraceClock) -> Iterator[Manager]:
+    """A started manager whose G2 holds `capacity` blocks of no bytes."""
+    manager = Manager(HostTier(EmptyArena(capacity), policy), (), clock, Settings())
+    with asyncio.Runner() as runner:
+        runner.run(manager.start())
+        yield manager
+        runner.run(manager.close())
+
+
+def simulate(trace: Trace, policy: str, capacity: int, terms: Terms = FOREVER) -> Outcome:
+    """Replay `trace` in a G2 of `capacity` blocks. Deterministic; some 10 µs per missing block, 1 per hit."""
+    clock, names = TraceClock(), keys_of(trace)
+    chosen = make_policy(policy, capacity, refuses=True)
+    hits, began, cpu_began = [], time.perf_counter(), time.process_time()
+    with empty_manager(capacity, chosen, clock) as manager:
+        for request in trace.requests:
+            clock.now = request.at
+            hits.append(_replay(manager, list(map(names.__getitem__, request.blocks)), terms))
+            manager.host.learn()
+        manager.host.check()
+        evictions = manager.host.evictions
+    stats = chosen.stats() if hasattr(chosen, "stats") else {}
+    spent, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+    return Outcome(trace.references, tuple(hits), evictions, spent, cpu, MappingProxyType(stats))
+
+
+def _replay(manager: Manager, chain: Sequence[BlockKey], terms: Terms) -> int:
+    lease = manager.pin(chain)
+    hit = len(lease)
+    if hit < len(chain):
+        slots, _ = manager.reserve(chain, hit, len(chain), terms)
+        manager.commit(chain, slots, [slot.generation for slot in slots])
+    lease.release()
+    return hit
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One tier of a stack: its name (g1 … g4) and how many blocks it holds."""
+
+    name: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """What goes below G2: blocks that `threshold` requests wanted, of prompts of at least `min_prefix` tokens."""
+
+    threshold: int = 1
+    min_prefix: int = 0
+
+    def __str__(self) -> str:
+        if self.min_prefix:
+            return f"prompts of {self.min_prefix:,} tokens or more"
+        return "all" if self.threshold == 1 else f"wanted by {self.threshold} requests"
+
+
+ALL = Admit()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where a stack served its references from, in percent of them, and blocks written into each tier."""
+
+    references: int
+    hit_percent: Mapping[str, float]
+    written: Mapping[str, int]
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def total_percent(self) -> float:
+        return sum(self.hit_percent.values())
+
+
+def simulate_stack(
+    trace: Trace, policy: str, levels: Sequence[Level], terms: Terms = FOREVER, admit: Admit = ALL
+) -> Split:
+    """Replay `trace` over a stack of tiers, nearest first. Deterministic; some 15 µs per reference.
+
+    The manager owns all but `g1`, which is an engine's: leaf-first LRU over what a request named. (A single tier is
+    the manager's, whatever its name.) It looks up, plans,
+    promotes, stores and writes behind as it always does, over tiers without bytes that take no time: what a request
+    stores is in every tier before the next one comes. `policy` orders G2; deeper tiers keep to (last use, -depth).
+    """
+    return asyncio.run(_Stack(trace, policy, levels, admit).run(terms))
+
+
+class _Stack:
+    """One replay over a stack: an engine's G1 before a manager."""
+
+    def __init__(self, trace: Trace, policy: str, levels: Sequence[Level], admit: Admit) -> None:
+        self._trace = trace
+        self._clock = TraceClock()
+        own, owned = (levels[0].blocks, levels[1:]) if levels[0].name == "g1" and len(levels) > 1 else (0, levels)
+        self._pool = HostTier(EmptyArena(own), make_policy("lru", own)) if own else None
+        self._nearest = owned[0].name
+        self._lower = [
+            EmptyTier(level.name, Depth[level.name.upper()], STRIDES[level.name], level.blocks, self._clock)
+            for level in owned[1:]
+        ]
+        host = HostTier(EmptyArena(owned[0].blocks), make_policy(policy, owned[0].blocks, refuses=not self._lower))
+        settings = Settings(
+            queue_fraction=1.0,
+            housekeeping_s=NEVER_S,  # done after every request instead
+            store_threshold=admit.threshold,
+            min_prefix_blocks=-(-admit.min_prefix // trace.block_tokens),
+        )
+        self._manager = Manager(host, self._lower, self._clock, settings)
+        self._served = Counter({level.name: 0 for level in levels})
+        self._written = Counter({level.name: 0 for level in levels})
+
+    async def run(self, terms: Terms) -> Split:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        names = keys_of(self._trace)
+        if self._pool is not None:
+            self._pool.open()
+        await self._manager.start()
+        for request in self._trace.requests:
+            self._clock.now = request.at
+            await self._serve(list(map(names.__getitem__, request.blocks)), terms)
+        self._manager.check()
+        await self._manager.close()
+        self._written.update({tier.name: tier.written for tier in self._lower})
+        references = self._trace.references
+        shares = {name: 100 * count / references for name, count in self._served.items()}
+        spent, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+        return Split(references, MappingProxyType(shares), MappingProxyType(dict(self._written)), spent, cpu)
+
+    async def _serve(self, chain: Sequence[BlockKey], terms: Terms) -> None:
+        """As a connector does: what G1 has, what the manager can bring, compute the rest, store it."""
+        manager, deadline = self._manager, self._clock.now + STEP_S
+        start = self._pool.prefix(chain, self._clock.now) if self._pool is not None else 0
+        lease = manager.pin(chain, start)
+        if start + len(lease) < len(chain) and self._lower:
+            lease.release()
+            lease = await manager.promote(chain, deadline, start, referenced=True)
+        self._served.update(self._nearest if name == manager.host.name else name for name in lease.tiers)
+        if self._pool is not None:
+            self._served["g1"] += start
+            self._written["g1"] += _bring(self._pool, chain, start, terms, self._clock.now)
+        await manager.flush(deadline)  # uses reach the lower tiers before what is stored makes room there
+        await self._store(chain, start + len(lease), terms, deadline)
+        lease.release()
+        manager.host.learn()
+
+    async def _store(self, chain: Sequence[BlockKey], start: int, terms: Terms, deadline: float) -> None:
+        """Head first, as far as slots go that nothing on its way down holds."""
+        manager, ours = self._manager, set(chain)
+        while start < len(chain):
+            slots, reached = manager.reserve(chain, start, len(chain), terms, ours.__contains__)
+            self._written[self._nearest] += len(slots)
+            manager.commit(chain, slots, [slot.generation for slot in slots])
+            await manager.flush(deadline)
+            if reached == start:
+                break
+            start = reached
+
+
+def _bring(pool: HostTier, chain: Sequence[BlockKey], have: int, terms: Terms, now: float) -> int:
+    """Renew what G1 has of a chain, take in what it lacks; gives the blocks taken in."""
+    pool.reference(chain, have, now)
+    life, written = Lifetime.of(terms, now), 0
+    ends = life.ends(Depth.G1)
+    for index, key in enumerate(chain):
+        slot = pool.index.get(key)
+        if slot is not None and slot.expires_at >= now:
+            slot.stamp(life, ends)
+            continue
+        if slot is not None:
+            pool.drop(key)
+        slot = pool.reserve(key, index)
+        if slot is None:
+            break
+        slot.stamp(life, ends)
+        pool.commit(slot, slot.generation)
+        written += 1
+    return written
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCost:
+    """CPU microseconds per block reference: on the request's path (reference, victim, insert, remove), and off it."""
+
+    path_us: float
+    learn_us: float
+    references: int
+
+
+def policy_cost(trace: Trace, policy: Policy, capacity: int) -> PolicyCost:
+    """What a policy costs with keys as an engine has them, 48 bytes each. Only its own verbs are timed."""
+    names = keys_of(trace)
+    resident: set[BlockKey] = set()
+    path = learn = 0
+    clock = time.thread_time_ns
+    for request in trace.requests:
+        chain = [names[block] for block in request.blocks]
+        hit = _resident(chain, resident)
+        began = clock()
+        _refer(policy, chain, hit, request.at, resident, capacity)
+        ended = clock()
+        policy.learn()
+        path += ended - began
+        learn += clock() - ended
+    return PolicyCost(path / trace.references / 1000, learn / trace.references / 1000, trace.references)
+
+
+def drive(trace: Trace, policy: Policy, capacity: int) -> int:
+    """Prefix hits of a policy alone, without manager, slots or terms: what comparing many of them can afford."""
+    chains = cast("Sequence[list[BlockKey]]", [request.blocks for request in trace.requests])  # any hashable name does
+    resident: set[BlockKey] = set()
+    hits = 0
+    for request, chain in zip(trace.requests, chains, strict=True):
+        hit = _resident(chain, resident)
+        hits += hit
+        _refer(policy, chain, hit, request.at, resident, capacity)
+        policy.learn()
+    policy.check(resident)
+    return hits
+
+
+def _resident(chain: Sequence[BlockKey], resident: set[BlockKey]) -> int:
+    """Leading blocks that are resident."""
+    hit = 0
+    while hit < len(chain) and chain[hit] in resident:
+        hit += 1
+    return hit
+
+
+def _refer(
+    policy: Policy, chain: Sequence[BlockKey], hit: int, now: float, resident: set[BlockKey], capacity: int
+) -> None:
+    """One request before a policy: all of it referenced, what it lacks taken in as far as the policy makes room."""
+    policy.reference(chain, hit, now)
+    for key in chain[hit:]:
+        if key in resident:
+            continue
+        if len(resident) >= capacity:
+            victim = policy.victim(key, _any)
+            if victim is None:
+                break
+            policy.remove(victim)
+            resident.remove(victim)
+        policy.insert(key)
+        resident.add(key)
+
+
+def _any(key: BlockKey) -> bool:
+    return True

@@ -1,0 +1,1 @@
+"""The cost of one tier beside the library and device beneath it."""

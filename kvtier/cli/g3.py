@@ -1,0 +1,93 @@
+"""`kvtier inspect`, `verify`, `scrub` and `gc`: looking after a G3 store, live or dead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.clock import SystemClock
+from kvtier.tiers.disk.maintenance import Findings, Progress, looking_after
+from kvtier.units import parse_rate, parse_size
+
+Paths = Annotated[list[Path], typer.Argument(help="The store's path; all of them, in order, if it has several.")]
+Rate = Annotated[str | None, typer.Option("--rate", help="Read at most this fast, such as 200MiB/s.")]
+Resize = Annotated[str | None, typer.Option("--resize", help="Give the store this capacity; nobody else may use it.")]
+
+
+def inspect(paths: Paths, json: Json = False) -> None:
+    """Show what a G3 store holds: capacity, namespaces, who writes to it. Reads the index, no payload."""
+    with looking_after(paths, SystemClock()) as caretaker:
+        found = caretaker.inspect()
+    if json:
+        write_json(found)
+        return
+    shown = {**found, "paths": " ".join(found["paths"])}
+    write_table(["", ""], [[name, value] for name, value in shown.items() if name != "namespaces"])
+    rows = []
+    for one in found["namespaces"]:
+        fields = one["fields"] or {}
+        what = f"{fields.get('model', '?')} {fields.get('dtype', '?')} {fields.get('block_bytes', '?')} B"
+        rows.append([one["digest"][:16], what, one["blocks"], one["bytes"], one["expired"], one["scopes"]])
+    write_table(["namespace", "of", "blocks", "bytes", "expired", "scopes"], rows)
+
+
+def verify(paths: Paths, json: Json = False) -> None:
+    """Read every block of a G3 store against its digest, and check its books. Changes nothing."""
+    with looking_after(paths, SystemClock()) as caretaker, _progress(json) as progress:
+        found = caretaker.verify(progress)
+    _report(found, as_json=json)
+
+
+def scrub(paths: Paths, rate: Rate = None, json: Json = False) -> None:
+    """Like verify, and delete the blocks that are damaged."""
+    bytes_per_s = parse_rate(rate) if rate is not None else None
+    with looking_after(paths, SystemClock()) as caretaker, _progress(json) as progress:
+        found = caretaker.scrub(progress, bytes_per_s=bytes_per_s)
+    _report(found, as_json=json)
+
+
+def gc(paths: Paths, resize: Resize = None, json: Json = False) -> None:
+    """Free what ended processes held, and delete expired and purged blocks."""
+    capacity = parse_size(resize) if resize is not None else None
+    with looking_after(paths, SystemClock(), capacity=capacity) as caretaker:
+        counts = caretaker.gc()
+        held = caretaker.inspect()
+    result = {**counts, "blocks": held["blocks"], "bytes": held["bytes"], "capacity_bytes": held["capacity_bytes"]}
+    if json:
+        write_json(result)
+    else:
+        write_table(["", ""], result.items())
+
+
+def _report(found: Findings, *, as_json: bool) -> None:
+    if as_json:
+        write_json({"sound": found.sound, **asdict(found)})
+    else:
+        write_table(["", ""], [[name, value] for name, value in asdict(found).items() if name != "damaged"])
+        for line in found.damaged:
+            console().print(line)
+    if not found.sound:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    """A bar on standard error, where somebody looks at it."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (*Bar.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("blocks", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

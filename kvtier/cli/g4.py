@@ -1,0 +1,155 @@
+"""`kvtier g4 …` and the doctor's part about object storage."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier.cli.output import Json, console, write_json
+from kvtier.clock import SystemClock
+from kvtier.config import G4, Config
+from kvtier.errors import ConfigError, TierError
+from kvtier.retention.terms import Depth, Terms
+from kvtier.tiers.objects.bucket.conformance import SKEW_MAX_S, Exam, examine
+from kvtier.tiers.objects.bucket.open import Limits, open_bucket
+from kvtier.tiers.objects.bucket.protocol import Patient
+
+RULE = "kvtier-backstop"
+_DAY_S = 86400.0
+_BYTES_PER_TOKEN_8B = 128 << 10
+_PREFILL_8B = 10_000
+"""Tokens per second that an 8B model prefills on a large GPU."""
+
+PARALLEL_MAX = 8
+_REACH = "check the URL, the endpoint, and the credentials in the client's chain and their right to get and put"
+_GRANT = "grant get, put, delete and list below the prefix, or see why the server refuses"
+
+File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="CONFIG")]
+Apply = Annotated[bool, typer.Option("--apply", help="Put the rule into the bucket, beside the rules that are there.")]
+
+
+def exam_of(g4: G4) -> Exam:
+    """Try the configured bucket out. Raises ConfigError or TierError; blocks for a minute at most."""
+
+    async def run() -> Exam:
+        clock = SystemClock()
+        bucket, prefix = open_bucket(g4.url, g4.options, g4.client, clock, Limits(concurrency=g4.concurrency))
+        await bucket.start()
+        try:
+            return await examine(Patient(bucket, attempts=2), prefix, clock, min(g4.concurrency, PARALLEL_MAX))
+        finally:
+            await bucket.close()
+
+    return asyncio.run(run())
+
+
+def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
+    """(subject, "ok" | "warn" | "fail", what was found, advice) about the bucket that `g4` names."""
+    try:
+        exam = exam_of(g4)
+    except (ConfigError, TierError) as error:
+        yield "g4 reachable", "fail", str(error), _REACH
+        return
+    broken = [trait for trait in exam.traits if trait.ok is False]
+    for trait in broken:
+        if trait.needed:
+            advice = _REACH if trait.name == "reachable" else _GRANT
+            yield f"g4 {trait.name}", "fail", trait.detail, advice
+        elif "renewal" in trait.name:
+            yield f"g4 {trait.name}", "warn", trait.detail, "blocks live their first ttl only, or set client: obstore"
+        else:
+            advice = "use a server that honours conditions, or let one replica only use this one"
+            yield f"g4 {trait.name}", "fail", f"{trait.detail}: replicas would overwrite one another", advice
+    if not broken:
+        tried = ", ".join(trait.name for trait in exam.traits if trait.ok)
+        yield "g4", "ok", f"works: {tried}", ""
+    if exam.skew_s is not None:
+        off = abs(exam.skew_s) > SKEW_MAX_S
+        advice = "synchronise the clocks: expiry counts on them" if off else ""
+        yield "g4 clock", "warn" if off else "ok", f"{exam.skew_s:+.0f} s against the server", advice
+    if exam.read_bytes_per_s and exam.write_bytes_per_s:
+        pays = exam.read_bytes_per_s / _BYTES_PER_TOKEN_8B
+        detail = (
+            f"{exam.parallel} requests at once: reads {exam.read_bytes_per_s / 1e6:.0f} MB/s, writes "
+            f"{exam.write_bytes_per_s / 1e6:.0f} MB/s; at 128 KiB per token (8B, bf16) a read beats a prefill slower "
+            f"than {pays:,.0f} tokens/s"
+        )
+        slow = "a fast GPU prefills such a model sooner: what is served from here then saves its work, not time"
+        yield "g4 break-even", "ok", detail, slow if pays < _PREFILL_8B else ""
+
+
+def backstop(config: Config) -> dict[str, Any]:
+    """The one lifecycle rule that deletes what every sweeper missed, as S3 takes it.
+
+    A renewal makes a new version of the object, so its age by the server's stamp is the time since its last recorded
+    use; that is at most the longest ttl, or the longest max_age, plus half a ttl of not yet recorded uses.
+    Raises ConfigError if a class that reaches G4 has neither: then nothing may be deleted by age.
+    """
+    g4 = config.tiers.g4
+    if g4 is None or not g4.url.startswith(("s3://", "s3a://")):
+        raise ConfigError("tiers.g4.url: lifecycle rules are S3's; this URL names no S3 bucket")
+    deep = [terms for terms in config.terms() if terms.ceiling >= Depth.G4]
+    endless = [terms.name for terms in deep if terms.ttl is None and terms.max_age is None]
+    if endless:
+        raise ConfigError(
+            f"retention.classes.{endless[0]} has neither ttl nor max_age, so no age makes its blocks garbage; set one"
+        )
+    days = math.ceil(max(_longest(terms) for terms in deep) / _DAY_S) + 1
+    prefix = g4.url.partition("://")[2].partition("/")[2].strip("/")
+    return {
+        "ID": RULE,
+        "Status": "Enabled",
+        "Filter": {"Prefix": f"{prefix}/" if prefix else ""},
+        "Expiration": {"Days": days},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+    }
+
+
+def _longest(terms: Terms) -> float:
+    ttl = math.inf if terms.ttl is None else 1.5 * terms.ttl
+    return min(ttl, math.inf if terms.max_age is None else terms.max_age)
+
+
+def lifecycle(file: File, apply: Apply = False, json: Json = False) -> None:
+    """Print the lifecycle rule that deletes what every sweeper missed; `--apply` puts it into the bucket."""
+    config = Config.load(file)
+    rule = backstop(config)
+    if apply:
+        assert config.tiers.g4 is not None
+        _put_rule(config.tiers.g4, rule)
+    if json:
+        write_json({"Rules": [rule], "applied": apply})
+        return
+    import json as jsonlib
+
+    console().print(jsonlib.dumps({"Rules": [rule]}, indent=2))
+    where = config.tiers.g4.url.partition("://")[2].partition("/")[0] if config.tiers.g4 else ""
+    hint = "aws s3api put-bucket-lifecycle-configuration --bucket " + where + " --lifecycle-configuration file://…"
+    console().print("in the bucket now" if apply else f"not applied; use --apply, or: {hint}")
+
+
+def _put_rule(g4: G4, rule: dict[str, Any]) -> None:
+    """Replace the rule of our name and keep all others. Raises TierError."""
+    import s3fs
+
+    bucket = g4.url.partition("://")[2].partition("/")[0]
+    fs = s3fs.S3FileSystem(skip_instance_cache=True, **g4.options)
+    try:
+        try:
+            rules = fs.call_s3("get_bucket_lifecycle_configuration", Bucket=bucket).get("Rules", [])
+        except Exception as error:
+            answer = getattr(error.__cause__ or error, "response", None) or {}
+            if answer.get("Error", {}).get("Code") != "NoSuchLifecycleConfiguration":
+                raise  # what is there would be lost
+            rules = []
+        others = [each for each in rules if each.get("ID") != RULE]
+        fs.call_s3(
+            "put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [*others, rule]}
+        )
+    except Exception as error:
+        raise TierError("g4", "lifecycle", type(error).__name__) from None

@@ -1,0 +1,447 @@
+"""The configuration: one YAML file, frozen values, every key documented, every mistake named.
+
+    cfg = Config.load("kvtier.yaml")      cfg = Config.parse({"version": 1, "tiers": {…}})
+
+Sizes are written `64GiB` (or bytes), times `24h`, rates `500MiB/s`. `${NAME}` takes a secret from the
+environment and is allowed in `security.scope_secret` and below `tiers.g4.options` only. This is the one place
+that reads the environment. Every fault raises ConfigError naming the full key, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    ValidationError,
+    WithJsonSchema,
+    field_serializer,
+    model_validator,
+)
+
+from kvtier.config.explain import explain
+from kvtier.config.strict_yaml import DEPTH_MAX, TEXT_BYTES_MAX, read_document
+from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.retention.terms import BUILTIN, Depth, Terms, parse_duration
+from kvtier.units import (
+    TEXT_CHARS_MAX,
+    format_duration,
+    format_size,
+    parse_endurance,
+    parse_rate,
+    parse_size,
+    shorten,
+)
+
+G2_CAPACITY_DEFAULT = 256 << 20
+NAME_CHARS_MAX = 32
+PATH_CHARS_MAX = 4096
+CLASSES_MAX = 64
+SECONDS_MAX = 10 * 365 * 86400
+PRICES = {"put": 0.005, "get": 0.0004, "gb_month": 0.023}
+"""List prices of S3 Standard in us-east-1: dollars per 1,000 PUT, COPY and LIST requests, per 1,000 others, per GB
+and month."""
+PRICE_MAX = 1e6
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
+_SHOWN_OPTIONS = frozenset({"anon", "endpoint", "endpoint_url", "region", "region_name", "skip_signature", "use_ssl"})
+_HIDDEN = "**********"
+
+
+def _duration(value: Any) -> float:
+    if not isinstance(value, str) or len(value) > TEXT_CHARS_MAX:
+        raise InvalidRequest(f"{shorten(value)} is not a duration; write a number with a unit, such as 24h")
+    seconds = parse_duration(value)
+    if not 0 < seconds <= SECONDS_MAX:
+        raise InvalidRequest(f"{shorten(value)} is out of range; a duration lies above 0 and at most 10 years")
+    return seconds
+
+
+def _text(value: Any, chars_max: int = PATH_CHARS_MAX) -> str:
+    if not isinstance(value, str) or not value.strip() or len(value) > chars_max or not value.isprintable():
+        raise InvalidRequest(f"{shorten(value)} is not a text of 1 … {chars_max} printable characters")
+    return value
+
+
+def _paths(value: Any) -> tuple[Path, ...]:
+    given = list(value) if isinstance(value, list | tuple) else [value]
+    if not 1 <= len(given) <= 64:
+        raise InvalidRequest("write one directory, or a list of 1 … 64, such as [/nvme0/kvtier, /nvme1/kvtier]")
+    paths = tuple(Path(_text(str(p) if isinstance(p, Path) else p)) for p in given)
+    if any(p.parts[:1] and p.parts[0].startswith("~") for p in paths):
+        raise InvalidRequest(f"{shorten(str(paths[0]))}: ~ is not expanded; write the full path, such as /nvme/kvtier")
+    if len(set(paths)) != len(paths):
+        raise InvalidRequest("the same directory is listed twice")
+    return paths
+
+
+def _url(value: Any) -> str:
+    url = _text(value, 2048)
+    scheme, found, rest = url.partition("://")
+    if not found or not re.fullmatch(r"[a-z0-9][a-z0-9+.-]*", scheme, re.ASCII) or "::" in url:
+        raise InvalidRequest(f"{shorten(url)} is not a URL; write one that fsspec knows, such as s3://bucket/prefix")
+    if "@" in rest.split("/", 1)[0]:
+        raise InvalidRequest(
+            "the URL carries credentials; leave them to the client's own chain or use tiers.g4.options"
+        )
+    if not rest.strip("/") and scheme != "memory":
+        raise InvalidRequest(f"{shorten(url)} names no bucket or directory; write one, such as s3://bucket/prefix")
+    if ".." in rest.split("/"):
+        raise InvalidRequest(f"{shorten(url)} leaves its own prefix with '..'; write the prefix itself")
+    return url.rstrip("/") if rest.strip("/") else url
+
+
+def _count_or_auto(value: Any) -> int | Literal["auto"]:
+    if value == "auto" or (type(value) is int and 1 <= value <= 2**20):
+        return value  # type: ignore[no-any-return]
+    raise InvalidRequest(f"{shorten(value)} is neither auto nor a count of blocks in 1 … {2**20}")
+
+
+def _prices(value: Any) -> dict[str, float]:
+    """Dollars by name, what is not named at its default."""
+    if not isinstance(value, Mapping) or not all(
+        name in PRICES and type(price) in (int, float) and 0 <= price <= PRICE_MAX for name, price in value.items()
+    ):
+        raise InvalidRequest(
+            f"{shorten(value)} is no list of prices; write dollars per 1,000 requests and per GB and month, such as "
+            f"{{put: {PRICES['put']}, get: {PRICES['get']}, gb_month: {PRICES['gb_month']}}}"
+        )
+    return PRICES | {name: float(price) for name, price in value.items()}
+
+
+def _secret(value: Any) -> SecretStr:
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    # 64 bytes is the longest key that BLAKE2b takes.
+    if not isinstance(text, str) or not 16 <= len(text) <= 64 or len(text.encode(errors="replace")) > 64:
+        raise InvalidRequest("a secret is a text of 16 … 64 bytes, such as ${KVTIER_SECRET}")
+    return SecretStr(text)
+
+
+def _version(value: Any) -> int:
+    if type(value) is not int or value != 1:
+        raise InvalidRequest(f"{shorten(value)} is not a version that this release reads; write 1")
+    return value
+
+
+def _schema(kind: str | list[str], example: object) -> WithJsonSchema:
+    return WithJsonSchema({"type": kind, "examples": [example]})
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(format_size, when_used="json"),
+    _schema(["string", "integer"], "64GiB"),
+]
+Rate = Annotated[
+    int,
+    BeforeValidator(parse_rate),
+    PlainSerializer(lambda rate: f"{format_size(rate)}/s", when_used="json"),
+    _schema("string", "500MiB/s"),
+]
+Prices = Annotated[dict[str, float], BeforeValidator(_prices), _schema("object", {"put": 0.005})]
+Duration = Annotated[
+    float,
+    BeforeValidator(_duration),
+    PlainSerializer(format_duration, when_used="json"),
+    _schema("string", "24h"),
+]
+Endurance = Annotated[
+    float,
+    BeforeValidator(parse_endurance),
+    PlainSerializer(lambda dwpd: f"{dwpd:g}DWPD", when_used="json"),
+    _schema("string", "3DWPD"),
+]
+CountOrAuto = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(_count_or_auto),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+]
+Paths = Annotated[
+    tuple[Path, ...],
+    BeforeValidator(_paths),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": 1})]
+Url = Annotated[str, BeforeValidator(_url), _schema("string", "s3://bucket/prefix")]
+Secret = Annotated[SecretStr, BeforeValidator(_secret), _schema("string", "${KVTIER_SECRET}")]
+
+
+class _Section(BaseModel):
+    """A frozen mapping of known keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class G1(_Section):
+    """The GPU's block pool, where kvtier owns it."""
+
+    blocks: int = Field(
+        default=1024, ge=1, le=2**31, description="Blocks in the pool; ignored where an engine owns G1."
+    )
+
+
+class G2(_Section):
+    """The arena in host RAM."""
+
+    capacity: Size = Field(
+        default=G2_CAPACITY_DEFAULT, description="RAM for blocks, over all ranks that one manager serves."
+    )
+
+
+class G3(_Section):
+    """The local SSD. Absent: the tier is off."""
+
+    path: Paths = Field(description="Directory, or a list of them on several devices. Made if its parent exists.")
+    capacity: Size = Field(description="Bytes on disk that are never exceeded, over all paths together.")
+    write_rate: Rate | None = Field(
+        default=None, description="Upper bound of the write rate; none: as fast as the disk."
+    )
+    write_budget: Endurance | None = Field(default=None, description="Drive writes per day: multiples of `capacity`.")
+
+
+class G4(_Section):
+    """Object storage, shared by every replica. Absent: the tier is off."""
+
+    url: Url = Field(description="Any fsspec URL with a prefix of its own: s3://, gs://, file://, memory://.")
+    client: Literal["auto", "s3fs", "obstore"] = Field(
+        default="auto", description="Client of s3://; auto: obstore if installed."
+    )
+    stride: CountOrAuto = Field(default="auto", description="Blocks per object; auto: about 32 MiB.")
+    options: dict[str, Any] = Field(
+        default={}, repr=False, description="Passed to the client as they are; ${NAME} allowed."
+    )
+    concurrency: int = Field(default=8, ge=1, le=1024, description="Requests in flight at once.")
+    read_rate: Rate | None = Field(default=None, description="Upper bound of bytes read per second; none: no bound.")
+    write_rate: Rate | None = Field(
+        default=None, description="Upper bound of bytes written per second; none: no bound."
+    )
+
+    prices: Prices = Field(
+        default=PRICES, description="List prices in dollars: put and get per 1,000 requests, gb_month per GB and month."
+    )
+
+    @field_serializer("options")
+    def _redact(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {key: _redacted(key, value) for key, value in options.items()}
+
+
+class Tiers(_Section):
+    """Where blocks may live."""
+
+    g1: G1 = Field(default=G1(), description="GPU block pool.")
+    g2: G2 = Field(default=G2(), description="Host RAM.")
+    g3: G3 | None = Field(default=None, description="Local SSD.")
+    g4: G4 | None = Field(default=None, description="Object storage.")
+
+
+class Offload(_Section):
+    """When blocks leave G1."""
+
+    mode: Literal["auto", "lazy", "eager"] = Field(
+        default="auto",
+        description="lazy: just ahead of reuse; eager: at once; auto: lazy where kvtier owns G1, else by age.",
+    )
+    spill_ahead: CountOrAuto = Field(default="auto", description="Slots ahead of reuse that are kept copied.")
+    dirty_max_age: Duration = Field(
+        default=5.0, description="A confirmed block is copied out at this age at the latest."
+    )
+    store_threshold: int = Field(
+        default=1, ge=1, le=1000, description="Requests that must have wanted a block before it is written below G2."
+    )
+    min_prefix: int = Field(
+        default=0, ge=0, le=2**31, description="Tokens that a prompt must have before any of it is written below G2."
+    )
+    copy_by: Literal["auto", "dma", "direct", "staged"] = Field(
+        default="auto",
+        description="By what a GPU copies: its copy engine, a kernel, a kernel and staging memory; auto: as measured.",
+    )
+
+
+class RetentionClass(_Section):
+    """How long and how deep blocks of this class may live."""
+
+    ttl: Duration | None = Field(
+        default=None, description="Idle time after which a block is not served; every use renews."
+    )
+    max_age: Duration | None = Field(
+        default=None, description="Time since creation after which it is not served; never renewed."
+    )
+    guarantee: bool = Field(default=False, description="Reserve its bytes until ttl ends.")
+    ceiling: Literal["g1", "g2", "g3", "g4"] = Field(default="g4", description="Deepest tier it may be copied to.")
+    priority: int = Field(default=50, ge=0, le=100, description="Higher leaves later.")
+    isolate: bool = Field(default=False, description="Share with nobody outside the class.")
+
+    @model_validator(mode="after")
+    def _guarantee_ends(self) -> Self:
+        if self.guarantee and self.ttl is None:
+            raise InvalidRequest(
+                ".guarantee: needs a ttl, or its bytes would be reserved for ever; set one, such as 1h"
+            )
+        return self
+
+    def terms(self, name: str) -> Terms:
+        """The class as a value that state machines take."""
+        ceiling = Depth[self.ceiling.upper()]
+        return Terms(name, self.ttl, self.max_age, self.guarantee, ceiling, self.priority, self.isolate)
+
+
+class Retention(_Section):
+    """Retention classes beside the built-in in_memory, 5m, 1h and 24h."""
+
+    default: str = Field(default="24h", description="Class of requests that name none.")
+    classes: dict[str, RetentionClass] = Field(default={}, description="Own classes by name.")
+    quota: float | None = Field(
+        default=None, gt=0, le=1, description="Largest share of G2, and of G3, that one scope may fill; none: all."
+    )
+    reserved: float = Field(
+        default=0.5, gt=0, le=1, description="Largest share of a tier that guarantees and named pins may reserve."
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        for name in self.classes:
+            if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
+                raise InvalidRequest(
+                    f".classes: {shorten(name)} is not a name of 1 … {NAME_CHARS_MAX} of A-Z a-z 0-9 _ . -"
+                )
+            if name in BUILTIN:
+                raise InvalidRequest(f".classes: {name} is built in; give the class a name of its own")
+        if len(self.classes) > CLASSES_MAX:
+            raise InvalidRequest(f".classes: {len(self.classes)} given, at most {CLASSES_MAX} are allowed")
+        known = sorted({*BUILTIN, *self.classes})
+        if self.default not in known:
+            raise InvalidRequest(f".default: {shorten(self.default)} is not a class; known: {', '.join(known)}")
+        return self
+
+
+class Deadlines(_Section):
+    """The longest that a call waits; what is late is a miss."""
+
+    lookup: Duration = Field(default=0.2, description="Finding out how long a prefix is resident.")
+    get: Duration = Field(default=10.0, description="Reading a prefix, unless the call says otherwise.")
+    put: Duration = Field(default=10.0, description="Waiting for queue room in put(wait=True).")
+    flush: Duration = Field(default=60.0, description="Making everything accepted durable.")
+    close: Duration = Field(default=30.0, description="Flushing and letting go of everything.")
+
+
+class Security(_Section):
+    """Who may share blocks."""
+
+    scope_secret: Secret | None = Field(default=None, description="Key of the scope digest, the same on all replicas.")
+    salt: Literal["shared", "deny"] = Field(
+        default="shared", description="Requests without a salt share blocks with each other, or are not cached at all."
+    )
+
+
+class Config(_Section):
+    """kvtier's configuration. Frozen; repr and dumps never show a secret."""
+
+    version: Version = Field(default=1, description="Version of this file's format.")
+    tiers: Tiers = Field(default=Tiers(), description="Where blocks may live.")
+    offload: Offload = Field(default=Offload(), description="When blocks leave G1.")
+    retention: Retention = Field(default=Retention(), description="How long blocks live.")
+    policy: Literal["auto", "lru", "gapduel"] = Field(
+        default="auto", description="Which block leaves when another wants in."
+    )
+    deadlines: Deadlines = Field(default=Deadlines(), description="Longest waits.")
+    security: Security = Field(default=Security(), description="Who may share blocks.")
+    weights: Literal["auto", "full"] = Field(
+        default="auto", description="Fingerprint of the weights: hub commit or samples of every tensor, or all bytes."
+    )
+    keep_on_reset: bool = Field(
+        default=False, description="Keep serving old blocks after an engine announced new weights."
+    )
+
+    @classmethod
+    def load(cls, path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
+        """From a YAML file. Reads the file and, for secrets, `environ` (default: the process's). Raises ConfigError."""
+        try:
+            with open(path, "rb") as file:
+                # One byte past the bound is enough to know that the file is too long.
+                text = file.read(TEXT_BYTES_MAX + 1)
+        except (OSError, ValueError) as wrong:
+            raise ConfigError(f"configuration {shorten(str(path))} cannot be read: {wrong}") from wrong
+        return cls.parse(read_document(text), environ)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
+        """From plain values, as YAML would give them. Reads `environ` for secrets. Raises ConfigError."""
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"a configuration is a mapping of keys, got {type(raw).__name__}")
+        values = _substitute(raw, "", os.environ if environ is None else environ, 0)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as wrong:
+            raise ConfigError(explain(wrong, cls, _is_secret)) from None
+
+    def terms(self) -> tuple[Terms, ...]:
+        """All retention classes: the built-in ones, then the configuration's own. Pure."""
+        return (*BUILTIN.values(), *(c.terms(name) for name, c in self.retention.classes.items()))
+
+    @property
+    def scope_secret(self) -> bytes:
+        """Key of the scope digest; empty if none is set."""
+        secret = self.security.scope_secret
+        return secret.get_secret_value().encode() if secret else b""
+
+
+def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where what was measured of this machine's devices is kept: below the user's cache folder (XDG base directories).
+    Reads `environ` (default: the process's). None for a user who has no such folder."""
+    environ = os.environ if environ is None else environ
+    caches = Path(environ.get("XDG_CACHE_HOME") or "")
+    if not caches.is_absolute():
+        caches = Path(environ.get("HOME") or "") / ".cache"
+    return caches / "kvtier" if caches.is_absolute() else None
+
+
+def _is_secret(key: str) -> bool:
+    return key == "security.scope_secret" or key.startswith("tiers.g4.options.")
+
+
+def _substitute(value: Any, key: str, environ: Mapping[str, str], depth: int) -> Any:
+    """`value` with `${NAME}` replaced where secrets may stand. Copies, so the caller's mapping stays its own."""
+    if depth > DEPTH_MAX:
+        raise ConfigError(f"{key[:TEXT_CHARS_MAX]}: nested deeper than {DEPTH_MAX} levels")
+    if isinstance(value, Mapping):
+        return {k: _substitute(v, _join(key, k), environ, depth + 1) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_substitute(v, f"{key}[{i}]", environ, depth + 1) for i, v in enumerate(value)]
+    if not isinstance(value, str) or len(value) > PATH_CHARS_MAX or "${" not in value:
+        return value
+    match = _VARIABLE.fullmatch(value)
+    if not _is_secret(key):
+        raise ConfigError(
+            f"{key}: {shorten(value)} names an environment variable; only security.scope_secret and the values of "
+            "tiers.g4.options may"
+        )
+    if match is None:
+        raise ConfigError(f"{key}: write ${{NAME}} and nothing else to take the value from the environment")
+    if match[1] not in environ:
+        raise ConfigError(f"{key}: the environment variable {match[1]} is not set")
+    return environ[match[1]]
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{str(name)[:TEXT_CHARS_MAX]}".lstrip(".") if isinstance(name, str) else f"{key}.{shorten(name)}"
+
+
+def _redacted(key: str, value: Any) -> Any:
+    """Credentials are not told from other options by name: only what is surely none is shown."""
+    if isinstance(value, dict):
+        return {k: _redacted(k, v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_redacted(key, v) for v in value]
+    shown = value is None or isinstance(value, bool | int | float)
+    harmless = key in _SHOWN_OPTIONS and isinstance(value, str) and "@" not in value
+    return value if shown or harmless else _HIDDEN

@@ -1,0 +1,79 @@
+"""Names of blocks.
+
+    BlockKey   = scope (16 bytes) ‖ chain hash (32 bytes)          48 bytes, opaque to callers
+    full name  = namespace digest (32 bytes) ‖ BlockKey            80 bytes, what leaves the process
+
+A handle serves one namespace, so its digest is implied inside a process and spelled out in every index
+entry, frame and object name. Sorted, full names group by namespace, then by scope: purge, quota and
+listing are prefix operations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NewType
+
+from kvtier.errors import InvalidRequest
+from kvtier.identity.hashing import HASH_BYTES
+
+BlockKey = NewType("BlockKey", bytes)
+"""scope ‖ chain hash, 48 bytes."""
+
+Scope = NewType("Scope", bytes)
+"""Who may share a block, 16 bytes: a keyed digest, from which nobody can read the tenant's salt."""
+
+SCOPE_BYTES = 16
+KEY_BYTES = SCOPE_BYTES + HASH_BYTES
+NAMESPACE_BYTES = 32
+NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
+
+SHARED = Scope(bytes(SCOPE_BYTES))
+"""The scope of requests without salt, adapter or isolated class."""
+
+
+def scope_of(salt: str | bytes | None, adapter: bytes = b"", isolated: str = "", *, secret: bytes = b"") -> Scope:
+    """The scope that a tenant's `salt`, an `adapter` fingerprint and an isolated retention class name.
+
+    Keyed BLAKE2b over the three length-prefixed parts; `secret` (0-64 bytes, from the configuration, the
+    same on every replica) keeps a reader of the store from guessing salts. All parts absent gives
+    `SHARED`, whatever the secret. Pure.
+    """
+    if salt is None and not adapter and not isolated:
+        return SHARED
+    digest = hashlib.blake2b(digest_size=SCOPE_BYTES, key=secret, person=b"kvtier-scope-1")
+    for part in (_salt_bytes(salt), adapter, isolated.encode()):
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part)
+    return Scope(digest.digest())
+
+
+def _salt_bytes(salt: str | bytes | None) -> bytes:
+    if salt is None:
+        return b""
+    # The marker keeps "no salt" apart from "an empty salt", which is somebody's salt.
+    return b"\x01" + (salt.encode() if isinstance(salt, str) else bytes(salt))
+
+
+def make_keys(scope: Scope, hashes: Sequence[bytes]) -> list[BlockKey]:
+    """One key per chain hash. Pure."""
+    return [BlockKey(scope + digest) for digest in hashes]
+
+
+def scope_of_key(key: bytes) -> Scope:
+    """The 16 bytes before the hash."""
+    return Scope(key[:SCOPE_BYTES])
+
+
+def check_keys(keys: Sequence[bytes], *, distinct: bool) -> None:
+    """Raise InvalidRequest, naming the index, unless every key is 48 bytes (and, if asked, no two equal)."""
+    for index, key in enumerate(keys):
+        if type(key) is not bytes or len(key) != KEY_BYTES:
+            got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise InvalidRequest(f"keys[{index}]: expected {KEY_BYTES} bytes from chain_hashes(), got {got}")
+    if distinct and len(set(keys)) != len(keys):
+        seen: dict[bytes, int] = {}
+        for index, key in enumerate(keys):
+            if key in seen:
+                raise InvalidRequest(f"keys[{index}] repeats keys[{seen[key]}]; a chain names each block once")
+            seen[key] = index

@@ -1,0 +1,58 @@
+"""The right to start reading found blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.protocol import Miss
+
+Hold = tuple[Slot, int]
+"""A pinned slot and the generation it was pinned in."""
+
+
+class Lease:
+    """The leading blocks of a chain, pinned in G2. Owner: the caller, until `release` (or the end of its `with`).
+
+    `slots[i]` holds block i of what was asked for; `tiers[i]` is where it was found ("g2", or below it).
+    `miss` says why the chain is not served further; None if all of it is. While the lease lasts the bytes stay where
+    and what they are. Releasing twice does nothing; a lease that is forgotten is released some time after its
+    last reference.
+    """
+
+    def __init__(
+        self,
+        holds: Sequence[Hold],
+        tiers: Sequence[str],
+        miss: Miss | None,
+        release: Callable[[Sequence[Hold]], None],
+        forget: Callable[[Sequence[Hold]], None] | None = None,
+    ) -> None:
+        """`forget` takes the pins of a lease that the garbage collector found: it must not lock, since that may
+        happen in the middle of anything."""
+        self.slots = [slot for slot, _ in holds]
+        self.tiers = list(tiers)
+        self.miss = miss
+        self._holds = list(holds)
+        self._release = release
+        self._forget = forget or release
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def release(self) -> None:
+        """Let the blocks be evicted again. Does not block."""
+        holds, self._holds = self._holds, []
+        if holds:
+            self._release(holds)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self._holds:
+            self._forget(self._holds)

@@ -1,0 +1,173 @@
+"""Moves planned blocks up into G2: reserve → read → verify (the tier does) → commit.
+
+A load is a task of its own: whoever waits for it may give up at its deadline, the slots stay FILLING until the
+tier has let go of their memory, and what then arrives verified is kept. Two requests for one block share a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+
+from kvtier.clock import Clock
+from kvtier.identity.keys import BlockKey
+from kvtier.tiers.host.tier import HostTier, Slot, State
+from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
+
+GRACE_S = 1.0
+"""How long `close` still waits for loads that nobody waits for."""
+
+Outcome = Slot | Miss
+"""A slot that is pinned once for the caller, or why the block was not loaded."""
+
+
+class Transfers:
+    """Loads under way. Runs on one event loop; slots change under the manager's lock."""
+
+    def __init__(self, host: HostTier, clock: Clock, lock: threading.Lock, overdue_max: int) -> None:
+        self._host = host
+        self._clock = clock
+        self._lock = lock
+        self._overdue_max = overdue_max
+        self._under_way: dict[BlockKey, asyncio.Task[dict[int, Outcome]]] = {}
+        self._abandoned: set[asyncio.Task[dict[int, Outcome]]] = set()
+        self.overdue = 0  # slots of loads that nobody waits for any more
+        self.late = 0  # blocks that arrived after their deadline
+
+    async def load(
+        self, tiers: Mapping[str, Tier], chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: float
+    ) -> dict[int, Outcome]:
+        """Bring the blocks at `loads[tier]` of `chain` into G2; answers for each by `deadline`.
+
+        Every Slot in the result is pinned once, which the caller undoes, and not renewed: that is for who serves it.
+        Past the bound of abandoned loads nothing is started: NO_ROOM.
+        """
+        mine: list[asyncio.Task[dict[int, Outcome]]] = []
+        joined: dict[int, asyncio.Task[dict[int, Outcome]]] = {}
+        outcomes: dict[int, Outcome] = {}
+        for name, indices in loads.items():
+            reserved: list[tuple[int, Slot]] = []
+            for index in indices:
+                task = self._under_way.get(chain[index])
+                if task is not None:
+                    joined[index] = task
+                    continue
+                slot = self._reserve(chain, index)
+                if isinstance(slot, Slot) and slot.state is State.FILLING:
+                    reserved.append((index, slot))
+                else:
+                    outcomes[index] = slot
+            if reserved:
+                mine.append(self._start(tiers[name], chain, reserved, deadline))
+        try:
+            await self._wait({*mine, *joined.values()}, deadline)
+        except asyncio.CancelledError:
+            for task in mine:
+                self._abandon(task)
+            self._unpin(outcomes)
+            raise
+        for task in mine:
+            if task.done() and not task.cancelled():
+                outcomes.update(task.result())
+            else:
+                self._abandon(task)
+        for index in joined:
+            outcomes[index] = self._pin(chain[index])
+        for indices in loads.values():
+            for index in indices:
+                outcomes.setdefault(index, Miss.LATE)
+        return outcomes
+
+    def _reserve(self, chain: Sequence[BlockKey], index: int) -> Outcome:
+        """A FILLING slot; or, where the block turned up meanwhile, its READY slot, pinned; or why neither."""
+        with self._lock:
+            if self.overdue >= self._overdue_max:
+                return Miss.NO_ROOM
+            slot = self._host.reserve(chain[index], index, insist=True)
+            if slot is not None:
+                return slot
+            why = self._host.peek(chain[index], self._clock.wall())
+            if why is Miss.ABSENT:
+                return Miss.NO_ROOM
+            if why is Miss.EXPIRED:
+                self._host.drop(chain[index])
+                return self._host.reserve(chain[index], index, insist=True) or Miss.NO_ROOM
+            return self._host.protect(chain[index], self._clock.wall()) or why or Miss.EVICTED
+
+    def _pin(self, key: BlockKey) -> Outcome:
+        with self._lock:
+            now = self._clock.wall()
+            return self._host.protect(key, now) or self._host.peek(key, now) or Miss.EVICTED
+
+    def _unpin(self, outcomes: Mapping[int, Outcome]) -> None:
+        with self._lock:
+            for outcome in outcomes.values():
+                if isinstance(outcome, Slot):
+                    self._host.unpin(outcome, outcome.generation)
+
+    async def _wait(self, tasks: set[asyncio.Task[dict[int, Outcome]]], deadline: float) -> None:
+        if tasks:
+            await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock.monotonic()))
+
+    def _start(
+        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: float
+    ) -> asyncio.Task[dict[int, Outcome]]:
+        task = asyncio.get_running_loop().create_task(self._read(tier, chain, reserved, deadline))
+        for index, _ in reserved:
+            self._under_way[chain[index]] = task
+        return task
+
+    async def _read(
+        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: float
+    ) -> dict[int, Outcome]:
+        """Fill reserved slots; every one of them is READY and pinned, or free again, when this returns."""
+        generations = [slot.generation for _, slot in reserved]
+        results: Sequence[Loaded | Miss] = [Miss.ERROR] * len(reserved)
+        in_flight = False
+        try:
+            targets = [Target(index, slot.pieces) for index, slot in reserved]
+            results = await tier.read(chain, targets, deadline)
+        except asyncio.CancelledError:
+            in_flight = True  # the tier was cut off: its threads may still write to the slots
+            raise
+        finally:
+            outcomes: dict[int, Outcome] = {}
+            with self._lock:
+                for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
+                    self._under_way.pop(chain[index], None)
+                    if not isinstance(result, Loaded):
+                        self._host.abort(slot, generation, in_flight=in_flight)
+                        outcomes[index] = result
+                    elif self._host.commit(slot, generation, result.life, result.digest, result.priority):
+                        slot.pins += 1
+                        outcomes[index] = slot
+                    else:
+                        outcomes[index] = Miss.PURGED
+        return outcomes
+
+    def _abandon(self, task: asyncio.Task[dict[int, Outcome]]) -> None:
+        """Nobody waits for this load any more: undo its pins when it ends."""
+        waiting = sum(under_way is task for under_way in self._under_way.values())
+        self.overdue += waiting
+        self._abandoned.add(task)
+
+        def ended(task: asyncio.Task[dict[int, Outcome]]) -> None:
+            self._abandoned.discard(task)
+            self.overdue -= waiting
+            if task.cancelled() or task.exception() is not None:
+                return
+            arrived = task.result()
+            self.late += sum(isinstance(outcome, Slot) for outcome in arrived.values())
+            self._unpin(arrived)
+
+        task.add_done_callback(ended)
+
+    async def close(self, deadline: float) -> None:
+        """Wait for loads under way, those that were given up no longer than GRACE_S, then cancel them."""
+        tasks = {*self._under_way.values(), *self._abandoned}
+        await self._wait(tasks - self._abandoned, deadline)
+        await self._wait(self._abandoned, min(deadline, self._clock.monotonic() + GRACE_S))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

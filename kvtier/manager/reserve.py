@@ -1,0 +1,67 @@
+"""Slots of G2 reserved for a part of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.accounts import Losses
+from kvtier.retention.ranges import ChainTerms
+from kvtier.retention.terms import Depth, Lifetime, Terms
+from kvtier.retention.trusted_clock import Reading
+from kvtier.tiers.host.tier import HostTier, Slot
+from kvtier.tiers.protocol import Miss
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Grows by `take` from one depth to the next; all of it under the manager's lock.
+
+    `keep` claims blocks that must not be evicted for these; with `insist` the policy may not refuse them. `slots` are
+    FILLING and the caller's; at `present` depths G2 has the block, at `widened` ones with longer terms than before.
+    """
+
+    chain: Sequence[BlockKey]
+    time: Reading
+    keep: Callable[[BlockKey], bool] | None
+    insist: bool
+    slots: list[Slot] = field(default_factory=list)
+    present: list[int] = field(default_factory=list)
+    widened: list[int] = field(default_factory=list)
+
+    def take(self, host: HostTier, losses: Losses, start: int, stop: int, terms: ChainTerms) -> int:
+        """Reserve blocks start … stop-1; returns the depth reached: there was no room for it, or it is `stop`. Blocks
+        that somebody else is filling are passed over."""
+        reached = start
+        for first, end, block in terms.spans(start, stop):
+            reached = self._take_span(host, losses, first, end, block.terms)
+            if reached < end:
+                break
+        return reached
+
+    def _take_span(self, host: HostTier, losses: Losses, start: int, stop: int, terms: Terms) -> int:
+        now, stamp = self.time.serve, self.time.stamp
+        life = Lifetime.of(terms, stamp)
+        ends, priority = life.ends(Depth.G2), terms.priority
+        for index in range(start, stop):
+            key = self.chain[index]
+            found = host.index.get(key)
+            if found is not None and found.expires_at < now:
+                host.drop(key)
+                found = None
+            if found is not None:
+                self.present.append(index)
+                if found.extend(terms, stamp) or priority > found.priority:
+                    self.widened.append(index)
+                host.raise_priority(found, priority)
+                continue
+            slot = host.reserve(key, index, self.keep, insist=self.insist, priority=priority, now=now)
+            if slot is not None:
+                slot.kind = terms.name
+                slot.stamp(life, ends)
+                self.slots.append(slot)
+            elif host.peek(key, now) is not Miss.PENDING:
+                losses.note(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
+                return index
+        return stop

@@ -1,0 +1,236 @@
+"""Write-behind: from G2 down to one lower tier, in the background, bounded.
+
+A queue per tier. What is offered is accepted from the head of the chain on; what does not fit, the newest and
+deepest, is refused with its descendants, so a tier never holds a tail without its head. An accepted block stays
+pinned in G2 until the tier has answered. All state is guarded by the manager's lock; the worker runs on the
+manager's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.checksum import digest_of
+from kvtier.clock import Clock
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.terms import Lifetime
+from kvtier.tiers.protocol import Pieces, Sealed, Stored, Tier
+from kvtier.tiers.rate_limiter import TokenBucket
+
+log = logging.getLogger(__name__)
+
+
+class Held(Protocol):
+    """A pinned slot of G2, as far as demotion needs to know it."""
+
+    key: BlockKey | None
+    index: int
+    generation: int
+    digest: bytes | None
+    pieces: Pieces
+    priority: int
+
+    @property
+    def life(self) -> Lifetime: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pinned blocks of one chain, ascending in depth. Whoever takes the batch owes each slot one unpin."""
+
+    chain: Sequence[BlockKey]
+    slots: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds of one queue. `write_deadline_s` is per call to the tier."""
+
+    blocks_max: int
+    batch_bytes_max: int = 32 * 1024 * 1024
+    write_deadline_s: float = 30.0
+    writers: int = 2
+
+
+class WriteBehind:
+    """The queue in front of one tier and the worker that empties it."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        clock: Clock,
+        limits: QueueLimits,
+        *,
+        lock: threading.Lock,
+        rate: TokenBucket,
+        budget: TokenBucket,
+        finished: Callable[[Batch, list[Stored]], None],
+    ) -> None:
+        """`finished` is called on the event loop, without the lock, once per batch; it unpins."""
+        self.tier = tier
+        self.refused: Counter[str] = Counter()
+        self._clock = clock
+        self._limits = limits
+        self._lock = lock
+        self._rate, self._budget = rate, budget
+        self._finished = finished
+        self._queue: deque[Batch] = deque()
+        self._queued = 0  # blocks waiting
+        self._busy = 0  # blocks with a writer
+        self._names: Counter[BlockKey] = Counter()  # of all those
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._workers: list[asyncio.Task[None]] = []
+        self._writing: dict[BlockKey, asyncio.Future[None]] = {}  # last block of a batch under way → its end
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to empty the queue. On the loop."""
+        self._loop = loop
+        self._workers = [loop.create_task(self._work()) for _ in range(self._limits.writers)]
+
+    def room(self) -> int:
+        """How many blocks `offer` would take now. Under the lock."""
+        return max(0, self._limits.blocks_max - self._queued - self._busy)
+
+    def pending(self) -> int:
+        """Blocks accepted and not yet answered for. Under the lock."""
+        return self._queued + self._busy
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether this block is accepted and not yet answered for. Under the lock."""
+        return key in self._names
+
+    def _forget(self, batch: Batch) -> None:
+        for slot in batch.slots:
+            key = batch.chain[slot.index]
+            self._names[key] -= 1
+            if not self._names[key]:
+                del self._names[key]
+
+    def offer(self, batch: Batch) -> int:
+        """Accept the head of a batch, as far as there is room; returns how many. Under the lock; never blocks.
+
+        The caller keeps the pins of what was refused.
+        """
+        taken = min(self.room(), len(batch.slots))
+        if taken < len(batch.slots):
+            self.refused["queue"] += len(batch.slots) - taken
+        if taken:
+            self._queue.append(Batch(batch.chain, batch.slots[:taken]))
+            self._queued += taken
+            self._names.update(batch.chain[slot.index] for slot in batch.slots[:taken])
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._stir)
+        return taken
+
+    def _stir(self) -> None:
+        self._idle.clear()
+        self._wake.set()
+
+    async def drained(self, deadline: float) -> bool:
+        """Wait until nothing is pending; False at the deadline."""
+        while True:
+            with self._lock:
+                if not self.pending():
+                    return True
+                self._idle.clear()
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
+                    await self._idle.wait()
+            except TimeoutError:
+                with self._lock:
+                    return not self.pending()
+
+    async def close(self) -> list[Batch]:
+        """Stop the workers; returns what was not written, whose pins are the caller's now."""
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        with self._lock:
+            left, self._queued = list(self._queue), 0
+            self._queue.clear()
+        return left
+
+    async def _work(self) -> None:
+        while True:
+            batch = self._take()
+            if batch is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            results = [Stored.FAILED] * len(batch.slots)
+            last = batch.chain[batch.slots[-1].index]
+            self._writing[last] = ended = asyncio.get_running_loop().create_future()
+            try:
+                results = await self._write(batch)
+            except Exception:  # a tier's own failures are answers: this must not end the queue
+                log.exception("%s: a batch was not written", self.tier.name)
+            finally:
+                if self._writing.get(last) is ended:
+                    del self._writing[last]
+                ended.set_result(None)
+                with self._lock:
+                    self._busy -= len(batch.slots)
+                    self._forget(batch)
+                self._finished(batch, results)
+                if not self.pending():
+                    self._idle.set()
+
+    def _take(self) -> Batch | None:
+        """The next batch, cut to the size of one write; the rest stays at the front."""
+        most = self.tier.stride
+        if most == 1:
+            most = max(1, self._limits.batch_bytes_max // self.tier.block_bytes)
+        with self._lock:
+            if not self._queue:
+                return None
+            batch = self._queue.popleft()
+            if len(batch.slots) > most:
+                self._queue.appendleft(Batch(batch.chain, batch.slots[most:]))
+                batch = Batch(batch.chain, batch.slots[:most])
+            self._queued -= len(batch.slots)
+            self._busy += len(batch.slots)
+        return batch
+
+    async def _write(self, batch: Batch) -> list[Stored]:
+        size = len(batch.slots) * self.tier.block_bytes
+        deadline = self._clock.monotonic() + self._limits.write_deadline_s
+        if not await self._has_parent(batch, deadline):
+            self.refused["orphan"] += len(batch.slots)
+            return [Stored.REFUSED] * len(batch.slots)
+        if not self._budget.try_take(size):
+            self.refused["budget"] += len(batch.slots)
+            return [Stored.REFUSED] * len(batch.slots)
+        await self._rate.take(size)
+        sealed = await asyncio.to_thread(seal, batch)
+        return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
+
+    async def _has_parent(self, batch: Batch, deadline: float) -> bool:
+        first = batch.slots[0].index
+        if first == 0:
+            return True
+        parent_ends = self._writing.get(batch.chain[first - 1])
+        if parent_ends is not None:
+            await asyncio.shield(parent_ends)
+        return (await self.tier.lookup(batch.chain, [first - 1], deadline))[0] is None
+
+
+def seal(batch: Batch) -> list[Sealed]:
+    """Digest each block that has none yet, and say what it is. Reads every byte; call it off the event loop."""
+    out = []
+    for slot in batch.slots:
+        if slot.digest is None:
+            slot.digest = digest_of(slot.pieces)
+        assert slot.key is not None
+        pieces = tuple(piece.toreadonly() for piece in slot.pieces)
+        parent = batch.chain[slot.index - 1] if slot.index else None
+        out.append(Sealed(slot.key, slot.index, slot.digest, pieces, slot.life, parent, slot.priority))
+    return out

@@ -1,0 +1,109 @@
+"""Named pins as the public surface shows them: `cache.pins`.
+
+cache.pins.create("docs/manual", keys, "24h")      cache.pins.list()
+cache.pins.extend("docs/manual", "7d")             cache.pins.delete("docs/manual")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import InvalidRequest
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.protection import Keeper
+from kvtier.retention.pins import Pin
+from kvtier.retention.terms import parse_duration
+
+TTL_S_MAX = 10 * 365 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """A named pin. Times in seconds since the epoch; `resident` blocks of it are in host RAM now."""
+
+    name: str
+    created: float
+    until: float
+    blocks: int
+    tokens: int
+    bytes: int
+    resident: int
+
+
+class AsyncNamedPins:
+    """Prefixes that stay until a time, by name: create, extend, delete, list. On the cache's event loop.
+
+    What is pinned is neither evicted nor expired, in RAM, on the local disk and in object storage, as far as it is
+    there or comes to be there; pins outlive the process where there is a tier that does. `ttl` is in seconds, or a
+    duration such as "24h".
+    """
+
+    def __init__(self, keeper: Keeper, chain: Callable[[Sequence[bytes]], list[BlockKey]], block_tokens: int) -> None:
+        """`chain` checks keys, and that the cache is open."""
+        self._keeper = keeper
+        self._chain = chain
+        self._block_tokens = block_tokens
+
+    async def create(self, name: str, keys: Sequence[bytes], ttl: float | str, *, tokens: int | None = None) -> PinInfo:
+        """Pin a chain. `tokens`: how many it stands for, where that is not all of its blocks'. Raises InvalidRequest if
+        the name is malformed or taken, or more would be pinned than may be (`retention.reserved`)."""
+        chain = self._chain(keys)
+        given = len(chain) * self._block_tokens if tokens is None else tokens
+        return self._info(await self._keeper.create(name, chain, seconds(ttl), given))
+
+    async def extend(self, name: str, ttl: float | str) -> PinInfo:
+        """Let a pin end that long from now: later, or sooner. Raises InvalidRequest if there is none."""
+        self._chain(())
+        return self._info(await self._keeper.extend(name, seconds(ttl)))
+
+    async def delete(self, name: str, *, drop: bool = False) -> bool:
+        """End a pin; whether there was one. Its blocks may leave from now on; with `drop`, those that nothing else
+        keeps leave every tier at once."""
+        self._chain(())
+        return await self._keeper.delete(name, drop=drop)
+
+    def list(self) -> list[PinInfo]:
+        """The pins that have not ended, by name."""
+        self._chain(())
+        return [self._info(pin) for pin in self._keeper.listed()]
+
+    def _info(self, pin: Pin) -> PinInfo:
+        blocks = len(pin.chain)
+        size = blocks * self._keeper.block_bytes
+        return PinInfo(pin.name, pin.created, pin.until, blocks, pin.tokens, size, self._keeper.resident(pin))
+
+
+class NamedPins:
+    """`AsyncNamedPins` for threads: the same verbs, waiting."""
+
+    def __init__(self, pins: AsyncNamedPins, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._pins = pins
+        self._run = run
+
+    def create(self, name: str, keys: Sequence[bytes], ttl: float | str, *, tokens: int | None = None) -> PinInfo:
+        """See `AsyncNamedPins.create`."""
+        info: PinInfo = self._run(self._pins.create(name, keys, ttl, tokens=tokens))
+        return info
+
+    def extend(self, name: str, ttl: float | str) -> PinInfo:
+        """See `AsyncNamedPins.extend`."""
+        info: PinInfo = self._run(self._pins.extend(name, ttl))
+        return info
+
+    def delete(self, name: str, *, drop: bool = False) -> bool:
+        """See `AsyncNamedPins.delete`."""
+        return bool(self._run(self._pins.delete(name, drop=drop)))
+
+    def list(self) -> list[PinInfo]:
+        """See `AsyncNamedPins.list`."""
+        return self._pins.list()
+
+
+def seconds(ttl: float | str) -> float:
+    """A pin's time to live. Raises InvalidRequest."""
+    value = parse_duration(ttl) if isinstance(ttl, str) else ttl
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= TTL_S_MAX:
+        raise InvalidRequest(f"a pin's ttl lies above 0 and at most 10 years, got {ttl!r}")
+    return float(value)

@@ -1,0 +1,81 @@
+"""Which block leaves when another wants in.
+
+A policy orders resident blocks of one tier and may refuse a newcomer. It knows keys, depths and times; it
+never touches bytes. All verbs are called under the owner's lock, must be O(1) amortised and never block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from kvtier.bench.policies.arc import ARC
+from kvtier.bench.policies.lru_freq import FrequencyLRU
+from kvtier.bench.policies.s3fifo import S3FIFO
+from kvtier.errors import ConfigError
+from kvtier.identity.keys import BlockKey
+from kvtier.policies.gapduel import GapDuel
+from kvtier.policies.lru import LRU
+
+__all__ = ["ARC", "LRU", "S3FIFO", "FrequencyLRU", "GapDuel", "POLICIES", "Policy", "make_policy"]
+
+
+class Policy(Protocol):
+    """The order in which blocks leave a tier.
+
+    The owner tells it of every reference, insertion and removal; the policy answers with victims. A chain is
+    referenced first and its missing blocks are inserted afterwards, head first, at once or while other requests
+    go on: a block enters at the rank of its last reference, not at that of its arrival. Residents stay
+    prefix-closed as far as the owner lets them: children leave before their parents. Blocks that must stay for
+    long (guarantees, named pins) are better removed from the policy meanwhile than declared not movable.
+    """
+
+    def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """A request named `chain` at monotonic time `now`, and its first `resident` blocks are here.
+
+        Renews those, last block coldest, so that a leaf leaves before its parent. A chain names each block once.
+        """
+
+    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+        """All of `chain` that is coming has been inserted. Counts as a reference only if it was not named before:
+        a request that looks its chain up and stores it afterwards has referenced it once, not twice.
+        """
+
+    def insert(self, key: BlockKey) -> None:
+        """`key` has become resident. One never referenced counts as referenced now, alone."""
+
+    def remove(self, key: BlockKey) -> None:
+        """`key` is no longer resident. Unknown keys are ignored."""
+
+    def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
+        """The resident to evict for `newcomer`, among those that are `movable`; None: keep all, refuse it.
+
+        After a refusal the blocks below it in its chain are to be refused too. `newcomer` None stands for room
+        that must be made whatever it costs: the coldest. The owner calls `remove` if it does evict.
+        """
+
+    def learn(self) -> None:
+        """Do what no request has to wait for; now and then, after requests were answered."""
+
+    def check(self, resident: set[BlockKey]) -> None:
+        """Assert that the policy orders exactly these blocks."""
+
+
+POLICIES: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
+    {"auto": GapDuel, "gapduel": GapDuel, "lru": LRU, "arc": ARC, "s3fifo": S3FIFO, "lru-freq": FrequencyLRU}
+)
+"""By the name in the configuration; each is made for a capacity in blocks. `arc`, `s3fifo` and `lru-freq` are for
+comparison; only `lru-freq` of them keeps residents prefix-closed."""
+
+
+def make_policy(name: str, capacity: int, *, refuses: bool = False) -> Policy:
+    """The policy called `name` for a tier of `capacity` blocks. Raises ConfigError that lists what exists.
+
+    Without `refuses`, GapDuel takes in at the eviction end what it would refuse, so that blocks can pass through
+    the tier to deeper ones; the hits are the same, the writes are not. The others refuse nothing but what is
+    longer than the tier.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r} is not one of {', '.join(sorted(POLICIES))}")
+    return GapDuel(capacity, refuses=refuses) if POLICIES[name] is GapDuel else POLICIES[name](capacity)

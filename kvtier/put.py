@@ -1,0 +1,137 @@
+"""One `put`, step by step: room is reserved, bytes are copied, blocks are published and handed to the queues below."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.errors import InvalidRequest
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.manager import Manager
+from kvtier.retention.ranges import ChainTerms
+from kvtier.tiers.host.tier import Slot
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_STEP_BYTES = 64 * 1024 * 1024
+
+
+class Intake:
+    """Blocks `start` … of a chain on their way into the cache.
+
+    `step` until it returns None, waiting in between for the room it asks for, or `finish`; then `accepted` is how many
+    of them, from `start` on, are in the cache. A step runs on any thread, one at a time.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        chain: Sequence[BlockKey],
+        buffers: Sequence[Buffer],
+        terms: ChainTerms,
+        *,
+        start: int,
+        wait: bool,
+        request_id: str,
+    ) -> None:
+        """Raises InvalidRequest for buffers that are not these blocks'."""
+        self.accepted = 0
+        self._manager = manager
+        self._request_id = request_id
+        self._chain = chain
+        self._start = start
+        self._terms = terms
+        self._buffers = self._checked(buffers)
+        self._step_blocks = max(1, _STEP_BYTES // manager.host.block_bytes)
+        self._work = self._steps(wait)
+
+    def _checked(self, buffers: Sequence[Buffer]) -> list[memoryview]:
+        expected, wanted = len(self._chain) - self._start, self._manager.host.block_bytes
+        if len(buffers) != expected:
+            raise InvalidRequest(f"{len(buffers)} buffers for {expected} keys (from key {self._start} on)")
+        views = []
+        for index, buffer in enumerate(buffers):
+            try:
+                view = memoryview(buffer).cast("B")
+            except TypeError as error:
+                raise InvalidRequest(f"buffers[{index}] is not contiguous bytes-like: {error}") from None
+            if view.nbytes != wanted:
+                raise InvalidRequest(f"buffers[{index}] has {view.nbytes} bytes, a block has {wanted}")
+            views.append(view)
+        return views
+
+    def step(self) -> int | None:
+        """Copy what there is room for. None: it is done. A count: wait for room that was told of after it."""
+        return next(self._work, None)
+
+    def finish(self) -> int:
+        """The time to wait is over: store what still finds room. Returns `accepted`."""
+        self._work.close()
+        self._work = self._steps(wait=False)
+        self.step()
+        return self.accepted
+
+    def _steps(self, wait: bool) -> Generator[int, None, None]:
+        manager, chain, terms, reached = self._manager, self._chain, self._terms, self._start
+        alone: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
+        waiting: set[int] = set()  # those of them that found no room in a queue
+        tried: set[int] = set()
+        depth_of = {key: index for index, key in enumerate(chain)}
+
+        def keep(key: BlockKey) -> bool:
+            return depth_of.get(key, -1) in alone
+
+        if terms.guarantees:
+            manager.promise(chain, reached, terms)  # refused: before anything is stored
+        manager.settle(chain)  # before room is made for it: else the policy gives each block a rank of its own
+        seen = manager.room.told
+        while True:
+            wait = wait and manager.demoter.well()
+            stop = min(len(chain), reached + self._step_blocks)
+            if wait:
+                stop = min(stop, reached + manager.demoter.room())
+            if reached < stop:
+                alone |= manager.demoter.alone(chain, stop, reached)
+                slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
+                self._fill(slots)
+                generations = [slot.generation for slot in slots]
+                refused = manager.commit(chain, slots, generations, again=True, request_id=self._request_id)
+                alone.update(refused)
+                waiting.update(index for index in refused if index < manager.demoter.sinkable(len(chain)))
+                tried.update({slot.index for slot in slots}.difference(refused))
+                if reached == stop < len(chain):
+                    continue
+            if not wait or (reached == len(chain) and not waiting):
+                break
+            yield seen
+            waiting = manager.demoter.demote_rest(chain, reached, tried)
+            # In this order: what comes down after `alone` was asked for wakes the wait. What `demote_rest` itself
+            # gave back does not.
+            seen = manager.room.told
+            alone.clear()
+            alone.update(manager.demoter.alone(chain, reached))
+        manager.settle(chain, dropped=len(waiting) if manager.lower else 0)
+        if terms.guarantees:
+            manager.forgive(chain[reached:])
+        self.accepted = reached - self._start
+
+    def _fill(self, slots: Sequence[Slot]) -> None:
+        generations = [slot.generation for slot in slots]
+        try:
+            for slot in slots:
+                fill(slot, self._buffers[slot.index - self._start])
+        except BaseException:
+            self._manager.abort(slots, generations)
+            raise
+
+
+def fill(slot: Slot, source: memoryview) -> None:
+    """Copy a block's bytes into a FILLING slot, rank after rank. Other threads run meanwhile: NumPy's copy lets go of
+    the interpreter lock, a memoryview's does not."""
+    import numpy as np
+
+    whole, start = np.frombuffer(source, np.uint8), 0
+    for piece in slot.pieces:
+        np.copyto(np.frombuffer(piece, np.uint8), whole[start : start + len(piece)])
+        start += len(piece)

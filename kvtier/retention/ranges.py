@@ -1,0 +1,162 @@
+"""Terms of token ranges: what one request asks for its parts, as terms of its blocks.
+
+A range covers a block if it covers the block's last token. Where ranges overlap, the block gets the longer ttl and
+guarantee, the shorter max_age and the shallower ceiling: a promise to keep and a promise to forget both hold. A
+guarantee or priority of a block is worth nothing without its parents, so both extend to the root.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.errors import InvalidRequest
+from kvtier.retention.terms import Terms, resolve
+
+RANGES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens start … stop-1 of a request under `terms`."""
+
+    start: int
+    stop: int
+    terms: Terms
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise InvalidRequest(f"token range {self.start} … {self.stop} is empty or negative")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTerms:
+    """What one block was asked for. `guarantee_s`: its bytes are to be reserved for this long after each use."""
+
+    terms: Terms
+    guarantee_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTerms:
+    """What one request asks for: `default` where no range covers a token.
+
+    Raises InvalidRequest for more than RANGES_MAX ranges, or for two isolated classes in one request: isolation is
+    of the whole chain, since its blocks name one another.
+    """
+
+    default: Terms
+    ranges: tuple[TokenRange, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.ranges) > RANGES_MAX:
+            raise InvalidRequest(f"{len(self.ranges)} token ranges in one request, at most {RANGES_MAX} are allowed")
+        _ = self.isolated
+
+    @property
+    def isolated(self) -> str:
+        """The isolated class that enters the request's scope; empty if none does."""
+        names = sorted({terms.name for terms in (self.default, *(r.terms for r in self.ranges)) if terms.isolate})
+        if len(names) > 1:
+            raise InvalidRequest(f"one request cannot be isolated in several classes: {', '.join(names)}")
+        return names[0] if names else ""
+
+
+Wanted = str | Terms | RequestTerms | Sequence[tuple[int, int, str | Terms]] | None
+"""How callers say it: a class by name or value, or `(start, stop, class)` per token range; None: the default."""
+
+
+def request_terms(wanted: Wanted, classes: Iterable[Terms], default: str) -> RequestTerms:
+    """`wanted` as a value; what names no class, or lies in no range, is of the class `default`. Pure.
+
+    Raises InvalidRequest that names what is wrong with it.
+    """
+    known = tuple(classes)
+    if isinstance(wanted, RequestTerms):
+        return wanted
+    if wanted is None or isinstance(wanted, str | Terms):
+        return RequestTerms(_class(wanted or default, known))
+    ranges = []
+    for item in wanted:
+        if not isinstance(item, tuple | list) or len(item) != 3 or not all(type(n) is int for n in item[:2]):
+            raise InvalidRequest("a token range is (start, stop, retention class), such as (0, 4096, '24h')")
+        ranges.append(TokenRange(item[0], item[1], _class(item[2], known)))
+    return RequestTerms(_class(default, known), tuple(ranges))
+
+
+def _class(given: object, known: tuple[Terms, ...]) -> Terms:
+    if isinstance(given, Terms):
+        return given
+    if not isinstance(given, str):
+        raise InvalidRequest(f"a retention class is named by a text, got {type(given).__name__}")
+    return resolve(given, known)
+
+
+class ChainTerms:
+    """A request's terms by depth in its chain, however long that grows. Immutable; O(log ranges) per question."""
+
+    __slots__ = ("_starts", "_terms", "guarantees", "only")
+
+    def __init__(self, request: RequestTerms, block_tokens: int) -> None:
+        ranges = [(r.start // block_tokens, r.stop // block_tokens, r.terms) for r in request.ranges]
+        starts = sorted({0, *(edge for first, stop, _ in ranges if first < stop for edge in (first, stop))})
+        terms: list[BlockTerms] = []
+        for depth in starts:
+            covering = [t for first, stop, t in ranges if first <= depth < stop] or [request.default]
+            terms.append(BlockTerms(_merge(covering), max(map(_guarantee, covering))))
+        self._starts, self._terms = starts, _closed(terms)
+        self.only = self._terms[0] if len(self._terms) == 1 else None  # where all blocks are alike
+        self.guarantees = self._terms[0].guarantee_s > 0
+
+    def at(self, depth: int) -> BlockTerms:
+        """What the block at this depth was asked for."""
+        return self._terms[bisect_right(self._starts, depth) - 1]
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, BlockTerms]]:
+        """Depths start … stop-1 cut where the terms change."""
+        while start < stop:
+            place = bisect_right(self._starts, start)
+            end = min(stop, self._starts[place]) if place < len(self._starts) else stop
+            yield start, end, self._terms[place - 1]
+            start = end
+
+
+def uniform(terms: Terms) -> ChainTerms:
+    """The same terms for every block."""
+    return ChainTerms(RequestTerms(terms), 1)
+
+
+def _closed(terms: Sequence[BlockTerms]) -> list[BlockTerms]:
+    """Guarantees and priorities extended to the root. Pure."""
+    out: list[BlockTerms] = []
+    strongest, priority = 0.0, 0
+    for block in reversed(terms):
+        own = block.terms
+        strongest, priority = max(strongest, block.guarantee_s), max(priority, own.priority)
+        if strongest > block.guarantee_s:
+            own = replace(own, ttl=None if own.ttl is None else max(own.ttl, strongest), guarantee=True)
+        if priority > own.priority:
+            own = replace(own, priority=priority)
+        out.append(BlockTerms(own, strongest))
+    return out[::-1]
+
+
+def _guarantee(terms: Terms) -> float:
+    return (terms.ttl or 0.0) if terms.guarantee else 0.0
+
+
+def _merge(several: Sequence[Terms]) -> Terms:
+    if len(several) == 1:
+        return several[0]
+    ttls = [terms.ttl for terms in several]
+    ages = [terms.max_age for terms in several if terms.max_age is not None]
+    return Terms(
+        name="+".join(sorted({terms.name for terms in several})),
+        ttl=None if None in ttls else max(ttl for ttl in ttls if ttl is not None),
+        max_age=min(ages) if ages else None,
+        guarantee=any(terms.guarantee for terms in several),
+        ceiling=min(terms.ceiling for terms in several),
+        priority=max(terms.priority for terms in several),
+        isolate=any(terms.isolate for terms in several),
+    )

@@ -1,0 +1,1 @@
+"""G1: paged pools in GPU memory."""

@@ -1,0 +1,156 @@
+"""G1: a block pool with its bytes, one row of a torch tensor per slot, on a GPU or in RAM.
+
+`BlockPool` says which rows mean what; this class holds the rows and moves them. Bytes go to and from G2 through
+`copy_out` and `copy_in` alone, by the copy engine of `kvtier.kernels`: on a GPU with page-locked host memory and
+streams of its own, elsewhere with memmove. Torch is imported when a pool is made, not with this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.errors import CapacityError, InvalidRequest, TierError
+from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.host.arena import Arena
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier.kernels.copy import Ack, CopyEngine
+
+Place = tuple[int, int]
+"""A slot of G2: its number, and the generation in which it was reserved or pinned."""
+
+Late = Callable[[list[tuple[int, Place]], bool], None]
+"""Told (slot, place) pairs that a copy which was given up has let go of, and whether these were its last."""
+
+_COPY_TIMEOUT_S = 30.0
+
+
+class DevicePool(BlockPool):
+    """`blocks` slots of `block_bytes` bytes on `device`, uninitialised.
+
+    Owns the memory until it is collected. Raises CapacityError when the device does not have it.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        block_bytes: int,
+        *,
+        device: str | torch.device = "cpu",
+        horizon: int = 0,
+        dirty_max_age_s: float = 5.0,
+    ) -> None:
+        import torch
+
+        self.block_bytes = block_bytes
+        try:
+            self.rows: torch.Tensor = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=device)
+        except (RuntimeError, MemoryError) as error:  # torch has no narrower type for a failed allocation on the CPU
+            raise CapacityError(f"g1: {blocks} blocks of {block_bytes} bytes do not fit on {device}: {error}") from None
+        super().__init__(blocks, horizon=horizon, dirty_max_age_s=dirty_max_age_s)
+        self._engine: CopyEngine | None = None
+        self._overdue: dict[int, Late] = {}  # by ticket: copies that did not end in time, and may yet
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self.rows.device
+
+    def typed(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """All slots as one tensor `[blocks, *shape]` of `dtype`: a view, index it by slot.
+
+        Raises InvalidRequest unless `shape` of `dtype` is exactly a block.
+        """
+        wanted = dtype.itemsize
+        for size in shape:
+            wanted *= size
+        if wanted != self.block_bytes:
+            raise InvalidRequest(f"{dtype} {tuple(shape)} has {wanted} bytes, a block {self.block_bytes}")
+        return self.rows.view(dtype).view(self.blocks, *shape)
+
+    def attach(self, arena: Arena, copy_by: str = "auto", calibration: Path | None = None) -> None:
+        """Copy to and from the slots of this open arena from now on, until `detach`. Page-locks it for a GPU, and
+        measures how to copy there, in up to 2 s, unless `copy_by` names the method or the folder `calibration` knows.
+        """
+        from kvtier.kernels.engine import open_pool_engine
+
+        self._engine = open_pool_engine(
+            self.rows, arena.views(), arena.slot_bytes, method=copy_by, calibration=calibration
+        )
+
+    def detach(self) -> None:
+        """Let go of the arena, before it is closed. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close(_COPY_TIMEOUT_S)
+            self._deliver(engine.poll())
+
+    def copy_out(self, slots: Sequence[int], into: Sequence[Place], late: Late) -> list[bool]:
+        """Copy blocks to slots of G2, behind what the current stream has been given. Says of each whether it arrived.
+
+        Blocks until done. The caller holds the blocks (a reference, or `pick`) and has reserved the places. Raises
+        TierError when the device does not finish in time: both sides belong to the copy then and must not be reused
+        until `late` is told of them, by a later `recovered`; it never is where the device is lost.
+        """
+        from kvtier.kernels.mover import Moves
+
+        engine = self._attached(slots, into)
+        return self._finish(engine.store(Moves.of(self._triples(slots, into))), slots, late)
+
+    def copy_in(self, source: Sequence[Place], slots: Sequence[int], late: Late) -> list[bool]:
+        """Copy pinned slots of G2 into freshly allocated blocks. Else as `copy_out`."""
+        from kvtier.kernels.mover import Moves
+
+        engine = self._attached(slots, source)
+        return self._finish(engine.load(Moves.of(self._triples(slots, source))), slots, late)
+
+    def recovered(self) -> bool:
+        """Whether copies may be asked for: none is overdue, and the device is in order. Tells `late` what has ended.
+        Never blocks."""
+        if self._engine is None:
+            return False
+        self._deliver(self._engine.poll())
+        return not self._overdue and not self._engine.stats().broken
+
+    def block(self, slot: int) -> memoryview:
+        """The bytes of the block in `slot`: the slot itself for a pool in RAM, else a copy. Read-only."""
+        return memoryview(self.rows[slot].cpu().numpy()).toreadonly()
+
+    def _attached(self, slots: Sequence[int], places: Sequence[Place]) -> CopyEngine:
+        if self._engine is None:
+            raise InvalidRequest("this pool is attached to no arena")
+        if len(slots) != len(places):
+            raise InvalidRequest(f"{len(slots)} blocks and {len(places)} places: one for each is needed")
+        return self._engine
+
+    def _triples(self, slots: Sequence[int], places: Sequence[Place]) -> list[tuple[int, int, int]]:
+        return [(slot, number, generation) for slot, (number, generation) in zip(slots, places, strict=True)]
+
+    def _finish(self, ticket: int, slots: Sequence[int], late: Late) -> list[bool]:
+        from kvtier.kernels.copy import Outcome
+
+        engine = self._engine
+        assert engine is not None
+        if not engine.wait([ticket], _COPY_TIMEOUT_S):
+            engine.cancel(ticket)
+            self._overdue[ticket] = late
+            raise TierError("g1", "copy", f"the device did not finish {len(slots)} copies in {_COPY_TIMEOUT_S:.0f} s")
+        acks = engine.poll()
+        self._deliver(acks)
+        done: set[int] = set()
+        for ack in acks:
+            if ack.ticket == ticket and ack.outcome is Outcome.DONE:
+                done.update(ack.moves.blocks.tolist())
+        return [slot in done for slot in slots]
+
+    def _deliver(self, acks: Sequence[Ack]) -> None:
+        """Tell of copies that had been given up."""
+        for ack in acks:
+            if (late := self._overdue.get(ack.ticket)) is not None:
+                if ack.last:
+                    del self._overdue[ack.ticket]
+                late([(block, (slot, generation)) for block, slot, generation in ack.moves.triples()], ack.last)

@@ -1,0 +1,1 @@
+"""G3: slab segments on a local SSD under an LMDB index."""

@@ -1,0 +1,195 @@
+"""The directories of a G3 store: what makes them a store, and who may use them now.
+
+    PART/STORE.json     {"kind": "kvtier-g3", "format": 1, "uuid": …, "part": i, "parts": n}
+    PART/slab/          segment files (kvtier.tiers.disk.slab)
+    PART 0/LOCK         open-file-description lock: shared by every user, exclusive while one opens alone;
+                        its text names the boot and the pid namespace of the users
+    PART 0/index/       the LMDB environment (kvtier.tiers.disk.index)
+
+LMDB tells dead readers by their process id, so all users must live in one pid namespace and on one kernel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError, FormatError, TierError
+from kvtier.tiers.disk.owner import Owner
+from kvtier.tiers.disk.slab import sync_directory
+from kvtier.tiers.disk.write_txn import FORMAT
+
+KIND = "kvtier-g3"
+# Neither file locks nor shared memory maps are to be trusted there.
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gpfs", "lustre",
+        "nfs", "nfs4", "ocfs2", "smb3", "smbfs",
+    }
+)  # fmt: skip
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """STORE.json."""
+
+    uuid: str
+    part: int
+    parts: int
+
+    def encode(self) -> bytes:
+        fields = {"kind": KIND, "format": FORMAT, "uuid": self.uuid, "part": self.part, "parts": self.parts}
+        return json.dumps(fields).encode() + b"\n"
+
+
+def read_marker(part: Path) -> Marker | None:
+    """What PART/STORE.json says; None if there is none or it is garbage. Raises FormatError if it is foreign."""
+    try:
+        raw: Any = json.loads((part / "STORE.json").read_bytes()[:4096])
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(raw, dict) or "kind" not in raw:
+        return None
+    if raw["kind"] != KIND:
+        raise FormatError(f"{part} holds a store of kind {raw['kind']!r}, not {KIND!r}; choose another directory")
+    if raw.get("format") != FORMAT:
+        raise FormatError(
+            f"{part} is a store of format {raw.get('format')}, this version reads format {FORMAT}; "
+            "choose another directory, or remove this one if no other version needs it"
+        )
+    try:
+        return Marker(str(raw["uuid"]), int(raw["part"]), int(raw["parts"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def write_marker(part: Path, marker: Marker) -> None:
+    """Durably, all or nothing."""
+    draft = part / "STORE.json.new"
+    with draft.open("wb") as file:
+        file.write(marker.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(part / "STORE.json")
+    sync_directory(part)
+
+
+def prepare(parts: Sequence[Path]) -> None:
+    """Make sure that the directories exist, can be written to and are local. Raises ConfigError naming the path."""
+    for part in parts:
+        try:
+            part.mkdir(mode=0o700, exist_ok=True)
+            (part / "slab").mkdir(mode=0o700, exist_ok=True)
+            sync_directory(part.parent)
+            if not os.access(part, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError("no permission to read and write")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"tiers.g3.path {part}: {reason}; give a directory that can be written to, or one whose parent can"
+            ) from None
+        kind = file_system_of(part)
+        if kind in NETWORK_FILE_SYSTEMS:
+            raise ConfigError(
+                f"tiers.g3.path {part} is on the network file system {kind}; G3 needs a local disk "
+                "(for shared storage use tiers.g4)"
+            )
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that `path` is on, as /proc/self/mountinfo names it; "" if not found."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        if left.split()[2] == wanted:
+            return right.split()[0]
+    return ""
+
+
+class DirectoryLock:
+    """The right to use a store. Shared among processes; one alone may have it exclusively."""
+
+    def __init__(self, part: Path) -> None:
+        self._path = part / "LOCK"
+        self._fd = -1
+
+    def acquire(self, me: Owner, timeout_s: float) -> bool:
+        """Take the lock, waiting while another user is opening alone. True: exclusively, False: shared.
+
+        Raises TierError after `timeout_s`, or if the present users live in another pid namespace; ConfigError
+        if the file cannot be made.
+        """
+        note = f"{me.boot.hex()} {me.pid_namespace}\n".encode()
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"tiers.g3.path {self._path.parent}: {error.strerror}") from None
+        end = time.monotonic() + timeout_s
+        while True:
+            if self._set(fcntl.F_WRLCK):
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, note, 0)
+                return True
+            if self._set(fcntl.F_RDLCK):
+                there = os.pread(self._fd, 4096, 0)
+                if there != note:
+                    self.release()
+                    raise TierError(
+                        "g3",
+                        "open",
+                        f"{self._path.parent} is in use by a process of another pid namespace; share the pid namespace "
+                        "(hostPID, shareProcessNamespace), or give each container its own directory",
+                    )
+                return False
+            if time.monotonic() > end:
+                self.release()
+                raise TierError("g3", "open", f"{self._path} is held exclusively by another process for {timeout_s} s")
+            time.sleep(_POLL_S)
+
+    def share(self) -> None:
+        """Let others in. Atomic: nobody can be alone in between."""
+        self._set(fcntl.F_RDLCK)
+
+    def try_exclusive(self) -> bool:
+        """From shared to exclusive, if no other process uses the store. Never blocks."""
+        return self._set(fcntl.F_WRLCK)
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _set(self, kind: int) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+        except BlockingIOError:
+            return False
+        except PermissionError:
+            return False
+        return True
+
+
+def move_aside(index: Path) -> Path:
+    """Rename a damaged index; an earlier one that was moved aside goes. Returns where it is now."""
+    aside = index.with_name(index.name + ".damaged")
+    if aside.exists():
+        shutil.rmtree(aside)
+    index.rename(aside)
+    sync_directory(index.parent)
+    return aside

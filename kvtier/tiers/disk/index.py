@@ -1,0 +1,299 @@
+"""The LMDB environment of a G3 store: opened with care, read at any time, written in one place.
+
+Reads are transactions of microseconds on the caller's thread; none spans an I/O. Only `transact`, called on one
+thread, takes the write lock, since another process may be stopped while it holds it. The data file is as
+long as the map from the start (sparse), so a truncated file shows before it is mapped, instead of as SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import FormatError, TierError
+from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.audit import audit
+from kvtier.tiers.disk.eviction import Floors
+from kvtier.tiers.disk.owner import Owner
+from kvtier.tiers.disk.records import BLOCKS, RESERVED, rows
+from kvtier.tiers.disk.slab import sync_directory
+from kvtier.tiers.disk.write_txn import (
+    COUNTERS,
+    COUNTERS_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    GEOMETRY_KEY,
+    KEPT_KEY,
+    NOTE_KEY,
+    PURGED_KEY,
+    UUID_KEY,
+    Ledger,
+    purged_until,
+)
+
+if TYPE_CHECKING:
+    import lmdb
+
+READERS_MAX = 1024
+MAP_BYTES_MIN = 16 << 20
+MAP_BYTES_PER_BLOCK = 2048  # an entry, its line in `order` and what B+tree pages leave empty: about a third of this
+_PAGE_HEADER_BYTES = 16
+_META = struct.Struct("<IIQQ48s48sQQ")
+_META_MAGIC = 0xBEEFC0DE
+_META_VERSION = 1
+
+
+class Unusable(Exception):
+    """The index cannot be used as it is; a new one must take its place. The text says why."""
+
+
+def map_bytes_for(blocks: int) -> int:
+    """Size of the map for a store of `blocks` blocks. Pure."""
+    page = os.sysconf("SC_PAGESIZE")
+    return -(-(MAP_BYTES_MIN + blocks * MAP_BYTES_PER_BLOCK) // page) * page
+
+
+def check_length(data: Path) -> None:
+    """Raise Unusable unless the file is at least as long as its meta pages say and as its map was made.
+
+    The layout of LMDB's meta pages (mdb.c, MDB_meta, format version 1): after a page header of 16 bytes, magic,
+    version, address, map size, two database records of 48 bytes whose first field is the page size, last page
+    number, transaction id. The younger of the two pages counts.
+    """
+    try:
+        if not stat.S_ISREG(data.stat().st_mode):
+            raise Unusable("its data file is not a regular file")
+        with data.open("rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            head = file.read(_PAGE_HEADER_BYTES + _META.size)
+            first = _parse_meta(head)
+            file.seek(first[1])
+            second = _parse_meta(file.read(_PAGE_HEADER_BYTES + _META.size))
+    except (FileNotFoundError, NotADirectoryError):
+        raise Unusable("it has no data file") from None
+    _txn, page_bytes, map_bytes, last_page = max(first, second)
+    needed = max((last_page + 1) * page_bytes, map_bytes)
+    if length < needed:
+        raise Unusable(f"its data file has {length} bytes where {needed} were written")
+
+
+def _parse_meta(raw: bytes) -> tuple[int, int, int, int]:
+    if len(raw) < _PAGE_HEADER_BYTES + _META.size:
+        raise Unusable("its data file is shorter than its meta pages")
+    magic, version, _address, map_bytes, free, _main, last_page, txn = _META.unpack_from(raw, _PAGE_HEADER_BYTES)
+    page_bytes = int.from_bytes(free[:4], "little")
+    if magic != _META_MAGIC or version & 0xFFFF != _META_VERSION:
+        raise Unusable("its data file is not an LMDB file of version 1")
+    if page_bytes not in (4096, 8192, 16384, 32768, 65536):
+        raise Unusable(f"its meta page claims pages of {page_bytes} bytes")
+    return txn, page_bytes, map_bytes, last_page
+
+
+class Index:
+    """The books of one store, open. All verbs are thread-safe but `transact` and `close`."""
+
+    def __init__(self, path: Path, env: lmdb.Environment, owner: Owner) -> None:
+        self._path = path
+        self._env = env
+        self.owner = owner
+        self._floors = Floors()
+        self._gate = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(cls, path: Path, uuid: bytes, geometry: Geometry, map_bytes: int, owner: Owner) -> Index:
+        """Make a new, empty index at `path`, which must not exist. The caller uses the store alone.
+
+        Raises OSError or lmdb.Error.
+        """
+        draft = path.with_name(path.name + ".new")
+        if draft.exists():
+            for file in draft.iterdir():
+                file.unlink()
+            draft.rmdir()
+        draft.mkdir(mode=0o700)
+        env = _environment(draft, map_bytes)
+        try:
+            with env.begin(write=True) as txn:
+                txn.put(FORMAT_KEY, FORMAT.to_bytes(4, "little"))
+                txn.put(UUID_KEY, uuid)
+                txn.put(GEOMETRY_KEY, geometry.encode())
+                txn.put(COUNTERS_KEY, COUNTERS.pack(0, 0, 0, 0, 0))
+        finally:
+            env.close()
+        os.truncate(draft / "data.mdb", map_bytes)
+        fd = os.open(draft / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        os.fsync(fd)
+        os.close(fd)
+        sync_directory(draft)
+        draft.rename(path)
+        sync_directory(path.parent)
+        return cls.attach(path, owner, alone=True)
+
+    @classmethod
+    def attach(cls, path: Path, owner: Owner, *, alone: bool, map_bytes: int = 0) -> Index:
+        """Open what is there. `alone`: no other process uses it, so its lock file can be made anew, and its map
+        be enlarged to `map_bytes`.
+
+        Raises Unusable for damage, FormatError for a foreign format, TierError if this process has it open.
+        """
+        import lmdb
+
+        data = path / "data.mdb"
+        check_length(data)
+        if alone:
+            (path / "lock.mdb").unlink(missing_ok=True)
+            if data.stat().st_size < map_bytes:
+                os.truncate(data, map_bytes)
+        try:
+            env = _environment(path, data.stat().st_size)
+        except lmdb.Error as error:
+            if "already open" in str(error):
+                detail = f"{path.parent} is open in this process already; a process opens a store once"
+                raise TierError("g3", "open", detail) from None
+            raise Unusable(str(error)) from None
+        try:
+            with env.begin() as txn:
+                found = txn.get(FORMAT_KEY)
+                if found is None or txn.get(UUID_KEY) is None:
+                    raise Unusable("it has no format record")
+                COUNTERS.unpack(txn.get(COUNTERS_KEY, default=b""))
+                Geometry.decode(txn.get(GEOMETRY_KEY, default=b""))
+            if int.from_bytes(found, "little") != FORMAT:
+                raise FormatError(
+                    f"{path} is an index of format {int.from_bytes(found, 'little')}, this version reads {FORMAT}"
+                )
+            env.reader_check()
+        except (lmdb.Error, struct.error) as error:
+            env.close()
+            raise Unusable(str(error)) from None
+        except BaseException:
+            env.close()
+            raise
+        return cls(path, env, owner)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Any]:
+        """A read transaction. Microseconds, please: it holds back the reuse of pages, and `close`."""
+        with self._gate:
+            if self._closed:
+                raise TierError("g3", "read index", "it is closed")
+            with self._env.begin() as txn:
+                yield txn
+
+    def find_in_scope(self, scoped: bytes, names: Sequence[bytes]) -> tuple[float, list[bytes | None]]:
+        """The entries of `names` as they are stored (None where there is none), and the time of the tombstone of
+        the namespace ‖ scope that all of them share. Thread-safe; does not block."""
+        with self.reading() as txn:
+            get = txn.get
+            return purged_until(txn, scoped), [get(BLOCKS + name) for name in names]
+
+    def uuid(self) -> bytes:
+        """16 bytes that the store's parts share."""
+        with self.reading() as txn:
+            return bytes(txn.get(UUID_KEY))
+
+    def geometry(self) -> Geometry:
+        """How the capacity is cut."""
+        with self.reading() as txn:
+            return Geometry.decode(txn.get(GEOMETRY_KEY))
+
+    def usage(self) -> tuple[int, int]:
+        """(blocks, slot bytes they occupy), of all namespaces."""
+        with self.reading() as txn:
+            _serial, _tick, blocks, size, _segments = COUNTERS.unpack(txn.get(COUNTERS_KEY))
+        return blocks, size
+
+    def disk_bytes(self) -> int:
+        """What the sparse data file occupies."""
+        return 512 * (self._path / "data.mdb").stat().st_blocks
+
+    def has_reservations(self) -> bool:
+        """Whether slots are being written to, or were when their owner died."""
+        with self.reading() as txn:
+            return next(rows(txn, RESERVED), None) is not None
+
+    def tombstones(self, namespace: bytes) -> list[tuple[bytes, float]]:
+        """(scope, time) of every purge in the namespace."""
+        prefix = PURGED_KEY + namespace
+        with self.reading() as txn:
+            scopes = [key[len(prefix) :] for key, _ in rows(txn, prefix)]
+            return [(scope, purged_until(txn, namespace + scope)) for scope in scopes]
+
+    def kept(self, namespace: bytes) -> dict[bytes, float]:
+        """Keys of the namespace's kept blocks, and until when."""
+        prefix = KEPT_KEY + namespace
+        with self.reading() as txn:
+            return {key[len(prefix) :]: struct.unpack("<d", raw)[0] for key, raw in rows(txn, prefix)}
+
+    def notes(self, name: bytes) -> dict[bytes, bytes]:
+        """The notes whose namespace ‖ text begins with `name`, by that whole name."""
+        with self.reading() as txn:
+            return {key[len(NOTE_KEY) :]: bytes(raw) for key, raw in rows(txn, NOTE_KEY + name)}
+
+    def check(self) -> None:
+        """Assert that the tables agree with one another. Reads them all, in one transaction."""
+        with self.reading() as txn:
+            audit(txn)
+
+    def transact(
+        self, work: Callable[[Ledger], object], *, may_grow: bool = True, started: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Run `work` in one durable write transaction. Blocks for as long as another process holds the lock.
+
+        `started` is called with the lock held; if it says False nothing is done. Raises lmdb.Error, after
+        which nothing of the transaction is visible, or what `work` raises.
+        """
+        try:
+            with self._env.begin(write=True) as txn:
+                if not started():
+                    txn.abort()
+                    return
+                ledger = Ledger(txn, self.owner, may_grow=may_grow, floors=self._floors)
+                work(ledger)
+                ledger.save()
+        except BaseException:
+            self._floors.clear()  # they tell of what will never have been
+            raise
+
+    def forget_dead_readers(self) -> None:
+        """Clear the reader slots of processes that died inside a read: they hold back the reuse of pages."""
+        with self._gate:
+            if not self._closed:
+                self._env.reader_check()
+
+    def close(self) -> None:
+        """Idempotent. No `transact` may run."""
+        with self._gate:
+            if not self._closed:
+                self._closed = True
+                self._env.close()
+
+
+def _environment(path: Path, map_bytes: int) -> lmdb.Environment:
+    import lmdb
+
+    return lmdb.open(
+        str(path),
+        map_size=map_bytes,
+        subdir=True,
+        readonly=False,
+        metasync=True,
+        sync=True,
+        map_async=False,
+        mode=0o600,
+        create=True,
+        readahead=True,
+        writemap=False,  # a full volume would be SIGBUS
+        meminit=True,
+        max_readers=READERS_MAX,
+        max_dbs=0,
+        max_spare_txns=4,
+        lock=True,
+    )

@@ -1,0 +1,73 @@
+"""Who holds a reservation in a shared store, and whether it still lives.
+
+Age says nothing about a process that was stopped or swapped out; so a reservation is taken away only when its
+owner cannot write any more. Process ids repeat: the start time, the boot and the pid namespace tell two
+processes with one id apart.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_RECORD = struct.Struct("<IQQ16sQ")
+OWNER_BYTES = _RECORD.size
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One incarnation of one process: `epoch` tells two openings by one process apart."""
+
+    pid: int
+    started: int  # clock ticks after boot, /proc/PID/stat field 22
+    pid_namespace: int  # inode of /proc/self/ns/pid
+    boot: bytes  # 16 bytes, /proc/sys/kernel/random/boot_id
+    epoch: int
+
+    @classmethod
+    def current(cls, epoch: int) -> Owner:
+        """This process. Raises OSError where /proc is not mounted."""
+        started = _started(os.getpid())
+        if started is None:
+            raise OSError("cannot read /proc/self/stat")
+        boot = bytes.fromhex((_PROC / "sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+        return cls(os.getpid(), started, (_PROC / "self/ns/pid").stat().st_ino, boot, epoch)
+
+    def encode(self) -> bytes:
+        return _RECORD.pack(self.pid, self.started, self.pid_namespace, self.boot, self.epoch)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Owner:
+        return cls(*_RECORD.unpack(raw))
+
+    def alive(self, seen_by: Owner) -> bool:
+        """Whether this owner may still write. `seen_by` is the asking process.
+
+        All live users of a store share one pid namespace (kvtier.tiers.disk.directory sees to it), so an owner of
+        another namespace or boot is dead, and so is an earlier incarnation of the asking process.
+        """
+        if self.boot != seen_by.boot or self.pid_namespace != seen_by.pid_namespace:
+            return False
+        if self.pid == seen_by.pid:
+            return self == seen_by
+        return _started(self.pid) == self.started
+
+
+def _started(pid: int) -> int | None:
+    """Start time of a process that can still write, else None.
+
+    A killed process is a zombie until its last thread has left the kernel; while one is still inside a write,
+    /proc/PID/task lists more than the leader.
+    """
+    try:
+        stat = (_PROC / str(pid) / "stat").read_bytes()
+        # The command name, in parentheses, may contain spaces and parentheses itself.
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        if fields[0] in (b"Z", b"X") and len(list((_PROC / str(pid) / "task").iterdir())) <= 1:
+            return None
+        return int(fields[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -1,0 +1,76 @@
+"""What each scope holds of a G3 store, counted inside one LMDB write transaction.
+
+    meta key, after the "m"     value
+    "shares"                    empty: scopes are counted in this store
+    "shares" ‖ scope (16)       u64: slot bytes that the scope's blocks occupy, in all namespaces
+
+Counting begins when a process first bounds scopes, and goes on in every process that uses the store from then on.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from typing import Any
+
+from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
+from kvtier.tiers.disk.records import META, ORDER, SLOT_ALIGN, order_parts, rows
+
+SHARES_KEY = META + b"shares"
+_BYTES = struct.Struct("<Q")
+
+
+def scope_in(name: bytes) -> bytes:
+    """The scope that a block's full name names. Pure."""
+    return name[NAMESPACE_BYTES : NAMESPACE_BYTES + SCOPE_BYTES]
+
+
+class Shares:
+    """Bytes per scope, as this transaction leaves them. `save` must be called before the commit."""
+
+    def __init__(self, txn: Any) -> None:
+        self._txn = txn
+        self._counted = txn.get(SHARES_KEY) is not None
+        self._bytes: Counter[bytes] = Counter()
+        self._known: set[bytes] = set()
+
+    def begin(self) -> None:
+        """Count what is there, unless that was done: reads the whole line to leave, once in a store's life."""
+        if self._counted:
+            return
+        for key, name in rows(self._txn, ORDER):
+            self._bytes[scope_in(name)] += order_parts(key)[0] * SLOT_ALIGN
+        self._known.update(self._bytes)
+        self._counted = True
+
+    def of(self, scope: bytes) -> int:
+        """Bytes that the scope's blocks occupy."""
+        if scope not in self._known:
+            raw = self._txn.get(SHARES_KEY + scope)
+            self._bytes[scope] = 0 if raw is None else _BYTES.unpack(raw)[0]
+            self._known.add(scope)
+        return self._bytes[scope]
+
+    def change(self, name: bytes, size: int) -> None:
+        """A block of so many slot bytes was stored; with a negative size, left."""
+        if self._counted:
+            scope = scope_in(name)
+            self._bytes[scope] = max(0, self.of(scope) + size)
+
+    def save(self) -> None:
+        """Write what was counted."""
+        if self._counted and self._known:
+            self._txn.put(SHARES_KEY, b"")
+        for scope in self._known:
+            size = self._bytes[scope]
+            if size:
+                self._txn.put(SHARES_KEY + scope, _BYTES.pack(size))
+            else:
+                self._txn.delete(SHARES_KEY + scope)
+
+
+def shares_of(txn: Any) -> dict[bytes, int] | None:
+    """Bytes by scope, as they are counted; None if they are not."""
+    if txn.get(SHARES_KEY) is None:
+        return None
+    return {key[len(SHARES_KEY) :]: _BYTES.unpack(raw)[0] for key, raw in rows(txn, SHARES_KEY) if key != SHARES_KEY}

@@ -1,0 +1,264 @@
+"""Slab segments: files of fixed-size slots, read and written around the page cache.
+
+    PART/slab/SSSSSSSS.slab      segment SSSSSSSS (hexadecimal); slot i starts at i × slot size
+    PART/slab/ahead              the next segment in the making (kvtier.tiers.disk.preallocate)
+
+A slot holds a block's bytes and nothing else: name, length and digest are in the index. So a block moves
+between the disk and the caller's memory in one `preadv` or `pwritev` over its ranks' pieces, without a copy,
+wherever those pieces are aligned; through an aligned buffer of the thread's own otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kvtier.tiers.disk.records import SLOT_ALIGN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DRAFT = "ahead"
+OPEN_FILES_MAX = 64
+WRITE_BYTES_MAX = 1 << 20
+"""Per system call. What a device has been given it finishes before a later read or sync: few small writes in flight
+keep it about as busy as many large ones, and what comes behind them waits a fraction as long."""
+_IOV_MAX = 1024
+
+
+class ShortIO(OSError):
+    """A file ended early, or took fewer bytes than it was given."""
+
+
+class Calls(Protocol):
+    """The system calls that move blocks: the seam for tests that count, fail or forget them."""
+
+    def open(self, path: Path, flags: int) -> int: ...
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def allocate(self, fd: int, length: int) -> None: ...
+    def fdatasync(self, fd: int) -> None: ...
+    def close(self, fd: int) -> None: ...
+
+
+class SystemCalls:
+    """The kernel's."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, length: int) -> None:
+        """Make the file `length` long and its blocks its own, so that a full volume shows now."""
+        try:
+            os.posix_fallocate(fd, 0, length)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(fd, length)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+@dataclass(slots=True)
+class _File:
+    fd: int
+    direct: bool
+    users: int = 0
+
+
+class Slab:
+    """The segment files of one store. Thread-safe; every verb but `close` may block on the device."""
+
+    def __init__(self, parts: Sequence[Path], size_of: Callable[[int], int], calls: Calls) -> None:
+        self._parts = [part / "slab" for part in parts]
+        self._size_of = size_of
+        self._calls = calls
+        self._files: OrderedDict[int, _File] = OrderedDict()
+        self._named: set[int] = set()  # segments whose names this process knows to be durable
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def path_of(self, segment: int) -> Path:
+        """Where the segment lies."""
+        return self._parts[segment % len(self._parts)] / f"{segment:08x}.slab"
+
+    def read(self, segment: int, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Fill `pieces` from `offset` (a multiple of SLOT_ALIGN) on. Raises OSError; ShortIO past the end."""
+        with self._open(segment) as file:
+            if not file.direct or all(map(_aligned, pieces)):
+                _whole(self._calls.preadv, file.fd, pieces, offset)
+                return
+            buffer = self._buffer(sum(map(len, pieces)))
+            _whole(self._calls.preadv, file.fd, [buffer], offset)
+            for piece in pieces:
+                piece[:] = buffer[: len(piece)]
+                buffer = buffer[len(piece) :]
+
+    def write(self, segment: int, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Write `pieces` at `offset` (a multiple of SLOT_ALIGN). Not durable before `sync`. Raises OSError."""
+        with self._open(segment) as file:
+            if not file.direct or all(map(_aligned, pieces)):
+                _whole(self._calls.pwritev, file.fd, pieces, offset, WRITE_BYTES_MAX)
+                return
+            buffer = self._buffer(sum(map(len, pieces)))
+            start = 0
+            for piece in pieces:
+                buffer[start : start + len(piece)] = piece
+                start += len(piece)
+            buffer[start:] = bytes(len(buffer) - start)
+            _whole(self._calls.pwritev, file.fd, [buffer], offset, WRITE_BYTES_MAX)
+
+    def sync(self, segment: int) -> None:
+        """What `write` wrote into the segment before is durable when this returns. Raises OSError."""
+        with self._open(segment) as file:
+            self._calls.fdatasync(file.fd)
+
+    def cut(self) -> None:
+        """Shorten files that are longer than their segment may be, and remove those of no segment. The caller uses
+        the store alone. Raises OSError."""
+        for folder in self._parts:
+            with contextlib.suppress(OSError):
+                (folder / DRAFT).unlink()
+            for path in folder.glob("[0-9a-f]" * 8 + ".slab"):
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    continue  # nobody's work of ours; reading and writing it fails, and says so
+                size = self._size_of(int(path.stem, 16))
+                if size == 0:
+                    path.unlink()
+                elif path.lstat().st_size > size:
+                    os.truncate(path, size)
+
+    def close(self) -> None:
+        """Let go of the files. No other call may run."""
+        with self._lock:
+            for file in self._files.values():
+                self._calls.close(file.fd)
+            self._files.clear()
+
+    def _buffer(self, length: int) -> memoryview:
+        """This thread's aligned buffer, cut to `length` rounded up to SLOT_ALIGN."""
+        wanted = -(-length // SLOT_ALIGN) * SLOT_ALIGN
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < wanted:
+            buffer = self._local.buffer = mmap.mmap(-1, wanted)
+        return memoryview(buffer)[:wanted]
+
+    @contextmanager
+    def _open(self, segment: int) -> Iterator[_File]:
+        with self._lock:
+            file = self._files.get(segment)
+            if file is None:
+                file = self._files[segment] = self._attach(segment)
+            self._files.move_to_end(segment)
+            file.users += 1
+            self._trim()
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def _trim(self) -> None:
+        if len(self._files) <= OPEN_FILES_MAX:
+            return
+        for number, file in list(self._files.items()):
+            if file.users == 0:
+                self._calls.close(file.fd)
+                del self._files[number]
+                if len(self._files) <= OPEN_FILES_MAX:
+                    return
+
+    def _attach(self, segment: int) -> _File:
+        path = self.path_of(segment)
+        flags = os.O_RDWR | os.O_CREAT
+        try:
+            file = _File(self._calls.open(path, flags | os.O_DIRECT), direct=True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            file = _File(self._calls.open(path, flags), direct=False)
+        try:
+            status = os.fstat(file.fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            size = self._size_of(segment)
+            if status.st_size < size:
+                with contextlib.suppress(OSError):
+                    (path.parent / DRAFT).unlink()  # too late for it
+                try:
+                    self._calls.allocate(file.fd, size)
+                except OSError:
+                    os.ftruncate(file.fd, status.st_size)  # give back the part that there was room for
+                    raise
+                os.fsync(file.fd)
+            if segment not in self._named:  # whoever made the file may not have come to this yet
+                sync_directory(path.parent)
+                self._named.add(segment)
+        except BaseException:
+            self._calls.close(file.fd)
+            raise
+        return file
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _aligned(piece: memoryview) -> bool:
+    import numpy as np
+
+    address = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
+    return address % SLOT_ALIGN == 0 and len(piece) % SLOT_ALIGN == 0
+
+
+def _whole(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    pieces: Iterable[memoryview],
+    offset: int,
+    most: int = sys.maxsize,
+) -> None:
+    """`call` with up to `most` bytes until all pieces are moved; the kernel may move fewer bytes at a time."""
+    left = [piece.cast("B") for piece in pieces]
+    while left:
+        some, room = [], most
+        for piece in left[:_IOV_MAX]:
+            some.append(piece[:room])
+            room -= len(some[-1])
+            if not room:
+                break
+        moved = call(fd, some, offset)
+        if moved <= 0:
+            raise ShortIO(errno.EIO, f"{sum(map(len, left))} bytes short at offset {offset}")
+        offset += moved
+        while left and moved >= len(left[0]):
+            moved -= len(left[0])
+            left.pop(0)
+        if moved:
+            left[0] = left[0][moved:]

@@ -1,0 +1,1 @@
+"""G3 in a process of its own, over the arena of the process that computes."""

@@ -1,0 +1,152 @@
+"""What a cache and the process that works for its G3 say to each other: frames over a socket pair.
+
+    length (u32, little-endian) ‖ one message in msgpack
+
+    cache → process    Call (a verb of the tier, and the time as the cache knows it), Cancel
+    process → cache    Answer or Refusal per call; Left, blocks that went for others; Said, a line for the log
+
+Bytes of blocks never travel: both sides have the arena mapped, and a Span names a piece of it. Times left replace
+deadlines, since clocks are each side's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.terms import Lifetime
+from kvtier.retention.trusted_clock import Reading
+from kvtier.tiers.disk.worker.shared_arena import Span
+from kvtier.tiers.protocol import Keeping, Loaded, Miss, Notebook, Stored, Tier, Usage
+
+FRAME_BYTES_MAX = 64 << 20
+_LENGTH_BYTES = 4
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first call's argument: which tier to open. Fields as `kvtier.tiers.disk.tier.DiskTier` has them."""
+
+    paths: list[str]
+    capacity: int
+    namespace: dict[str, Any]
+    quota: float
+
+
+class Block(msgspec.Struct, array_like=True, frozen=True):
+    """`kvtier.tiers.protocol.Sealed` with its pieces named."""
+
+    key: BlockKey
+    index: int
+    digest: bytes
+    spans: list[Span]
+    life: Lifetime
+    parent: BlockKey | None
+    priority: int
+
+
+class Call(msgspec.Struct, array_like=True, tag="call", frozen=True):
+    number: int
+    verb: str
+    time: Reading
+    arguments: msgspec.Raw
+
+
+class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
+    """The caller does not want it any more; the call is answered all the same, when nothing of it is under way."""
+
+    number: int
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
+    """`usage` is the tier's after the call; None while it cannot be told."""
+
+    number: int
+    result: msgspec.Raw
+    usage: Usage | None
+
+
+class Refusal(msgspec.Struct, array_like=True, tag="refusal", frozen=True):
+    """A call that raised: the error's class in `kvtier.errors`, and its text; `operation` of a TierError."""
+
+    number: int
+    error: str
+    text: str
+    operation: str = ""
+
+
+class Left(msgspec.Struct, array_like=True, tag="left", frozen=True):
+    keys: list[BlockKey]
+
+
+class Said(msgspec.Struct, array_like=True, tag="said", frozen=True):
+    level: int
+    text: str
+
+
+Order = Call | Cancel
+Report = Answer | Refusal | Left | Said
+
+
+class Verb(NamedTuple):
+    """How a verb's arguments (a tuple) and its result are read."""
+
+    arguments: msgspec.msgpack.Decoder[Any]
+    result: msgspec.msgpack.Decoder[Any]
+
+
+_OWN: Mapping[str, tuple[Any, Any]] = {
+    "open": (tuple[Setup], None),
+    "lookup": (tuple[list[BlockKey], float], list[Miss | None]),
+    "read": (tuple[list[BlockKey], list[list[Span]], float], list[Loaded | Miss]),
+    "write": (tuple[list[Block], float], list[Stored]),
+    "flush": (tuple[float], None),
+    "close": (tuple[float], None),
+}
+"""Verbs that say it in their own words: the last number is the time left, in seconds; keys are those asked for."""
+
+_AS_THEY_ARE = (
+    (Tier, ("touch", "evict", "purge", "tombstones")),
+    (Keeping, ("keep", "let_go", "kept", "drop_made_after")),
+    (Notebook, ("write_note", "read_notes")),
+)
+
+
+@cache
+def verbs() -> Mapping[str, Verb]:
+    """All verbs that travel."""
+    types = dict(_OWN)
+    for protocol, names in _AS_THEY_ARE:
+        for name in names:
+            hints = get_type_hints(getattr(protocol, name))
+            result = hints.pop("return")
+            types[name] = (tuple[tuple(hints.values())], result)  # type: ignore[misc]
+    decoder = msgspec.msgpack.Decoder
+    return {name: Verb(decoder(arguments), decoder(result)) for name, (arguments, result) in types.items()}
+
+
+def frame(message: Order | Report) -> bytes:
+    """A message as it travels. Pure."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+def packed(value: object) -> msgspec.Raw:
+    """Arguments or a result, inside a message. Pure."""
+    return msgspec.Raw(msgspec.msgpack.encode(value))
+
+
+async def next_body(reader: asyncio.StreamReader) -> bytes:
+    """The next message, undecoded. Raises EOFError or OSError at the stream's end, and for a length nobody sends."""
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
+    if length > FRAME_BYTES_MAX:
+        raise OSError(f"a message of {length} bytes")
+    return await reader.readexactly(length)
+
+
+orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

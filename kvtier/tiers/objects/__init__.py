@@ -1,0 +1,1 @@
+"""G4: strides of blocks as objects in a bucket."""

@@ -1,0 +1,1 @@
+"""Clients of object stores behind one protocol."""

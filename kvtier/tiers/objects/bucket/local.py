@@ -1,0 +1,163 @@
+"""A bucket in a local directory, on one machine or on a file system that several of them mount."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.tiers.disk.slab import sync_directory
+from kvtier.tiers.objects.bucket.protocol import Stat
+
+_TEMPORARY = ".tmp-"
+_STALE_S = 3600.0
+
+
+class LocalFiles:
+    """Objects as files below `root`: whole, fsynced and linked into place, or not there at all.
+
+    The modification time of a file is the time of its last use; its ETag is inode, size and that time.
+    """
+
+    renewable = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def start(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable")
+        self._sweep_temporaries()
+
+    def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+        final = self._root / name
+        with self._temporary(final, data, used) as temporary:
+            try:
+                os.link(temporary, final)
+            except FileExistsError:
+                return None
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                # No hard links here: two writers may then both succeed, with frames that are both whole.
+                if final.exists():
+                    return None
+                temporary.rename(final)
+            sync_directory(final.parent)
+            return self.head(name)
+
+    def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+        final = self._root / name
+        if etag is not None:
+            there = self.head(name)
+            if there is None or there.etag != etag:
+                return None
+        with self._temporary(final, data, used) as temporary:
+            temporary.replace(final)
+            sync_directory(final.parent)
+        return self.head(name)
+
+    def head(self, name: str) -> Stat | None:
+        try:
+            return _file_stat(name, (self._root / name).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self, name: str, start: int, length: int) -> tuple[Stat, bytes | bytearray] | None:
+        try:
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            data = bytearray(length)
+            view, done = memoryview(data), 0
+            while done < length:
+                count = os.preadv(descriptor, [view[done:]], start + done)
+                if count == 0:
+                    break
+                done += count
+            return _file_stat(name, os.fstat(descriptor)), bytes(view[:done]) if done < length else data
+        finally:
+            os.close(descriptor)
+
+    def renew(self, name: str, etag: str, used: float) -> Stat | None:
+        there = self.head(name)
+        if there is None or there.etag != etag:
+            return None
+        os.utime(self._root / name, ns=(_ns(used), _ns(used)))
+        return self.head(name)
+
+    def delete(self, name: str, etag: str | None) -> bool:
+        there = self.head(name)
+        if there is None or (etag is not None and there.etag != etag):
+            return False
+        try:
+            (self._root / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str, after: str) -> Iterator[Stat]:
+        base = self._root / prefix.rpartition("/")[0]
+        for folder, _, files in os.walk(base):
+            for file in files:
+                path = Path(folder, file)
+                name = path.relative_to(self._root).as_posix()
+                if not file.startswith(_TEMPORARY) and name.startswith(prefix) and name > after:
+                    with contextlib.suppress(FileNotFoundError):
+                        yield _file_stat(name, path.stat())
+
+    @contextlib.contextmanager
+    def _temporary(self, final: Path, data: bytearray, used: float) -> Iterator[Path]:
+        """A fsynced file with `data` next to `final`; gone at the end unless it was renamed."""
+        _make_directories(final.parent, self._root)
+        path = final.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{final.name[:16]}")
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+                os.utime(descriptor, ns=(_ns(used), _ns(used)))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _sweep_temporaries(self) -> None:
+        """What writers that died left behind, once it is old by the volume's own clock."""
+        probe = self._root / f"{_TEMPORARY}{os.getpid()}-clock"
+        probe.touch()
+        now = probe.stat().st_ctime
+        probe.unlink(missing_ok=True)
+        for folder, _, files in os.walk(self._root):
+            for file in files:
+                if file.startswith(_TEMPORARY):
+                    path = Path(folder, file)
+                    with contextlib.suppress(FileNotFoundError):
+                        if now - path.stat().st_ctime > _STALE_S:
+                            path.unlink()
+
+
+def _ns(seconds: float) -> int:
+    # Through microseconds, so that a time survives the way to the volume and back unchanged.
+    return round(seconds * 1e6) * 1000
+
+
+def _file_stat(name: str, stat: os.stat_result) -> Stat:
+    return Stat(name, stat.st_size, f"{stat.st_ino:x}-{stat.st_size:x}-{stat.st_mtime_ns:x}", stat.st_mtime_ns / 1e9)
+
+
+def _make_directories(folder: Path, root: Path) -> None:
+    """mkdir -p that makes each new directory's entry durable."""
+    if folder == root or folder.is_dir():
+        return
+    _make_directories(folder.parent, root)
+    folder.mkdir(exist_ok=True)
+    sync_directory(folder.parent)

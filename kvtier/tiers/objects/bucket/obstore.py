@@ -1,0 +1,292 @@
+"""S3, GCS and Azure through obstore: Rust's object_store, at a fraction of the CPU per byte.
+
+Its fsspec adapter drops conditions, versions and metadata, so this goes to the store behind it. It can delete
+only unconditionally and has no self-copy that changes metadata: s3fs lends both where it is installed
+(combined.py); else `delete` compares versions first, and the holder rewrites what it wants to renew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from kvtier.errors import ConfigError, CorruptError, TierError
+from kvtier.tiers.objects.bucket.direct_http import (
+    DIRECT_BYTES,
+    SIGNED_S,
+    Direct,
+    Headers,
+    answer_of,
+    reachable,
+    size_of,
+)
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, Sink, Stat, Transient
+
+T = TypeVar("T")
+USED = "kvtier-used"
+_CHUNK = 4 << 20
+_DELETES = 16
+
+# s3fs's names for what both libraries know.
+_S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token", "anon": "skip_signature"}
+
+
+def translated(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """s3fs options as obstore configuration, None if one has no counterpart. Pure."""
+    out: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _S3_NAMES:
+            out[_S3_NAMES[name]] = value
+        elif name == "endpoint_url":
+            out["endpoint"] = value
+        elif name == "client_kwargs" and set(value) <= {"region_name", "endpoint_url"}:
+            if "region_name" in value:
+                out["region"] = value["region_name"]
+            if "endpoint_url" in value:
+                out["endpoint"] = value["endpoint_url"]
+        else:
+            return None
+    return {name: value for name, value in out.items() if value is not None}
+
+
+class ObstoreBucket:
+    """One bucket of an S3 server. `config` is obstore's; without keys in it, boto's chain is asked for them."""
+
+    renewable = False
+
+    def __init__(
+        self, bucket: str, config: Mapping[str, Any], *, connect_timeout_s: float, read_timeout_s: float
+    ) -> None:
+        self._bucket = bucket
+        self._config = dict(config)
+        self._connect_timeout = timedelta(seconds=connect_timeout_s)
+        self._read_timeout = timedelta(seconds=read_timeout_s)
+        self._read_timeout_s = read_timeout_s
+        self._store: Any = None
+        self._direct: Direct | None = None
+        self._ranges = True
+
+    async def start(self) -> None:
+        from obstore.store import S3Store
+
+        plain = str(self._config.get("endpoint", "")).startswith("http://")
+        credentials = None
+        if "access_key_id" not in self._config and not self._config.get("skip_signature"):
+            credentials = await asyncio.get_running_loop().run_in_executor(None, _boto_credentials)
+        try:
+            self._store = S3Store(
+                self._bucket,
+                client_options={
+                    "allow_http": plain,
+                    "connect_timeout": self._connect_timeout,
+                    # Of a whole request in object_store, so large enough for a stride on a slow line; stalls are
+                    # caught chunk by chunk below.
+                    "timeout": 12 * self._read_timeout,
+                },
+                retry_config={"max_retries": 0, "retry_timeout": 12 * self._read_timeout},
+                credential_provider=credentials,
+                # Frames carry their own digests, and TLS guards the way; signing every byte costs more than sending it.
+                config={"unsigned_payload": not plain, **self._config},
+            )
+        except Exception as error:
+            raise ConfigError(f"tiers.g4.options: obstore does not take them ({type(error).__name__})") from None
+        if plain and not self._config.get("skip_signature") and reachable(self._config["endpoint"]):
+            self._direct = Direct(self._connect_timeout.total_seconds(), self._read_timeout_s)
+
+    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+        return await self._put(name, data, used, "create")
+
+    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+        return await self._put(name, data, used, "overwrite" if etag is None else {"e_tag": etag})
+
+    async def _put(self, name: str, data: bytearray, used: float, mode: Any) -> Stat | None:
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            answer = await self._store.put_async(
+                name, data, attributes={USED: f"{used:.6f}"}, mode=mode, use_multipart=False
+            )
+        except (AlreadyExistsError, PreconditionError):
+            return None
+        except FileNotFoundError:
+            if isinstance(mode, dict):
+                return None
+            raise TierError(TIER, "put", "no such bucket") from None
+        except Exception as error:
+            raise _mapped("put", error) from None
+        return Stat(name, len(data), answer["e_tag"] or "", used)
+
+    async def head(self, name: str) -> Stat | None:
+        try:
+            answer = await self._store.get_async(name, options={"head": True})
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise _mapped("head", error) from None
+        return _stat(name, answer)
+
+    async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+        stop = start + sum(len(buffer) for buffer in into)
+        if self._direct is not None and self._direct.usable and stop - start >= DIRECT_BYTES:
+            headers = await self._direct.get(await self._signed(name), start, into)
+            if headers is not None:
+                return _answered(name, headers)
+        try:
+            answer = await self._get(name, start, stop)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            # The library has one error for "range behind the end" and for a broken server.
+            there = await self.head(name)
+            if there is not None and there.size < stop:
+                raise CorruptError(f"the object has {there.size} bytes, wanted up to {stop}") from None
+            raise _mapped("get", error) from None
+        size, (first, last) = answer.meta["size"], answer.range
+        if size < stop or first > start:
+            raise CorruptError(f"the object has {size} bytes, wanted up to {stop}")
+        sink = Sink(into, skip=start - first)
+        try:
+            async with asyncio.timeout(None) as patience:
+                stream = aiter(answer.stream(min_chunk_size=_CHUNK))
+                while not sink.full:
+                    patience.reschedule(asyncio.get_running_loop().time() + self._read_timeout_s)
+                    chunk = await anext(stream)
+                    sink.feed(memoryview(chunk))
+        except StopAsyncIteration:
+            raise Transient(TIER, "get", f"body of {last - first} bytes shorter than announced") from None
+        except TimeoutError:
+            raise Transient(TIER, "get", "stalled") from None
+        except Exception as error:
+            raise _mapped("get", error) from None
+        return _stat(name, answer)
+
+    async def _signed(self, name: str) -> str:
+        import obstore
+
+        expires = timedelta(seconds=SIGNED_S)
+        try:
+            if "access_key_id" in self._config:
+                url: str = obstore.sign(self._store, "GET", name, expires)  # microseconds: no credentials to fetch
+            else:
+                url = await obstore.sign_async(self._store, "GET", name, expires)
+        except Exception as error:
+            raise _mapped("get", error) from None
+        return url
+
+    async def _get(self, name: str, start: int, stop: int) -> Any:
+        if self._ranges:
+            try:
+                return await self._store.get_async(name, options={"range": (start, stop)})
+            except Exception as error:
+                if "non-partial response" not in str(error):
+                    raise
+                # This server sends everything whatever it is asked for, which the library takes for a failure.
+                self._ranges = False
+        return await self._store.get_async(name)
+
+    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+        raise NotImplementedError("obstore has no copy onto itself: `renewable` is false, callers write again")
+
+    async def delete(self, name: str, etag: str | None = None) -> bool:
+        if etag is not None:
+            there = await self.head(name)
+            if there is None or there.etag != etag:
+                return False
+        try:
+            await self._store.delete_async(name)
+        except FileNotFoundError:
+            return False
+        except Exception as error:
+            raise _mapped("delete", error) from None
+        return True
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        try:
+            await self._store.delete_async(list(names))
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise _mapped("delete", error) from None
+
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
+        # object_store lists whole path segments; a prefix that ends inside one is filtered here.
+        folder = prefix.rpartition("/")[0]
+        stream = aiter(self._store.list(folder or None, offset=after or None, chunk_size=LIST_PAGE))
+        while True:
+            try:
+                page = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except Exception as error:
+                raise _mapped("list", error) from None
+            found = [
+                Stat(each["path"], each["size"], each["e_tag"] or "", None, each["last_modified"].timestamp())
+                for each in page
+                if each["path"].startswith(prefix) and each["path"] > after
+            ]
+            if found:
+                yield found
+
+    async def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+        self._store = None
+
+
+def _stat(name: str, answer: Any) -> Stat:
+    meta = answer.meta
+    try:
+        used = float(answer.attributes[USED])
+    except (KeyError, ValueError):
+        used = None
+    return Stat(name, meta["size"], meta["e_tag"] or "", used, meta["last_modified"].timestamp())
+
+
+def _answered(name: str, headers: Headers) -> Stat:
+    """From the headers of an answer with the bytes that were asked for."""
+    answer = answer_of(headers)
+    modified = answer["LastModified"]
+    try:
+        used = float(headers[f"x-amz-meta-{USED}"])
+    except (KeyError, ValueError):
+        used = None
+    return Stat(name, size_of(headers), answer["ETag"], used, modified.timestamp() if modified is not None else None)
+
+
+def _mapped(operation: str, error: Exception) -> TierError:
+    """What obstore's exception means here. Type names only: its messages carry URLs and servers' texts."""
+    from obstore import exceptions as obstore
+
+    name = type(error).__name__
+    hopeless = (
+        obstore.PermissionDeniedError, obstore.UnauthenticatedError, obstore.InvalidPathError,
+        obstore.NotSupportedError, obstore.UnknownConfigurationKeyError, ValueError, TypeError,
+    )  # fmt: skip
+    return (TierError if isinstance(error, hopeless) else Transient)(TIER, operation, name)
+
+
+def _boto_credentials() -> Callable[[], Awaitable[dict[str, Any]]] | None:
+    """boto's own chain (environment, profiles, SSO, roles) as a provider; None leaves it to obstore's shorter one."""
+    try:
+        import botocore.session
+    except ImportError:
+        return None
+    found = botocore.session.get_session().get_credentials()
+    if found is None:
+        return None
+
+    async def provide() -> dict[str, Any]:
+        frozen = await asyncio.get_running_loop().run_in_executor(None, found.get_frozen_credentials)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            # Ask again after five minutes: boto refreshes what is about to expire.
+            "expires_at": datetime.now(UTC) + timedelta(minutes=5),
+        }
+
+    return provide

@@ -1,0 +1,193 @@
+"""What replicas tell one another: small objects that list units as they are written.
+
+    {prefix}/{namespace hex}/delta/{µs hex}-{replica hex}     named by its writer's wall time
+
+    offset size
+    0      8     magic "KVTDELTA"
+    8      2     version (1)
+    10     2     zero
+    12     4     count of entries
+    …            for each unit: header length u32 ‖ etag length u16 ‖ last use f64 ‖ header without its zero end ‖ etag
+    …      16    XXH3-128 of everything before
+
+All integers little-endian. Hints: whoever reads a unit verifies it. They are listed with start-after, from a little
+before the youngest name seen (writers' clocks differ), and deleted once every replica had time to read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+
+from kvtier.checksum import DIGEST_BYTES, digest_of
+from kvtier.clock import Clock
+from kvtier.errors import CorruptError, TierError
+from kvtier.retention.terms import Lifetime
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_page
+from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
+from kvtier.tiers.objects.index import Unit, UnitIndex
+from kvtier.tiers.objects.strides import Names
+
+MAGIC = b"KVTDELTA"
+VERSION = 1
+DELTA_UNITS_MAX = 1024
+DELTA_BYTES_MAX = 8 << 20
+
+PUBLISH_S = 5.0
+POLL_S = 10.0
+OVERLAP_S = 120.0
+"""How far writers' clocks may differ before a delta is overlooked (and its units are found by probes)."""
+
+KEEP_S = 3600.0
+"""Age at which a delta is deleted; a replica that opens later starts with probes."""
+
+READS_MAX = 64
+"""Deltas read per poll."""
+
+UNREAD_MAX = 4096
+SLICE = 32
+"""Units of a delta that are taken in at once: a millisecond of the event loop."""
+
+_HEAD = struct.Struct("<8sHHI")
+_ENTRY = struct.Struct("<IHd")
+
+
+def encode(units: Sequence[Unit]) -> bytearray:
+    """At most DELTA_UNITS_MAX units as one delta. Pure."""
+    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(units)))
+    for unit in units:
+        header, etag = unit.frame.encode().rstrip(b"\0"), unit.etag.encode()
+        out += _ENTRY.pack(len(header), len(etag), unit.life.last_use) + header + etag
+    return out + digest_of([out])
+
+
+def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[Unit]:
+    """The inverse, for units of `namespace`, one after another: some ten microseconds each. Raises CorruptError for
+    anything `encode` cannot have written."""
+    if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
+        raise CorruptError("a delta that does not match its checksum")
+    magic, version, zero, count = _HEAD.unpack_from(raw)
+    if magic != MAGIC or version != VERSION or zero or count > DELTA_UNITS_MAX:
+        raise CorruptError("no delta of this version")
+    view, offset = memoryview(raw)[:-DIGEST_BYTES], _HEAD.size
+    for _ in range(count):
+        if offset + _ENTRY.size > len(view):
+            raise CorruptError("a delta that ends inside an entry")
+        header_length, etag_length, used = _ENTRY.unpack_from(view, offset)
+        start, offset = offset + _ENTRY.size, offset + _ENTRY.size + header_length + etag_length
+        if header_length > HEADER_BYTES_MAX or offset > len(view) or not 0 <= used < 2**40:
+            raise CorruptError("a delta entry with impossible fields")
+        header = bytes(view[start : start + header_length])
+        # The zeros that were cut off: the header says itself, in the count of its blocks, how long it was.
+        blocks = int.from_bytes(header[10:12], "little")
+        frame = decode(header.ljust(header_bytes_of(min(blocks, 1024)), b"\0"))
+        if frame.namespace != namespace:
+            raise CorruptError("a delta of another namespace")
+        etag = bytes(view[start + header_length : offset]).decode("ascii", "replace")
+        life = Lifetime(used, frame.life.stamps)
+        yield Unit(frame, frame.total_bytes, etag, life, used, float("-inf"))
+
+
+class Deltas:
+    """One replica's end: gathers what it writes, publishes it, and learns what others wrote."""
+
+    def __init__(self, bucket: Bucket, names: Names, index: UnitIndex, clock: Clock) -> None:
+        self._bucket = bucket
+        self._names = names
+        self._index = index
+        self._clock = clock
+        self._replica = os.urandom(4).hex()
+        self._pending: list[Unit] = []
+        self._published = clock.monotonic()
+        self._polled = float("-inf")
+        self._youngest_us = 0
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._unread: deque[Stat] = deque(maxlen=UNREAD_MAX)
+        self.learnt = 0
+
+    def add(self, unit: Unit) -> None:
+        """This replica wrote a unit. More than a delta's worth that could not be published is forgotten."""
+        self._pending.append(unit)
+        del self._pending[:-DELTA_UNITS_MAX]
+
+    @property
+    def pending(self) -> int:
+        """Units that others have not been told of."""
+        return len(self._pending)
+
+    @property
+    def publishing_due(self) -> bool:
+        now = self._clock.monotonic()
+        return bool(self._pending) and (now - self._published >= PUBLISH_S or len(self._pending) > DELTA_UNITS_MAX // 2)
+
+    async def publish(self) -> None:
+        """Tell the others. On failure the units stay pending. Raises TierError."""
+        units, self._pending = self._pending, []
+        if not units:
+            return
+        self._published = self._clock.monotonic()
+        name = f"{self._names.deltas}{round(self._clock.wall() * 1e6):016x}-{self._replica}"
+        try:
+            self._remember(name)
+            await self._bucket.create(name, encode(units), self._clock.wall())
+        except BaseException:
+            self._pending = [*units, *self._pending][-DELTA_UNITS_MAX:]
+            raise
+
+    @property
+    def polling_due(self) -> bool:
+        return bool(self._unread) or self._clock.monotonic() - self._polled >= POLL_S
+
+    async def poll(self) -> None:
+        """Learn what others published: list it at most every POLL_S, read at most READS_MAX of it, youngest first. A
+        delta that cannot be read is skipped. Raises TierError if they cannot be listed."""
+        now = self._clock.monotonic()
+        if now - self._polled >= POLL_S:
+            self._polled = now
+            oldest = int((self._clock.wall() - KEEP_S) * 1e6)
+            after_us = max(self._youngest_us - int(OVERLAP_S * 1e6), oldest, 0)
+            async for page in self._bucket.list(self._names.deltas, f"{self._names.deltas}{after_us:016x}"):
+                for stat in page:
+                    if stat.name not in self._seen and stat.size <= DELTA_BYTES_MAX:
+                        self._remember(stat.name)
+                        self._youngest_us = max(self._youngest_us, _stamp_us(stat.name))
+                        self._unread.append(stat)
+        for _ in range(min(len(self._unread), READS_MAX)):
+            await self._learn(self._unread.pop())
+
+    def _remember(self, name: str) -> None:
+        self._seen[name] = None
+        while len(self._seen) > 16 * LIST_PAGE:
+            self._seen.popitem(last=False)
+
+    async def _learn(self, stat: Stat) -> None:
+        raw = bytearray(stat.size)
+        try:
+            if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
+                return
+            for count, unit in enumerate(parse(raw, self._names.namespace)):
+                if self._index.get(unit.last) is None:
+                    self._index.put(unit)
+                    self.learnt += 1
+                if count % SLICE == SLICE - 1:
+                    await asyncio.sleep(0)  # look-ups share this loop
+        except (TierError, CorruptError):
+            pass  # probes will find what it would have told
+
+    async def sweep(self) -> int:
+        """Delete deltas older than KEEP_S; returns how many."""
+        limit_us = int((self._clock.wall() - KEEP_S - OVERLAP_S) * 1e6)
+        page = await first_page(self._bucket, self._names.deltas)
+        old = [stat.name for stat in page if _stamp_us(stat.name) < limit_us]
+        await self._bucket.delete_many(old)
+        return len(old)
+
+
+def _stamp_us(name: str) -> int:
+    try:
+        return int(name.rpartition("/")[2].partition("-")[0], 16)
+    except ValueError:
+        return 0
