@@ -71,19 +71,19 @@ demo: $(BASE)
 
 # Exit status 5: none of the tests was selected by $(PYTEST).
 test: $(READY) test-sglang
-	$(BIN)/python -m pytest --ignore=tests/sglang $(PYTEST) || test $$? -eq 5
+	$(BIN)/python -m pytest --ignore=tests/connectors/sglang $(PYTEST) || test $$? -eq 5
 
 test-sglang: $(SGLANG)/.ready
-	$(SGLANG)/bin/python -m pytest tests/sglang $(PYTEST) || test $$? -eq 5
+	$(SGLANG)/bin/python -m pytest tests/connectors/sglang $(PYTEST) || test $$? -eq 5
 
 # These releases take the seed of their block hashes from PYTHONHASHSEED.
 test-vllm-oldest: $(VLLM)/.ready
-	test ! -e $< || PYTHONHASHSEED=0 $(VLLM)/bin/python -m pytest -m "not gpu" tests/vllm/test_engine.py \
-		tests/vllm/test_engine_copies.py tests/vllm/test_engine_restart.py $(PYTEST) || test $$? -eq 5
+	test ! -e $< || PYTHONHASHSEED=0 $(VLLM)/bin/python -m pytest -m "not gpu" tests/connectors/vllm/test_engine.py \
+		tests/connectors/vllm/test_engine_copies.py tests/connectors/vllm/test_engine_restart.py $(PYTEST) || test $$? -eq 5
 
 test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
-	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/sglang $(PYTEST)
-	$(SGLANG)/bin/python -m pytest -m "not gpu" tests/sglang $(PYTEST) || test $$? -eq 5
+	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/connectors/sglang $(PYTEST)
+	$(SGLANG)/bin/python -m pytest -m "not gpu" tests/connectors/sglang $(PYTEST) || test $$? -eq 5
 
 check: $(READY) types
 	$(BIN)/ruff check .

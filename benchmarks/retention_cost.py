@@ -12,7 +12,8 @@ from typing import Any
 from kvtier.bench.record import record, save
 from kvtier.bench.retention.simulate import capacity_of, policy_cost, simulate
 from kvtier.bench.retention.traces import load_trace
-from kvtier.policies.policy import LRU, GapDuel
+from kvtier.policies.gapduel import GapDuel
+from kvtier.policies.lru import LRU
 
 
 def main(path: str) -> None:

@@ -10,15 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from kvtier.bench.policies.arc import ARC
-from kvtier.bench.policies.lru_freq import FrequencyLRU
-from kvtier.bench.policies.s3fifo import S3FIFO
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import BlockKey
 from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.lru import LRU
-
-__all__ = ["ARC", "LRU", "S3FIFO", "FrequencyLRU", "GapDuel", "POLICIES", "Policy", "make_policy"]
 
 
 class Policy(Protocol):
@@ -62,20 +57,19 @@ class Policy(Protocol):
         """Assert that the policy orders exactly these blocks."""
 
 
-POLICIES: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
-    {"auto": GapDuel, "gapduel": GapDuel, "lru": LRU, "arc": ARC, "s3fifo": S3FIFO, "lru-freq": FrequencyLRU}
-)
-"""By the name in the configuration; each is made for a capacity in blocks. `arc`, `s3fifo` and `lru-freq` are for
-comparison; only `lru-freq` of them keeps residents prefix-closed."""
+POLICIES: Mapping[str, Callable[[int], Policy]] = MappingProxyType({"auto": GapDuel, "gapduel": GapDuel, "lru": LRU})
+"""By the name in the configuration; each is made for a capacity in blocks."""
 
 
-def make_policy(name: str, capacity: int, *, refuses: bool = False) -> Policy:
+def make_policy(
+    name: str, capacity: int, *, refuses: bool = False, among: Mapping[str, Callable[[int], Policy]] = POLICIES
+) -> Policy:
     """The policy called `name` for a tier of `capacity` blocks. Raises ConfigError that lists what exists.
 
     Without `refuses`, GapDuel takes in at the eviction end what it would refuse, so that blocks can pass through
     the tier to deeper ones; the hits are the same, the writes are not. The others refuse nothing but what is
     longer than the tier.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"policy {name!r} is not one of {', '.join(sorted(POLICIES))}")
-    return GapDuel(capacity, refuses=refuses) if POLICIES[name] is GapDuel else POLICIES[name](capacity)
+    if name not in among:
+        raise ConfigError(f"policy {name!r} is not one of {', '.join(sorted(among))}")
+    return GapDuel(capacity, refuses=refuses) if among[name] is GapDuel else among[name](capacity)

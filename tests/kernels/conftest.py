@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE / "support")]
 
-from native import build  # noqa: E402  (needs the line above)
+from native_build import build  # noqa: E402  (needs the line above)
 
 
 @pytest.fixture(scope="session")
 def kernel_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels as a shared object: run_copy and run_delay."""
     library = ctypes.CDLL(
-        str(build(HERE / "shim.cpp", tmp_path_factory.mktemp("shim") / "kernels.so", "-shared", "-fPIC"))
+        str(build(HERE / "support" / "shim.cpp", tmp_path_factory.mktemp("shim") / "kernels.so", "-shared", "-fPIC"))
     )
     library.run_copy.argtypes = (
         ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p,
@@ -33,7 +33,7 @@ def kernel_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def libcuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """A stand-in for the driver's library, whose kernels are the real ones."""
     path = tmp_path_factory.mktemp("fake") / "libcuda.so"
-    library = ctypes.CDLL(str(build(HERE / "fakecuda.cpp", path, "-shared", "-fPIC")))
+    library = ctypes.CDLL(str(build(HERE / "support" / "fakecuda.cpp", path, "-shared", "-fPIC")))
     library.fake_calls.restype = ctypes.c_char_p
     return library
 
@@ -43,7 +43,11 @@ def kernel_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subproc
     """The kernels as a program under the address and undefined-behaviour sanitizers, fed with cases on its stdin."""
     folder = tmp_path_factory.mktemp("sanitized")
     program = build(
-        HERE / "shim.cpp", folder / "kernels", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+        HERE / "support" / "shim.cpp",
+        folder / "kernels",
+        "-g",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
     )
     with (folder / "report").open("wb") as report:
         process = subprocess.Popen([str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from scripted import ManualEvent, ManualMover
+from manual_mover import ManualEvent, ManualMover
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
 from kvtier.kernels.copy import Ack, CopyEngine, Lane, Limits, Moves, Outcome

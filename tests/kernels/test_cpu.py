@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scripted import ManualEvent
+from manual_mover import ManualEvent
 
 from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome
 from kvtier.kernels.cpu import open_engine

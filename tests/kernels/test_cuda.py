@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from simulated import COMPUTE, SimulatedDriver
-from walk import Walk
+from random_copies import Walk
+from simulated_driver import COMPUTE, SimulatedDriver
 
 from kvtier.errors import ConfigError, InvalidRequest, TierError
 from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from headless import HeadlessDriver
+from headless_driver import HeadlessDriver
 
 from kvtier.kernels.copy import CopyEngine, Lane, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover

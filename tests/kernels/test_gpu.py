@@ -17,7 +17,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from walk import Walk
+from random_copies import Walk
 
 from kvtier.kernels.copy import Ack, CopyEngine, Limits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headless import HeadlessDriver
+from headless_driver import HeadlessDriver
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import test_gpu
 import torch
-from headless import HeadlessDriver
+from headless_driver import HeadlessDriver
 
 from kvtier.kernels.method import Method
 

@@ -12,7 +12,7 @@ import kvtier
 from kvtier.errors import CorruptError
 from kvtier.retention.trusted_clock import SETTLE_S, Anchor, TrustedClock, decode_anchor, deletion_time, encode_anchor
 from kvtier.testing import VirtualClock, chain_of, payloads_of
-from tests.retention.requests import BLOCK, NS, served
+from tests.retention.support.requests import BLOCK, NS, served
 
 DAY = 86_400.0
 KEYS = list(chain_of(NS, 8))

@@ -10,7 +10,7 @@ import kvtier
 from kvtier.identity.keys import scope_of
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of
-from tests.retention.requests import BLOCK, NS, opened, put, served
+from tests.retention.support.requests import BLOCK, NS, opened, put, served
 
 TOKENS = NS.block_tokens
 

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from kvtier.bench.policies.arc import ARC
+from kvtier.bench.policies.lru_freq import FrequencyLRU
+from kvtier.bench.policies.s3fifo import S3FIFO
 from kvtier.bench.retention.curves import CapacityCurve, ceiling_hits
 from kvtier.bench.retention.simulate import capacity_of, drive
 from kvtier.bench.retention.traces import Trace
-from kvtier.policies.policy import ARC, S3FIFO, FrequencyLRU, GapDuel, Policy
+from kvtier.policies.gapduel import GapDuel
+from kvtier.policies.policy import Policy
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.10, 0.25, 0.50)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
+from kvtier.bench.policies import COMPARED
 from kvtier.bench.retention.byteless import EmptyArena, EmptyTier
 from kvtier.bench.retention.traces import Trace
 from kvtier.identity.hashing import HASH_BYTES
@@ -91,7 +92,7 @@ def empty_manager(capacity: int, policy: Policy, clock: TraceClock) -> Iterator[
 def simulate(trace: Trace, policy: str, capacity: int, terms: Terms = FOREVER) -> Outcome:
     """Replay `trace` in a G2 of `capacity` blocks. Deterministic; some 10 µs per missing block, 1 per hit."""
     clock, names = TraceClock(), keys_of(trace)
-    chosen = make_policy(policy, capacity, refuses=True)
+    chosen = make_policy(policy, capacity, refuses=True, among=COMPARED)
     hits, began, cpu_began = [], time.perf_counter(), time.process_time()
     with empty_manager(capacity, chosen, clock) as manager:
         for request in trace.requests:
@@ -180,7 +181,9 @@ class _Stack:
             EmptyTier(level.name, Depth[level.name.upper()], STRIDES[level.name], level.blocks, self._clock)
             for level in owned[1:]
         ]
-        host = HostTier(EmptyArena(owned[0].blocks), make_policy(policy, owned[0].blocks, refuses=not self._lower))
+        host = HostTier(
+            EmptyArena(owned[0].blocks), make_policy(policy, owned[0].blocks, refuses=not self._lower, among=COMPARED)
+        )
         settings = Settings(
             queue_fraction=1.0,
             housekeeping_s=NEVER_S,  # done after every request instead

@@ -1,0 +1,163 @@
+"""A KVTierLinker for tests: with faults in its lower tiers or in what it loads, a witness of its bytes, and a port that
+takes orders."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bit_compare import Witness  # beside this file
+
+import kvtier
+from kvtier.clock import SystemClock
+from kvtier.connectors.sglang import KVTierLinker
+from kvtier.connectors.sglang.copies import Pages
+from kvtier.identity.namespace import Namespace
+from kvtier.manager.build import lower_tiers
+from kvtier.testing import Fault, FaultyTier
+
+
+class TrialLinker(KVTierLinker):
+    """`linker_extra_config` has two more keys. `control`: a TCP port of rank 0 (rank r has the port r above it), where
+    a line {"do": verb, …} is answered by a line of JSON; verbs are the methods `do_…`. `witness`: a file for a
+    Witness (rank r has r in its name) that engines may have in common."""
+
+    def __init__(self, *arguments: Any, extra_config: dict[str, Any], **named: Any) -> None:
+        port, witness = int(extra_config.pop("control")), extra_config.pop("witness")
+        self._witness_file = witness
+        self._witness: Witness | None = None
+        self._loading: dict[str, list[bytes]] = {}  # names of the blocks that a request waits for
+        self._flying: dict[int, list[tuple[list[bytes], Sequence[int]]]] = {}
+        self._faulty: dict[str, FaultyTier] = {}
+        self._scramble = self._refuse = self._lose = False
+        super().__init__(*arguments, extra_config=extra_config, **named)
+        self._listen(port + self._rotation.namespace.rank)
+
+    def open_cache(self, namespace: Namespace) -> kvtier.Cache:
+        config, clock = self._settings.config, SystemClock()
+        tiers = [FaultyTier(tier, seed=7) for tier in lower_tiers(config, namespace, clock)]
+        self._faulty = {tier.name: tier for tier in tiers}
+        return kvtier.open(config, namespace, tiers=tiers)
+
+    def _open(self, namespace: Namespace) -> Pages:
+        pages = super()._open(namespace)
+        witness = self._witness = self._witness or Witness(self._pool, Path(f"{self._witness_file}.{namespace.rank}"))
+        offload = pages.offload
+
+        def watched(chain: Sequence[bytes], start: int, numbers: Sequence[int], terms: Any) -> None:
+            witness.computed([namespace.digest + key for key in chain[start : start + len(numbers)]], numbers)
+            offload(chain, start, numbers, terms)
+
+        pages.offload = watched
+        return pages
+
+    # ── orders, on a thread of their own ────────────────────────────────────────────────────────────────────
+
+    def _listen(self, port: int) -> None:
+        linker = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                order = json.loads(self.rfile.readline())
+                try:
+                    answer = getattr(linker, f"do_{order.pop('do')}")(**order)
+                except Exception as error:
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+                self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+        class Server(socketserver.ThreadingTCPServer):
+            allow_reuse_address = True
+            daemon_threads = True
+
+        server = Server(("127.0.0.1", port), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    @property
+    def _cache(self) -> kvtier.Cache:
+        assert self._pages is not None, "the cache is being replaced"
+        return self._pages.cache
+
+    def do_steer(
+        self, faults: dict[str, list[list[Any]]] | None = None, scramble: bool = False, refuse: bool = False,
+        lose: bool = False,
+    ) -> None:  # fmt: skip
+        """From now on: `faults[tier]` are [verb, kind, rate, times, seconds]; `scramble` damages bytes between their
+        check and the device, `refuse` refuses loads, `lose` lets loads fail after their start."""
+        for name, tier in self._faulty.items():
+            tier.faults = [Fault(*fault) for fault in (faults or {}).get(name, [])]
+        self._scramble, self._refuse, self._lose = scramble, refuse, lose
+
+    def do_evict(self, tier: str) -> int:
+        return self._cache.evict(tier)
+
+    def do_flush(self, timeout: float = 60.0) -> int:
+        """Returns the blocks that are still on their way down."""
+        return self._cache.flush(timeout).pending
+
+    def do_stats(self) -> dict[str, Any]:
+        return self.stats()
+
+    def do_check(self) -> dict[str, int]:
+        """Invariants, and what must be zero when the engine is idle."""
+        self._cache.flush(10)
+        self._cache.check()
+        assert self._pages is not None
+        g2 = self._cache.stats()["g2"]
+        held = {"visits": len(self._visits), "loads": len(self._loads), "offloads": self._pages.outstanding()}
+        wrong = {"other_blocks": self._witness.counts["other_blocks"]} if self._witness is not None else {}
+        return {**held, "pinned": g2["pinned"], "quarantined": g2["quarantined"], **wrong}
+
+    def do_witness(self) -> dict[str, int]:
+        """How many blocks came back as they were computed, and how many did not, since the last time."""
+        assert self._witness is not None
+        counts, self._witness.counts = self._witness.counts, Counter(same_blocks=0, other_blocks=0)
+        return dict(counts)
+
+    def do_namespace(self) -> dict[str, Any]:
+        return dict(self._rotation.namespace.fields())
+
+    # ── what orders change ──────────────────────────────────────────────────────────────────────────────────
+
+    def _pinned(self, rid: str, transfers: Any) -> Any:
+        return None if self._refuse else super()._pinned(rid, transfers)
+
+    def load(self, rid: str, transfers: Any) -> bool:
+        queued = super().load(rid, transfers)
+        if queued:
+            wanted, visit = self._loads._queue[-1], self._visits.of(rid)
+            digest, end = self._rotation.namespace.digest, visit.start + len(wanted.pages)
+            self._loading[rid] = [digest + key for key in visit.chain[visit.start : end]]
+            for slot in wanted.lease.slots if self._scramble else ():
+                half = len(slot.pieces[0]) // 2
+                slot.pieces[0][:half] = bytes(slot.pieces[0][half:])
+        return queued
+
+    def start_layer_wise_loading(self) -> int:
+        queue = [(self._loading.pop(wanted.rid), wanted.pages) for wanted in self._loads._queue]
+        if self._lose and queue:
+            assert self._pages is not None
+            self._pages._engine.load = _lost
+            try:
+                return super().start_layer_wise_loading()
+            finally:
+                del self._pages._engine.load
+        index = super().start_layer_wise_loading()
+        if queue:
+            self._flying[index] = queue
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        landed = super().finish_layer_wise_loading(counter_index)
+        for names, pages in self._flying.pop(counter_index, ()) if landed else ():
+            assert self._witness is not None
+            self._witness.restored(names, pages)
+        return landed
+
+
+def _lost(_: Any) -> int:
+    raise RuntimeError("the device is gone")

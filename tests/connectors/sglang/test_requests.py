@@ -1,0 +1,174 @@
+"""Requests before their admission: what is waited for, on all ranks alike, and what is booked and said of it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, wait
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.connectors.sglang.support.linker_bench import PAGE, keys_of
+
+
+def stored_below(b: Any, keys: list[Any]) -> Any:
+    """The cache, whose tiers below G2 alone have the keys' pages."""
+    b.offload(keys, [*range(1, len(keys) + 1)])
+    b.settle()
+    cache = b.linker._pages.cache
+    cache.flush()
+    cache.evict("g2")
+    return cache
+
+
+def test_what_is_deeper_is_waited_for_and_verified(bench: Any) -> None:
+    b, keys = bench(), keys_of(6)
+    b.offload(keys, [1, 2, 3, 4, 5, 6])
+    b.settle()
+    expected = [b.bytes_of(p) for p in range(1, 7)]
+    cache = b.linker._pages.cache
+    cache.flush()
+    cache.evict("g2")
+    assert b.lookup("r", keys) == 0
+    assert b.until_resident("r", keys) == 6
+    assert b.linker.load("r", b.transfer(keys, [11, 12, 13, 14, 15, 16]))
+    assert b.run()
+    assert [b.bytes_of(p) for p in range(11, 17)] == expected
+    b.linker.forget("r")
+    assert b.pinned() == 0
+
+
+def test_a_request_waits_for_all_ranks_and_only_once(bench: Any) -> None:
+    b, keys = bench(), keys_of(3)
+    answers = []
+    for b.refusals in (1, 0):
+        b.until_promoted("r", keys)
+        answers.append(b.linker.awaited("r"))
+    assert answers == [True, False]
+    b.refusals = 1
+    assert not b.linker.awaited("r")
+    assert b.refusals == 1  # who is decided on is not voted on again
+
+
+def test_nobody_waits_for_what_the_device_has_by_now_or_beyond_its_time(bench: Any, monkeypatch: Any) -> None:
+    b, keys = bench(), keys_of(3)
+    for rid in ("r", "s"):
+        b.lookup(rid, keys)
+        b.linker._visits.of(rid).promotion, b.linker._visits.of(rid).waits = Future(), True
+        assert b.linker.awaited(rid)
+    b.linker.meet(b.req("r"), lambda: keys, b.vote)  # another request computed the same: no look-up comes
+    assert not b.linker.awaited("r")
+    assert b.linker.awaited("s")
+    b.linker._visits.of("s").until = time.monotonic()
+    assert not b.linker.awaited("s")
+
+
+def test_ranks_vote_on_a_request_also_where_one_has_no_cache(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, keys = bench(), keys_of(3)
+    monkeypatch.setattr(b.linker._rotation, "current", None)
+    assert b.lookup("r", keys) == 0
+    b.refusals = 1
+    assert b.linker.awaited("r")
+    assert b.refusals == 0
+
+
+def test_an_aborted_request_lets_go_of_its_promotion(bench: Any) -> None:
+    b, keys = bench(), keys_of(6)
+    cache = stored_below(b, keys)
+    b.lookup("r", keys)
+    b.linker.forget("r")
+    assert b.until_resident("s", keys) == 6
+    b.linker.forget("s")
+    assert b.pinned() == 0
+    cache.check()
+
+
+def test_tokens_are_booked_by_the_tier_they_came_from(bench: Any) -> None:
+    b, keys = bench(), keys_of(6)
+    stored_below(b, keys)
+    b.offload(keys[:2], [1, 2])
+    b.settle()
+    b.until_promoted("r", keys)
+    assert b.linker.load("r", b.transfer(keys, [11, 12, 13, 14, 15, 16]))
+    b.linker.admitted(b.req("r"))
+    assert b.run()
+    assert b.linker.stats()["engine"]["tokens_read"] == {"g2": 2 * PAGE, "g3": 4 * PAGE}
+    b.until_promoted("s", keys_of(3, 1))
+    b.linker.admitted(b.req("s"))
+    requests = b.linker.stats()["requests"]
+    assert (requests["lookups"], requests["hits"], requests["misses"]) == (9, 6, {"absent": 3})
+    assert b.pinned() == 0
+
+
+def test_blocks_are_not_taken_before_it_is_known_where_they_came_from(bench: Any) -> None:
+    b, keys = bench(), keys_of(3)
+    b.offload(keys, [1, 2, 3])
+    b.settle()
+    cache = b.linker._pages.cache
+    cache.flush()
+    cache.evict("g2")
+    b.lookup("r", keys)
+    visit = b.linker._visits.of("r")
+    promotion, visit.promotion = visit.promotion, Future()
+    wait([promotion], 10)  # all is in G2, and the promotion has not said so yet
+    assert b.lookup("r", keys) == 3 and visit.waits
+    visit.promotion.set_result(promotion.result())
+    assert b.lookup("r", keys) == 3 and not visit.waits
+    b.linker.load("r", b.transfer(keys, [11, 12, 13]))
+    b.linker.admitted(b.req("r"))
+    assert b.run()
+    assert b.linker.stats()["engine"]["tokens_read"] == {"g3": 3 * PAGE}
+
+
+def test_prompts_are_pinned_whether_they_are_looked_up_or_on_the_device(bench: Any) -> None:
+    b, keys, wish = bench(), keys_of(4), {"name": "manual", "ttl": "1h"}
+    cache = b.linker._pages.cache
+    b.lookup("r", keys[2:], head=keys[:2], pin=wish)
+    b.linker.admitted(b.req("r"))
+    known = b.req("s", pin={"name": "hot", "ttl": "1h"}, load=False)
+    for req in (known, b.req("t")):  # no look-up comes
+        b.linker.meet(req, lambda: keys[:3], b.vote)
+        b.linker.admitted(req)
+    for _ in range(100):
+        if len(cache.pins.list()) == 2:
+            break
+        time.sleep(0.02)
+    assert {pin.name: pin.blocks for pin in cache.pins.list()} == {"manual": 4, "hot": 3}
+    b.offload(keys, [1, 2, 3, 4])
+    b.settle()
+    assert {pin.name: pin.resident for pin in cache.pins.list()} == {"manual": 4, "hot": 3}
+    for _ in range(100):  # what is told changes when the pin is on disk
+        ((told,),) = known.customized_info.values()
+        if "until" in told["pin"]:
+            break
+        time.sleep(0.02)
+    assert told["pin"]["name"] == "hot" and told["pin"]["until"] > 0
+
+
+def test_answers_say_what_was_read_and_how_far_prompts_agree(bench: Any) -> None:
+    b, keys = bench(), keys_of(4)
+    b.offload(keys, [1, 2, 3, 4])
+    b.settle()
+    first, same, other = b.req("first"), b.req("same", compared_with="first"), b.req("other", compared_with="first")
+    unknown = b.req("unknown", compared_with="first", salt="alice")
+    told = []
+    for req, chain in ((first, keys), (same, keys), (other, [*keys[:2], *keys_of(2, 1)]), (unknown, keys)):
+        b.linker.meet(req, list, b.vote)
+        if hits := len(b.linker.lookup(req.rid, b.transfer(chain))):
+            b.linker.load(req.rid, b.transfer(chain[:hits], [5, 6, 7, 8][:hits]))
+        b.linker.admitted(req)
+        b.run()
+        told += req.customized_info["kvtier"]
+    assert told == [
+        {"tokens_read": {"g2": 4 * PAGE}},
+        {"tokens_read": {"g2": 4 * PAGE}, "same_tokens": 4 * PAGE},
+        {"tokens_read": {"g2": 2 * PAGE}, "same_tokens": 2 * PAGE},
+        {"tokens_read": {}, "same_tokens": None},
+    ]
+    b.linker.meet(first, list, b.vote)  # it was sent back to the queue, and comes again
+    b.linker.lookup("first", b.transfer(keys))
+    b.linker.load("first", b.transfer(keys, [5, 6, 7, 8]))
+    b.linker.admitted(first)
+    assert first.customized_info["kvtier"] == [{"tokens_read": {"g2": 8 * PAGE}}]

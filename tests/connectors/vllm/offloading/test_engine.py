@@ -1,0 +1,185 @@
+"""kvtier under vLLM's own tiered offloading in a real engine: the same tokens out, whatever happens to the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.connectors.vllm.support.prompts import prompt, tokens
+
+pytestmark = pytest.mark.timeout(600)
+
+IDLE = {"visits": 0, "pinned": 0, "quarantined": 0}
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("tier")
+    tiers = {"g2": {"capacity": "16MiB"}, "g3": {"path": str(root / "g3"), "capacity": "1GiB"}}
+    return {"kvtier_config": {"tiers": tiers}}
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[Any]:
+    engine = start(script="offloading_host.py", tier=arguments, events=True)
+    yield engine
+    if engine.process.poll() is None:  # one that is killed leaves vLLM's host cache in /dev/shm
+        engine.stop()
+
+
+def test_prompts_come_back_from_every_place(engine: Any, arguments: dict[str, Any]) -> None:
+    """The GPU's blocks, vLLM's host cache, our memory, our disk; fault free, and with a disk that lies or hangs."""
+    prompts = [prompt(1, 500), prompt(1, 500)[:300] + prompt(2, 150)]
+    cold = [engine.generate(prompts=[p])[0] for p in prompts]
+    own = [engine.generate(prompts=[p])[0] for p in prompts]
+    assert own[0]["cached"] == 480 and tokens(own) == tokens(cold), "the engine's own prefix cache answers first"
+    assert engine.reset()
+    host = [engine.generate(prompts=[p])[0] for p in prompts]
+    assert tokens(host) == tokens(cold) and engine.sources()["host"] > 0
+    assert "disk" not in {name for name, count in engine.sources().items() if count}
+
+    assert engine.forget()
+    memory = [engine.generate(prompts=[p])[0] for p in prompts]
+    assert tokens(memory) == tokens(cold) and memory[0]["cached"] == 480
+
+    assert engine.flush()["pending"] == 0 and engine.evict(tier="g2") > 0
+    assert engine.forget()
+    engine.generate(prompts=[prompt(3, 20)])  # events leave with the engine's steps
+    told = [event for event in engine.heard() if event["kind"] == "BlockStored" and event["ownership"] == "kvtier"]
+    assert len({event["hashes"][0] for event in told}) == 15 + 5 and told[0]["medium"] == "STORAGE"
+    disk = [engine.generate(prompts=[p])[0] for p in prompts]
+    assert tokens(disk) == tokens(cold) and disk[0]["cached"] == 480
+    told = engine.sources()
+    assert told["vllm:kvtier_tokens_read:g3"] == 480 + 160 and told["disk"] > 0
+    assert engine.idle() == IDLE
+
+    assert engine.evict(tier="g2") > 0 and engine.forget()
+    assert engine.corrupt(folder=arguments["kvtier_config"]["tiers"]["g3"]["path"]) > 0
+    damaged = [engine.generate(prompts=[p])[0] for p in prompts]
+    assert tokens(damaged) == tokens(cold) and damaged[0]["cached"] == 0
+    assert engine.idle() == IDLE
+
+    assert engine.flush()["pending"] == 0 and engine.evict(tier="g2") > 0 and engine.forget()
+    engine.patience(lookup_deadline=0.2)
+    engine.sicken(tier="g3", how="hang")
+    hung = [engine.timed(prompts=[p], tokens=24) for p in prompts]
+    assert [out["tokens"][0] for out in hung] == tokens(cold)
+    assert max(out["seconds"] for out in hung) < 20
+    engine.sicken(tier="g3", how="")
+
+
+def test_wrong_bytes_would_be_noticed(engine: Any) -> None:
+    """The control: the same way with zeros in the host cache's rows changes the tokens."""
+    right = engine.generate(prompts=[prompt(3)])
+    assert engine.reset()
+    engine.zero_host()
+    assert tokens(engine.generate(prompts=[prompt(3)])) != tokens(right)
+
+
+def test_salts_share_nothing_and_senders_are_told(engine: Any) -> None:
+    """vLLM's tiers do not hear of salts, pins and senders; under kvtier's offloading connector they do."""
+    wish = {"pin": {"name": "manual", "ttl": "1h"}}
+    cold = engine.generate(prompts=[prompt(7)], salt="one", control=wish)[0]
+    assert "refused" not in cold["told"]["pin"]
+    assert engine.forget()
+    assert engine.generate(prompts=[prompt(7)], salt="two")[0]["read"] == {}
+    assert engine.forget()
+    warm = engine.generate(prompts=[prompt(7)], salt="one", control={**wish, "compared_with": cold["id"]})[0]
+    assert warm["tokens"] == cold["tokens"] and warm["told"]["same_tokens"] == 288
+    assert warm["read"] == {"g2": 288}
+    assert [blocks for name, blocks in engine.pins(count=1).items() if name.endswith("/manual")] == [9]
+    engine.unpin()
+    assert engine.forget() and engine.purge(salt="one") > 0
+    assert engine.generate(prompts=[prompt(7)], salt="one")[0]["read"] == {}
+    assert engine.forget()
+    assert engine.generate(prompts=[prompt(7)], salt="two")[0]["read"] == {"g2": 288}, "the control"
+
+
+@pytest.mark.long
+def test_adapters_are_told_apart_by_their_weights_and_salts_may_be_required(
+    start: Callable[..., Any], write_adapter: Callable[[Path, int], Path], tmp_path: Path
+) -> None:
+    """A retrained adapter at the same path, under the same name, has the same hashes in vLLM."""
+    path = write_adapter(tmp_path / "adapter", 1)
+    tiers = {"g2": {"capacity": "16MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1GiB"}}
+    engine = start(
+        script="offloading_host.py",
+        tier={"kvtier_config": {"tiers": tiers, "security": {"salt": "deny"}}},
+        engine={"enable_lora": True, "max_lora_rank": 8, "max_loras": 4},
+    )
+    plain = engine.generate(prompts=[prompt(8)], salt="s")[0]
+    first = engine.generate(prompts=[prompt(8)], salt="s", adapter=["tuned", 1, str(path)])[0]
+    assert first["read"] == {} and first["tokens"] != plain["tokens"]
+    assert engine.forget()
+    again = engine.generate(prompts=[prompt(8)], salt="s", adapter=["tuned", 1, str(path)])[0]
+    assert again["read"] == {"g2": 288} and again["tokens"] == first["tokens"]
+    write_adapter(path, 2)
+    assert engine.forget()
+    retrained = engine.generate(prompts=[prompt(8)], salt="s", adapter=["tuned", 2, str(path)])[0]
+    assert retrained["read"] == {} and retrained["tokens"] != first["tokens"]
+    for _ in range(2):
+        assert engine.forget()
+        assert engine.generate(prompts=[prompt(8)])[0]["read"] == {}, "security.salt is deny"
+    assert engine.stop() == 0
+
+
+@pytest.mark.long
+def test_a_fresh_process_finds_what_the_last_one_wrote(
+    engine: Any, start: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    cold = engine.generate(prompts=[prompt(4)])
+    assert engine.stop() == 0
+    second = start(script="offloading_host.py", tier=arguments, processes="own")
+    warm = second.generate(prompts=[prompt(4)])
+    assert tokens(warm) == tokens(cold) and warm[0]["cached"] == 288
+    assert second.stop() == 0
+
+
+@pytest.mark.long
+def test_new_weights_at_the_same_path_miss(
+    start: Callable[..., Any], arguments: dict[str, Any], make_checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(make_checkpoint(0), model)
+    first = start(script="offloading_host.py", tier=arguments, model=str(model))
+    first.generate(prompts=[prompt(5)])
+    assert first.stop() == 0
+    shutil.rmtree(model)
+    shutil.copytree(make_checkpoint(1), model)
+    second = start(script="offloading_host.py", tier=arguments, model=str(model))
+    assert second.generate(prompts=[prompt(5)])[0]["cached"] == 0
+    assert second.stop() == 0
+
+
+@pytest.mark.long
+def test_many_requests_over_a_host_cache_that_is_too_small(start: Callable[..., Any], tmp_path: Path) -> None:
+    """Eviction from vLLM's host cache, from our memory and preemption at once; then the same with an unsteady disk."""
+    tiers = {"g2": {"capacity": "4MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1GiB"}}
+    engine = start(script="offloading_host.py", tier={"kvtier_config": {"tiers": tiers}}, host_bytes=2 << 20)
+    prompts = [prompt(30 + i % 12, 400 + 32 * (i % 5)) for i in range(60)]
+    cold = [engine.generate(prompts=[p])[0] for p in prompts]
+    together = engine.generate(prompts=prompts)
+    assert tokens(together) == tokens(cold)
+    assert engine.sources()["vllm:kvtier_tokens_read:g3"] > 0
+    engine.sicken(tier="g3", how="error")
+    assert tokens(engine.generate(prompts=prompts)) == tokens(cold)
+    engine.sicken(tier="g3", how="")
+    assert engine.idle() == IDLE
+    assert engine.stop() == 0
+
+
+@pytest.mark.long
+def test_chunks_of_several_blocks(start: Callable[..., Any], tmp_path: Path) -> None:
+    tiers = {"g2": {"capacity": "16MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1GiB"}}
+    transfer = {"blocks_per_chunk": 2}
+    engine = start(script="offloading_host.py", tier={"kvtier_config": {"tiers": tiers}}, extra=transfer)
+    cold = engine.generate(prompts=[prompt(6, 500)])
+    assert engine.forget()
+    warm = engine.generate(prompts=[prompt(6, 500)])
+    assert tokens(warm) == tokens(cold) and warm[0]["cached"] == 448
+    assert engine.stop() == 0

@@ -1,0 +1,252 @@
+"""Named pins and guarantees through the public surface: what was promised stays, in every tier and over restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.identity.keys import scope_of
+from kvtier.retention.terms import Depth, Terms
+from kvtier.testing import (
+    Fault,
+    FaultyTier,
+    MemoryTier,
+    VirtualClock,
+    chain_of,
+    payloads_of,
+)
+from kvtier.testing.memory import MemoryStore
+from kvtier.tiers.protocol import Tier
+from tests.retention.support.requests import BLOCK, NS, opened, put, served
+
+HOUR = Terms("hour", ttl=3600, guarantee=True)
+SHALLOW = Terms("shallow", ttl=3600, guarantee=True, ceiling=Depth.G2)
+
+
+@contextmanager
+def on_disk(path: Path, blocks: int = 16, disk_blocks: int = 64, **more: object) -> Iterator[kvtier.Cache]:
+    tiers = {"g2": {"capacity": blocks * BLOCK}, "g3": {"path": str(path), "capacity": disk_blocks * BLOCK}}
+    with kvtier.open(kvtier.Config.parse({"tiers": tiers, **more}), NS) as cache:
+        yield cache
+        cache.check()
+
+
+def flood(cache: kvtier.Cache, chains: int, blocks: int = 8, first: int = 100) -> None:
+    for seed in range(first, first + chains):
+        put(cache, list(chain_of(NS, blocks, seed=seed)))
+
+
+def pin_notes(store: MemoryStore) -> set[str]:
+    return {name for name in store.notes if name.startswith("pin/")}
+
+
+KEYS = list(chain_of(NS, 6))
+
+
+@pytest.mark.parametrize("policy", ["lru", "gapduel"])
+def test_a_pinned_chain_stays_in_ram_until_its_pin_ends(policy: str) -> None:
+    clock = VirtualClock()
+    with opened(clock, [], policy=policy) as cache:
+        put(cache, KEYS, retention="5m")
+        info = cache.pins.create("docs/manual", KEYS, "2h")
+        assert (info.blocks, info.bytes, info.tokens, info.resident) == (6, 6 * BLOCK, 6 * NS.block_tokens, 6)
+        flood(cache, 10)
+        clock.advance(3600)
+        assert served(cache, KEYS) == 6, "evicted, or expired by the terms it was stored with"
+        assert cache.pins.list() == [info]
+        assert cache.pins.extend("docs/manual", 7200).until == clock.wall() + 7200
+        clock.advance(7100)
+        assert served(cache, KEYS) == 6
+        clock.advance(200)
+        assert cache.pins.list() == []
+        flood(cache, 10)
+        assert served(cache, KEYS) == 0
+
+
+def test_without_a_pin_it_would_have_left() -> None:
+    with opened(VirtualClock(), []) as cache:
+        put(cache, KEYS)
+        flood(cache, 10)
+        assert served(cache, KEYS) < 6
+
+
+def test_a_deleted_pin_lets_its_blocks_go() -> None:
+    with opened(VirtualClock(), []) as cache:
+        put(cache, KEYS)
+        cache.pins.create("a", KEYS, "1h")
+        cache.pins.create("b", KEYS[:2], "1h")
+        assert cache.pins.delete("a") and not cache.pins.delete("a")
+        flood(cache, 10)
+        assert cache.match(KEYS) == 2
+        assert cache.pins.delete("b", drop=True)
+        assert cache.match(KEYS) == 0
+
+
+def test_what_is_stored_under_a_pin_later_is_pinned_too() -> None:
+    clock = VirtualClock()
+    with opened(clock, []) as cache:
+        cache.pins.create("a", KEYS, "1h")
+        put(cache, KEYS, retention="5m")
+        flood(cache, 10)
+        clock.advance(1000)
+        assert served(cache, KEYS) == 6
+
+
+def test_more_than_may_be_reserved_is_refused() -> None:
+    with opened(VirtualClock(), [], retention={"reserved": 0.25}) as cache:
+        cache.pins.create("a", KEYS[:4], 60)
+        with pytest.raises(kvtier.InvalidRequest, match="4 of 4 are pinned"):
+            cache.pins.create("b", KEYS, 60)
+        with pytest.raises(kvtier.InvalidRequest, match="guarantee for 6 more blocks is refused"):
+            put(cache, KEYS, retention=HOUR)
+        assert cache.match(KEYS) == 0, "something was stored"
+        for wrong in (0, -1, float("nan"), True, "1 hour", 10**10):
+            with pytest.raises(kvtier.InvalidRequest):
+                cache.pins.create("c", KEYS, wrong)
+        assert [pin.name for pin in cache.pins.list()] == ["a"]
+
+
+@pytest.mark.parametrize("terms", [HOUR, SHALLOW])
+def test_a_guarantee_holds_against_everything_that_has_none(terms: Terms) -> None:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock, capacity_blocks=32)]) as cache:
+        assert put(cache, KEYS, retention=terms) == 6
+        flood(cache, 20)
+        clock.advance(3000)
+        assert served(cache, KEYS) == 6
+        cache.flush()
+        clock.advance(3000)
+        flood(cache, 20, first=200)
+        assert served(cache, KEYS) == 6, "use renews it"
+        cache.flush()
+        clock.advance(3700)
+        assert served(cache, KEYS) == 0
+        cache.flush()
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == 0
+
+
+def test_a_guarantee_that_is_over_stays_over_though_a_pin_keeps_its_block() -> None:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock)]) as cache:
+        keys = list(chain_of(NS, 2))
+        put(cache, keys, retention=HOUR)
+        cache.pins.create("longer", keys, "24h")
+        clock.advance(2 * 3600)
+        cache.flush()
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == 0
+        assert served(cache, keys) == 2, "pinned"
+        cache.flush()
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == 0, "a use revived it"
+
+
+def test_a_promise_moves_down_and_ram_is_free_again() -> None:
+    clock = VirtualClock()
+    store = MemoryStore.empty()
+    with opened(clock, [MemoryTier(NS, clock, store=store, capacity_blocks=64)], blocks=8) as cache:
+        for seed in range(4):
+            put(cache, list(chain_of(NS, 8, seed=seed)), retention=HOUR)
+        cache.flush()
+        assert len(store.kept) == 32 and cache.manager.host.holding == 0
+        flood(cache, 20)
+        assert all(cache.match(list(chain_of(NS, 8, seed=seed))) == 8 for seed in range(4))
+
+
+def test_pins_and_guarantees_survive_a_restart(tmp_path: Path) -> None:
+    other = list(chain_of(NS, 6, seed=1))
+    with on_disk(tmp_path) as cache:
+        put(cache, KEYS)
+        put(cache, other, retention=HOUR)
+        cache.pins.create("docs/manual", KEYS, "1h")
+    with on_disk(tmp_path) as cache:
+        assert [(pin.name, pin.blocks) for pin in cache.pins.list()] == [("docs/manual", 6)]
+        flood(cache, 30)
+        cache.flush()
+        assert served(cache, KEYS) == 6 and served(cache, other) == 6
+        cache.pins.delete("docs/manual")
+    with on_disk(tmp_path) as cache:
+        assert cache.pins.list() == []
+        flood(cache, 30, first=200)
+        cache.flush()
+        assert served(cache, KEYS) == 0 and served(cache, other) == 6
+
+
+def test_a_pin_ends_while_nobody_runs() -> None:
+    clock, store = VirtualClock(), MemoryStore.empty()
+
+    def tier() -> list[Tier]:
+        return [MemoryTier(NS, clock, store=store, capacity_blocks=32)]
+
+    with opened(clock, tier()) as cache:
+        put(cache, KEYS, retention="5m")
+        cache.pins.create("a", KEYS, "1h")
+    clock.advance(1800)
+    with opened(clock, tier()) as cache:
+        assert served(cache, KEYS) == 6, "the pin holds over its ttl"
+    clock.advance(1900)
+    with opened(clock, tier()) as cache:
+        assert served(cache, KEYS) == 0 and cache.pins.list() == []
+        cache.flush()
+        assert not store.kept and not pin_notes(store)
+
+
+def test_a_damaged_note_costs_its_pin_only() -> None:
+    clock, store = VirtualClock(), MemoryStore.empty()
+    with opened(clock, [MemoryTier(NS, clock, store=store)]) as cache:
+        put(cache, KEYS)
+        cache.pins.create("a", KEYS, "1h")
+        cache.pins.create("b", KEYS, "1h")
+    store.notes["pin/a"] = store.notes["pin/a"][:-1]
+    with opened(clock, [MemoryTier(NS, clock, store=store)]) as cache:
+        assert [pin.name for pin in cache.pins.list()] == ["b"] and served(cache, KEYS) == 6
+
+
+def test_a_purge_ends_pins_and_guarantees() -> None:
+    clock, store = VirtualClock(), MemoryStore.empty()
+    scope = scope_of("tenant")
+    keys, mine = list(chain_of(NS, 4, scope=scope)), list(chain_of(NS, 4))
+    with opened(clock, [MemoryTier(NS, clock, store=store)]) as cache:
+        for name, chain in (("theirs", keys), ("mine", mine)):
+            put(cache, chain, retention=HOUR)
+            cache.pins.create(name, chain, "1h")
+        clock.advance(1)
+        cache.purge("tenant")
+        assert [pin.name for pin in cache.pins.list()] == ["mine"]
+        assert cache.match(keys) == 0 and served(cache, mine) == 4
+        clock.advance(1)
+        put(cache, keys)
+        cache.pins.create("theirs", keys, "1h")  # the name is free again
+        cache.flush()
+        cache.manager._purges.bury({scope: clock.wall() - 1.5})  # an old tombstone, learned again
+        assert len(cache.pins.list()) == 2
+    assert pin_notes(store) == {"pin/mine", "pin/theirs"}
+
+
+def test_a_sick_disk_keeps_nobody_from_pinning() -> None:
+    clock, store = VirtualClock(), MemoryStore.empty()
+    tier = FaultyTier(MemoryTier(NS, clock, store=store))
+    with opened(clock, [tier]) as cache:
+        put(cache, KEYS)
+        cache.flush()
+        tier.faults.append(Fault("*", "error"))
+        cache.pins.create("a", KEYS, "1h")
+        flood(cache, 10)
+        assert cache.match(KEYS) == 6, "G2 holds it meanwhile"
+        tier.faults.clear()
+        clock.advance(60)
+        cache.flush()
+        assert pin_notes(store) == {"pin/a"} and len(store.kept) == 6
+
+
+async def test_the_async_face_pins_too() -> None:
+    clock = VirtualClock()
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 16 * BLOCK}}})
+    async with kvtier.aopen(config, NS, clock=clock, tiers=[]) as cache:
+        await cache.put(KEYS, payloads_of(KEYS, BLOCK))
+        await cache.pins.create("a", KEYS, "1h")
+        assert (await cache.pins.extend("a", "2h")).until == clock.wall() + 7200
+        assert [pin.name for pin in cache.pins.list()] == ["a"]
+        assert await cache.pins.delete("a")

@@ -1,0 +1,73 @@
+"""One of several processes that use a store at once.
+
+    python -m tests.tiers.disk.support.concurrent_writer DIRECTORY SECONDS SEED [stop]
+
+Works for a while, comparing all it reads; prints a JSON object with what it saw, exits with 1 if it was wrong.
+`stop`: instead, stops itself (SIGSTOP) while it holds the index's write lock, and says so first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from kvtier.clock import SystemClock
+from kvtier.testing import chain_of, sample_namespace
+from kvtier.tiers.disk import write_txn as ledger_module
+from kvtier.tiers.protocol import Miss
+from tests.tiers.disk.support.store import BLOCK, get, opened, put
+
+CAPACITY = 96
+NAMESPACE = sample_namespace(BLOCK)
+CHAINS = [chain_of(NAMESPACE, 6, seed) for seed in range(40)]
+
+
+async def work(path: Path, seconds: float, seed: int) -> Counter[str]:
+    rng = random.Random(seed)
+    seen: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+    async with opened(path, CAPACITY, clock=SystemClock()) as tier:
+        seen["opened"] += 1
+        while time.monotonic() < end:
+            chain = rng.choice(CHAINS)
+            dice = rng.random()
+            if dice < 0.5:
+                seen.update(str(one) for one in await put(tier, chain, range(rng.randrange(1, 7)), parents=True))
+            elif dice < 0.9:
+                found = await get(tier, chain)
+                assert Miss.CORRUPT not in found, "another process's write was taken for damage"
+                seen.update("read" if one is True else f"miss {one}" for one in found)
+            elif dice < 0.97:
+                seen["evicted"] += await tier.evict(chain)
+            else:
+                tier.touch(chain, time.time())
+    return seen
+
+
+def stop_inside_a_transaction() -> None:
+    save = ledger_module.Ledger.save
+    left = [3]  # not the first: opening has transactions too, under a lock that others wait for
+
+    def save_and_stop(self: ledger_module.Ledger) -> None:
+        save(self)
+        left[0] -= 1
+        if left[0]:
+            return
+        print("stopped", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        ledger_module.Ledger.save = save  # type: ignore[method-assign]
+
+    ledger_module.Ledger.save = save_and_stop  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if sys.argv[4:] == ["stop"]:
+        stop_inside_a_transaction()
+    print(json.dumps(asyncio.run(work(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))))

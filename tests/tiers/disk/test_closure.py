@@ -1,0 +1,114 @@
+"""No chain without its head: what is in G3 has its parent there, whatever is written, used and pushed out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtier.identity.keys import SHARED, BlockKey, make_keys
+from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.disk import tier as disk_module
+from kvtier.tiers.disk import touches
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored
+from tests.tiers.disk.support.store import BLOCK, get, opened, put
+
+NAMESPACE = sample_namespace(BLOCK)
+CHAIN = chain_of(NAMESPACE, 12)
+
+
+def tree(rng: random.Random, chains: int, length: int) -> list[list[BlockKey]]:
+    """Prompts that share beginnings."""
+    out: list[list[BlockKey]] = []
+    for _ in range(chains):
+        base = rng.choice(out)[: rng.randrange(length)] if out and rng.random() < 0.7 else []
+        fresh = make_keys(SHARED, [rng.randbytes(32) for _ in range(length - len(base))])
+        out.append([*base, *fresh])
+    return out
+
+
+def orphans(tier: DiskTier, chains: list[list[BlockKey]]) -> int:
+    """Blocks whose parent is not there."""
+    count = 0
+    for chain in chains:
+        here = [miss is None for miss in tier.peek(chain, range(len(chain)))]
+        count += sum(below and not above for above, below in itertools.pairwise(here))
+    return count
+
+
+async def churn(path: Path, seed: int, *, parents: bool, steps: int = 120) -> tuple[int, int]:
+    """Returns (orphans seen, blocks stored)."""
+    rng = random.Random(seed)
+    clock = VirtualClock()
+    chains = tree(rng, 30, 10)
+    seen = stored = 0
+    async with opened(path, 40, clock=clock) as tier:
+        for _ in range(steps):
+            clock.advance(1.0)
+            chain = rng.choice(chains)
+            start = sum(miss is None for miss in tier.peek(chain, range(len(chain))))
+            if rng.random() < 0.7:
+                end = min(len(chain), start + rng.randrange(1, 5))
+                if rng.random() < 0.5:
+                    tier.touch(chain[:start], clock.wall())  # a hit; its touches may come late, or with others'
+                written = await put(tier, chain, range(start, end), parents=parents)
+                stored += written.count(Stored.STORED)
+            else:
+                tier.touch(chain[: rng.randrange(10)], clock.wall())
+            if rng.random() < 0.3:
+                await tier.flush(clock.monotonic() + 60)
+            seen += orphans(tier, chains)
+    return seen, stored
+
+
+def every_write_is_one_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it keeps slots for the next one."""
+    monkeypatch.setattr(disk_module, "STREAM_BYTES_MIN", BLOCK)
+    monkeypatch.setattr(disk_module, "STREAM_SHARE", 8)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_block_has_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(touches, "NAMES_PER_COMMIT_MAX", 3)
+    if stream:
+        every_write_is_one_of_a_stream(monkeypatch)
+    for seed in range(2):
+        seen, stored = await churn(tmp_path / str(seed), seed, parents=True)
+        assert seen == 0
+        assert stored > 60, "hardly anything was pushed out"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_block_has_its_parent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(touches, "NAMES_PER_COMMIT_MAX", 1 + seed)
+    if seed % 2:
+        every_write_is_one_of_a_stream(monkeypatch)
+    seen, _stored = await churn(tmp_path / "g3", 100 + seed, parents=True, steps=1000)
+    assert seen == 0
+
+
+async def test_without_parents_chains_lose_their_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touches, "NAMES_PER_COMMIT_MAX", 3)
+    seen, _stored = await churn(tmp_path / "g3", 0, parents=False)
+    assert seen > 0
+
+
+async def test_a_block_without_its_parent_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path / "g3") as tier:
+        assert await put(tier, CHAIN, [3, 4], parents=True) == [Stored.REFUSED] * 2
+        assert await put(tier, CHAIN, [4, 0, 1, 2], parents=True) == [Stored.REFUSED] + [Stored.STORED] * 3
+        assert await put(tier, CHAIN, [3, 4], parents=True) == [Stored.STORED] * 2
+        assert await get(tier, CHAIN[:5]) == [True] * 5
+
+
+async def test_a_block_never_pushes_out_its_own_parent(tmp_path: Path) -> None:
+    async with opened(tmp_path / "g3", 4) as tier:
+        for index in range(4):
+            assert await put(tier, CHAIN, [index], parents=True) == [Stored.STORED]
+        assert await put(tier, CHAIN, [4], parents=True) == [Stored.FULL]
+        assert await get(tier, CHAIN[:5]) == [True] * 4 + [Miss.ABSENT]

@@ -1,0 +1,104 @@
+"""What is worth more leaves G3 later, and never for what is worth less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.terms import PRIORITY, Terms
+from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Loaded, Stored, Target
+from tests.tiers.disk.support.store import BLOCK, FAR_S, opened, put
+
+NAMESPACE = sample_namespace(BLOCK)
+DEAR = Terms("dear", ttl=60, priority=90)
+CHEAP = Terms("cheap", ttl=86_400, priority=10)
+PLAIN = Terms("plain", ttl=86_400)
+
+
+def chain(seed: int, length: int = 6) -> list[BlockKey]:
+    return list(chain_of(NAMESPACE, length, seed=seed))
+
+
+def here(tier: DiskTier, keys: Sequence[BlockKey]) -> int:
+    return sum(miss is None for miss in tier.peek(keys, range(len(keys))))
+
+
+async def priorities(tier: DiskTier, keys: Sequence[BlockKey]) -> list[int]:
+    """As they come back with the blocks."""
+    targets = [Target(index, (memoryview(bytearray(BLOCK)),)) for index in range(len(keys))]
+    found = await tier.read(keys, targets, tier._clock.monotonic() + FAR_S)
+    return [one.priority for one in found if isinstance(one, Loaded)]
+
+
+@pytest.mark.parametrize(("first", "left"), [(DEAR, 6), (PLAIN, 0)])
+async def test_what_is_worth_more_outlives_what_came_later(tmp_path: Path, first: Terms, left: int) -> None:
+    async with opened(tmp_path / "g3", 16) as tier:
+        await put(tier, chain(0), terms=first, parents=True)
+        for seed in range(1, 6):
+            assert await put(tier, chain(seed), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+        assert here(tier, chain(0)) == left
+
+
+async def test_nothing_leaves_for_what_is_worth_less(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 12, clock=clock) as tier:
+        await put(tier, chain(0), terms=DEAR, parents=True)
+        await put(tier, chain(1), terms=DEAR, parents=True)
+        assert (await put(tier, chain(2), terms=PLAIN, parents=True))[0] is Stored.FULL
+        assert here(tier, chain(0)) == here(tier, chain(1)) == 6
+        assert await put(tier, chain(3), terms=DEAR, parents=True) == [Stored.STORED] * 6
+        assert (here(tier, chain(0)), here(tier, chain(1))) == (0, 6), "among equals, the least recent"
+        clock.advance(61)
+        assert await put(tier, chain(2), terms=CHEAP, parents=True) == [Stored.STORED] * 6, "the dead are worth nothing"
+
+
+async def test_the_least_worth_goes_first_however_recent(tmp_path: Path) -> None:
+    async with opened(tmp_path / "g3", 12) as tier:
+        await put(tier, chain(0), terms=PLAIN, parents=True)
+        await put(tier, chain(1), terms=CHEAP, parents=True)
+        assert await put(tier, chain(2), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+        assert (here(tier, chain(0)), here(tier, chain(1)), here(tier, chain(2))) == (6, 0, 6)
+
+
+async def test_what_is_worth_less_does_not_stay_because_it_is_used(tmp_path: Path) -> None:
+    """Not even if its use comes with the same transaction."""
+    async with opened(tmp_path / "g3", 12) as tier:
+        await put(tier, chain(0), terms=CHEAP, parents=True)
+        await put(tier, chain(1), terms=PLAIN, parents=True)
+        tier.touch(chain(0), tier._clock.wall())
+        assert await put(tier, chain(2), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+        assert (here(tier, chain(0)), here(tier, chain(1)), here(tier, chain(2))) == (0, 6, 6)
+
+
+async def test_a_block_comes_back_with_what_it_is_worth(tmp_path: Path) -> None:
+    async with opened(tmp_path / "g3", 16) as tier:
+        await put(tier, chain(0), terms=DEAR, parents=True)
+        await put(tier, chain(1), terms=PLAIN, parents=True)
+        assert await priorities(tier, chain(0)) == [90] * 6
+        assert await priorities(tier, chain(1)) == [PRIORITY] * 6
+        tier.touch([*chain(0), *chain(1)], tier._clock.wall())
+        await tier.flush(tier._clock.monotonic() + FAR_S)
+        assert await priorities(tier, [*chain(0)]) == [90] * 6, "a use changes nothing about it"
+
+
+async def test_a_later_request_raises_it_and_none_lowers_it(tmp_path: Path) -> None:
+    async with opened(tmp_path / "g3", 16) as tier:
+        await put(tier, chain(0), terms=PLAIN, parents=True)
+        assert await put(tier, chain(0), terms=DEAR, parents=True) == [Stored.PRESENT] * 6
+        assert await put(tier, chain(0), terms=CHEAP, parents=True) == [Stored.PRESENT] * 6
+        assert await priorities(tier, chain(0)) == [90] * 6
+
+
+async def test_a_block_is_worth_no_more_than_its_parent(tmp_path: Path) -> None:
+    """Or the parent left first, and the block were in vain."""
+    async with opened(tmp_path / "g3", 8) as tier:
+        await put(tier, chain(0), [0, 1, 2], terms=PLAIN, parents=True)
+        await put(tier, chain(0), [3, 4, 5], terms=DEAR, parents=True)
+        assert await priorities(tier, chain(0)) == [PRIORITY] * 6
+        await put(tier, chain(1), terms=PLAIN, parents=True)
+        assert [miss is None for miss in tier.peek(chain(0), range(6))] == [True] * 2 + [False] * 4

@@ -1,0 +1,143 @@
+"""inspect, verify, scrub, gc and resize, on live and dead stores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.errors import ConfigError, FormatError
+from kvtier.identity.keys import scope_of
+from kvtier.retention.terms import Terms
+from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace
+from kvtier.tiers.disk.maintenance import looking_after
+from kvtier.tiers.protocol import Miss
+from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
+from tests.tiers.disk.test_damage import flip
+
+NAMESPACE = sample_namespace(BLOCK)
+CHAIN = chain_of(NAMESPACE, 8)
+
+
+def damage(path: Path, number: int) -> None:
+    """Flip a bit of one block of CHAIN."""
+    (slab,) = slabs(path)
+    flip(slab, slab.read_bytes().index(payload_of(CHAIN[number], BLOCK)) + 17)
+
+
+async def test_inspect_tells_namespaces_scopes_and_room(tmp_path: Path) -> None:
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, clock=clock) as tier:
+        await put(tier, CHAIN[:4])
+        await put(tier, chain_of(NAMESPACE, 2, 1, scope_of("tenant")), terms=Terms("short", ttl=60))
+        clock.advance(61)
+        for live in (True, False):
+            if not live:
+                await tier.close(clock.monotonic() + FAR_S)
+            with looking_after([path], clock) as caretaker:
+                seen = caretaker.inspect()
+            assert (seen["blocks"], seen["bytes"], seen["capacity_bytes"]) == (6, 6 * BLOCK, 16 * BLOCK)
+            (one,) = seen["namespaces"]
+            assert one["fields"] == NAMESPACE.fields()
+            assert (one["blocks"], one["scopes"], one["expired"]) == (6, 2, 2)
+        await tier.open()
+
+
+async def test_verify_finds_and_scrub_removes(tmp_path: Path) -> None:
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, clock=clock) as tier:
+        await put(tier, CHAIN)
+        steps: list[tuple[int, int]] = []
+        with looking_after([path], clock) as caretaker:
+            assert caretaker.verify(lambda done, total: steps.append((done, total))).sound
+            damage(path, 2)
+            found = caretaker.verify()
+            assert (found.blocks, found.bad, found.removed, found.sound) == (8, 1, 0, False)
+            found = caretaker.scrub()
+            assert (found.bad, found.removed, found.raced) == (1, 1, 0)
+            assert caretaker.verify().sound
+        assert steps[-1] == (8, 8)
+        assert await get(tier, CHAIN) == [True, True, Miss.ABSENT, *[True] * 5]
+
+
+async def test_gc_deletes_what_is_expired(tmp_path: Path) -> None:
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, clock=clock) as tier:
+        await put(tier, CHAIN[:4], terms=Terms("short", ttl=60))
+        await put(tier, CHAIN[4:])
+        clock.advance(61)
+        with looking_after([path], clock) as caretaker:
+            assert caretaker.gc() == {"reclaimed_slots": 0, "deleted_blocks": 4}
+            assert caretaker.gc()["deleted_blocks"] == 0
+        assert tier.usage().blocks == 4
+
+
+@pytest.mark.parametrize("blocks", [4, 7, 16, 40])
+async def test_resize_keeps_what_fits(tmp_path: Path, blocks: int) -> None:
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, clock=clock) as tier:
+        await put(tier, CHAIN)
+    with looking_after([path], clock, capacity=blocks * BLOCK) as caretaker:
+        assert caretaker.verify().sound
+        assert caretaker.inspect()["capacity_bytes"] == blocks * BLOCK
+    assert sum(file.stat().st_size for file in slabs(path)) <= blocks * BLOCK
+    async with opened(path, blocks, clock=clock) as tier:
+        assert await get(tier, CHAIN) == [True] * min(8, blocks) + [Miss.ABSENT] * max(0, 8 - blocks)
+        await put(tier, chain_of(NAMESPACE, blocks, seed=3))
+        assert tier.usage().blocks == blocks
+
+
+@pytest.mark.parametrize("blocks", [5, 64])
+async def test_a_changed_capacity_in_the_configuration_is_a_resize(tmp_path: Path, blocks: int) -> None:
+    path = tmp_path / "g3"
+    async with opened(path) as tier:
+        await put(tier, CHAIN)
+    async with opened(path, blocks) as tier:
+        assert await get(tier, CHAIN) == [True] * min(8, blocks) + [Miss.ABSENT] * max(0, 8 - blocks)
+        assert sum(file.stat().st_size for file in slabs(path)) <= blocks * BLOCK
+        await put(tier, chain_of(NAMESPACE, blocks, seed=3))
+        assert tier.usage().blocks == blocks
+
+
+async def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), looking_after([tmp_path / "nothing"], VirtualClock()):
+        pass
+    with pytest.raises(FormatError), looking_after([tmp_path], VirtualClock()):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def _run(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+async def test_the_commands_speak_json_and_say_by_their_status_what_they_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "g3"
+
+    def out(*words: object) -> tuple[int, Any]:
+        status = _run(*words, path, "--json")
+        return status, json.loads(capsys.readouterr().out)
+
+    async with opened(path) as tier:
+        await put(tier, CHAIN)
+    assert out("inspect")[1]["blocks"] == 8
+    assert out("verify")[0] == 0
+    damage(path, 3)
+    status, found = out("verify")
+    assert (status, found["sound"], found["bad"]) == (1, False, 1)
+    assert out("scrub")[0] == 1
+    assert out("scrub", "--rate", "1GiB/s")[0] == 0
+    status, result = out("gc", "--resize", "16KiB")
+    assert (status, result["capacity_bytes"]) == (0, 16384)
+    for verb in ("inspect", "verify", "scrub", "gc"):
+        assert _run(verb, path) in (0, 1)
+        assert capsys.readouterr().out
+    assert _run("inspect", tmp_path / "nothing") == 2

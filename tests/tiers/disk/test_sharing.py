@@ -1,0 +1,170 @@
+"""Several processes on one directory: no slot held twice, none lost, and nobody waits for a frozen neighbour."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.clock import SystemClock
+from kvtier.errors import TierError
+from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
+from kvtier.tiers.disk import directory
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored
+from tests.tiers.disk.support.concurrent_writer import CAPACITY, CHAINS
+from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
+from tests.tiers.disk.support.subprocesses import ROOT, environment, need, program, run, works
+
+NAMESPACE = sample_namespace(BLOCK)
+
+
+def neighbour(path: Path, seconds: float, seed: int, *more: str) -> subprocess.Popen[str]:
+    words = program("concurrent_writer", path, seconds, seed, *more)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True)
+
+
+def _storm(path: Path, seconds: float) -> None:
+    """Eight processes, some of which are killed and replaced."""
+    rng = random.Random(4)
+    end = time.monotonic() + seconds
+    running = {seed: neighbour(path, seconds, seed) for seed in range(8)}
+    killed = 0
+    finished = []
+    try:
+        while time.monotonic() < end:
+            time.sleep(rng.uniform(0.2, 0.6))
+            seed = rng.choice(list(running))
+            running[seed].kill()
+            running.pop(seed).communicate()
+            killed += 1
+            running[100 + killed] = neighbour(path, max(0.5, end - time.monotonic()), 100 + killed)
+        finished = [(process, *process.communicate(timeout=60)) for process in running.values()]
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    for process, _out, wrong in finished:
+        assert process.returncode == 0, wrong
+    seen = [json.loads(out) for _process, out, _wrong in finished]
+    assert sum(one.get("read", 0) for one in seen) > 10, "hardly a block was read"
+    assert sum(one.get("stored", 0) for one in seen) > 10, "hardly a block was stored"
+    assert killed >= seconds / 2
+
+
+@pytest.mark.parametrize("seconds", [8.0, pytest.param(60.0, marks=[pytest.mark.long, pytest.mark.timeout(240)])])
+async def test_eight_processes_with_kills_among_them(tmp_path: Path, seconds: float) -> None:
+    path = tmp_path / "g3"
+    _storm(path, seconds)
+    async with opened(path, CAPACITY) as tier:
+        tier.check()
+        assert not tier._store.index.has_reservations()
+        for chain in CHAINS:
+            assert set(await get(tier, chain)) <= {True, Miss.ABSENT, Miss.EXPIRED}
+        fresh = chain_of(NAMESPACE, CAPACITY, seed=99)
+        assert await put(tier, fresh) == [Stored.STORED] * CAPACITY, "a slot was lost for ever"
+    assert sum(file.stat().st_size for file in slabs(path)) <= CAPACITY * BLOCK
+
+
+async def test_a_frozen_writer_stalls_neither_readers_nor_flush_nor_close(tmp_path: Path) -> None:
+    path = tmp_path / "g3"
+    chain, other = chain_of(NAMESPACE, 6, 50), chain_of(NAMESPACE, 6, 51)
+    clock = SystemClock()
+    async with opened(path, CAPACITY, clock=clock) as tier:
+        await put(tier, chain)
+    frozen = neighbour(path, 1.0, 1, "stop")
+    try:
+        assert frozen.stdout is not None
+        assert frozen.stdout.readline() == "stopped\n"
+        tier = DiskTier([path], CAPACITY * BLOCK, NAMESPACE, clock=clock)
+        began = time.monotonic()
+        await tier.open()
+        assert await get(tier, chain) == [True] * 6
+        assert tier.peek(chain, range(6)) == [None] * 6
+        blocks = seal(other, range(6), BLOCK, clock.wall())
+        assert await tier.write(blocks, clock.monotonic() + 0.3) == [Stored.FAILED] * 6
+        with pytest.raises(TierError, match="deadline"):
+            await tier.flush(clock.monotonic() + 0.3)
+        await tier.close(clock.monotonic() + 0.3)
+        assert time.monotonic() - began < 5
+        with pytest.raises(TierError, match="still being closed"):
+            await tier.open()
+        frozen.send_signal(signal.SIGCONT)
+        for _ in range(200):
+            try:
+                async with opened(path, CAPACITY, clock=clock) as tier:
+                    assert set(await get(tier, chain)) <= {True, Miss.ABSENT}
+                    assert await get(tier, other) == [Miss.ABSENT] * 6, "a write that was given up is visible"
+                break
+            except TierError:
+                time.sleep(0.05)
+        else:
+            raise AssertionError("the store did not come back")
+    finally:
+        frozen.kill()
+        frozen.communicate()
+
+
+async def test_a_live_but_stopped_owner_keeps_its_slots(tmp_path: Path) -> None:
+    """Reservations go by liveness, not by age."""
+    from kvtier.tiers.disk.owner import Owner
+
+    me = Owner.current(1)
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        started = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+        other = Owner(sleeper.pid, started, me.pid_namespace, me.boot, 5)
+        sleeper.send_signal(signal.SIGSTOP)
+        assert other.alive(me)
+        assert not Owner(sleeper.pid, started + 1, me.pid_namespace, me.boot, 5).alive(me), "its id was used again"
+        assert not Owner(sleeper.pid, started, me.pid_namespace, bytes(16), 5).alive(me), "an earlier boot"
+        assert not Owner(me.pid, me.started, me.pid_namespace, me.boot, 2).alive(me), "an earlier incarnation of us"
+        sleeper.kill()
+        time.sleep(0.05)
+        assert not other.alive(me), "a zombie cannot write"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert not other.alive(me)
+
+
+async def test_another_pid_namespace_is_refused_with_advice(tmp_path: Path) -> None:
+    path = tmp_path / "g3"
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
+    need(works(*unshare, "true"), "the right to make a pid namespace")
+    words = [*unshare, *program("concurrent_writer", path, 0.2, 1)]
+    async with opened(path, CAPACITY) as tier:
+        await put(tier, CHAINS[0])
+        done = run(words, timeout=60)
+        assert done.returncode == 1
+        assert "pid namespace" in done.stderr and "hostPID" in done.stderr
+        assert await get(tier, CHAINS[0]) == [True] * 6
+    done = run(words, timeout=60)
+    assert done.returncode == 0, "the control: once nobody else uses it, it may"
+
+
+async def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.errors import ConfigError
+
+    assert directory.file_system_of(tmp_path) not in directory.NETWORK_FILE_SYSTEMS | {""}
+    monkeypatch.setattr(directory, "file_system_of", lambda path: "nfs4")
+    with pytest.raises(ConfigError, match="nfs4"):
+        await DiskTier([tmp_path / "g3"], 1 << 20, NAMESPACE, clock=VirtualClock()).open()
+
+
+async def test_two_tiers_of_one_process_share_a_store(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    path = tmp_path / "g3"
+    one, two = (DiskTier([path], CAPACITY * BLOCK, NAMESPACE, clock=clock) for _ in range(2))
+    await one.open()
+    await two.open()
+    await put(one, CHAINS[0])
+    await one.close(clock.monotonic() + FAR_S)
+    assert await get(two, CHAINS[0]) == [True] * 6
+    await two.close(clock.monotonic() + FAR_S)

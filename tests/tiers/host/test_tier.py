@@ -1,0 +1,152 @@
+"""G2: slots change state only as they may, late messages change nothing, and memory is there before it is used."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.policies.lru import LRU
+from kvtier.retention.terms import BUILTIN, Lifetime
+from kvtier.testing import chain_of, payload_of, sample_namespace
+from kvtier.tiers.host.arena import Arena, available_bytes
+from kvtier.tiers.host.tier import HostTier, State
+from kvtier.tiers.protocol import Miss
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+NOW = 1.8e9
+LIFE = Lifetime.of(BUILTIN["24h"], NOW)
+KEYS = chain_of(NS, 8)
+
+
+def host(slots: int = 4) -> HostTier:
+    tier = HostTier(Arena(BLOCK, 1, slots * BLOCK), LRU())
+    tier.open()
+    return tier
+
+
+def store(tier: HostTier, index: int) -> None:
+    slot = tier.reserve(KEYS[index], index)
+    assert slot is not None
+    slot.pieces[0][:] = payload_of(KEYS[index], BLOCK)
+    assert tier.commit(slot, slot.generation, LIFE)
+
+
+def test_only_ready_blocks_are_visible() -> None:
+    tier = host()
+    slot = tier.reserve(KEYS[0], 0)
+    assert slot is not None and slot.state is State.FILLING
+    assert tier.peek(KEYS[0], NOW) is Miss.PENDING
+    assert tier.pin(KEYS[0], NOW) is None
+    assert tier.reserve(KEYS[0], 0) is None, "two writers of one block"
+    tier.commit(slot, slot.generation, LIFE)
+    assert tier.peek(KEYS[0], NOW) is None
+    tier.check()
+
+
+def test_everything_pinned_refuses_and_changes_nothing() -> None:
+    tier = host(2)
+    store(tier, 0)
+    store(tier, 1)
+    held = [tier.pin(KEYS[i], NOW) for i in range(2)]
+    assert tier.reserve(KEYS[2], 2) is None
+    assert tier.reserve(KEYS[2], 2, insist=True) is None
+    assert [tier.peek(KEYS[i], NOW) for i in range(3)] == [None, None, Miss.ABSENT]
+    assert held[0] is not None
+    tier.unpin(held[0], held[0].generation)
+    assert tier.reserve(KEYS[2], 2) is not None
+    assert tier.peek(KEYS[0], NOW) is Miss.ABSENT
+    tier.check()
+
+
+def test_a_pinned_block_that_is_dropped_keeps_its_bytes_until_the_last_pin() -> None:
+    tier = host(2)
+    store(tier, 0)
+    first, second = tier.pin(KEYS[0], NOW), tier.pin(KEYS[0], NOW)
+    assert first is not None and first is second
+    generation = first.generation
+    assert tier.drop(KEYS[0])
+    assert (tier.peek(KEYS[0], NOW), first.state, tier.quarantined) == (Miss.ABSENT, State.QUARANTINED, 1)
+    store(tier, 1)
+    assert tier.reserve(KEYS[2], 2) is not None, "the other slots go on"
+    assert bytes(first.pieces[0]) == payload_of(KEYS[0], BLOCK)
+    tier.unpin(first, generation)
+    tier.check()
+    tier.unpin(first, generation)
+    assert (first.state, tier.quarantined) == (State.FREE, 0)
+    tier.check()
+
+
+def test_an_aborted_fill_in_flight_is_quarantined_until_acknowledged() -> None:
+    tier = host(1)
+    slot = tier.reserve(KEYS[0], 0)
+    assert slot is not None
+    generation = slot.generation
+    tier.abort(slot, generation, in_flight=True)
+    assert tier.reserve(KEYS[1], 1) is None, "memory under a transfer was handed out"
+    tier.acknowledge(slot, generation)
+    assert tier.reserve(KEYS[1], 1) is slot
+    tier.check()
+
+
+def test_stale_messages_are_counted_and_refused() -> None:
+    """Commit, abort and unpin of an earlier tenant of the slot."""
+    tier = host(1)
+    slot = tier.reserve(KEYS[0], 0)
+    assert slot is not None
+    old = slot.generation
+    tier.abort(slot, old)
+    assert tier.reserve(KEYS[1], 1) is slot
+    assert not tier.commit(slot, old, LIFE)
+    tier.abort(slot, old)
+    tier.unpin(slot, old)
+    assert (tier.stale_messages, slot.state, slot.key) == (3, State.FILLING, KEYS[1])
+    assert tier.commit(slot, slot.generation, LIFE)
+    tier.check()
+
+
+def test_expired_blocks_are_not_found() -> None:
+    tier = host()
+    store(tier, 0)
+    later = NOW + 86_401
+    assert (tier.peek(KEYS[0], later), tier.pin(KEYS[0], later), tier.prefix(KEYS, later)) == (Miss.EXPIRED, None, 0)
+
+
+def test_slots_are_aligned_apart_and_shared_by_file_descriptor() -> None:
+    arena = Arena(6000, 2, 64 * 1024)  # two ranks of 3,000 bytes
+    arena.open()
+    assert (arena.piece_bytes, arena.slot_bytes, arena.slots) == (3000, 4096, 8)
+    for slot in range(arena.slots):
+        for rank, piece in enumerate(arena.pieces(slot)):
+            piece[:] = bytes([16 * rank + slot]) * 3000
+    for rank, fd in enumerate(arena.fds()):
+        with mmap.mmap(os.dup(fd), arena.slots * arena.slot_bytes) as other:
+            for slot in range(arena.slots):
+                start = slot * arena.slot_bytes
+                assert other[start : start + 3000] == bytes([16 * rank + slot]) * 3000
+    arena.close()
+
+
+def test_short_memory_makes_a_smaller_arena_or_a_clear_error(caplog: pytest.LogCaptureFixture) -> None:
+    arena = Arena(BLOCK, 1, 100 * BLOCK)
+    with caplog.at_level(logging.WARNING):
+        arena.open(room=lambda: 10 * BLOCK)
+    assert arena.slots == 10
+    assert "tiers.g2.capacity" in caplog.text
+    arena.close()
+    with pytest.raises(ConfigError, match=r"tiers\.g2\.capacity"):
+        Arena(BLOCK, 1, 100 * BLOCK).open(room=lambda: BLOCK - 1)
+    assert available_bytes() > 0
+
+
+def test_an_absurd_capacity_is_no_crash() -> None:
+    """More than the machine has: never a SIGBUS at first touch."""
+    arena = Arena(1 << 20, 1, 1 << 50)
+    arena.open(room=lambda: min(available_bytes(), 64 << 20))
+    assert arena.slots == 64
+    arena.pieces(63)[0][-1] = 1
+    arena.close()
