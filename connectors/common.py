@@ -25,7 +25,7 @@ from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SHARED, BlockKey, Scope, make_keys, scope_of
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.weights import fingerprint
-from kvtier.manager.protection import Keeper
+from kvtier.manager.protection import Protection
 from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
 from kvtier.retention.terms import Depth, Terms, parse_duration
 from kvtier.units import shorten
@@ -165,7 +165,7 @@ class Control:
 
 
 async def keep_prompt(
-    keeper: Keeper, scope: Scope, wish: PinWish, prompt: Sequence[BlockKey], block_tokens: int
+    keeper: Protection, scope: Scope, wish: PinWish, prompt: Sequence[BlockKey], block_tokens: int
 ) -> dict[str, Any]:
     """Pin a prompt as its sender wished, or let its pin of this name end later or sooner. Returns what the sender
     learns. On the cache's loop; never raises InvalidRequest. Names of requests with a scope are that scope's own."""

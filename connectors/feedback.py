@@ -14,7 +14,7 @@ from kvtier.manager.divergence import RecentChains
 Pinning = concurrent.futures.Future[dict[str, Any]]
 
 
-class Wishes:
+class Feedback:
     """Of one engine's requests. Remembers the latest prompts; not thread-safe; never blocks."""
 
     def __init__(self, block_tokens: int) -> None:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
 from kvtier.kernels.mover import Event, Flight, Gate, Lane, Mover, Moves, State
 
-__all__ = ["Ack", "CopyEngine", "Event", "Lane", "Limits", "Moves", "Outcome", "Stats"]
+__all__ = ["Ack", "CopyEngine", "Event", "Lane", "CopyLimits", "Moves", "Outcome", "Stats"]
 
 MIB = 1 << 20
 
@@ -60,7 +60,7 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CopyLimits:
     """Bounds of the engine's queues, in bytes of payload unless said otherwise."""
 
     chunk_bytes: int = 16 * MIB  # the unit of launching, throttling and cancelling
@@ -115,7 +115,7 @@ class CopyEngine:
     never acknowledged, because only the end of the process proves that nothing writes there any more.
     """
 
-    def __init__(self, mover: Mover, limits: Limits = Limits()) -> None:
+    def __init__(self, mover: Mover, limits: CopyLimits = CopyLimits()) -> None:
         self._mover, self._limits = mover, limits
         self._chunk_moves = max(1, limits.chunk_bytes // mover.block_bytes)
         self._waiting: dict[Lane, deque[_Chunk]] = {lane: deque() for lane in Lane}

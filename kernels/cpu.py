@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.kernels.copy import MIB, CopyEngine, Limits
+from kvtier.kernels.copy import MIB, CopyEngine, CopyLimits
 from kvtier.kernels.layout import Paged, Shape
 from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
 from kvtier.kernels.plan import Planner
 
-LIMITS = Limits(chunk_bytes=4 * MIB, load_window_bytes=256 * MIB, store_window_bytes=64 * MIB)
+LIMITS = CopyLimits(chunk_bytes=4 * MIB, load_window_bytes=256 * MIB, store_window_bytes=64 * MIB)
 """Windows bound what one `poll` copies, since here the caller's thread does the copying."""
 
 
-def open_engine(device: Paged, host: Paged, shape: Shape, limits: Limits = LIMITS) -> CopyEngine:
+def open_engine(device: Paged, host: Paged, shape: Shape, limits: CopyLimits = LIMITS) -> CopyEngine:
     """A copy engine between two pieces of host memory, of which the first plays the device."""
     return CopyEngine(CpuMover(device, host, shape), limits)
 

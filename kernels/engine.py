@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier.errors import TierError
 from kvtier.kernels import cpu
-from kvtier.kernels.copy import CopyEngine, Limits
+from kvtier.kernels.copy import CopyEngine, CopyLimits
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import KERNELS, CudaDriver, DeviceError, Driver
 from kvtier.kernels.layout import Paged, Region, Shape, of_arenas, of_pool
@@ -48,7 +48,7 @@ def open_engine(
     *,
     method: str = "auto",
     calibration: Path | None = None,
-    limits: Limits | None = None,
+    limits: CopyLimits | None = None,
     progress: Progress | None = None,
     driver: Driver | None = None,
     table: Table | None = None,
@@ -75,7 +75,7 @@ def open_engine(
         mover = _pinned_mover(driver, device, host, shape, table or Table("", {}), fixed, progress or Reporter())
     except (DeviceError, OSError) as error:  # OSError: no libcuda
         raise TierError("g1", "open", str(error)) from error
-    return CopyEngine(mover, limits or Limits())
+    return CopyEngine(mover, limits or CopyLimits())
 
 
 def _pinned_mover(

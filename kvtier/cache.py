@@ -31,7 +31,7 @@ from kvtier.manager.accounts import Account
 from kvtier.manager.build import build
 from kvtier.manager.manager import Flushed
 from kvtier.named_pins import AsyncNamedPins, NamedPins
-from kvtier.put import Intake
+from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
 from kvtier.tiers.protocol import Tier
 
@@ -89,10 +89,10 @@ class _Face:
         start: int,
         wait: bool,
         request_id: str,
-    ) -> Intake:
+    ) -> Put:
         chain = self._wanted(keys, start, distinct=True)
         terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
-        return Intake(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id)
+        return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id)
 
     def _terms(self, retention: Wanted) -> RequestTerms:
         return request_terms(retention, self._classes, self.config.retention.default)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtier.identity.keys import BlockKey
 
-Told = Callable[[Sequence[BlockKey], bool], None]
+Notify = Callable[[Sequence[BlockKey], bool], None]
 """Takes keys, and whether they are there from now on. Must not block, lock anything else, or raise."""
 
 
@@ -35,7 +35,7 @@ class Events:
         self._waiting = 0
         self.dropped = 0  # keys whose change was never taken
 
-    def of(self, tier: str) -> Told:
+    def of(self, tier: str) -> Notify:
         """What a tier calls."""
 
         def told(keys: Sequence[BlockKey], stored: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.protection import Keeper
+from kvtier.manager.protection import Protection
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import parse_duration
 
@@ -40,7 +40,9 @@ class AsyncNamedPins:
     duration such as "24h".
     """
 
-    def __init__(self, keeper: Keeper, chain: Callable[[Sequence[bytes]], list[BlockKey]], block_tokens: int) -> None:
+    def __init__(
+        self, keeper: Protection, chain: Callable[[Sequence[bytes]], list[BlockKey]], block_tokens: int
+    ) -> None:
         """`chain` checks keys, and that the cache is open."""
         self._keeper = keeper
         self._chain = chain

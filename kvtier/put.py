@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STEP_BYTES = 64 * 1024 * 1024
 
 
-class Intake:
+class Put:
     """Blocks `start` … of a chain on their way into the cache.
 
     `step` until it returns None, waiting in between for the room it asks for, or `finish`; then `accepted` is how many

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from gpu.rows import Rows, Skip
 
-from kvtier.kernels.copy import CopyEngine, Limits, Moves, Outcome
+from kvtier.kernels.copy import CopyEngine, CopyLimits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver
 from kvtier.kernels.layout import Order, Paged, Region, Shape, of_slots
@@ -62,7 +62,7 @@ def _copies(device: str, shape: Shape, method: Method, opened: Callable[[], Cuda
     arena[:] = 0xA5
     host = of_slots(memoryview(arena), slot_bytes, shape, Order.HND, packed=shape.kv == 2)
     mover = CudaMover(driver, tensors, host, shape, Table("", {}), method=method)
-    engine = CopyEngine(mover, Limits(chunk_bytes=2 * shape.block_bytes))
+    engine = CopyEngine(mover, CopyLimits(chunk_bytes=2 * shape.block_bytes))
     before = _fetch(driver, tensors)
     stored = [(0, 3, 0), (4, 0, 0), (2, 6, 0)]
     _finish(engine, engine.store(Moves.of(stored)))

@@ -19,7 +19,7 @@ import torch
 from gpu.rows import Rows, Skip
 
 from kvtier.kernels import cpu
-from kvtier.kernels.copy import CopyEngine, Limits, Moves, Outcome
+from kvtier.kernels.copy import CopyEngine, CopyLimits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import KERNELS, CudaDriver, DeviceError
 from kvtier.kernels.engine import measurement
@@ -33,7 +33,7 @@ FRAGMENTS = (4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, MIB, 4 *
 COUNTS = (16, 256, 4096, 65536)
 ROUNDS = 3
 WAYS = {"store": ("store",), "load": ("load",), "both": ("store", "load")}
-UNLIMITED = Limits(
+UNLIMITED = CopyLimits(
     chunk_bytes=64 * MIB,
     load_window_bytes=64 * GIB,
     store_window_bytes=64 * GIB,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvtier.cache import Cache
 from kvtier.config import calibration_folder
-from kvtier.connectors.sglang.pool import Pool
+from kvtier.connectors.sglang.pool import KVPools
 from kvtier.identity.keys import BlockKey
 from kvtier.kernels.copy import Ack, Moves, Outcome
 from kvtier.kernels.engine import open_engine
@@ -24,7 +24,7 @@ from kvtier.tiers.host.tier import Slot
 
 
 @dataclass(slots=True)
-class Offload:
+class PageOffload:
     """Pages on their way to G2, and what became of them. Completions are told in the order of submission; one for every
     call, since all ranks must tell equally many."""
 
@@ -37,7 +37,7 @@ class Offload:
 
 
 @dataclass(slots=True)
-class Load:
+class PageLoad:
     """Leased blocks on their way to pages of a batch."""
 
     leases: list[Lease]
@@ -47,10 +47,10 @@ class Load:
     over: bool = False
 
 
-class Pages:
+class PageCopies:
     """The copies between `pool` and `cache`'s G2. Owns the copy engine; `close` it before the cache."""
 
-    def __init__(self, cache: Cache, pool: Pool, wait_s: float, gate: Callable[[Callable[[], int]], int]) -> None:
+    def __init__(self, cache: Cache, pool: KVPools, wait_s: float, gate: Callable[[Callable[[], int]], int]) -> None:
         """`gate(submit)` calls submit() where the device orders it behind the pages' last writer."""
         self.cache = cache
         self._manager = cache.manager
@@ -67,8 +67,8 @@ class Pages:
         self._wait_s = wait_s
         self._gate = gate
         self.events: Counter[str] = Counter()
-        self._offloads: deque[Offload] = deque()
-        self._by_ticket: dict[int, Offload | Load] = {}
+        self._offloads: deque[PageOffload] = deque()
+        self._by_ticket: dict[int, PageOffload | PageLoad] = {}
 
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,7 +77,7 @@ class Pages:
 
         Blocks that are here already cost nothing. Where G2 has no room the tail is left out, and the offload fails.
         """
-        offload = Offload(chain, whole=False, over=True)
+        offload = PageOffload(chain, whole=False, over=True)
         self._offloads.append(offload)
         manager = self._manager
         stop = start + len(pages)
@@ -98,7 +98,7 @@ class Pages:
 
     def fail(self) -> None:
         """Owe the tree a completion that says no, in its turn."""
-        self._offloads.append(Offload((), whole=False, over=True))
+        self._offloads.append(PageOffload((), whole=False, over=True))
 
     def completed(self) -> int:
         """How many of the oldest offloads are over."""
@@ -120,14 +120,14 @@ class Pages:
 
     # ── load ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def load(self, wanted: Sequence[tuple[Lease, Sequence[int]]]) -> Load:
+    def load(self, wanted: Sequence[tuple[Lease, Sequence[int]]]) -> PageLoad:
         """Start copying leased blocks into pages, and order the caller's stream behind it. Owns the leases now."""
         moves = Moves.of(
             (page, slot.number, slot.generation)
             for lease, pages in wanted
             for page, slot in zip(pages, lease.slots, strict=True)
         )
-        load = Load([lease for lease, _ in wanted], 0, len(moves))
+        load = PageLoad([lease for lease, _ in wanted], 0, len(moves))
         try:
             load.ticket = self._engine.load(moves)
         except BaseException:
@@ -137,7 +137,7 @@ class Pages:
         self._engine.fence(load.ticket)
         return load
 
-    def landed(self, load: Load) -> bool:
+    def landed(self, load: PageLoad) -> bool:
         """Wait until nothing of `load` writes any more; whether every page holds its block."""
         self._engine.wait([load.ticket], self._wait_s)
         self._poll()
@@ -148,9 +148,9 @@ class Pages:
     def _poll(self) -> None:
         for ack in self._engine.poll():
             job = self._by_ticket.get(ack.ticket)
-            if isinstance(job, Offload):
+            if isinstance(job, PageOffload):
                 self._stored(job, ack)
-            elif isinstance(job, Load):
+            elif isinstance(job, PageLoad):
                 job.done += len(ack.moves) if ack.outcome is Outcome.DONE else 0
                 if ack.last:
                     job.over = True
@@ -158,7 +158,7 @@ class Pages:
             if ack.last:
                 self._by_ticket.pop(ack.ticket, None)
 
-    def _stored(self, offload: Offload, ack: Ack) -> None:
+    def _stored(self, offload: PageOffload, ack: Ack) -> None:
         acked = [offload.slots.pop((number, generation)) for _, number, generation in ack.moves.triples()]
         if ack.outcome is Outcome.DONE:
             offload.done += acked
@@ -173,7 +173,7 @@ class Pages:
                 self._manager.commit(offload.chain, done, [slot.generation for slot in done])
                 self.events["blocks_stored"] += len(done)
 
-    def _release(self, load: Load) -> None:
+    def _release(self, load: PageLoad) -> None:
         for lease in load.leases:
             lease.release()
 

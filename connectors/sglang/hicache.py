@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 import kvtier
 from kvtier.connectors.common import Controls, Settings, engine_keys
 from kvtier.connectors.rotation import Rotation
-from kvtier.connectors.sglang.hooks import Owner, install
+from kvtier.connectors.sglang.hooks import WeightsListener, install
 from kvtier.connectors.sglang.pool import engine_fields
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.identity.keys import SHARED, BlockKey
@@ -44,7 +44,7 @@ _THEIRS = frozenset(
 _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
-class KVTierStorage(Owner, HiCacheStorage):  # type: ignore[misc]  # sglang has no types
+class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # sglang has no types
     """See the module. Opens its cache when SGLang registers the host pool; thread-safe from then on.
 
     Raises ConfigError or IdentityError for what would never work. Afterwards what fails is a miss, or a page not kept.

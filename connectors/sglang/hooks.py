@@ -1,7 +1,7 @@
 """What SGLang does not tell a linker, taken from where it happens.
 
 A linker is handed page hashes beyond the device's prefix, without the pages before them, the request, its salt, or word
-of new weights. Small hooks, made with SGLang's own HookRegistry, tell a `Follower`:
+of new weights. Small hooks, made with SGLang's own HookRegistry, tell a `LinkerListener`:
 
     match               whose prompt is being looked up, and which pages come before those on the device's edge
     checkpoint          whose pages the tree is about to offload
@@ -12,7 +12,7 @@ of new weights. Small hooks, made with SGLang's own HookRegistry, tell a `Follow
 
 SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
 process did not do so (SGLANG_PLUGINS names others) installs the hooks itself. They pass through for other linkers. A
-HiCacheStorage hears of new weights and of flushes, as an `Owner`.
+HiCacheStorage hears of new weights and of flushes, as an `WeightsListener`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from kvtier.errors import ConfigError
 
 
-class Owner(ABC):
+class WeightsListener(ABC):
     """Who keeps blocks of the engine's weights. All calls come from the scheduler's thread; none may wait or raise."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Owner(ABC):
         """The tree is empty now, and so are the queues of a HiCache."""
 
 
-class Follower(Owner):
+class LinkerListener(WeightsListener):
     """A linker that wants to know."""
 
     @abstractmethod
@@ -71,9 +71,9 @@ class Follower(Owner):
         """A batch's results are there."""
 
 
-def _follower(wrapper: Any) -> Follower | None:
+def _follower(wrapper: Any) -> LinkerListener | None:
     linker = getattr(wrapper, "cache_linker", None)
-    return linker if isinstance(linker, Follower) else None
+    return linker if isinstance(linker, LinkerListener) else None
 
 
 def _match(wrapper: Any, key: Any, req: Any, result: Any) -> None:
@@ -142,11 +142,11 @@ def _flushed(_: Any, cache: Any) -> None:
         owner.flushed()
 
 
-def _owner(cache: Any) -> Owner | None:
+def _owner(cache: Any) -> WeightsListener | None:
     """The linker of a tree, or what lies below its HiCache; SGLang's fault injector wraps the latter."""
     backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
     for candidate in (_follower(getattr(cache, "linker", None)), backend, getattr(backend, "_backend", None)):
-        if isinstance(candidate, Owner):
+        if isinstance(candidate, WeightsListener):
             return candidate
     return None
 

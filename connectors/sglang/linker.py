@@ -34,12 +34,12 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 import kvtier
 from kvtier.connectors.common import PrefillClock, Settings, engine_keys, weighs
 from kvtier.connectors.rotation import Rotation
-from kvtier.connectors.sglang.copies import Pages
-from kvtier.connectors.sglang.hooks import Follower, install
-from kvtier.connectors.sglang.loads import Loads, Wanted
+from kvtier.connectors.sglang.copies import PageCopies
+from kvtier.connectors.sglang.hooks import LinkerListener, install
+from kvtier.connectors.sglang.loads import PageLoads, Wanted
 from kvtier.connectors.sglang.metrics import EngineMetrics
 from kvtier.connectors.sglang.pool import Ranks, namespace_of, pool_of
-from kvtier.connectors.sglang.requests import Visit, Visits
+from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
 from kvtier.kernels.engine import cpus_near
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ARGUMENTS = ("metrics_port", "recompute")
-_NONE = cast("tuple[Visit, Lease, list[int]] | None", None)
+_NONE = cast("tuple[QueuedRequest, Lease, list[int]] | None", None)
 
 
 def _degrades(fallback: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -71,7 +71,7 @@ def _degrades(fallback: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
     return decorate
 
 
-class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
+class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
     """See the module. Every method is called by the scheduler's thread of this rank.
 
     Raises ConfigError or IdentityError at construction, which stops the engine's start, for what would never work.
@@ -99,14 +99,14 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self.layer_done_counter = LayerWiseLoadCounter(len(self._pool.tensors))
         self._wait_s = self._settings.config.deadlines.get
         self._order = self._ordering_stream()
-        self._visits = Visits(self._settings, self._pool.page)
+        self._visits = QueuedRequests(self._settings, self._pool.page)
         self._prefill = PrefillClock(self._computed, self._pool.page)
         self._stale = False  # weights changed, and the tree was not flushed since
         self._meeting: tuple[Any, Callable[[], list[str]]] | None = None
         self._agree: Callable[[bool], bool] = bool
         self._owner: Any = None
         self._head: list[str] = []
-        self._loads = Loads(self.layer_done_counter, lambda: self._pages)
+        self._loads = PageLoads(self.layer_done_counter, lambda: self._pages)
         self._lost = 0  # offloads that the tree is owed the answer "failed" for, before all others
         self._events: Counter[str] = Counter()
         self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
@@ -116,10 +116,10 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         if port is not None:
             serve(self.stats, port=int(port) + namespace.rank)
 
-    def _open(self, namespace: Namespace) -> Pages:
+    def _open(self, namespace: Namespace) -> PageCopies:
         cache = self.open_cache(namespace)
         try:
-            return Pages(cache, self._pool, self._wait_s, self._behind_writers)
+            return PageCopies(cache, self._pool, self._wait_s, self._behind_writers)
         except BaseException:
             cache.close()
             raise
@@ -138,7 +138,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         return kvtier.open(self._settings.config, namespace, near=[near], computes=True)
 
     @property
-    def _pages(self) -> Pages | None:
+    def _pages(self) -> PageCopies | None:
         return self._rotation.current
 
     def stats(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         return True
 
     @_degrades(_NONE)
-    def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[Visit, Lease, list[int]] | None:
+    def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[QueuedRequest, Lease, list[int]] | None:
         transfer, visit, pages = _kv(transfers), self._visits.of(rid), self._pages
         if visit is None or not visit.reads or pages is None:
             return None
@@ -354,7 +354,7 @@ class KVTierLinker(Follower, UnifiedCacheLinker):  # type: ignore[misc]  # sglan
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
 
 
-def _close(pages: Pages) -> None:
+def _close(pages: PageCopies) -> None:
     pages.close()
     pages.cache.close()
 

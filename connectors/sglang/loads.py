@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connectors.sglang.copies import Load, Pages
+from kvtier.connectors.sglang.copies import PageCopies, PageLoad
 from kvtier.manager.lease import Lease
 
 log = logging.getLogger(__name__)
@@ -30,15 +30,15 @@ class Wanted:
     pages: Sequence[int]
 
 
-class Loads:
+class PageLoads:
     """What is queued, and what flies. Owns the leases it is given until they are released."""
 
-    def __init__(self, counter: Any, pages: Callable[[], Pages | None]) -> None:
+    def __init__(self, counter: Any, pages: Callable[[], PageCopies | None]) -> None:
         """`counter` is SGLang's LayerWiseLoadCounter; `pages` has those of the moment, None while there are none."""
         self._counter = counter
         self._pages = pages
         self._queue: list[Wanted] = []
-        self._flying: dict[int, Load] = {}
+        self._flying: dict[int, PageLoad] = {}
         self.events: Counter[str] = Counter()
 
     def __len__(self) -> int:

@@ -36,7 +36,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class KVPools:
     """One rank's pool: `tensors[layer]` is a (K, V) pair, or the latent alone, of shape [tokens, heads, channels]."""
 
     tensors: tuple[Any, ...]
@@ -59,7 +59,7 @@ class Pool:
         return tensor[: pages * self.page].unflatten(0, (pages, self.page))
 
 
-def pool_of(device_pool: Any, page: int, components: Iterable[Any]) -> Pool:
+def pool_of(device_pool: Any, page: int, components: Iterable[Any]) -> KVPools:
     """What can be kept of a device pool. Raises IdentityError for pools of which a part would be lost: sliding windows,
     state-space models, index caches, per-token scales, packed or reordered layouts."""
     kinds = sorted(component.name for component in components)
@@ -84,7 +84,7 @@ def pool_of(device_pool: Any, page: int, components: Iterable[Any]) -> Pool:
     shape = Shape(len(pairs), len(pairs[0]), page, heads, channels, pairs[0][0].element_size())
     dtype = str(device_pool.dtype).removeprefix("torch.")
     first = int(device_pool.start_layer)
-    return Pool(pairs, kind, dtype, page, shape, (first, first + len(pairs)))
+    return KVPools(pairs, kind, dtype, page, shape, (first, first + len(pairs)))
 
 
 def _refuse_mha(device_pool: Any) -> None:
@@ -100,7 +100,7 @@ def _refuse_mha(device_pool: Any) -> None:
         )
 
 
-def namespace_of(server: Any, model_config: Any, settings: Settings, pool: Pool, ranks: Ranks) -> Namespace:
+def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPools, ranks: Ranks) -> Namespace:
     """The identity of one rank's blocks. Reads the checkpoint. Raises IdentityError.
 
     MLA pools are equal on all tensor-parallel ranks, so theirs is rank 0 of 1 and they share what lies below G2.

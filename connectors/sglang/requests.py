@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtier.cache import Cache
 from kvtier.connectors.common import Control, Controls, Scopes, Settings, engine_keys
-from kvtier.connectors.feedback import Pinning, Wishes, pin_outcome
+from kvtier.connectors.feedback import Feedback, Pinning, pin_outcome
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
@@ -25,7 +25,7 @@ _NAME = "kvtier"
 
 
 @dataclass(slots=True)
-class Visit:
+class QueuedRequest:
     """One request. `chain` is its prompt's whole pages, from the first; empty until they are known, and where they may
     not be cached."""
 
@@ -64,35 +64,37 @@ class Visit:
         return None if done is None or not done.done() or done.cancelled() or done.exception() else done.result()
 
 
-class Visits:
+class QueuedRequests:
     """The requests that are being looked up, and the accounts of those that were admitted."""
 
     def __init__(self, settings: Settings, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._wait_s = settings.config.deadlines.get
         self._controls, self._scopes = Controls(settings.config), Scopes(settings.config)
-        self._of: OrderedDict[str, Visit] = OrderedDict()
+        self._of: OrderedDict[str, QueuedRequest] = OrderedDict()
         self.events: Counter[str] = Counter()
         self.tokens_read: Counter[str] = Counter()  # by tier
-        self._wishes = Wishes(block_tokens)
+        self._wishes = Feedback(block_tokens)
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def of(self, rid: str) -> Visit | None:
+    def of(self, rid: str) -> QueuedRequest | None:
         return self._of.get(rid)
 
-    def arrive(self, rid: str) -> Visit:
+    def arrive(self, rid: str) -> QueuedRequest:
         """The request's visit, a new one if it has none. Cannot fail: all ranks have the same visits, since they vote
         on them."""
         visit = self._of.get(rid)
         if visit is None:
-            visit = self._of[rid] = Visit(time.monotonic() + self._wait_s)
+            visit = self._of[rid] = QueuedRequest(time.monotonic() + self._wait_s)
             while len(self._of) > _VISITS_MAX:
                 self.forget(next(iter(self._of)))
         return visit
 
-    def place(self, visit: Visit, req: Any, head: Callable[[], list[str]], tail: Sequence[str], cache: Cache) -> None:
+    def place(
+        self, visit: QueuedRequest, req: Any, head: Callable[[], list[str]], tail: Sequence[str], cache: Cache
+    ) -> None:
         """Bring the visit's chain up to date: `tail` are the pages that the device lacks now, after `head()`. The first
         time its prompt is pinned, if that is wished."""
         known = visit.chain[visit.start :]
@@ -117,7 +119,7 @@ class Visits:
         adapter = (req.extra_key or "").encode()
         return control, self._scopes.of(req.cache_salt, adapter, control.request)
 
-    def resident(self, visit: Visit, cache: Cache) -> int:
+    def resident(self, visit: QueuedRequest, cache: Cache) -> int:
         """Blocks from `visit.start` on that G2 has now. The first time it starts bringing up what it lacks, and notes
         whether that is worth waiting for."""
         if not visit.reads:
@@ -141,7 +143,7 @@ class Visits:
     def admit(self, req: Any, head: Callable[[], list[str]] | None, cache: Cache) -> None:
         """The request is in the next batch: count what it was given and what not, put what its sender learns into its
         answer, and let go of it. `head()` is its prompt where nothing was looked up, since the device has all of it."""
-        visit = self.of(req.rid) or Visit(0.0)
+        visit = self.of(req.rid) or QueuedRequest(0.0)
         if head is not None:
             self.place(visit, req, head, (), cache)
         read, told = self._book(visit, cache), {}
@@ -150,7 +152,7 @@ class Visits:
         tell(req, {"tokens_read": read, **told}, visit.pinning)
         self.forget(req.rid)
 
-    def _book(self, visit: Visit, cache: Cache) -> dict[str, int]:
+    def _book(self, visit: QueuedRequest, cache: Cache) -> dict[str, int]:
         """Account for what was asked for below; tokens by the tier they came from."""
         asked = len(visit.chain) - visit.start
         if not (asked and visit.reads):

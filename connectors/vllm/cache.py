@@ -15,7 +15,7 @@ from kvtier.events import Events
 from kvtier.identity.namespace import Namespace
 
 
-class Core:
+class SchedulerCache:
     """At most one open cache and the handle of its arena. `current` is None while there is none.
 
     The engine's thread never waits for a tier: what replaces the cache works on a thread of its own. Thread-safe.

@@ -92,7 +92,7 @@ def holds_foreign_state(request: Any) -> bool:
     return getattr(request, "prompt_embeds", None) is not None
 
 
-class Pool:
+class EnginePool:
     """vLLM's BlockPool, read only. Its blocks are named by `block_hash`: chain hash ‖ group index, a bytes object
     that is made anew whenever a block is filled anew."""
 

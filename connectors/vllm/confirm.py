@@ -85,7 +85,7 @@ class Confirmed(NamedTuple):
     found: bool  # the request found them in the pool, confirmed for another
 
 
-class Names(Protocol):
+class BlockNames(Protocol):
     """What the pool calls its blocks."""
 
     def tokens_of(self, blocks: Sequence[int]) -> list[Token | None]:
@@ -101,7 +101,7 @@ class Confirmer:
     Without prefix caching there are no `names`, and a block belongs to its track as long as the track's life lasts.
     """
 
-    def __init__(self, block_tokens: int, names: Names | None) -> None:
+    def __init__(self, block_tokens: int, names: BlockNames | None) -> None:
         self.block_tokens = block_tokens
         self._names = names
         self._tracks: dict[str, Track] = {}

@@ -27,19 +27,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.clock import SystemClock
 from kvtier.connectors.common import Controls, Scopes, Settings, guarded, seconds, weighs
 from kvtier.connectors.vllm import compat
-from kvtier.connectors.vllm.cache import Core
+from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.identity import block_tokens_of, namespace_of, pages_of
 from kvtier.connectors.vllm.messages import Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
-from kvtier.connectors.vllm.stores import Limits
+from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.connectors.vllm.worker import WorkerHalf, host_identity
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.units import parse_size
 
 if TYPE_CHECKING:
-    from kvtier.connectors.vllm.worker import Pages
+    from kvtier.connectors.vllm.worker import CacheLayout
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         self._settings = Settings.parse(extra, ARGUMENTS)
         self._extra = extra
-        self._pages: Pages = pages_of(vllm_config, kv_cache_config)
+        self._pages: CacheLayout = pages_of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
@@ -69,7 +69,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 'set "recompute", so that it costs time only'
             )
 
-    def _make_worker(self, pages: Pages) -> WorkerHalf:
+    def _make_worker(self, pages: CacheLayout) -> WorkerHalf:
         return WorkerHalf(pages)
 
     # A cache is no delivery: what is not saved is computed again.
@@ -77,14 +77,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> ConnectorLimits:
         config, extra = self._settings.config, self._extra
         tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         ahead: int | str = config.offload.spill_ahead
         if ahead == "auto":
             # What four steps can consume, at most a quarter of the pool.
             ahead = min(4 * -(-tokens // block_tokens_of(self._kv_cache_config)), self._pages.blocks // 4)
-        return Limits(
+        return ConnectorLimits(
             lookup_deadline=seconds(extra, "lookup_deadline", config.deadlines.lookup),
             prefetch_s=config.deadlines.get,
             flush_timeout=seconds(extra, "flush_timeout", 3.0),
@@ -122,7 +122,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             if compat.publishes(self._vllm_config)
             else None
         )
-        core = Core(
+        core = SchedulerCache(
             self._settings,
             namespace,
             near if len(near) == namespace.ranks_served else (),

@@ -17,7 +17,7 @@ from typing import Any
 from kvtier.connectors.common import Settings, adapter_of, model_name, weights_of
 from kvtier.connectors.vllm.compat import hash_problem
 from kvtier.connectors.vllm.messages import Handshake
-from kvtier.connectors.vllm.worker import Pages
+from kvtier.connectors.vllm.worker import CacheLayout
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
 
@@ -28,7 +28,7 @@ _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _ADAPTERS_MAX = 4096
 
 
-def pages_of(vllm_config: Any, kv_cache_config: Any) -> Pages:
+def pages_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """What the engine keeps per block. Raises IdentityError for models and set-ups that are not served."""
     _refuse_shapes(vllm_config.parallel_config)
     groups = kv_cache_config.kv_cache_groups
@@ -51,7 +51,7 @@ def pages_of(vllm_config: Any, kv_cache_config: Any) -> Pages:
     parallel = vllm_config.parallel_config
     replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
     replicated = parallel.tensor_parallel_size > 1 and replicas == parallel.tensor_parallel_size
-    return Pages(
+    return CacheLayout(
         layers=tuple(group.layer_names),
         page_bytes=tuple(specs[name].page_size_bytes for name in group.layer_names),
         blocks=kv_cache_config.num_blocks,
@@ -85,7 +85,7 @@ def block_tokens_of(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def namespace_of(vllm_config: Any, settings: Settings, pages: Pages, ranks: Mapping[int, Handshake]) -> Namespace:
+def namespace_of(vllm_config: Any, settings: Settings, pages: CacheLayout, ranks: Mapping[int, Handshake]) -> Namespace:
     """The identity of this engine's blocks. Reads the checkpoint. Raises IdentityError."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     if problem := hash_problem(cache.prefix_caching_hash_algo, bool(sys.flags.hash_randomization)):

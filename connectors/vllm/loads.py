@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvtier.connectors.common import Control
 from kvtier.connectors.feedback import Pinning
 from kvtier.connectors.vllm.confirm import Track
-from kvtier.connectors.vllm.messages import Load, Moves
+from kvtier.connectors.vllm.messages import Load, StepMoves
 from kvtier.identity.keys import Scope
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
@@ -34,7 +34,7 @@ _NOTHING = Fetched(0, {}, None)
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class RequestState:
     """One request between arrival and end."""
 
     track: Track
@@ -74,7 +74,7 @@ class Visit:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    visit: Visit
+    visit: RequestState
     lease: Lease
     start: int
     count: int
@@ -98,7 +98,7 @@ class Loads:
         """Loads that some rank has not answered."""
         return len(self._loading)
 
-    def promise(self, manager: Manager | None, visit: Visit, count: int) -> None:
+    def promise(self, manager: Manager | None, visit: RequestState, count: int) -> None:
         """`count` blocks that the visit's lease pins will be loaded into its table, from where the lease starts. Takes
         the lease over. Raises AssertionError where fewer are pinned."""
         lease, visit.lease, start = visit.lease, None, visit.lease_start
@@ -115,7 +115,7 @@ class Loads:
         job = self._job()
         self._loading[job] = _Loading(visit, lease, start, count)
         slots = lease.slots[:count]
-        moves = Moves(
+        moves = StepMoves(
             job,
             tuple(visit.track.table[start : start + count]),
             tuple(slot.number for slot in slots),
@@ -125,7 +125,7 @@ class Loads:
 
     def refuse(self, name: str, blocks: Sequence[int]) -> None:
         """Something went wrong after a load was promised: have the workers report these blocks as failed."""
-        self._promised.append(Load(name, Moves(self._job(), tuple(blocks), (), ())))
+        self._promised.append(Load(name, StepMoves(self._job(), tuple(blocks), (), ())))
 
     def take(self) -> list[Load]:
         """Loads that were promised and not handed out yet: their requests wait for an answer, whatever happens."""
@@ -162,7 +162,13 @@ class Loads:
             self._book(manager, work.visit, work.lease, work.start, good, bool(work.failed))
 
     def _book(
-        self, manager: Manager | None, visit: Visit, lease: Lease | None, start: int, good: int, failed: bool = False
+        self,
+        manager: Manager | None,
+        visit: RequestState,
+        lease: Lease | None,
+        start: int,
+        good: int,
+        failed: bool = False,
     ) -> None:
         """Account for what a request asked for, once per question: `good` blocks from `start` on were truly read."""
         asked, visit.asked = visit.asked, 0

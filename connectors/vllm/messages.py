@@ -32,7 +32,7 @@ class ArenaHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class StepMoves:
     """Copies of one job: block ↔ (slot, generation), position by position."""
 
     job: int
@@ -46,7 +46,7 @@ class Load:
     """A request's blocks that are to be filled. The request waits until every rank has answered."""
 
     request: str
-    moves: Moves
+    moves: StepMoves
 
 
 @dataclass
@@ -56,7 +56,7 @@ class StepMeta(KVConnectorMetadata):
     step: int
     arena: ArenaHandle | None = None  # given once per arena
     loads: list[Load] = field(default_factory=list)
-    stores: list[Moves] = field(default_factory=list)
+    stores: list[StepMoves] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)  # finished requests whose blocks the engine may take back
 
 

@@ -20,15 +20,15 @@ from kvtier.cache import Cache
 from kvtier.clock import Clock
 from kvtier.config import Offload
 from kvtier.connectors.common import Controls, PrefillClock, Scopes, engine_keys
-from kvtier.connectors.feedback import Wishes
+from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.vllm import compat
-from kvtier.connectors.vllm.cache import Core
+from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.identity import Adapters
-from kvtier.connectors.vllm.loads import Fetched, Loads, Visit
+from kvtier.connectors.vllm.loads import Fetched, Loads, RequestState
 from kvtier.connectors.vllm.messages import ArenaHandle, Load, StepMeta, WorkerMeta
-from kvtier.connectors.vllm.stores import Limits, Stores
+from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.manager import Manager
 
@@ -47,11 +47,11 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        core: Core,
+        core: SchedulerCache,
         scopes: Scopes,
         controls: Controls,
         offload: Offload,
-        limits: Limits,
+        limits: ConnectorLimits,
         ranks: int,
         clock: Clock,
         events: KVEvents | None = None,
@@ -68,9 +68,9 @@ class SchedulerHalf:
         self._clock = clock
         self._block_tokens = core.namespace.block_tokens
         self._adapters = Adapters()
-        self._visits: dict[str, Visit] = {}
+        self._visits: dict[str, RequestState] = {}
         self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
-        self._wishes = Wishes(self._block_tokens)
+        self._wishes = Feedback(self._block_tokens)
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers know
         self._idle_since: float | None = None
@@ -78,12 +78,12 @@ class SchedulerHalf:
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
         self._launched: deque[tuple[int, int, float]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, since
-        self._pool: compat.Pool | None = None
+        self._pool: compat.EnginePool | None = None
         self._confirmer = Confirmer(self._block_tokens, None)
 
     def bind(self, pool: Any) -> None:
         """The engine's block pool, before the first request."""
-        self._pool = compat.Pool(pool)
+        self._pool = compat.EnginePool(pool)
         self._confirmer = Confirmer(self._block_tokens, self._pool if self._pool.caching else None)
         self._stores.bind(self._pool, self._confirmer)
 
@@ -108,10 +108,10 @@ class SchedulerHalf:
         if visit.scope is not None:
             visit.pinning = self._wishes.pin(current[0], visit.scope, visit.control, self._prompt(visit))
 
-    def _prompt(self, visit: Visit) -> list[BlockKey]:
+    def _prompt(self, visit: RequestState) -> list[BlockKey]:
         return visit.track.chain[: visit.track.request.num_prompt_tokens // self._block_tokens]
 
-    def _visit(self, request: Any) -> Visit:
+    def _visit(self, request: Any) -> RequestState:
         name = request.request_id
         visit = self._visits.get(name)
         if visit is not None:
@@ -125,14 +125,14 @@ class SchedulerHalf:
         track.keep = control.store and scope is not None
         if not self._limits.decode:
             track.keep_blocks = request.num_prompt_tokens // self._block_tokens
-        visit = Visit(track, scope, control)
+        visit = RequestState(track, scope, control)
         self._visits[name] = visit
         self._idle_since = None  # nobody asks `pending` while there are requests
         self._confirmer.start(track)
         self._grow(visit)
         return visit
 
-    def _grow(self, visit: Visit) -> None:
+    def _grow(self, visit: RequestState) -> None:
         if visit.scope is not None:
             chain = visit.track.chain
             known = len(chain)
@@ -141,14 +141,14 @@ class SchedulerHalf:
                 if self._events is not None:
                     self._events.learn(visit.track.request, chain, known)
 
-    def _readable(self, visit: Visit) -> int:
+    def _readable(self, visit: RequestState) -> int:
         """Blocks that may be read: the last token is always computed."""
         request = visit.track.request
         if visit.scope is None or not visit.control.load or compat.unwanted(request):
             return 0
         return int(min(len(visit.track.chain), (request.num_tokens - 1) // self._block_tokens))
 
-    def _prefetch(self, cache: Cache, visit: Visit, request: Any) -> None:
+    def _prefetch(self, cache: Cache, visit: RequestState, request: Any) -> None:
         manager, usable = cache.manager, self._readable(visit)
         if not manager.lower or not usable:
             return
@@ -303,14 +303,14 @@ class SchedulerHalf:
         told = self._told_of(visit)
         return self._delay(visit), {"kvtier": told} if told else None
 
-    def _told_of(self, visit: Visit) -> dict[str, Any]:
+    def _told_of(self, visit: RequestState) -> dict[str, Any]:
         """What the request's sender learns of it."""
         if visit.scope is None:
             return {"tokens_read": dict(visit.read)} if visit.read else {}
         name = compat.public_name(visit.track.request)
         return self._wishes.told(name, visit.scope, visit.control, self._prompt(visit), visit.read, visit.pinning)
 
-    def _delay(self, visit: Visit) -> bool:
+    def _delay(self, visit: RequestState) -> bool:
         """Without names in the pool, blocks are only known as long as the request holds them: keep them until they
         are copied, at most a quarter of the pool and not long."""
         pool, track = self._pool, visit.track

@@ -20,7 +20,7 @@ from kvtier.clock import Clock
 from kvtier.config import Offload
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.confirm import Chain, Confirmer, Token
-from kvtier.connectors.vllm.messages import Moves
+from kvtier.connectors.vllm.messages import StepMoves
 from kvtier.manager.manager import Manager
 from kvtier.tiers.device.dirty import Dirty, DirtyList
 from kvtier.tiers.host.tier import Slot
@@ -34,7 +34,7 @@ _PRESSED_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectorLimits:
     """Bounds of the connector. Times in seconds."""
 
     lookup_deadline: float  # a request is kept waiting for promotion at most so long
@@ -86,7 +86,13 @@ class Stores:
     """See the module. Owns the dirty list and the copies under way of one engine; `counters` are the half's."""
 
     def __init__(
-        self, offload: Offload, limits: Limits, ranks: int, clock: Clock, counters: Counter[str], job: Callable[[], int]
+        self,
+        offload: Offload,
+        limits: ConnectorLimits,
+        ranks: int,
+        clock: Clock,
+        counters: Counter[str],
+        job: Callable[[], int],
     ) -> None:
         """`job` gives numbers that nobody else uses."""
         self.limits = limits
@@ -96,7 +102,7 @@ class Stores:
         self._clock = clock
         self._counters = counters
         self._job = job
-        self._pool: compat.Pool | None = None
+        self._pool: compat.EnginePool | None = None
         self._confirmer: Confirmer | None = None
         self._dirty = DirtyList()
         self._storing: dict[int, _Storing] = {}
@@ -106,7 +112,7 @@ class Stores:
         self._taken = 0  # blocks handed out since the free queue was looked through
         self._walked_free = 0  # its length then
 
-    def bind(self, pool: compat.Pool, confirmer: Confirmer) -> None:
+    def bind(self, pool: compat.EnginePool, confirmer: Confirmer) -> None:
         self._pool, self._confirmer = pool, confirmer
 
     def __bool__(self) -> bool:
@@ -153,7 +159,7 @@ class Stores:
 
     # ── choosing ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, manager: Manager, idle: bool) -> list[Moves]:
+    def plan(self, manager: Manager, idle: bool) -> list[StepMoves]:
         """This step's copies; all that is dirty where the engine is `idle`."""
         pool = self._pool
         if pool is None or self.stopped or not self._dirty:
@@ -182,9 +188,9 @@ class Stores:
         work = self._storing[job] = _Storing(manager, runs, now)
         slots = tuple(slot.number for run in runs for slot in run.slots)
         generations = tuple(generation for run in runs for generation in run.generations)
-        return [Moves(job, tuple(work.blocks()), slots, generations)]
+        return [StepMoves(job, tuple(work.blocks()), slots, generations)]
 
-    def _horizon_moved(self, pool: compat.Pool) -> bool:
+    def _horizon_moved(self, pool: compat.EnginePool) -> bool:
         """Whether blocks may have come close to being handed out since the head of the free queue was last looked
         through: only once a quarter of what was covered then has been taken. Freed blocks join at the far end."""
         return pool.caching and 4 * self._taken >= min(self.limits.spill_ahead, self._walked_free)

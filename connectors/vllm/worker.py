@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
+from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
 from kvtier.errors import IdentityError, KVTierError
 from kvtier.kernels import copy, layout
 from kvtier.kernels.memory import populate
@@ -32,7 +32,7 @@ _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class CacheLayout:
     """What the engine says about its cache: layers in their order, and bytes per block of each."""
 
     layers: tuple[str, ...]
@@ -55,7 +55,7 @@ class Described:
     device: str
 
 
-def describe(pages: Pages, tensors: Mapping[str, Any]) -> Described:
+def describe(pages: CacheLayout, tensors: Mapping[str, Any]) -> Described:
     """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for what cannot be
     told apart with certainty."""
     missing = [name for name in pages.layers if name not in tensors]
@@ -140,7 +140,7 @@ class WorkerHalf:
     """See the module. Used from the worker's one model thread; no call waits for a copy, but on a CPU `poll` makes
     them."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: CacheLayout) -> None:
         self._pages = pages
         self._piece = 0 if pages.replicated else pages.rank
         self._writes = not pages.replicated or pages.rank == 0
@@ -149,7 +149,7 @@ class WorkerHalf:
         self._arena: mmap.mmap | None = None
         self._engine: copy.CopyEngine | None = None
         self._open: Callable[[], copy.CopyEngine] | None = None  # makes it anew over the same memory
-        self._jobs: dict[int, tuple[int, Moves, str]] = {}  # ticket → job number, moves, request ("" for a store)
+        self._jobs: dict[int, tuple[int, StepMoves, str]] = {}  # ticket → job number, moves, request ("" for a store)
         self._done: dict[int, int] = {}
         self._failed: dict[int, set[int]] = {}
         self._received: set[str] = set()
@@ -210,7 +210,7 @@ class WorkerHalf:
         for job in loads:
             self._submit(job.moves, job.request)
 
-    def store(self, stores: Sequence[Moves]) -> None:
+    def store(self, stores: Sequence[StepMoves]) -> None:
         """Copy blocks out, behind everything that this thread has launched on the device."""
         for moves in stores:
             if self._writes:
@@ -218,7 +218,7 @@ class WorkerHalf:
             else:
                 self._done[moves.job] = self._done.get(moves.job, 0) + 1
 
-    def _submit(self, moves: Moves, request: str) -> None:
+    def _submit(self, moves: StepMoves, request: str) -> None:
         try:
             if self._engine is None:
                 raise KVTierError("no arena is attached")
@@ -248,7 +248,7 @@ class WorkerHalf:
             del self._jobs[ack.ticket]
             self._finish(moves, request, set())
 
-    def _finish(self, moves: Moves, request: str, failed: set[int]) -> None:
+    def _finish(self, moves: StepMoves, request: str, failed: set[int]) -> None:
         failed |= self._failed.get(moves.job, set())
         if failed:
             self._failed[moves.job] = failed

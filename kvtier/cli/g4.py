@@ -15,9 +15,9 @@ from kvtier.clock import SystemClock
 from kvtier.config import G4, Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.retention.terms import Depth, Terms
-from kvtier.tiers.objects.bucket.conformance import SKEW_MAX_S, Exam, examine
-from kvtier.tiers.objects.bucket.open import Limits, open_bucket
-from kvtier.tiers.objects.bucket.protocol import Patient
+from kvtier.tiers.objects.bucket.conformance import SKEW_MAX_S, ConformanceReport, examine
+from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
+from kvtier.tiers.objects.bucket.protocol import RetryingBucket
 
 RULE = "kvtier-backstop"
 _DAY_S = 86400.0
@@ -33,15 +33,15 @@ File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="CONFIG")]
 Apply = Annotated[bool, typer.Option("--apply", help="Put the rule into the bucket, beside the rules that are there.")]
 
 
-def exam_of(g4: G4) -> Exam:
+def exam_of(g4: G4) -> ConformanceReport:
     """Try the configured bucket out. Raises ConfigError or TierError; blocks for a minute at most."""
 
-    async def run() -> Exam:
+    async def run() -> ConformanceReport:
         clock = SystemClock()
-        bucket, prefix = open_bucket(g4.url, g4.options, g4.client, clock, Limits(concurrency=g4.concurrency))
+        bucket, prefix = open_bucket(g4.url, g4.options, g4.client, clock, BucketLimits(concurrency=g4.concurrency))
         await bucket.start()
         try:
-            return await examine(Patient(bucket, attempts=2), prefix, clock, min(g4.concurrency, PARALLEL_MAX))
+            return await examine(RetryingBucket(bucket, attempts=2), prefix, clock, min(g4.concurrency, PARALLEL_MAX))
         finally:
             await bucket.close()
 

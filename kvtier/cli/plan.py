@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtier.bench.retention.capacity import CapacityPlan, Rates, plan_capacity
-from kvtier.bench.retention.shapes import Shape, shape_of
+from kvtier.bench.retention.shapes import CacheShape, shape_of
 from kvtier.bench.retention.traces import load_trace
 from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions
 from kvtier.cli.output import Json, console, write_json, write_table
@@ -53,7 +53,7 @@ def plan(
         rates = Rates(sessions_per_hour or 0, turns, prompt_tokens, shared_tokens, turn_tokens, parse_duration(pause))
         loaded, scale = rates.trace(), rates.scale
     known = shape_of(model)
-    shape = Shape(model, bytes_per_token or known.bytes_per_token, prefill_rate or known.prefill_tokens_s)
+    shape = CacheShape(model, bytes_per_token or known.bytes_per_token, prefill_rate or known.prefill_tokens_s)
     given = Assumptions(shape, gpu_hour, ram_price=ram_price, ssd_price=ssd_price, ssd_read_gb_s=ssd_read)
     made = plan_capacity(loaded, given, parse_duration(ttl), budget, scale)
     spent = round(time.perf_counter() - began, 2)
@@ -65,7 +65,7 @@ def plan(
     _print(loaded.name, shape, made, spent)
 
 
-def _print(name: str, shape: Shape, made: CapacityPlan, seconds: float) -> None:
+def _print(name: str, shape: CacheShape, made: CapacityPlan, seconds: float) -> None:
     out = console()
     out.print(
         f"{name}, {shape.name} at {shape.bytes_per_token:,} bytes per token: all of it is {made.footprint_gb:,} GB; "

@@ -28,7 +28,7 @@ BLOCK_TOKENS = 16
 _ALIGN = 4096
 
 
-class Replay:
+class DemoRun:
     """The turns of one process on an open PrefixCache."""
 
     def __init__(self, subject: models.Subject, prefixes: PrefixCache, reference: Reference, new_tokens: int) -> None:
@@ -145,7 +145,7 @@ def play(
     names = [c.name for c in script.conversations]
     prompts: list[list[int]] = [list(opening) for _ in names]
     with PrefixCache(config, subject.model, block_tokens=BLOCK_TOKENS, name="kvtier-demo") as prefixes:
-        replay = Replay(subject, prefixes, reference, job.new_tokens)
+        replay = DemoRun(subject, prefixes, reference, job.new_tokens)
         if job.resume:
             reference.load(folder / "reference.bin")
             prompts = json.loads((folder / "prompts.json").read_text())

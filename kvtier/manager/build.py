@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from kvtier.clock import Clock
 from kvtier.config import Config
 from kvtier.identity.namespace import Namespace
-from kvtier.manager.manager import Manager, Settings
+from kvtier.manager.manager import Manager, ManagerLimits
 from kvtier.policies.policy import make_policy
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.host.arena import Arena
@@ -28,7 +28,7 @@ def build(
     tiers, clock = config.tiers, TrustedClock.around(clock)
     arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
     g3 = tiers.g3
-    settings = Settings(
+    settings = ManagerLimits(
         lookup_s=config.deadlines.lookup,
         reserved=config.retention.reserved,
         store_threshold=config.offload.store_threshold,
@@ -51,15 +51,15 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena
     out: list[Tier] = []
     g3, g4, quota = config.tiers.g3, config.tiers.g4, config.retention.quota or 0.0
     if g3 is not None and arena is not None:
-        from kvtier.tiers.disk.worker.client import RemoteDisk
+        from kvtier.tiers.disk.worker.client import DiskWorkerClient
 
-        out.append(RemoteDisk(g3.path, g3.capacity, namespace, clock=clock, arena=arena, quota=quota))
+        out.append(DiskWorkerClient(g3.path, g3.capacity, namespace, clock=clock, arena=arena, quota=quota))
     elif g3 is not None:
         from kvtier.tiers.disk.tier import DiskTier
 
         out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=quota))
     if g4 is not None:
-        from kvtier.tiers.objects.bucket.open import Limits
+        from kvtier.tiers.objects.bucket.open import BucketLimits
         from kvtier.tiers.objects.tier import ObjectTier
 
         out.append(
@@ -70,7 +70,7 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena
                 options=g4.options,
                 client=g4.client,
                 stride=None if g4.stride == "auto" else g4.stride,
-                limits=Limits(
+                limits=BucketLimits(
                     concurrency=g4.concurrency,
                     read_rate=float(g4.read_rate or 0),
                     write_rate=float(g4.write_rate or 0),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
-from kvtier.manager.write_behind import Batch, WriteBehind
+from kvtier.manager.write_behind import ChainBatch, WriteBehind
 from kvtier.tiers.host.tier import Slot
 from kvtier.tiers.protocol import Miss, Tier
 
@@ -43,7 +43,7 @@ class _Chain:
     holds: Sequence[Hold] = ()
 
 
-class Feeder:
+class StrideCoalescer:
     """Watches chains grow and offers their complete strides to one tier's queue. One worker on the manager's loop."""
 
     def __init__(self, manager: Manager, tier: Tier, queue: WriteBehind, clock: Clock) -> None:
@@ -72,7 +72,7 @@ class Feeder:
         self._held.update(slot.key for slot, _ in holds if slot.key is not None)
         self._loop.call_soon_threadsafe(self._note, _Chain(chain[:stop], holds))
 
-    def answered(self, batch: Batch) -> None:
+    def answered(self, batch: ChainBatch) -> None:
         """The tier has answered for a unit. On the loop."""
         self._queued.discard(batch.chain[batch.slots[-1].index])
 
@@ -153,7 +153,7 @@ class Feeder:
         for end in ends[present:]:
             start = (end - 1) // stride * stride
             slots = await self._gather_patiently(chain, start, end)
-            if slots is None or not await self._offer(Batch(chain, slots)):
+            if slots is None or not await self._offer(ChainBatch(chain, slots)):
                 return
 
     async def _gather_patiently(self, chain: Sequence[BlockKey], start: int, end: int) -> tuple[Slot, ...] | None:
@@ -197,7 +197,7 @@ class Feeder:
             if not whole:
                 manager.release([(slot, slot.generation) for slot in got.values()])
 
-    async def _offer(self, batch: Batch) -> bool:
+    async def _offer(self, batch: ChainBatch) -> bool:
         """Queue a pinned unit, waiting for room: this is the background, nobody waits for it."""
         while True:
             seen = self._manager.room.told

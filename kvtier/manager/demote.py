@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.admission import Admission
-from kvtier.manager.coalesce import Feeder
+from kvtier.manager.coalesce import StrideCoalescer
 from kvtier.manager.lease import Hold
-from kvtier.manager.write_behind import Batch, QueueLimits, WriteBehind
+from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.retention.terms import Depth
 from kvtier.tiers.breaker import Health
 from kvtier.tiers.guard import Metered
@@ -27,13 +27,13 @@ from kvtier.tiers.protocol import Miss, Stored
 from kvtier.tiers.rate_limiter import TokenBucket
 
 if TYPE_CHECKING:
-    from kvtier.manager.manager import Manager, Settings
+    from kvtier.manager.manager import Manager, ManagerLimits
 
 
 class Demoter:
     """The queues below G2, and the rules of what enters them. Made when the tiers are open; part of one manager."""
 
-    def __init__(self, manager: Manager, clock: Clock, settings: Settings) -> None:
+    def __init__(self, manager: Manager, clock: Clock, settings: ManagerLimits) -> None:
         self._manager = manager
         self._host = manager.host
         self._lock = manager.lock
@@ -44,12 +44,14 @@ class Demoter:
         self.queues = {name: self._queue_for(tier, settings) for name, tier in manager.lower.items()}
         last = next(reversed(manager.lower.values()), None)
         self._fed = None if last is None or (last is self._nearest and last.stride == 1) else last
-        self._feeder = Feeder(manager, self._fed, self.queues[self._fed.name], clock) if self._fed is not None else None
+        self._feeder = (
+            StrideCoalescer(manager, self._fed, self.queues[self._fed.name], clock) if self._fed is not None else None
+        )
         self.admission = Admission(settings.store_threshold, settings.min_prefix_blocks)
         self.durable: Counter[str] = Counter()  # blocks by tier
         self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of room in its queue
 
-    def _queue_for(self, tier: Metered, settings: Settings) -> WriteBehind:
+    def _queue_for(self, tier: Metered, settings: ManagerLimits) -> WriteBehind:
         rate, budget = settings.write_rate, settings.write_budget_per_day
         if tier.depth is not Depth.G3:
             rate = budget = 0.0  # G4 keeps to rates of its own
@@ -102,7 +104,7 @@ class Demoter:
         for slot in [*parents, *slots]:
             (deep if slot.life.servable(depth, now) else shallow).append(slot)
         with self._lock:
-            taken = self.queues[self._nearest.name].offer(Batch(chain, tuple(deep)))
+            taken = self.queues[self._nearest.name].offer(ChainBatch(chain, tuple(deep)))
         self._release(shallow + deep[taken:])
         return [slot.index for slot in deep[taken:]]
 
@@ -205,7 +207,7 @@ class Demoter:
 
     # ── what was answered ───────────────────────────────────────────────────────────────────────────────────
 
-    def _finished(self, tier: Metered, batch: Batch, results: Sequence[Stored]) -> None:
+    def _finished(self, tier: Metered, batch: ChainBatch, results: Sequence[Stored]) -> None:
         """A tier has answered for a batch. On the loop."""
         durable = sum(result.durable for result in results)
         with self._lock:

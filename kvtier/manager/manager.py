@@ -28,12 +28,12 @@ from kvtier.manager.accounts import Account, Accounts
 from kvtier.manager.demote import Demoter
 from kvtier.manager.lease import Hold, Lease
 from kvtier.manager.plan import Costs, Where, make_plan
-from kvtier.manager.promote import Transfers
-from kvtier.manager.protection import Keeper
-from kvtier.manager.purge import Purges
-from kvtier.manager.reserve import Reservation
-from kvtier.manager.saved_state import Notes
-from kvtier.manager.space import Room
+from kvtier.manager.promote import Promoter
+from kvtier.manager.protection import Protection
+from kvtier.manager.purge import Purger
+from kvtier.manager.reserve import ChainReservation
+from kvtier.manager.saved_state import SavedState
+from kvtier.manager.space import SpaceSignal
 from kvtier.manager.stats import stats_of
 from kvtier.retention.ranges import ChainTerms, uniform
 from kvtier.retention.terms import FUTURE_S, Terms
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ManagerLimits:
     """Bounds of a manager, with their units in the names."""
 
     lookup_s: float = 0.2
@@ -78,25 +78,27 @@ class Flushed:
 class Manager:
     """See the module. Built closed; `start` opens the tiers, `close` flushes and closes them."""
 
-    def __init__(self, host: HostTier, lower: Sequence[Tier], clock: Clock, settings: Settings | None = None) -> None:
+    def __init__(
+        self, host: HostTier, lower: Sequence[Tier], clock: Clock, settings: ManagerLimits | None = None
+    ) -> None:
         """`lower` are the raw tiers below G2, nearest first. Opens nothing."""
         self.host = host
         self.lower: dict[str, Metered] = {tier.name: Metered(Guarded(tier, clock), clock) for tier in lower}
         self.lock = threading.Lock()
         self._compute_s_per_block: float | None = None
         self.time = self._clock = TrustedClock.around(clock)
-        self._settings = settings or Settings()
+        self._settings = settings or ManagerLimits()
         self.accounts = Accounts(self._settings.block_tokens, self._settings.classes)
         host.lost = self.accounts.losses.note
         self._adopted = 0  # times that a jump of the clock was accepted
         self._drop_below = False
         self._touched: dict[BlockKey, float] = {}
         self._forgotten: deque[Sequence[Hold]] = deque()  # pins of leases that nobody released
-        self.room = Room(self._clock, self._coming)
+        self.room = SpaceSignal(self._clock, self._coming)
         self._tasks: list[asyncio.Task[None]] = []
-        self.keeper = Keeper(self, self.time, self._settings.reserved)
-        self._purges = Purges(host, self.lower, self.keeper, self.lock)
-        self._notes = Notes(self.time, host, self.lock)
+        self.keeper = Protection(self, self.time, self._settings.reserved)
+        self._purges = Purger(host, self.lower, self.keeper, self.lock)
+        self._notes = SavedState(self.time, host, self.lock)
         self.closed = True
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +124,7 @@ class Manager:
             self.host.close()
             raise
         slots = self.host.capacity
-        self.transfers = Transfers(
+        self.transfers = Promoter(
             self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
         )
         await self._purges.learn()
@@ -374,7 +376,7 @@ class Manager:
         asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
             insist = self.demoter.well()
-        out = Reservation(chain, time, keep, insist)
+        out = ChainReservation(chain, time, keep, insist)
         with self.lock:
             if self.demoter.admission.active:
                 self.demoter.admission.want(chain[start:stop])

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
-from kvtier.tiers.host.tier import HostTier, Slot, State
+from kvtier.tiers.host.tier import HostTier, Slot, SlotState
 from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
 
 GRACE_S = 1.0
@@ -22,7 +22,7 @@ Outcome = Slot | Miss
 """A slot that is pinned once for the caller, or why the block was not loaded."""
 
 
-class Transfers:
+class Promoter:
     """Loads under way. Runs on one event loop; slots change under the manager's lock."""
 
     def __init__(self, host: HostTier, clock: Clock, lock: threading.Lock, overdue_max: int) -> None:
@@ -54,7 +54,7 @@ class Transfers:
                     joined[index] = task
                     continue
                 slot = self._reserve(chain, index)
-                if isinstance(slot, Slot) and slot.state is State.FILLING:
+                if isinstance(slot, Slot) and slot.state is SlotState.FILLING:
                     reserved.append((index, slot))
                 else:
                     outcomes[index] = slot

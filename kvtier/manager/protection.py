@@ -26,7 +26,7 @@ from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.host.quota import Guarantees
 from kvtier.tiers.host.tier import Slot
-from kvtier.tiers.protocol import Keeping, Notebook, Pinning, Tier
+from kvtier.tiers.protocol import Notebook, Pinning, Retaining, Tier
 
 if TYPE_CHECKING:
     from kvtier.manager.manager import Manager
@@ -49,14 +49,14 @@ class _Promise:
     made: float
 
 
-class Keeper:
+class Protection:
     """The promises of one manager. Sync verbs are called under the manager's lock; async ones on its loop."""
 
     def __init__(self, manager: Manager, time: TrustedClock, share: float) -> None:
         self._manager = manager
         self._time = time
         self._share = share
-        self._tier: Keeping | None = None
+        self._tier: Retaining | None = None
         self._tier_name = ""
         self._book: Notebook | None = None
         self._shared: list[Pinning] = []
@@ -79,7 +79,7 @@ class Keeper:
         for name, tier in self._manager.lower.items():
             raw: Tier = tier.inner.inner
             if self._tier is None and hasattr(raw, "keep"):
-                self._tier, self._tier_name = cast(Keeping, raw), name
+                self._tier, self._tier_name = cast(Retaining, raw), name
                 capacity = raw.usage().capacity_bytes // raw.block_bytes
                 self._budget = max(1, int(self._share * capacity)) if capacity else _UNBOUNDED_BLOCKS
             if self._book is None and hasattr(raw, "write_note"):

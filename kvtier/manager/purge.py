@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope
-from kvtier.manager.protection import Keeper
+from kvtier.manager.protection import Protection
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Tier
 
@@ -16,10 +16,10 @@ _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
 
 
-class Purges:
+class Purger:
     """`lower` are the tiers below G2, nearest first; `lock` guards `host` and `keeper`."""
 
-    def __init__(self, host: HostTier, lower: Mapping[str, Tier], keeper: Keeper, lock: threading.Lock) -> None:
+    def __init__(self, host: HostTier, lower: Mapping[str, Tier], keeper: Protection, lock: threading.Lock) -> None:
         self._host = host
         self._lower = lower
         self._keeper = keeper

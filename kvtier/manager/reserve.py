@@ -15,7 +15,7 @@ from kvtier.tiers.protocol import Miss
 
 
 @dataclass(slots=True)
-class Reservation:
+class ChainReservation:
     """Grows by `take` from one depth to the next; all of it under the manager's lock.
 
     `keep` claims blocks that must not be evicted for these; with `insist` the policy may not refuse them. `slots` are

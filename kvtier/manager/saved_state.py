@@ -35,7 +35,7 @@ class Learned(Protocol):
     def restore(self, raw: bytes) -> None: ...
 
 
-class Notes:
+class SavedState:
     """The notes of one manager. On its loop; the policy is asked under the manager's lock."""
 
     def __init__(self, time: TrustedClock, host: HostTier, lock: threading.Lock, boot: bytes | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvtier.clock import Clock
 
 
-class Room:
+class SpaceSignal:
     """Read `told`, look for room, and if there is none, `wait` with that count: what comes free meanwhile ends it."""
 
     def __init__(self, clock: Clock, coming: Callable[[], bool]) -> None:

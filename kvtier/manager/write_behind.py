@@ -41,7 +41,7 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ChainBatch:
     """Pinned blocks of one chain, ascending in depth. Whoever takes the batch owes each slot one unpin."""
 
     chain: Sequence[BlockKey]
@@ -70,7 +70,7 @@ class WriteBehind:
         lock: threading.Lock,
         rate: TokenBucket,
         budget: TokenBucket,
-        finished: Callable[[Batch, list[Stored]], None],
+        finished: Callable[[ChainBatch, list[Stored]], None],
     ) -> None:
         """`finished` is called on the event loop, without the lock, once per batch; it unpins."""
         self.tier = tier
@@ -80,7 +80,7 @@ class WriteBehind:
         self._lock = lock
         self._rate, self._budget = rate, budget
         self._finished = finished
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[ChainBatch] = deque()
         self._queued = 0  # blocks waiting
         self._busy = 0  # blocks with a writer
         self._names: Counter[BlockKey] = Counter()  # of all those
@@ -108,14 +108,14 @@ class WriteBehind:
         """Whether this block is accepted and not yet answered for. Under the lock."""
         return key in self._names
 
-    def _forget(self, batch: Batch) -> None:
+    def _forget(self, batch: ChainBatch) -> None:
         for slot in batch.slots:
             key = batch.chain[slot.index]
             self._names[key] -= 1
             if not self._names[key]:
                 del self._names[key]
 
-    def offer(self, batch: Batch) -> int:
+    def offer(self, batch: ChainBatch) -> int:
         """Accept the head of a batch, as far as there is room; returns how many. Under the lock; never blocks.
 
         The caller keeps the pins of what was refused.
@@ -124,7 +124,7 @@ class WriteBehind:
         if taken < len(batch.slots):
             self.refused["queue"] += len(batch.slots) - taken
         if taken:
-            self._queue.append(Batch(batch.chain, batch.slots[:taken]))
+            self._queue.append(ChainBatch(batch.chain, batch.slots[:taken]))
             self._queued += taken
             self._names.update(batch.chain[slot.index] for slot in batch.slots[:taken])
             if self._loop is not None:
@@ -149,7 +149,7 @@ class WriteBehind:
                 with self._lock:
                     return not self.pending()
 
-    async def close(self) -> list[Batch]:
+    async def close(self) -> list[ChainBatch]:
         """Stop the workers; returns what was not written, whose pins are the caller's now."""
         for worker in self._workers:
             worker.cancel()
@@ -184,7 +184,7 @@ class WriteBehind:
                 if not self.pending():
                     self._idle.set()
 
-    def _take(self) -> Batch | None:
+    def _take(self) -> ChainBatch | None:
         """The next batch, cut to the size of one write; the rest stays at the front."""
         most = self.tier.stride
         if most == 1:
@@ -194,13 +194,13 @@ class WriteBehind:
                 return None
             batch = self._queue.popleft()
             if len(batch.slots) > most:
-                self._queue.appendleft(Batch(batch.chain, batch.slots[most:]))
-                batch = Batch(batch.chain, batch.slots[:most])
+                self._queue.appendleft(ChainBatch(batch.chain, batch.slots[most:]))
+                batch = ChainBatch(batch.chain, batch.slots[:most])
             self._queued -= len(batch.slots)
             self._busy += len(batch.slots)
         return batch
 
-    async def _write(self, batch: Batch) -> list[Stored]:
+    async def _write(self, batch: ChainBatch) -> list[Stored]:
         size = len(batch.slots) * self.tier.block_bytes
         deadline = self._clock.monotonic() + self._limits.write_deadline_s
         if not await self._has_parent(batch, deadline):
@@ -213,7 +213,7 @@ class WriteBehind:
         sealed = await asyncio.to_thread(seal, batch)
         return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
 
-    async def _has_parent(self, batch: Batch, deadline: float) -> bool:
+    async def _has_parent(self, batch: ChainBatch, deadline: float) -> bool:
         first = batch.slots[0].index
         if first == 0:
             return True
@@ -223,7 +223,7 @@ class WriteBehind:
         return (await self.tier.lookup(batch.chain, [first - 1], deadline))[0] is None
 
 
-def seal(batch: Batch) -> list[Sealed]:
+def seal(batch: ChainBatch) -> list[Sealed]:
     """Digest each block that has none yet, and say what it is. Reads every byte; call it off the event loop."""
     out = []
     for slot in batch.slots:

@@ -21,7 +21,7 @@ from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
 from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, Run, level_borders, level_of, references_after
-from kvtier.policies.shadows import Duel, Reference, Rule
+from kvtier.policies.shadows import ChainReference, Duel, Rule
 
 RULES: tuple[Rule, ...] = ((0.0, 0.0), (0.0, 1.0), (1.5, 0.0), (1.5, 1.0))
 """(beta, theta). Leaving the last out costs 0.9 points on chats, the first two 1.6."""
@@ -48,7 +48,7 @@ class GapDuel(Ranking):
         super().__init__(max(MEMORY_PER_BLOCK * capacity, MEMORY_MIN) - min(capacity, MEMORY_MIN), refuses=refuses)
         self._capacity = capacity
         self._duel = Duel(capacity, rules, max(WINDOW_PER_BLOCK * capacity, WINDOW_MIN))
-        self._waiting: deque[Reference] = deque()
+        self._waiting: deque[ChainReference] = deque()
         self._gap_sum = 0.0
         self._gap_count = 0.0
         self._theta = 0.0
@@ -128,7 +128,9 @@ class GapDuel(Ranking):
             gaps.append((len(names), NEW_GAP * self.gap))
         runs = self._split(names, counts, gaps, now)
         self._waiting.append(
-            Reference(now, self.gap, len(names), taken, [(run, run.base, run.base + len(run.blocks)) for run in runs])
+            ChainReference(
+                now, self.gap, len(names), taken, [(run, run.base, run.base + len(run.blocks)) for run in runs]
+            )
         )
         beta, self._theta = self._duel.rules[self._duel.best]
         self._bonus = beta * self.gap

@@ -18,7 +18,7 @@ Rule = tuple[float, float]
 
 
 @dataclass(slots=True)
-class Reference:
+class ChainReference:
     """One request as the shadows see it. Depths are absolute, `old` and `new` go from the root on."""
 
     now: float
@@ -39,7 +39,7 @@ class Shadow:
         self._levels: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(LEVELS)]
         self._top_level = 0
 
-    def step(self, ref: Reference, floors: list[int]) -> int:
+    def step(self, ref: ChainReference, floors: list[int]) -> int:
         """Replay one request; gives the blocks hit: its longest resident prefix.
 
         `floors[i]`: where ref.old[i] began before this request; its mark already tells where it begins now.
@@ -65,7 +65,7 @@ class Shadow:
                     self._top_level = run.level
         return hit
 
-    def _admit(self, ref: Reference, hit: int) -> int:
+    def _admit(self, ref: ChainReference, hit: int) -> int:
         """Take in what missed, head first; gives the depth up to which the request is held now."""
         unit, depth = self.beta * ref.gap, hit
         for run, _, stop in ref.new:
@@ -129,7 +129,7 @@ class Duel:
         self._seen = 0  # references
         self._left_at = 0  # of them, when the first rule was left last
 
-    def learn(self, ref: Reference) -> None:
+    def learn(self, ref: ChainReference) -> None:
         """Replay one request in every shadow, then choose the rule in force."""
         # A run's marks: the depth up to which each shadow holds it, and at the end the depth where it begins.
         for run, start, _ in ref.new:

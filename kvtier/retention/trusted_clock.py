@@ -50,7 +50,7 @@ class Reading(NamedTuple):
     adopted: bool = False
 
 
-class ExpiryClock:
+class WallClockGuard:
     """The rule above over an injected clock. Not thread-safe; `read` never blocks."""
 
     def __init__(
@@ -95,7 +95,7 @@ class TrustedClock:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._expiry = ExpiryClock(clock)
+        self._expiry = WallClockGuard(clock)
         self.adopted = 0  # times that a jump was accepted
 
     @classmethod
@@ -126,7 +126,7 @@ class TrustedClock:
         anchor = decode_anchor(raw, boot)
         if anchor is not None and anchor.monotonic <= self._clock.monotonic():
             with self._lock:
-                self._expiry = ExpiryClock(self._clock, anchor)
+                self._expiry = WallClockGuard(self._clock, anchor)
 
     def anchor(self, boot: bytes) -> bytes:
         """What `resume` takes."""
@@ -134,7 +134,7 @@ class TrustedClock:
             return encode_anchor(self._expiry.anchor, boot)
 
 
-class ToldClock:
+class RelayedClock:
     """A `kvtier.clock.Clock` in a process that works for another one: its wall time is what the other one last said,
     and what has passed since. The two must agree about the time, too. Thread-safe."""
 
@@ -169,7 +169,7 @@ class ToldClock:
 
 def deletion_time(clock: Clock) -> float | None:
     """What is dead at this time may be deleted; None: nothing now."""
-    return clock.read().delete if isinstance(clock, TrustedClock | ToldClock) else clock.wall()
+    return clock.read().delete if isinstance(clock, TrustedClock | RelayedClock) else clock.wall()
 
 
 _ANCHOR = struct.Struct("<8sdd36s")

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
-from kvtier.events import Told
+from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
@@ -59,7 +59,7 @@ class Wrapper:
         return await self.inner.evict(keys)
 
     async def drop_made_after(self, time: float) -> int:
-        """See `kvtier.tiers.protocol.Keeping`; a tier that cannot drops nothing."""
+        """See `kvtier.tiers.protocol.Retaining`; a tier that cannot drops nothing."""
         work = getattr(self.inner, "drop_made_after", None)
         return int(await work(time)) if work is not None else 0
 
@@ -72,7 +72,7 @@ class Wrapper:
     async def flush(self, deadline: float) -> None:
         await self.inner.flush(deadline)
 
-    def watch(self, told: Told | None) -> None:
+    def watch(self, told: Notify | None) -> None:
         """Have `told` hear of blocks that the tier drops by itself, as far as it can say."""
         watch = getattr(self.inner, "watch", None)
         if watch is not None:
@@ -274,9 +274,9 @@ class Metered(Wrapper):
         self.write_latency = Latency()
         self._read_s_per_block: float | None = None
         self._read_at = 0.0
-        self._told: Told | None = None
+        self._told: Notify | None = None
 
-    def watch(self, told: Told | None) -> None:
+    def watch(self, told: Notify | None) -> None:
         """Have `told` hear of blocks that become durable here, or turn out to be gone."""
         self._told = told
         super().watch(told)

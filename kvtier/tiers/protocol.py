@@ -164,7 +164,7 @@ class Tier(Protocol):
         """Flush within the deadline and let go of everything. Idempotent."""
 
 
-class Keeping(Protocol):
+class Retaining(Protocol):
     """What a local tier may do on top of `Tier`: promise not to evict, and forget what a wrong clock stamped. Over
     restarts, and for every process that shares the store. Raises TierError."""
 

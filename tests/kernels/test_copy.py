@@ -8,15 +8,15 @@ import pytest
 from manual_mover import ManualEvent, ManualMover
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
-from kvtier.kernels.copy import Ack, CopyEngine, Lane, Limits, Moves, Outcome
+from kvtier.kernels.copy import Ack, CopyEngine, CopyLimits, Lane, Moves, Outcome
 from kvtier.kernels.mover import State
 
-SMALL = Limits(
+SMALL = CopyLimits(
     chunk_bytes=200, load_window_bytes=10_000, store_window_bytes=1_000, store_window_while_loading_bytes=400
 )
 
 
-def engine_of(mover: ManualMover, limits: Limits = SMALL) -> CopyEngine:
+def engine_of(mover: ManualMover, limits: CopyLimits = SMALL) -> CopyEngine:
     return CopyEngine(mover, limits)
 
 
@@ -120,7 +120,7 @@ def test_a_load_waits_for_the_store_that_still_reads_its_block() -> None:
 
 def test_a_cancelled_store_does_not_hide_an_older_one_that_reads_the_same_block() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=100))
     engine.store(moves((4, 1, 0)))
     second = engine.store(moves((4, 2, 0)))
     assert len(mover.flights) == 1
@@ -132,7 +132,7 @@ def test_a_cancelled_store_does_not_hide_an_older_one_that_reads_the_same_block(
 
 def test_a_load_pulls_the_throttled_store_it_depends_on() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=200, store_window_while_loading_bytes=100))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=200, store_window_while_loading_bytes=100))
     engine.store(some(6))
     assert len(mover.flights) == 2
     engine.load(moves((3, 40, 0)))
@@ -151,7 +151,7 @@ def test_a_store_waits_for_the_load_into_its_block() -> None:
 
 def test_loads_go_before_stores_that_wait() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100, store_window_while_loading_bytes=100))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=100, store_window_while_loading_bytes=100))
     engine.store(some(3))
     engine.load(some(1, first=20))
     assert [flight.lane for flight in mover.flights] == [Lane.STORE, Lane.LOAD]
@@ -176,7 +176,7 @@ def test_stores_are_throttled_while_a_load_flies_and_only_then() -> None:
 
 def test_an_expedited_load_does_not_queue_behind_others() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, load_window_bytes=200))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, load_window_bytes=200))
     engine.load(some(10))
     engine.load(some(1, first=30), expedited=True)
     assert [flight.lane for flight in mover.flights] == [Lane.LOAD, Lane.LOAD, Lane.EXPEDITED]
@@ -184,7 +184,7 @@ def test_an_expedited_load_does_not_queue_behind_others() -> None:
 
 def test_cancelling_frees_what_never_flew_at_once_and_the_rest_on_landing() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=200, store_window_bytes=400))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=200, store_window_bytes=400))
     ticket = engine.store(some(10))
     assert len(mover.flights) == 2
     engine.cancel(ticket)
@@ -231,7 +231,7 @@ def test_a_lost_copy_is_never_acknowledged_and_ends_the_engine() -> None:
 
 def test_what_never_flew_is_given_back_when_the_engine_breaks() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=100))
     engine.store(some(3))
     mover.end(0, state=State.LOST)
     acks = engine.poll()
@@ -242,7 +242,7 @@ def test_what_never_flew_is_given_back_when_the_engine_breaks() -> None:
 
 def test_a_fence_launches_the_whole_ticket_and_orders_the_stream_behind_it() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=100))
     engine.store(some(2))
     ticket = engine.store(some(2, first=10))
     engine.fence(ticket)
@@ -255,7 +255,7 @@ def test_a_fence_launches_the_whole_ticket_and_orders_the_stream_behind_it() -> 
 
 def test_every_launch_gets_the_gate_taken_when_the_command_came() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=100))
     event = ManualEvent()
     engine.store(some(2), after=event)
     mover.end(0)
@@ -282,7 +282,7 @@ def test_waiting_ends_at_its_deadline_and_keeps_the_acknowledgements() -> None:
 
 def test_a_full_queue_refuses_and_changes_nothing() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, queued_moves=4))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, queued_moves=4))
     engine.store(some(3))
     with pytest.raises(CapacityError):
         engine.load(some(2, first=10))
@@ -310,7 +310,7 @@ def test_an_index_out_of_range_is_an_error_not_a_copy(wrong: list[tuple[int, int
 
 def test_closing_cancels_waits_and_releases_the_mover() -> None:
     mover = ManualMover()
-    engine = engine_of(mover, Limits(chunk_bytes=100, store_window_bytes=100))
+    engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=100))
     engine.store(some(3))
     assert not engine.close(timeout=0.0) and not mover.closed
     mover.end(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from manual_mover import ManualEvent
 
-from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome
+from kvtier.kernels.copy import CopyEngine, CopyLimits, Lane, Moves, Outcome
 from kvtier.kernels.cpu import open_engine
 from kvtier.kernels.layout import Order, Shape, of_arenas, of_pool, of_slots, of_tensors
 
@@ -87,7 +87,7 @@ def test_a_slot_has_its_own_layout_whatever_the_engine_uses(
         assert torch.equal(layer.view(torch.uint8), want.view(torch.uint8))
 
 
-def small_engine(limits: Limits | None = None) -> tuple[CopyEngine, torch.Tensor, memoryview]:
+def small_engine(limits: CopyLimits | None = None) -> tuple[CopyEngine, torch.Tensor, memoryview]:
     pool = torch.zeros(8, 64, dtype=torch.uint8)
     device, shape = of_pool(pool)
     arena = arena_of(8 * 64)
@@ -121,7 +121,7 @@ def test_a_load_over_a_block_being_stored_does_not_change_what_is_stored() -> No
 
 
 def test_a_fence_copies_now() -> None:
-    engine, pool, arena = small_engine(Limits(chunk_bytes=64, load_window_bytes=64))
+    engine, pool, arena = small_engine(CopyLimits(chunk_bytes=64, load_window_bytes=64))
     arena[:] = bytes(range(8)) * 64
     ticket = engine.load(Moves.of([(i, i, 0) for i in range(8)]))
     engine.fence(ticket)
@@ -148,7 +148,9 @@ def test_a_random_walk_never_leaves_a_wrong_byte(seed: int) -> None:
     pool = torch.zeros(12, 24, dtype=torch.uint8)
     device, shape = of_pool(pool)
     arena = arena_of(9 * 32)
-    limits = Limits(chunk_bytes=48, load_window_bytes=96, store_window_bytes=96, store_window_while_loading_bytes=48)
+    limits = CopyLimits(
+        chunk_bytes=48, load_window_bytes=96, store_window_bytes=96, store_window_while_loading_bytes=48
+    )
     engine = open_engine(device, of_arenas([arena], 32, shape), shape, limits)
     generation = [0] * 9
     slot_value: dict[int, int] = {}  # READY slots

@@ -13,7 +13,7 @@ from random_copies import Walk
 from simulated_driver import COMPUTE, SimulatedDriver
 
 from kvtier.errors import ConfigError, InvalidRequest, TierError
-from kvtier.kernels.copy import CopyEngine, Lane, Limits, Moves, Outcome
+from kvtier.kernels.copy import CopyEngine, CopyLimits, Lane, Moves, Outcome
 from kvtier.kernels.cuda import MAX_CTAS, CudaMover, _Scratch
 from kvtier.kernels.driver import DeviceError
 from kvtier.kernels.engine import open_engine
@@ -22,7 +22,7 @@ from kvtier.kernels.layout import Order, Region, Shape, of_arenas, of_pool, of_s
 from kvtier.kernels.method import Method, Table
 from kvtier.kernels.page_lock import pin, unpin
 
-SMALL = Limits(chunk_bytes=128)
+SMALL = CopyLimits(chunk_bytes=128)
 NO_TABLE = Table("simulated", {})
 LAYOUTS = ["KBNHC", "BKHNC", "BHNKC"]
 
@@ -42,7 +42,7 @@ def settle(engine: CopyEngine, driver: SimulatedDriver) -> list[tuple[int, Outco
 
 
 def pool_engine(
-    driver: SimulatedDriver, method: Method | None = None, limits: Limits = SMALL, pageable: bool = False
+    driver: SimulatedDriver, method: Method | None = None, limits: CopyLimits = SMALL, pageable: bool = False
 ) -> tuple[CopyEngine, torch.Tensor, memoryview, CudaMover]:
     pool = torch.arange(8 * 64, dtype=torch.int64).remainder(251).to(torch.uint8).reshape(8, 64)
     device, shape = of_pool(pool)
@@ -76,7 +76,7 @@ def test_bytes_are_equal_in_every_layout_by_every_method(
     device, host = of_tensors(layers, dims, shape), of_slots(arena, slot_bytes, shape, order, packed)
     driver = SimulatedDriver(kernel_library, Random(4))
     mover = CudaMover(driver, device, host, shape, NO_TABLE, method=method, staging_bytes=2 * slot_bytes)
-    engine = CopyEngine(mover, Limits(chunk_bytes=3 * shape.block_bytes))
+    engine = CopyEngine(mover, CopyLimits(chunk_bytes=3 * shape.block_bytes))
     at = dims.index("B")
     before = [layer.clone() for layer in layers]
     engine.store(Moves.of([(6, 0, 0), (1, 8, 0), (2, 3, 0), (3, 4, 0), (0, 5, 0)]))
@@ -242,7 +242,7 @@ def test_more_launches_than_item_tables_use_the_copy_engine_for_once(
 ) -> None:
     monkeypatch.setattr(_Scratch, "SLICES", 2)
     driver = SimulatedDriver(kernel_library, Random(0), steps_per_query=0)
-    engine, pool, arena, mover = pool_engine(driver, Method.DIRECT, Limits(chunk_bytes=64))
+    engine, pool, arena, mover = pool_engine(driver, Method.DIRECT, CopyLimits(chunk_bytes=64))
     engine.store(Moves.of([(i, 7 - i, 0) for i in range(8)]))
     assert driver.names().count("launch") == 2
     settle(engine, driver)
@@ -269,7 +269,7 @@ class SimulatedWalk(Walk):
         host = of_slots(self.arena, self.SLOT_BYTES, shape, Order.HND)
         driver = Delayed(self.driver, Random(seed)) if delayed else self.driver
         mover = CudaMover(driver, device, host, shape, NO_TABLE, method=method, staging_bytes=2 * self.SLOT_BYTES)
-        limits = Limits(48, load_window_bytes=96, store_window_bytes=96, store_window_while_loading_bytes=48)
+        limits = CopyLimits(48, load_window_bytes=96, store_window_bytes=96, store_window_while_loading_bytes=48)
         super().__init__(Random(seed), CopyEngine(mover, limits))
 
     def fill(self, block: int, value: int) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from random_copies import Walk
 
-from kvtier.kernels.copy import Ack, CopyEngine, Limits, Moves, Outcome
+from kvtier.kernels.copy import Ack, CopyEngine, CopyLimits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver
 from kvtier.kernels.engine import open_engine, open_pool_engine
@@ -53,7 +53,7 @@ def arena_of(nbytes: int) -> memoryview:
 
 
 def cuda_engine(
-    device: Paged, host: Paged, shape: Shape, method: Method, limits: Limits | None = None, delay: int | None = None
+    device: Paged, host: Paged, shape: Shape, method: Method, limits: CopyLimits | None = None, delay: int | None = None
 ) -> CopyEngine:
     """An engine over registered memory; with `delay`, every copy is delayed by up to so many cycles."""
     driver = open_driver()
@@ -69,7 +69,7 @@ def cuda_engine(
         method=method,
         on_close=partial(unpin, driver, chunks),
     )
-    return CopyEngine(mover, limits or Limits())
+    return CopyEngine(mover, limits or CopyLimits())
 
 
 def finish(engine: CopyEngine, *tickets: int) -> list[Ack]:
@@ -110,7 +110,7 @@ def test_bytes_are_equal_in_every_layout(name: str, method: Method, caplog: pyte
                 arena = arena_of(29 * slot_bytes)
                 device = of_tensors([layer.view(dtype) for layer in layers], dims, shape)
                 host = of_slots(arena, slot_bytes, shape, order, packed)
-                engine = cuda_engine(device, host, shape, method, Limits(chunk_bytes=5 * shape.block_bytes))
+                engine = cuda_engine(device, host, shape, method, CopyLimits(chunk_bytes=5 * shape.block_bytes))
                 before = [layer.cpu().clone() for layer in layers]
                 rng = np.random.default_rng(5)
                 blocks, slots = rng.permutation(23)[:17], rng.permutation(29)[:17]
@@ -164,7 +164,7 @@ class GpuWalk(Walk):
         self.wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
         device = of_tensors(self.layers, "KBNHC", shape)
         host = of_slots(self.arena, self.slot_bytes, shape, Order.HND)
-        limits = Limits(
+        limits = CopyLimits(
             chunk_bytes=self.nbytes,
             load_window_bytes=2 * self.nbytes,
             store_window_bytes=2 * self.nbytes,
@@ -229,7 +229,7 @@ def pool_and_arena() -> Iterator[tuple[torch.Tensor, memoryview]]:
 def test_cancelling_in_flight_ends_clean(pool_and_arena: tuple[torch.Tensor, memoryview]) -> None:
     pool, arena = pool_and_arena
     device, shape = of_pool(pool)
-    limits = Limits(chunk_bytes=4 * MIB, load_window_bytes=32 * MIB)
+    limits = CopyLimits(chunk_bytes=4 * MIB, load_window_bytes=32 * MIB)
     engine = cuda_engine(device, of_arenas([arena], MIB, shape), shape, Method.DMA, limits, delay=3_000_000)
     before = pool.cpu().clone()
     ticket = engine.load(Moves.of((i, i, 0) for i in range(100)))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvtier.clock import SystemClock
-from kvtier.manager.manager import Manager, Settings
+from kvtier.manager.manager import Manager, ManagerLimits
 from kvtier.policies.policy import make_policy
 from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import MemoryTier, VirtualClock, payload_of
@@ -33,7 +33,7 @@ async def test_what_an_attempt_gives_back_is_no_news() -> None:
     clock = SystemClock()
     host = HostTier(Arena(BLOCK, 1, 3 * BLOCK), make_policy("lru", 3))
     lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)]
-    manager = Manager(host, lower, clock, Settings(queue_fraction=1.0))
+    manager = Manager(host, lower, clock, ManagerLimits(queue_fraction=1.0))
     await manager.start()
     ours, other = chain_of(NS, 2, seed=1), chain_of(NS, 2, seed=2)
     store(manager, ours)
@@ -61,7 +61,7 @@ async def test_moving_a_block_down_does_not_renew_it(used: bool) -> None:
     clock = VirtualClock()
     host = HostTier(Arena(BLOCK, 1, 8 * BLOCK), make_policy("lru", 8))
     lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)]
-    manager = Manager(host, lower, clock, Settings(queue_fraction=1.0))
+    manager = Manager(host, lower, clock, ManagerLimits(queue_fraction=1.0))
     await manager.start()
     chain = chain_of(NS, 5)
     store(manager, chain, "5m")
@@ -84,7 +84,7 @@ async def test_the_deepest_tier_is_fed_whatever_its_stride(stride: int) -> None:
     clock = VirtualClock()
     host = HostTier(Arena(BLOCK, 1, 8 * BLOCK), make_policy("lru", 8))
     lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=stride)]
-    manager = Manager(host, lower, clock, Settings(queue_fraction=1.0))
+    manager = Manager(host, lower, clock, ManagerLimits(queue_fraction=1.0))
     await manager.start()
     store(manager, chain_of(NS, 4))
     assert (await manager.flush(clock.monotonic() + 10)).durable == {"g3": 4, "g4": 4}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.retention.terms import Depth, Lifetime, Terms
-from kvtier.retention.trusted_clock import SETTLE_S, SKEW_S, Anchor, ExpiryClock
+from kvtier.retention.trusted_clock import SETTLE_S, SKEW_S, Anchor, WallClockGuard
 from kvtier.testing import VirtualClock
 
 DAY_S = 86_400.0
@@ -18,7 +18,7 @@ TERMS = Terms("1h", ttl=3600.0, max_age=7200.0)
 
 def test_without_jumps_there_is_one_time() -> None:
     clock = VirtualClock()
-    expiry = ExpiryClock(clock)
+    expiry = WallClockGuard(clock)
     for _ in range(100):
         clock.advance(50.0)
         reading = expiry.read()
@@ -28,7 +28,7 @@ def test_without_jumps_there_is_one_time() -> None:
 @pytest.mark.parametrize("days", [10, -10])
 def test_a_jump_serves_by_the_later_time_and_deletes_nothing(days: int) -> None:
     clock = VirtualClock()
-    expiry = ExpiryClock(clock)
+    expiry = WallClockGuard(clock)
     true = clock.wall()
     clock.jump_wall(days * DAY_S)
     reading = expiry.read()
@@ -41,7 +41,7 @@ def test_a_jump_serves_by_the_later_time_and_deletes_nothing(days: int) -> None:
 @pytest.mark.parametrize("days", [10, -10])
 def test_a_new_time_that_keeps_its_pace_is_adopted_once(days: int) -> None:
     clock = VirtualClock()
-    expiry = ExpiryClock(clock)
+    expiry = WallClockGuard(clock)
     clock.jump_wall(days * DAY_S)
     adopted = []
     while clock.monotonic() < 1000.0 + SETTLE_S + 200:
@@ -53,7 +53,7 @@ def test_a_new_time_that_keeps_its_pace_is_adopted_once(days: int) -> None:
 
 def test_a_clock_that_keeps_jumping_is_never_adopted() -> None:
     clock, rng = VirtualClock(), random.Random(1)
-    expiry = ExpiryClock(clock)
+    expiry = WallClockGuard(clock)
     for _ in range(200):
         clock.jump_wall(rng.choice((-1, 1)) * rng.uniform(1, 10) * DAY_S)
         clock.advance(SETTLE_S / 3)
@@ -63,7 +63,7 @@ def test_a_clock_that_keeps_jumping_is_never_adopted() -> None:
 def test_small_steps_do_not_add_up_to_a_jump() -> None:
     """A clock pushed by less than the skew at a time is followed only as fast as NTP may slew."""
     clock = VirtualClock()
-    expiry = ExpiryClock(clock)
+    expiry = WallClockGuard(clock)
     true = clock.wall()
     for _ in range(100):
         clock.jump_wall(-SKEW_S * 0.9)
@@ -74,13 +74,13 @@ def test_small_steps_do_not_add_up_to_a_jump() -> None:
 
 def test_an_anchor_carries_the_rule_over_a_restart() -> None:
     clock = VirtualClock()
-    before = ExpiryClock(clock)
+    before = WallClockGuard(clock)
     clock.advance(5.0)
     before.read()
     true = clock.wall()
     clock.jump_wall(-10 * DAY_S)  # while no process was there
-    assert ExpiryClock(clock, before.anchor).read().serve == true
-    assert ExpiryClock(clock).read().serve == true - 10 * DAY_S  # the control: without it the jump is not seen
+    assert WallClockGuard(clock, before.anchor).read().serve == true
+    assert WallClockGuard(clock).read().serve == true - 10 * DAY_S  # the control: without it the jump is not seen
     assert before.anchor == Anchor(true, 1005.0)
 
 
@@ -101,7 +101,7 @@ def test_nothing_expired_is_ever_served(steps: list[tuple[str, float]]) -> None:
     """Against true time: no block is servable past its ttl or max_age by more than the skew, wherever the wall clock
     has been. The owner does what the rule asks for: it stamps, serves and drops by the reading."""
     clock = VirtualClock()
-    expiry = ExpiryClock(clock)
+    expiry = WallClockGuard(clock)
     lives: dict[int, Lifetime] = {}
     used: dict[int, float] = {}
     made: dict[int, float] = {}

@@ -57,7 +57,7 @@ def _let_go(promotion: concurrent.futures.Future[Lease]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class TierRequest:
     """One request, from its arrival until vLLM will name it no more."""
 
     control: Control

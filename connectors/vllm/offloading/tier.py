@@ -42,13 +42,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvtier.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.connectors.common import Controls, Scopes, Settings, engine_keys, guarded, seconds
-from kvtier.connectors.feedback import Wishes
+from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.vllm import compat
-from kvtier.connectors.vllm.cache import Core
+from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import OWNERSHIP
 from kvtier.connectors.vllm.identity import Adapters
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
-from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, Visit
+from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, TierRequest
 from kvtier.connectors.vllm.offloading.rows import Placed, Rows, runs_of
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.events import Events
@@ -134,9 +134,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._controls, self._scopes = Controls(config), Scopes(config)
         self._block_tokens = namespace.block_tokens
         self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
-        self._adapters, self._wishes = Adapters(), Wishes(namespace.block_tokens)
+        self._adapters, self._wishes = Adapters(), Feedback(namespace.block_tokens)
         self._clock = SystemClock()
-        self._visits: dict[str, Visit] = {}
+        self._visits: dict[str, TierRequest] = {}
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._under_way: set[concurrent.futures.Future[None]] = set()
         self._hurry = False  # somebody waits for the stores
@@ -147,7 +147,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
         alone = offloading_spec.config.parallel.world_size == 1  # then this is the worker's process, too
-        self._core = Core(settings, namespace, events=self._events, computes=alone)
+        self._core = SchedulerCache(settings, namespace, events=self._events, computes=alone)
         self._core.open()
         self._rows = Rows(primary_kv_view)
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
@@ -172,7 +172,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         whole = request.num_prompt_tokens // self._block_tokens * self._hashes_per_chunk
         hashes = compat.hashes_of(request)[:whole]
         prompt = tuple(engine_keys(scope, hashes[self._hashes_per_chunk - 1 :: self._hashes_per_chunk]))
-        visit = self._visits[request.request_id] = Visit(control, scope, compat.public_name(request), prompt)
+        visit = self._visits[request.request_id] = TierRequest(control, scope, compat.public_name(request), prompt)
         if (cache := self._cache) is not None:
             visit.pinning = self._wishes.pin(cache, scope, control, prompt)
 
@@ -199,7 +199,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             log.warning("a pin or comparison is not heard under vLLM's own connector: use KVTierOffloadingConnector")
         scope = self._scopes.of(None, b"", control.request)
         if scope is not None:
-            self._visits[context.req_id] = Visit(control, scope)
+            self._visits[context.req_id] = TierRequest(control, scope)
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
         return guarded(self._look, key, req_context, fallback=LookupResult.MISS)
@@ -232,7 +232,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             raise KVTierError("the engine does not say where in its request a block lies")
         return int(position) // self._block_tokens - 1
 
-    def _begin(self, cache: Cache, visit: Visit, chain: Sequence[BlockKey], start: int) -> Search:
+    def _begin(self, cache: Cache, visit: TierRequest, chain: Sequence[BlockKey], start: int) -> Search:
         """Pin what lies in G2, or have it promoted."""
         manager, now = cache.manager, self._clock.monotonic()
         search = Search(start, len(chain) - start, now + self._lookup_s, first=not visit.searches)
@@ -246,7 +246,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             search.promotion = cache.submit(work)
         return search
 
-    def _settle(self, cache: Cache, visit: Visit, search: Search) -> bool:
+    def _settle(self, cache: Cache, visit: TierRequest, search: Search) -> bool:
         """Whether it is known by now what was found; after the deadline, that is what lies in G2."""
         promotion = search.promotion
         assert promotion is not None
@@ -348,7 +348,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         context = job.req_context
         return [Placed(key, self._depth(key, context), row) for key, row in zip(job.keys, rows, strict=True)]
 
-    def _load(self, visit: Visit | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
+    def _load(self, visit: TierRequest | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
         """Returns the keys whose rows hold their block now."""
         cache = self._cache
         if visit is None or search is None or search.lease is None or cache is None:
@@ -374,7 +374,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         search.served = len(good) == len(placed)
         return good
 
-    def _store(self, visit: Visit | None, chain: list[BlockKey], placed: list[Placed]) -> list[bytes]:
+    def _store(self, visit: TierRequest | None, chain: list[BlockKey], placed: list[Placed]) -> list[bytes]:
         """Returns all keys: what kvtier does not keep is no failure of the job."""
         cache = self._cache
         if visit is not None and cache is not None and chain:

@@ -13,4 +13,4 @@ from kvtier.policies.policy import POLICIES, Policy
 COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {**POLICIES, "arc": ARC, "s3fifo": S3FIFO, "lru-freq": FrequencyLRU}
 )
-"""Every policy by name; each is made for a capacity in blocks. `arc` and `s3fifo` do not keep residents prefix-closed."""
+"""Every policy by name, made for a capacity in blocks. `arc` and `s3fifo` do not keep residents prefix-closed."""

@@ -10,7 +10,7 @@ from kvtier.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CacheShape:
     """A model's KV cache. `bytes_per_token` over all layers; `prefill_tokens_s` what one H100-class GPU prefills,
     an order of magnitude to start from and to be replaced by a measured one."""
 
@@ -24,19 +24,19 @@ def kv_bytes(layers: int, heads: int, head_size: int, bytes_per_value: int = 2) 
     return 2 * layers * heads * head_size * bytes_per_value
 
 
-SHAPES: Mapping[str, Shape] = MappingProxyType(
+SHAPES: Mapping[str, CacheShape] = MappingProxyType(
     {
         shape.name: shape
         for shape in (
-            Shape("llama-3.1-8b", kv_bytes(32, 8, 128), 10_000),
-            Shape("llama-3.1-70b", kv_bytes(80, 8, 128), 2_000),
-            Shape("deepseek-v3", 61 * (512 + 64) * 2, 4_000),  # MLA: one compressed latent and one RoPE key
+            CacheShape("llama-3.1-8b", kv_bytes(32, 8, 128), 10_000),
+            CacheShape("llama-3.1-70b", kv_bytes(80, 8, 128), 2_000),
+            CacheShape("deepseek-v3", 61 * (512 + 64) * 2, 4_000),  # MLA: one compressed latent and one RoPE key
         )
     }
 )
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> CacheShape:
     """The shape called `name`. Raises InvalidRequest that lists what exists."""
     if name not in SHAPES:
         raise InvalidRequest(f"model {name!r} is not a known shape; known: {', '.join(SHAPES)}; or say bytes per token")

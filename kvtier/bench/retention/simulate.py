@@ -22,7 +22,7 @@ from kvtier.bench.retention.byteless import EmptyArena, EmptyTier
 from kvtier.bench.retention.traces import Trace
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SHARED, BlockKey
-from kvtier.manager.manager import Manager, Settings
+from kvtier.manager.manager import Manager, ManagerLimits
 from kvtier.policies.policy import Policy, make_policy
 from kvtier.retention.terms import Depth, Lifetime, Terms
 from kvtier.tiers.host.tier import HostTier
@@ -53,7 +53,7 @@ class TraceClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedOutcome:
     """What a replay found. `hits[i]`: prefix blocks that request i found."""
 
     references: int
@@ -82,14 +82,14 @@ def capacity_of(trace: Trace, fraction: float) -> int:
 @contextmanager
 def empty_manager(capacity: int, policy: Policy, clock: TraceClock) -> Iterator[Manager]:
     """A started manager whose G2 holds `capacity` blocks of no bytes."""
-    manager = Manager(HostTier(EmptyArena(capacity), policy), (), clock, Settings())
+    manager = Manager(HostTier(EmptyArena(capacity), policy), (), clock, ManagerLimits())
     with asyncio.Runner() as runner:
         runner.run(manager.start())
         yield manager
         runner.run(manager.close())
 
 
-def simulate(trace: Trace, policy: str, capacity: int, terms: Terms = FOREVER) -> Outcome:
+def simulate(trace: Trace, policy: str, capacity: int, terms: Terms = FOREVER) -> SimulatedOutcome:
     """Replay `trace` in a G2 of `capacity` blocks. Deterministic; some 10 µs per missing block, 1 per hit."""
     clock, names = TraceClock(), keys_of(trace)
     chosen = make_policy(policy, capacity, refuses=True, among=COMPARED)
@@ -103,7 +103,7 @@ def simulate(trace: Trace, policy: str, capacity: int, terms: Terms = FOREVER) -
         evictions = manager.host.evictions
     stats = chosen.stats() if hasattr(chosen, "stats") else {}
     spent, cpu = time.perf_counter() - began, time.process_time() - cpu_began
-    return Outcome(trace.references, tuple(hits), evictions, spent, cpu, MappingProxyType(stats))
+    return SimulatedOutcome(trace.references, tuple(hits), evictions, spent, cpu, MappingProxyType(stats))
 
 
 def _replay(manager: Manager, chain: Sequence[BlockKey], terms: Terms) -> int:
@@ -117,7 +117,7 @@ def _replay(manager: Manager, chain: Sequence[BlockKey], terms: Terms) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TierLevel:
     """One tier of a stack: its name (g1 … g4) and how many blocks it holds."""
 
     name: str
@@ -156,7 +156,7 @@ class Split:
 
 
 def simulate_stack(
-    trace: Trace, policy: str, levels: Sequence[Level], terms: Terms = FOREVER, admit: Admit = ALL
+    trace: Trace, policy: str, levels: Sequence[TierLevel], terms: Terms = FOREVER, admit: Admit = ALL
 ) -> Split:
     """Replay `trace` over a stack of tiers, nearest first. Deterministic; some 15 µs per reference.
 
@@ -171,7 +171,7 @@ def simulate_stack(
 class _Stack:
     """One replay over a stack: an engine's G1 before a manager."""
 
-    def __init__(self, trace: Trace, policy: str, levels: Sequence[Level], admit: Admit) -> None:
+    def __init__(self, trace: Trace, policy: str, levels: Sequence[TierLevel], admit: Admit) -> None:
         self._trace = trace
         self._clock = TraceClock()
         own, owned = (levels[0].blocks, levels[1:]) if levels[0].name == "g1" and len(levels) > 1 else (0, levels)
@@ -184,7 +184,7 @@ class _Stack:
         host = HostTier(
             EmptyArena(owned[0].blocks), make_policy(policy, owned[0].blocks, refuses=not self._lower, among=COMPARED)
         )
-        settings = Settings(
+        settings = ManagerLimits(
             queue_fraction=1.0,
             housekeeping_s=NEVER_S,  # done after every request instead
             store_threshold=admit.threshold,

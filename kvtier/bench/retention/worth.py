@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.retention.curves import Reuse, TtlCurve
-from kvtier.bench.retention.shapes import Shape
+from kvtier.bench.retention.shapes import CacheShape
 from kvtier.bench.retention.traces import Trace
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ GAP_NAMES = ("< 1 min", "1-5 min", "5-10 min", "10-60 min", "1-4 h", "> 4 h")
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class PricedTier:
     """A tier as the model sees it. `read_gb_s` and `price` ($ per GB and month) are assumptions."""
 
     name: str
@@ -46,7 +46,7 @@ PRICES: Mapping[str, float] = {"g1": 0.0, "g2": 2.0, "g3": 0.08, "g4": 0.023}
 class Assumptions:
     """Everything in a result that the trace does not say."""
 
-    shape: Shape
+    shape: CacheShape
     gpu_hour: float = 3.0  # $
     drive_writes_per_day: float = 1.0  # rated over `drive_years`
     drive_years: float = 5.0
@@ -62,7 +62,7 @@ class Worth:
 
     trace: Mapping[str, Any]
     assumptions: Assumptions
-    stores: tuple[Store, ...]
+    stores: tuple[PricedTier, ...]
     ttl: float
     ttl_points: tuple[tuple[float, float], ...]  # (seconds, prefill left in percent), unbounded capacity
     percent: Mapping[str, float]  # by tier
@@ -78,7 +78,7 @@ class Worth:
 
 
 def appraise(
-    trace: Trace, reuse: Reuse, stores: Sequence[Store], given: Assumptions, ttl: float = float("inf")
+    trace: Trace, reuse: Reuse, stores: Sequence[PricedTier], given: Assumptions, ttl: float = float("inf")
 ) -> Worth:
     """Every figure for `stores`, nearest first. Seconds for millions of references."""
     import numpy as np
@@ -120,7 +120,7 @@ def describe(trace: Trace, block_bytes: int) -> dict[str, Any]:
 
 
 def _hours(
-    trace: Trace, stores: Sequence[Store], by_tier: Sequence[NDArray[np.float64]], asked: NDArray[np.float64]
+    trace: Trace, stores: Sequence[PricedTier], by_tier: Sequence[NDArray[np.float64]], asked: NDArray[np.float64]
 ) -> tuple[Mapping[str, float], ...]:
     import numpy as np
 
@@ -139,7 +139,7 @@ def _hours(
 
 def _gaps(
     trace: Trace,
-    stores: Sequence[Store],
+    stores: Sequence[PricedTier],
     by_tier: Sequence[NDArray[np.float64]],
     asked: NDArray[np.float64],
     given: Assumptions,
@@ -185,7 +185,7 @@ def _gaps(
     return tuple(out)
 
 
-def _ssd(trace: Trace, stores: Sequence[Store], written_bytes: float, given: Assumptions) -> dict[str, float]:
+def _ssd(trace: Trace, stores: Sequence[PricedTier], written_bytes: float, given: Assumptions) -> dict[str, float]:
     """Every block that no tier has is written once, on creation."""
     disk = next((store for store in stores if store.name == "g3"), None)
     if disk is None:
@@ -200,13 +200,15 @@ def _ssd(trace: Trace, stores: Sequence[Store], written_bytes: float, given: Ass
     }
 
 
-def _break_even(store: Store, given: Assumptions) -> dict[str, float | str]:
+def _break_even(store: PricedTier, given: Assumptions) -> dict[str, float | str]:
     """A tier pays if it delivers faster than the engine computes."""
     needed = given.shape.bytes_per_token * given.shape.prefill_tokens_s / 1e9
     return {"tier": store.name, "needed_gb_s": needed, "read_gb_s": store.read_gb_s, "factor": store.read_gb_s / needed}
 
 
-def _cost(trace: Trace, stores: Sequence[Store], in_g1: float, served: float, given: Assumptions) -> dict[str, float]:
+def _cost(
+    trace: Trace, stores: Sequence[PricedTier], in_g1: float, served: float, given: Assumptions
+) -> dict[str, float]:
     """Per month, were every day like the trace."""
     scale = MONTH_S / max(trace.span_s, 1.0)
     tokens = trace.references * trace.block_tokens

@@ -15,7 +15,7 @@ from kvtier.config import G4
 from kvtier.identity.namespace import Namespace
 from kvtier.testing.faults_s3 import FaultyS3
 from kvtier.testing.payload import chain_of, payload_of, sample_namespace, seal
-from kvtier.tiers.objects.bucket.open import Limits
+from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.frame import header_bytes_of
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Target
@@ -77,7 +77,7 @@ async def _lookups(place: Place, strides: int) -> dict[str, Any]:
 
 
 async def _opened(place: Place, namespace: Namespace) -> ObjectTier:
-    limits = Limits(concurrency=32, read_s=60)
+    limits = BucketLimits(concurrency=32, read_s=60)
     tier = ObjectTier(place.url, namespace, clock=SystemClock(), options=place.options, stride=STRIDE, limits=limits)
     await tier.open()
     return tier

@@ -34,11 +34,11 @@ from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import BUILTIN, Lifetime
-from kvtier.tiers.disk.records import Reservation
+from kvtier.tiers.disk.records import SlotReservation
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.store import THREADS, Store
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.disk.write_txn import Ledger
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Loaded, Sealed, Stored, Target
 
 BATCH_BYTES = 32 << 20
@@ -346,9 +346,9 @@ async def _restart(folder: Path, blocks: int) -> dict[str, float]:
     return {"blocks": count, "open_s": opened - began, "first_hit_after_open_s": first - opened}
 
 
-def _enter(ledger: Ledger, names: Sequence[bytes], digest: bytes, life: Lifetime) -> None:
+def _enter(ledger: WriteTxn, names: Sequence[bytes], digest: bytes, life: Lifetime) -> None:
     """Index entries without payload."""
     for name in names:
         reservation = ledger.reserve(name, 4096, life, life.last_use)
-        assert isinstance(reservation, Reservation)
+        assert isinstance(reservation, SlotReservation)
         ledger.publish(reservation, name, 4096, 0, digest, life, life.last_use)

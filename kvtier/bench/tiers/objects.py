@@ -25,9 +25,9 @@ from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.testing.payload import chain_of, sample_namespace, seal
 from kvtier.tiers.objects.bucket.obstore import translated
-from kvtier.tiers.objects.bucket.open import Limits, open_bucket
+from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
 from kvtier.tiers.objects.frame import header_bytes_of
-from kvtier.tiers.objects.strides import Names
+from kvtier.tiers.objects.strides import ObjectNames
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Target
 
@@ -53,7 +53,7 @@ def emptied(place: Place) -> Iterator[Place]:
     """`place`, whose objects are all deleted at the end."""
 
     async def empty() -> None:
-        bucket, prefix = open_bucket(place.url, place.options, "auto", SystemClock(), Limits())
+        bucket, prefix = open_bucket(place.url, place.options, "auto", SystemClock(), BucketLimits())
         await bucket.start()
         try:
             async for page in bucket.list(f"{prefix}/"):
@@ -77,7 +77,7 @@ async def _measure(place: Place, client: Literal["s3fs", "obstore"], rounds: int
     namespace, clock = sample_namespace(BLOCK_BYTES), SystemClock()
     tiers: dict[int, ObjectTier] = {}
     for concurrency in CONCURRENCY:
-        limits = Limits(concurrency=concurrency, read_s=60)
+        limits = BucketLimits(concurrency=concurrency, read_s=60)
         tiers[concurrency] = ObjectTier(
             place.url, namespace, clock=clock, options=place.options, client=client, stride=STRIDE, limits=limits
         )
@@ -86,7 +86,7 @@ async def _measure(place: Place, client: Literal["s3fs", "obstore"], rounds: int
     bare, close_bare = await _bare(place, client)
     try:
         writes = await _fill(tiers[8], chains, namespace)
-        names = [Names(_prefix(place.url), namespace.digest).unit(chain[-1]) for chain in chains]
+        names = [ObjectNames(_prefix(place.url), namespace.digest).unit(chain[-1]) for chain in chains]
         for tier in tiers.values():
             for chain in chains:
                 await tier.lookup(chain, range(STRIDE), clock.monotonic() + _DEADLINE_S)

@@ -16,10 +16,10 @@ from kvtier.bench.retention.charts import duration
 from kvtier.bench.retention.curves import Reuse, TtlCurve
 from kvtier.bench.retention.replay import Replayed, Setup, replay
 from kvtier.bench.retention.report import write_report
-from kvtier.bench.retention.shapes import Shape, shape_of
-from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, Level, capacity_of, simulate, simulate_stack
+from kvtier.bench.retention.shapes import CacheShape, shape_of
+from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, TierLevel, capacity_of, simulate, simulate_stack
 from kvtier.bench.retention.traces import Trace, load_trace
-from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, Store, Worth, appraise
+from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, Worth, appraise
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
 from kvtier.retention.terms import Terms, parse_duration
@@ -132,7 +132,7 @@ def retention(
     else:
         results = _single(loaded, policy, capacity_fraction, ttl)
     if report is not None:
-        shape = Shape(model, per_token, shape_of(model).prefill_tokens_s)
+        shape = CacheShape(model, per_token, shape_of(model).prefill_tokens_s)
         seconds = float("inf") if ttl is None else _seconds(ttl)
         results |= _report(report, loaded, shape, tiers or REPORT_TIERS, seconds, replays)
     if folder_saved is not None:
@@ -249,11 +249,11 @@ def _told(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
 
 
 def _report(
-    path: Path, trace: Trace, shape: Shape, tiers: str, ttl: float, replays: Sequence[Replayed]
+    path: Path, trace: Trace, shape: CacheShape, tiers: str, ttl: float, replays: Sequence[Replayed]
 ) -> dict[str, Any]:
     sizes = [parse_size(part.strip()) for part in tiers.split(",")]
     stores = [
-        Store(name, size, SPEEDS_GB_S[name], PRICES[name]) for name, size in zip(SPEEDS_GB_S, sizes, strict=False)
+        PricedTier(name, size, SPEEDS_GB_S[name], PRICES[name]) for name, size in zip(SPEEDS_GB_S, sizes, strict=False)
     ]
     worth = appraise(trace, Reuse(trace), stores, Assumptions(shape), ttl)
     origin = record("retention", ["kvtier", *sys.argv[1:]], {})
@@ -318,7 +318,7 @@ def _stack(
     if not 1 <= len(sizes) <= 4:
         raise InvalidRequest(f"--tiers: give one to four sizes, nearest first, got {len(sizes)}")
     block_bytes = trace.block_tokens * bytes_per_token
-    levels = [Level(f"g{depth}", max(1, size // block_bytes)) for depth, size in enumerate(sizes, 1)]
+    levels = [TierLevel(f"g{depth}", max(1, size // block_bytes)) for depth, size in enumerate(sizes, 1)]
     terms = FOREVER if ttl is None else Terms("ttl", ttl=_seconds(ttl))
     split = simulate_stack(trace, policy, levels, terms)
     tried = {ALL: split}

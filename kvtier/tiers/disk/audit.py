@@ -16,8 +16,8 @@ from kvtier.tiers.disk.records import (
     SLOT_ALIGN,
     SPARE,
     Entry,
-    Reservation,
     Segment,
+    SlotReservation,
     free_parts,
     number_of,
     order_parts,
@@ -71,7 +71,7 @@ def audit(txn: Any) -> None:
     shares = shares_of(txn)
     assert shares is None or shares == scopes, "scopes hold other bytes than were counted"
     for key, raw in rows(txn, RESERVED):
-        reservation = Reservation.decode(key, raw)
+        reservation = SlotReservation.decode(key, raw)
         hold(reservation.segment, reservation.slot, reservation.slot_class, "a reservation")
         used[reservation.segment] += 1
     for key, _ in rows(txn, FREE):

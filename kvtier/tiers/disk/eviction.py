@@ -18,7 +18,7 @@ ANY = b""
 """Instead of a scope."""
 
 
-class Floors:
+class SearchFloors:
     """By class and scope, the line before which a search found nothing that may leave. One process's memory, from one
     transaction to the next; on the writer thread.
 
@@ -57,10 +57,10 @@ class Floors:
         self._until = float("inf")
 
 
-class Order:
+class EvictionOrder:
     """The lines of `order`: one per entry, coldest first."""
 
-    def __init__(self, txn: Any, floors: Floors) -> None:
+    def __init__(self, txn: Any, floors: SearchFloors) -> None:
         self._txn = txn
         self._floors = floors
         self._cursor = txn.cursor()

@@ -12,7 +12,7 @@ DEAD_FOR_S = 60.0  # so that who looks soon after still learns that it expired
 _SCOPED = NAMESPACE_BYTES + SCOPE_BYTES
 
 
-class Search:
+class ExpiredScan:
     """A walk over all entries of an index, some at a time, round and round. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvtier.tiers.disk.write_txn import Ledger
+from kvtier.tiers.disk.write_txn import WriteTxn
 
 JOBS_PER_COMMIT_MAX = 64
 
 
-class Job:
+class CommitJob:
     """Work for one transaction. `future` can be cancelled until the transaction has begun."""
 
     __slots__ = ("future", "work")
 
-    def __init__(self, work: Callable[[Ledger], Any]) -> None:
+    def __init__(self, work: Callable[[WriteTxn], Any]) -> None:
         self.work = work
         self.future: Future[Any] = Future()
 
 
-class Writer:
+class GroupCommit:
     """A queue of jobs and the thread that commits them.
 
     `commit(jobs)` is called on that thread; it must settle every job's future or leave it to be settled later,
@@ -36,12 +36,12 @@ class Writer:
     """
 
     def __init__(
-        self, commit: Callable[[Sequence[Job]], None], idle: Callable[[], bool], idle_s: float, name: str
+        self, commit: Callable[[Sequence[CommitJob]], None], idle: Callable[[], bool], idle_s: float, name: str
     ) -> None:
         self._commit = commit
         self._idle = idle
         self._idle_s = idle_s
-        self._queue: deque[Job] = deque()
+        self._queue: deque[CommitJob] = deque()
         self._lock = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -49,9 +49,9 @@ class Writer:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, work: Callable[[Ledger], Any]) -> Job:
+    def submit(self, work: Callable[[WriteTxn], Any]) -> CommitJob:
         """Queue `work`. Never blocks; the callers' own bounds (leases, slots) bound the queue."""
-        job = Job(work)
+        job = CommitJob(work)
         with self._lock:
             if self._stopping:
                 job.future.cancel()

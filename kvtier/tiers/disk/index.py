@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
-from kvtier.tiers.disk.eviction import Floors
+from kvtier.tiers.disk.eviction import SearchFloors
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import BLOCKS, RESERVED, rows
 from kvtier.tiers.disk.slab import sync_directory
@@ -33,7 +33,7 @@ from kvtier.tiers.disk.write_txn import (
     NOTE_KEY,
     PURGED_KEY,
     UUID_KEY,
-    Ledger,
+    WriteTxn,
     purged_until,
 )
 
@@ -102,7 +102,7 @@ class Index:
         self._path = path
         self._env = env
         self.owner = owner
-        self._floors = Floors()
+        self._floors = SearchFloors()
         self._gate = threading.Lock()
         self._closed = False
 
@@ -243,7 +243,7 @@ class Index:
             audit(txn)
 
     def transact(
-        self, work: Callable[[Ledger], object], *, may_grow: bool = True, started: Callable[[], bool] = lambda: True
+        self, work: Callable[[WriteTxn], object], *, may_grow: bool = True, started: Callable[[], bool] = lambda: True
     ) -> None:
         """Run `work` in one durable write transaction. Blocks for as long as another process holds the lock.
 
@@ -255,7 +255,7 @@ class Index:
                 if not started():
                     txn.abort()
                     return
-                ledger = Ledger(txn, self.owner, may_grow=may_grow, floors=self._floors)
+                ledger = WriteTxn(txn, self.owner, may_grow=may_grow, floors=self._floors)
                 work(ledger)
                 ledger.save()
         except BaseException:

@@ -19,8 +19,8 @@ NEAR_S = 0.005
 """So long after a read another one is expected."""
 
 
-class Batch:
-    """Some jobs handed to `Lanes` together. A job handles its own errors: it must not raise."""
+class IOBatch:
+    """Some jobs handed to `IOScheduler` together. A job handles its own errors: it must not raise."""
 
     def __init__(self, jobs: Sequence[Work], loop: asyncio.AbstractEventLoop) -> None:
         self.jobs = deque(jobs)
@@ -43,8 +43,8 @@ class Batch:
         if not self._done.done():
             self._done.set_result(None)
 
-    async def wait(self, cancel: Callable[[Batch], None]) -> None:
-        """Until no job runs. A cancellation calls `cancel` (Lanes.cancel) and is raised when none runs any more."""
+    async def wait(self, cancel: Callable[[IOBatch], None]) -> None:
+        """Until no job runs. A cancellation calls `cancel` and is raised when none runs any more."""
         cancelled: asyncio.CancelledError | None = None
         while not self._done.done():
             try:
@@ -56,7 +56,7 @@ class Batch:
             raise cancelled
 
 
-class Lanes:
+class IOScheduler:
     """`threads` threads; a free one takes the oldest read, else the oldest write if fewer than `writers_max` run, or,
     while reads are near, if none runs. Threads start as they are needed."""
 
@@ -65,8 +65,8 @@ class Lanes:
         self._writers_max = writers_max
         self._name = name
         self._lock = threading.Condition()
-        self._reads: deque[Batch] = deque()
-        self._writes: deque[Batch] = deque()
+        self._reads: deque[IOBatch] = deque()
+        self._writes: deque[IOBatch] = deque()
         self._running = 0
         self._reading = 0
         self._writing = 0
@@ -76,11 +76,11 @@ class Lanes:
         self._threads: list[threading.Thread] = []
         self._stopping = False
 
-    def read(self, jobs: Sequence[Work]) -> Batch:
-        """Run `jobs`; never blocks. Must be called on an event loop, which `Batch.wait` belongs to."""
+    def read(self, jobs: Sequence[Work]) -> IOBatch:
+        """Run `jobs`; never blocks. Must be called on an event loop, which `IOBatch.wait` belongs to."""
         return self._submit(self._reads, jobs)
 
-    def write(self, jobs: Sequence[Work]) -> Batch:
+    def write(self, jobs: Sequence[Work]) -> IOBatch:
         """Like `read`, after all reads."""
         return self._submit(self._writes, jobs)
 
@@ -92,8 +92,8 @@ class Lanes:
             self._start(1)
             self._lock.notify()
 
-    def _submit(self, queue: deque[Batch], jobs: Sequence[Work]) -> Batch:
-        batch = Batch(jobs, asyncio.get_running_loop())
+    def _submit(self, queue: deque[IOBatch], jobs: Sequence[Work]) -> IOBatch:
+        batch = IOBatch(jobs, asyncio.get_running_loop())
         with self._lock:
             if jobs:
                 queue.append(batch)
@@ -107,14 +107,14 @@ class Lanes:
             self._threads.append(thread)
             thread.start()
 
-    def cancel(self, batch: Batch) -> None:
+    def cancel(self, batch: IOBatch) -> None:
         """Forget the jobs of `batch` that have not started."""
         with self._lock:
             count = len(batch.jobs)
             batch.jobs.clear()
             batch.finished(count)
 
-    def _take(self) -> tuple[Batch, Work, bool] | None:
+    def _take(self) -> tuple[IOBatch, Work, bool] | None:
         for queue, is_write in ((self._reads, False), (self._writes, True)):
             if is_write and self._writing >= self._writes_at_once():
                 return None

@@ -24,9 +24,9 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
-from kvtier.tiers.disk.records import BLOCKS, RESERVED, SLOT_ALIGN, Entry, Reservation, rows
+from kvtier.tiers.disk.records import BLOCKS, RESERVED, SLOT_ALIGN, Entry, SlotReservation, rows
 from kvtier.tiers.disk.store import Store
-from kvtier.tiers.disk.write_txn import FORMAT, NAMESPACE_KEY, Ledger
+from kvtier.tiers.disk.write_txn import FORMAT, NAMESPACE_KEY, WriteTxn
 
 T = TypeVar("T")
 CHUNK = 1024  # entries per transaction
@@ -59,7 +59,7 @@ class Findings:
         return self.bad == self.unreadable == 0 and self.books == "in order"
 
 
-class Caretaker:
+class Maintenance:
     """Made by `looking_after`. All verbs block; they may run for as long as reading the whole store takes."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -88,7 +88,7 @@ class Caretaker:
             scopes.setdefault(namespace, set()).add(name[NAMESPACE_BYTES : NAMESPACE_BYTES + SCOPE_BYTES])
         with index.reading() as txn:
             fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in rows(txn, NAMESPACE_KEY)}
-            writers = {Reservation.decode(key, raw).owner for key, raw in rows(txn, RESERVED)}
+            writers = {SlotReservation.decode(key, raw).owner for key, raw in rows(txn, RESERVED)}
         used, size = index.usage()
         geometry = store.geometry
         return {
@@ -129,7 +129,7 @@ class Caretaker:
     def gc(self) -> dict[str, int]:
         """Free what dead writers reserved, and delete blocks that are expired or purged. Returns counts."""
         now = self._clock.wall()
-        counts = {"reclaimed_slots": self._transact(Ledger.reclaim), "deleted_blocks": 0}
+        counts = {"reclaimed_slots": self._transact(WriteTxn.reclaim), "deleted_blocks": 0}
         following: bytes | None = b""
         while following is not None:
             deleted, following = self._transact(partial(_sweep, start=following, now=now))
@@ -219,7 +219,7 @@ class Caretaker:
         for part in self._store.parts:
             yield from (part / "slab").glob("*.slab")
 
-    def _transact(self, work: Callable[[Ledger], T]) -> T:
+    def _transact(self, work: Callable[[WriteTxn], T]) -> T:
         job = self._store.submit(work)
         try:
             result: T = job.future.result(COMMIT_TIMEOUT_S)
@@ -229,7 +229,7 @@ class Caretaker:
         return result
 
 
-def _sweep(ledger: Ledger, start: bytes, now: float) -> tuple[int, bytes | None]:
+def _sweep(ledger: WriteTxn, start: bytes, now: float) -> tuple[int, bytes | None]:
     def doomed(name: bytes, entry: Entry) -> bool:
         return not entry.life.servable(Depth.G3, now) or ledger.is_purged(name, entry)
 
@@ -237,11 +237,11 @@ def _sweep(ledger: Ledger, start: bytes, now: float) -> tuple[int, bytes | None]
 
 
 @contextmanager
-def looking_after(paths: Sequence[Path], clock: Clock, *, capacity: int | None = None) -> Iterator[Caretaker]:
+def looking_after(paths: Sequence[Path], clock: Clock, *, capacity: int | None = None) -> Iterator[Maintenance]:
     """A caretaker of the store at `paths`, which must exist. With `capacity` the store is resized first, which
     nobody else may use meanwhile. Raises FormatError, ConfigError or TierError."""
     store = Store.visit(paths, capacity=capacity)
     try:
-        yield Caretaker(store, clock)
+        yield Maintenance(store, clock)
     finally:
         store.release(CLOSE_TIMEOUT_S)

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _STEPS_PER_SYNC = 64
 
 
-class Ahead:
+class Preallocator:
     """Writes the file of one segment ahead, step by step. Not thread-safe. No verb raises: a segment that is not
     written ahead is made when it is needed, or the volume says then what it lacks."""
 

@@ -31,7 +31,7 @@ class _Wanted:
     suspect: bool = False
 
 
-class Retrieval:
+class ReadBatch:
     """One `read`. In turn: `jobs`, which run on I/O threads; `suspects`, for the writer to look at; `judge`. What was
     overtaken by a write is `pending` then, and a second turn reads it again."""
 

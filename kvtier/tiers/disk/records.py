@@ -6,7 +6,7 @@
     f  free       class ‖ segment ‖ slot (big-endian)                          empty
     m  meta       see kvtier.tiers.disk.write_txn                                      …
     o  order      class ‖ rank ‖ 2^32-1-depth ‖ segment ‖ slot (big-endian)    name (80)
-    r  reserved   segment ‖ slot (big-endian)                                  Reservation
+    r  reserved   segment ‖ slot (big-endian)                                  SlotReservation
     s  segments   segment (big-endian)                                         Segment
     v  spare      segment (big-endian)                                         empty
 
@@ -182,7 +182,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class SlotReservation:
     """A slot that a process is writing to. Not visible to lookups; its owner's death gives it back."""
 
     serial: int
@@ -196,7 +196,7 @@ class Reservation:
         return _RESERVED.pack(self.serial, self.tick, self.slot_class, self.owner.encode())
 
     @classmethod
-    def decode(cls, key: bytes, raw: bytes) -> Reservation:
+    def decode(cls, key: bytes, raw: bytes) -> SlotReservation:
         _table, segment, slot = _PLACE.unpack(key)
         serial, tick, slot_cls, owner = _RESERVED.unpack(raw)
         return cls(serial, tick, slot_cls, segment, slot, Owner.decode(owner))

@@ -17,7 +17,7 @@ from kvtier.tiers.disk.directory import Marker, move_aside, read_marker, write_m
 from kvtier.tiers.disk.index import Index, Unusable, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import SLOT_ALIGN
-from kvtier.tiers.disk.write_txn import Ledger
+from kvtier.tiers.disk.write_txn import WriteTxn
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def take_back(index: Index) -> bool:
     import lmdb
 
     try:
-        index.transact(Ledger.reclaim)
+        index.transact(WriteTxn.reclaim)
     except lmdb.Error as error:
         log.warning("g3: slots of ended processes are not free yet: %s", error)
     except Exception:  # whatever damaged records make of the code that reads them

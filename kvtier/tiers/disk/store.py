@@ -20,18 +20,18 @@ from typing import Any
 
 from kvtier.errors import ClosedError, ConfigError, CorruptError, FormatError, TierError, TierFull
 from kvtier.tiers.disk.directory import DirectoryLock, move_aside, prepare, read_marker
-from kvtier.tiers.disk.expired import Search
-from kvtier.tiers.disk.group_commit import Job, Writer
+from kvtier.tiers.disk.expired import ExpiredScan
+from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
 from kvtier.tiers.disk.index import Index, Unusable
-from kvtier.tiers.disk.io_scheduler import Lanes
+from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.owner import Owner
-from kvtier.tiers.disk.preallocate import Ahead
-from kvtier.tiers.disk.records import SLOT_ALIGN, Reservation
+from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation
 from kvtier.tiers.disk.recovery import open_index, probe, take_back
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
-from kvtier.tiers.disk.stock import Stock
+from kvtier.tiers.disk.stock import ReservedSlots
 from kvtier.tiers.disk.touches import Touches
-from kvtier.tiers.disk.write_txn import Ledger
+from kvtier.tiers.disk.write_txn import WriteTxn
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +66,15 @@ class Store:
         self.parts = list(parts)
         self.owner = owner
         self.geometry = index.geometry()
-        self.lanes = Lanes(THREADS, WRITERS_MAX, "kvtier-g3-io")
+        self.lanes = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io")
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
-        self._draft = Ahead(self.parts, lambda segment: self.geometry.size_of(segment), calls)
+        self._draft = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self._drafting = -1  # the last segment that was to be written ahead
         self.users = 0
         self.evictions = 0  # blocks that this process's writes pushed out
         self.watchers: list[Callable[[Sequence[bytes]], None]] = []  # take their names, on the writer thread
         self.touches = Touches()
-        self.stock = Stock()
+        self.stock = ReservedSlots()
         self.tick = 0  # of the last transaction
         self._slot_bytes = slot_bytes or self.geometry.segment_bytes  # of whoever came first; a new index is cut for it
         self._tends = True  # whether the writer thread cleans up and reopens by itself
@@ -89,12 +89,12 @@ class Store:
         self._probe_wait_s = PROBE_FIRST_S
         self._reclaim_at = 0.0
         self._wall = wall
-        self._search = Search()
+        self._search = ExpiredScan()
         self._search_at = time.monotonic() + SEARCH_FIRST_S
         self._grow_at = 0.0
         self._moving = 0
-        self._returned: list[Reservation] = []
-        self._writer = Writer(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
+        self._returned: list[SlotReservation] = []
+        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
 
     # Life.
 
@@ -223,7 +223,7 @@ class Store:
         """While alone: to `capacity`, index first, then the files; an interrupted one is completed here too."""
         if capacity != self.geometry.capacity:
 
-            def work(ledger: Ledger) -> None:
+            def work(ledger: WriteTxn) -> None:
                 ledger.reclaim()
                 ledger.resize(capacity)
 
@@ -277,12 +277,12 @@ class Store:
             raise TierError("g3", "use", f"{self.parts[0]} is quarantined: {self._quarantine}")
         return index
 
-    def submit(self, work: Callable[[Ledger], Any]) -> Job:
+    def submit(self, work: Callable[[WriteTxn], Any]) -> CommitJob:
         """Queue work for the next write transaction. Never blocks."""
         _ = self.index
         return self._writer.submit(work)
 
-    def give_back(self, reservations: Sequence[Reservation]) -> None:
+    def give_back(self, reservations: Sequence[SlotReservation]) -> None:
         """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
         if reservations:
             with self._state:
@@ -319,7 +319,7 @@ class Store:
 
     # On the writer thread.
 
-    def _commit(self, jobs: Sequence[Job]) -> None:
+    def _commit(self, jobs: Sequence[CommitJob]) -> None:
         index = self._index
         if index is None:
             self._probe()
@@ -328,7 +328,7 @@ class Store:
             _fail(jobs, TierError("g3", "commit", f"{self.parts[0]} is quarantined: {self._quarantine}"))
             return
         jobs = [*jobs, *self._burials(index)]
-        running: list[Job] = []
+        running: list[CommitJob] = []
         results: list[Any] = []
         evicted: list[bytes] = []
         tick = 0
@@ -340,7 +340,7 @@ class Store:
             running.extend(job for job in jobs if job.future.set_running_or_notify_cancel())
             return True
 
-        def work(ledger: Ledger) -> None:
+        def work(ledger: WriteTxn) -> None:
             for reservation in returned:
                 ledger.release(reservation)
             touches, touched = self.touches.take(ledger.tick)
@@ -417,10 +417,10 @@ class Store:
             index.forget_dead_readers()
         burials = self._burials(index)
         if self.touches or self._returned or burials or (due and index.has_reservations()):
-            self._commit([*burials, Job(lambda ledger: ledger.reclaim() if due else 0)])
+            self._commit([*burials, CommitJob(lambda ledger: ledger.reclaim() if due else 0)])
         return self._index is not None and bool(self.touches)
 
-    def _burials(self, index: Index) -> list[Job]:
+    def _burials(self, index: Index) -> list[CommitJob]:
         """Now and then: what removes the dead among the next entries, if there are any."""
         now = time.monotonic()
         if not self._tends or now < self._search_at:
@@ -430,7 +430,7 @@ class Store:
             dead = [name for name in self._search.step(index, self._wall()) if not self.touches.of(name)]
         except Exception:  # whatever damage makes of it: the transaction that follows will say so
             return []
-        return [Job(lambda ledger: ledger.bury_dead(dead, self._wall()))] if dead else []
+        return [CommitJob(lambda ledger: ledger.bury_dead(dead, self._wall()))] if dead else []
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once nothing of this process moves blocks.
@@ -487,7 +487,7 @@ class Store:
         return index
 
 
-def _fail(jobs: Sequence[Job], error: Exception) -> None:
+def _fail(jobs: Sequence[CommitJob], error: Exception) -> None:
     for job in jobs:
         if not job.future.done() and (job.future.running() or job.future.set_running_or_notify_cancel()):
             job.future.set_exception(error)

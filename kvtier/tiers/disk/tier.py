@@ -22,19 +22,19 @@ from typing import Any, TypeVar
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTimeout
-from kvtier.events import Told
+from kvtier.events import Notify
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Depth, Lifetime
 from kvtier.retention.trusted_clock import deletion_time
-from kvtier.tiers.disk.group_commit import Job
-from kvtier.tiers.disk.read import Retrieval, by_scope, why_not
-from kvtier.tiers.disk.records import SLOT_ALIGN, SPAN, Reservation, born, slot_class
+from kvtier.tiers.disk.group_commit import CommitJob
+from kvtier.tiers.disk.read import ReadBatch, by_scope, why_not
+from kvtier.tiers.disk.records import SLOT_ALIGN, SPAN, SlotReservation, born, slot_class
 from kvtier.tiers.disk.slab import Calls, SystemCalls
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.touches import NAMES_MAX, NAMES_PER_COMMIT_MAX
-from kvtier.tiers.disk.write import Deposit
-from kvtier.tiers.disk.write_txn import Ledger
+from kvtier.tiers.disk.write import WriteBatch
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class DiskTier:
         self._slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
         self._opened: Store | None = None
         self._pid = 0
-        self._told: Told | None = None
+        self._told: Notify | None = None
 
     async def open(self) -> None:
         if not self._paths:
@@ -108,7 +108,7 @@ class DiskTier:
         if store is not None:
             await asyncio.to_thread(store.release, max(0.1, deadline - self._clock.monotonic()))
 
-    def watch(self, told: Told | None) -> None:
+    def watch(self, told: Notify | None) -> None:
         """Have `told` hear, on the writer thread, which of our blocks left for others that this process wrote."""
         if (self._told is None) != (told is None):
             (self._store.watchers.append if told is not None else self._store.watchers.remove)(self._evicted)
@@ -152,7 +152,7 @@ class DiskTier:
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
         store = self._store
-        retrieval = Retrieval(store, self._prefix, chain, targets, self._clock)
+        retrieval = ReadBatch(store, self._prefix, chain, targets, self._clock)
         for _ in range(2):
             with store.moving():
                 await store.lanes.read(retrieval.jobs(deadline)).wait(store.lanes.cancel)
@@ -194,24 +194,24 @@ class DiskTier:
         # Parents first: where room ends, it is the deepest that are refused.
         by_depth = sorted(range(len(blocks)), key=lambda place: blocks[place].index)
 
-        def reserve(ledger: Ledger) -> list[Reservation | Stored]:
+        def reserve(ledger: WriteTxn) -> list[SlotReservation | Stored]:
             share = self._share(store)
             return [self._reserve(ledger, blocks[place], now, share) for place in by_depth]
 
-        def undo(given: Sequence[Reservation | Stored]) -> None:
-            store.give_back([one for one in given if isinstance(one, Reservation)])
+        def undo(given: Sequence[SlotReservation | Stored]) -> None:
+            store.give_back([one for one in given if isinstance(one, SlotReservation)])
 
         ahead = self._take_ahead(store, blocks, now)
         given = ahead or await self._transact(store, reserve, deadline, undo=undo)
         results = [Stored.FAILED] * len(blocks)
-        held: dict[int, Reservation] = {}
+        held: dict[int, SlotReservation] = {}
         for place, one in zip(by_depth, given, strict=True):
-            if isinstance(one, Reservation):
+            if isinstance(one, SlotReservation):
                 held[place] = one
             else:
                 results[place] = one
         try:
-            deposit = Deposit(store, blocks, held, self._clock)
+            deposit = WriteBatch(store, blocks, held, self._clock)
             await store.lanes.write(deposit.jobs(deadline)).wait(store.lanes.cancel)
             whole = [place for place in held if place not in deposit.failed]
             if whole:
@@ -229,14 +229,14 @@ class DiskTier:
         """Bytes that a scope may hold: at least a block; 0: any."""
         return max(self._slot_bytes, int(self._quota * store.geometry.capacity)) if self._quota else 0
 
-    def _reserve(self, ledger: Ledger, block: Sealed, now: float, share: int) -> Reservation | Stored:
+    def _reserve(self, ledger: WriteTxn, block: Sealed, now: float, share: int) -> SlotReservation | Stored:
         name, parent = self._prefix + block.key, self._parent_of(block)
         return ledger.reserve(name, self.block_bytes, block.life, now, parent, share, block.priority)
 
     def _parent_of(self, block: Sealed) -> bytes | None:
         return None if block.parent is None else self._prefix + block.parent
 
-    def _take_ahead(self, store: Store, blocks: Sequence[Sealed], now: float) -> Sequence[Reservation | Stored]:
+    def _take_ahead(self, store: Store, blocks: Sequence[Sealed], now: float) -> Sequence[SlotReservation | Stored]:
         """Slots that the publishing of an earlier write kept for this one, if nothing keeps its blocks out: a stream of
         writes then commits once per write, not twice. Empty if a transaction must decide.
 
@@ -263,13 +263,13 @@ class DiskTier:
         return STREAM_BYTES_MIN <= count * self._slot_bytes <= store.geometry.capacity // STREAM_SHARE
 
     async def _publish(
-        self, store: Store, written: Sequence[tuple[Sealed, Reservation]], deadline: float
+        self, store: Store, written: Sequence[tuple[Sealed, SlotReservation]], deadline: float
     ) -> list[Stored]:
         now = self._clock.wall()
         share = self._share(store)
         count = len(written) if self._streams(store, len(written)) and store.stock.wants(len(written)) else 0
 
-        def publish(ledger: Ledger) -> tuple[list[Stored], list[Reservation]]:
+        def publish(ledger: WriteTxn) -> tuple[list[Stored], list[SlotReservation]]:
             outcomes = [
                 ledger.publish(
                     one,
@@ -287,7 +287,7 @@ class DiskTier:
             ]
             return outcomes, ledger.reserve_ahead(slot_class(self.block_bytes), count)
 
-        def undo(result: tuple[list[Stored], list[Reservation]]) -> None:
+        def undo(result: tuple[list[Stored], list[SlotReservation]]) -> None:
             store.give_back(result[1])
 
         outcomes, ahead = await self._transact(store, publish, deadline, undo=undo)
@@ -377,7 +377,7 @@ class DiskTier:
     async def _transact(
         self,
         store: Store,
-        work: Callable[[Ledger], T],
+        work: Callable[[WriteTxn], T],
         deadline: float | None,
         *,
         undo: Callable[[T], None] = lambda _: None,
@@ -408,21 +408,21 @@ def check_store(store: Store) -> None:
     assert sum(sizes) <= store.geometry.capacity, f"slab files have {sum(sizes)} bytes"
 
 
-def _drop(ledger: Ledger, names: Sequence[bytes]) -> int:
+def _drop(ledger: WriteTxn, names: Sequence[bytes]) -> int:
     return sum(map(ledger.drop, names))
 
 
-def _keep(ledger: Ledger, names: Sequence[bytes], until: float, served: float | None, now: float) -> list[bool]:
+def _keep(ledger: WriteTxn, names: Sequence[bytes], until: float, served: float | None, now: float) -> list[bool]:
     return [ledger.keep(name, until, served, now) for name in names]
 
 
-def _let_go(ledger: Ledger, names: Sequence[bytes]) -> None:
+def _let_go(ledger: WriteTxn, names: Sequence[bytes]) -> None:
     for name in names:
         ledger.let_go(name)
 
 
 def _drop_range(
-    ledger: Ledger, start: bytes, prefix: bytes, doomed: Callable[[Lifetime], bool]
+    ledger: WriteTxn, start: bytes, prefix: bytes, doomed: Callable[[Lifetime], bool]
 ) -> tuple[int, bytes | None]:
     return ledger.drop_range(start, prefix, DROP_CHUNK, lambda _name, entry: doomed(entry.life))
 
@@ -433,6 +433,6 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _abandon(job: Job, undo: Callable[[Any], None]) -> None:
+def _abandon(job: CommitJob, undo: Callable[[Any], None]) -> None:
     if not job.future.cancel():
         job.future.add_done_callback(lambda done: undo(done.result()) if done.exception() is None else None)

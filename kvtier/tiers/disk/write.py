@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from kvtier.clock import Clock
 from kvtier.tiers.disk.io_scheduler import Work
-from kvtier.tiers.disk.records import SLOT_ALIGN, Reservation
+from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.protocol import Sealed, Stored
 
@@ -21,13 +21,15 @@ RUN_BYTES_MAX = 4 << 20  # neighbouring blocks are moved by one system call up t
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Deposit:
+class WriteBatch:
     """One `write` between reserving and publishing. `jobs` run on I/O threads; who finishes a segment syncs it.
 
     `failed` tells, by place in the batch, what became of blocks that are not durable once all jobs are done.
     """
 
-    def __init__(self, store: Store, blocks: Sequence[Sealed], held: Mapping[int, Reservation], clock: Clock) -> None:
+    def __init__(
+        self, store: Store, blocks: Sequence[Sealed], held: Mapping[int, SlotReservation], clock: Clock
+    ) -> None:
         self.failed: dict[int, Stored] = {}
         self._store = store
         self._blocks = blocks

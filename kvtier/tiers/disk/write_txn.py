@@ -27,7 +27,7 @@ from kvtier.errors import CorruptError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import PRIORITY, Depth, Lifetime
 from kvtier.tiers.disk.allocator import Geometry, Segments
-from kvtier.tiers.disk.eviction import Floors, Order
+from kvtier.tiers.disk.eviction import EvictionOrder, SearchFloors
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.quota import Shares, scope_in
 from kvtier.tiers.disk.records import (
@@ -36,7 +36,7 @@ from kvtier.tiers.disk.records import (
     RESERVED,
     SLOT_ALIGN,
     Entry,
-    Reservation,
+    SlotReservation,
     born,
     order_parts,
     priority_in,
@@ -76,7 +76,7 @@ def renewed(life: Lifetime, uses: Sequence[float]) -> Lifetime:
     return life
 
 
-class Ledger:
+class WriteTxn:
     """One write transaction's view of the books. Lives between the transaction's begin and commit, on one thread.
 
     All changes of a transaction share one tick, so what is used or stored together ties, and leaves
@@ -84,7 +84,7 @@ class Ledger:
     before the commit.
     """
 
-    def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True, floors: Floors | None = None) -> None:
+    def __init__(self, txn: Any, owner: Owner, *, may_grow: bool = True, floors: SearchFloors | None = None) -> None:
         """`floors`: where earlier transactions of this process looked for what may leave."""
         self._txn = txn
         self._owner = owner
@@ -92,9 +92,9 @@ class Ledger:
         self._serial, tick, self._blocks, self._bytes, segments = COUNTERS.unpack(txn.get(COUNTERS_KEY))
         self.tick: int = tick + 1
         self.evicted: list[bytes] = []  # names of blocks that left for others
-        self._floors = Floors() if floors is None else floors
+        self._floors = SearchFloors() if floors is None else floors
         self._segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
-        self._order = Order(txn, self._floors)
+        self._order = EvictionOrder(txn, self._floors)
         self._shares = Shares(txn)
         self._now = 0.0  # wall time of the last verb that was told it
         self._keeps = next(rows(txn, KEPT_KEY), None) is not None
@@ -138,7 +138,7 @@ class Ledger:
         parent: bytes | None = None,
         share: int = 0,
         priority: int = PRIORITY,
-    ) -> Reservation | Stored:
+    ) -> SlotReservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
         A block that is here gets the join of both lifetimes, the higher priority, and counts as used. One with a
@@ -164,14 +164,14 @@ class Ledger:
         self._promised.add(name)
         return reservation
 
-    def reserve_ahead(self, slot_cls: int, count: int) -> list[Reservation]:
+    def reserve_ahead(self, slot_cls: int, count: int) -> list[SlotReservation]:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
         claimed = (self._claim(slot_cls, PRIORITY) for _ in range(count))
         return [one for one in claimed if one is not None]
 
     def publish(
         self,
-        reservation: Reservation,
+        reservation: SlotReservation,
         name: bytes,
         length: int,
         depth: int,
@@ -211,7 +211,7 @@ class Ledger:
         self._bytes += entry.slot_class * SLOT_ALIGN
         return Stored.STORED
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: SlotReservation) -> None:
         """Give a reserved slot back unused."""
         if self._withdraw(reservation):
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
@@ -348,7 +348,7 @@ class Ledger:
         """Take back the slots of owners that are dead. Returns how many."""
         dead = []
         for place, raw in rows(self._txn, RESERVED):
-            reservation = Reservation.decode(place, raw)
+            reservation = SlotReservation.decode(place, raw)
             if not reservation.owner.alive(self._owner):
                 dead.append(reservation)
         for reservation in dead:
@@ -369,12 +369,12 @@ class Ledger:
 
     # Inside.
 
-    def _claim(self, slot_cls: int, priority: int) -> Reservation | None:
+    def _claim(self, slot_cls: int, priority: int) -> SlotReservation | None:
         place = self._segments.take(slot_cls) or self._take_victim(slot_cls, priority)
         if place is None:
             return None
         self._serial += 1
-        reservation = Reservation(self._serial, self.tick, slot_cls, *place, self._owner)
+        reservation = SlotReservation(self._serial, self.tick, slot_cls, *place, self._owner)
         self._txn.put(reservation.place, reservation.encode())
         return reservation
 
@@ -437,9 +437,9 @@ class Ledger:
             self._bytes -= slot_cls * SLOT_ALIGN
             self._segments.give(slot_cls, segment, slot)
 
-    def _withdraw(self, reservation: Reservation) -> bool:
+    def _withdraw(self, reservation: SlotReservation) -> bool:
         raw = self._txn.get(reservation.place)
-        if raw is None or Reservation.serial_of(raw) != reservation.serial:
+        if raw is None or SlotReservation.serial_of(raw) != reservation.serial:
             return False
         self._txn.delete(reservation.place)
         return True

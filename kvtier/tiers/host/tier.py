@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
-from kvtier.events import Told
+from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.policy import Policy
 from kvtier.retention.terms import PRIORITY, Depth, Lifetime, Stamp, Terms
@@ -26,7 +26,7 @@ from kvtier.tiers.protocol import Miss, Pieces
 PRIORITY_MAX = 100
 
 
-class State(Enum):
+class SlotState(Enum):
     FREE = "free"
     FILLING = "filling"
     READY = "ready"
@@ -45,7 +45,7 @@ class Slot:
         self.number = number
         self.pieces = pieces
         self.generation = 0
-        self.state = State.FREE
+        self.state = SlotState.FREE
         self.key: BlockKey | None = None
         self.index = 0  # depth of the block in its chain
         self.pins = 0
@@ -117,7 +117,7 @@ class HostTier:
         self._priorities: Counter[int] = Counter()  # of READY slots
         self._tombstones: dict[Scope, float] = {}
         self.quota = Quota(0, self.block_bytes)
-        self.told: Told | None = None  # hears of blocks that become visible or cease to be
+        self.told: Notify | None = None  # hears of blocks that become visible or cease to be
         self.lost: Callable[[BlockKey, Miss], None] | None = None  # hears which blocks left for others, and why
         self.evictions = 0
         self.stale_messages = 0
@@ -153,7 +153,7 @@ class HostTier:
 
     def held(self) -> bool:
         """Whether some slot is pinned, being filled or quarantined, and so may become evictable by itself. O(n)."""
-        return any(slot.pins or slot.state is State.FILLING for slot in self._slots)
+        return any(slot.pins or slot.state is SlotState.FILLING for slot in self._slots)
 
     def prefix(self, chain: Sequence[BlockKey], now: float) -> int:
         """How many leading blocks of `chain` are READY and alive. Changes nothing."""
@@ -190,7 +190,7 @@ class HostTier:
             self.stale_messages += 1
             return
         slot.pins -= 1
-        if slot.pins == 0 and slot.state is State.QUARANTINED:
+        if slot.pins == 0 and slot.state is SlotState.QUARANTINED:
             self.quarantined -= 1
             self._release(slot)
 
@@ -225,7 +225,7 @@ class HostTier:
                 self.lost(victim, Miss.EXPIRED if self.index[victim].expires_at < now else Miss.EVICTED)
             self.drop(victim)
         slot = self._free.popleft()
-        slot.state, slot.key, slot.index, slot.priority = State.FILLING, key, index, priority
+        slot.state, slot.key, slot.index, slot.priority = SlotState.FILLING, key, index, priority
         self._filling[key] = slot
         if self._share:
             self.quota.take(key)
@@ -270,7 +270,7 @@ class HostTier:
         False if it must not be seen: the generation is stale (counted), or its scope was purged since the block was
         made (the slot is free again). Every block that becomes visible in G2 passes here.
         """
-        if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
+        if slot.generation != generation or slot.state is not SlotState.FILLING or slot.key is None:
             self.stale_messages += 1
             return False
         del self._filling[slot.key]
@@ -281,7 +281,7 @@ class HostTier:
             return False
         if priority is not None:
             slot.priority = priority
-        slot.state, slot.digest = State.READY, digest
+        slot.state, slot.digest = SlotState.READY, digest
         self.index[slot.key] = slot
         self._priorities[slot.priority] += 1
         self.policy.insert(slot.key)
@@ -292,12 +292,12 @@ class HostTier:
     def abort(self, slot: Slot, generation: int, *, in_flight: bool = False) -> None:
         """Give up a FILLING slot. With `in_flight`, somebody may still write to it: it is quarantined until
         `acknowledge`. Stale: counted, ignored."""
-        if slot.generation != generation or slot.state is not State.FILLING or slot.key is None:
+        if slot.generation != generation or slot.state is not SlotState.FILLING or slot.key is None:
             self.stale_messages += 1
             return
         del self._filling[slot.key]
         if in_flight:
-            slot.state = State.QUARANTINED
+            slot.state = SlotState.QUARANTINED
             slot.pins += 1  # the writer's, taken back by `acknowledge`
             self.quarantined += 1
         else:
@@ -319,7 +319,7 @@ class HostTier:
         if self.told is not None:
             self.told((key,), False)
         if slot.pins:
-            slot.state = State.QUARANTINED
+            slot.state = SlotState.QUARANTINED
             self.quarantined += 1
         else:
             self._release(slot)
@@ -397,20 +397,20 @@ class HostTier:
         assert slot.key is not None
         if self._share:
             self.quota.give(slot.key)
-        slot.state, slot.key, slot.digest, slot.stamps = State.FREE, None, None, ()
+        slot.state, slot.key, slot.digest, slot.stamps = SlotState.FREE, None, None, ()
         slot.generation += 1
         self._free.append(slot)
 
     def check(self) -> None:
         """Assert the invariants: slots conserved, index and states agree, policy orders exactly the residents."""
-        by_state = {state: [s for s in self._slots if s.state is state] for state in State}
-        assert len(self._free) == len(by_state[State.FREE]), "free queue and free slots differ"
-        assert len(self._filling) == len(by_state[State.FILLING]), "filling index and filling slots differ"
-        assert len(self.index) == len(by_state[State.READY]), "index and ready slots differ"
-        assert self.quarantined == len(by_state[State.QUARANTINED]), "quarantine count is off"
-        assert all(self.index[s.key] is s for s in by_state[State.READY] if s.key is not None)
-        assert all(s.pins == 0 and s.key is None for s in by_state[State.FREE]), "a free slot is pinned or named"
-        assert all(s.pins >= 1 for s in by_state[State.QUARANTINED]), "a quarantined slot that nobody holds"
+        by_state = {state: [s for s in self._slots if s.state is state] for state in SlotState}
+        assert len(self._free) == len(by_state[SlotState.FREE]), "free queue and free slots differ"
+        assert len(self._filling) == len(by_state[SlotState.FILLING]), "filling index and filling slots differ"
+        assert len(self.index) == len(by_state[SlotState.READY]), "index and ready slots differ"
+        assert self.quarantined == len(by_state[SlotState.QUARANTINED]), "quarantine count is off"
+        assert all(self.index[s.key] is s for s in by_state[SlotState.READY] if s.key is not None)
+        assert all(s.pins == 0 and s.key is None for s in by_state[SlotState.FREE]), "a free slot is pinned or named"
+        assert all(s.pins >= 1 for s in by_state[SlotState.QUARANTINED]), "a quarantined slot that nobody holds"
         assert self._held <= self.index.keys(), "a block is held that is not here"
         self.policy.check(set(self.index) - self._held)
         assert self._priorities == Counter(slot.priority for slot in self.index.values()), "priorities are miscounted"

@@ -9,14 +9,14 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.tiers.objects.bucket.protocol import Stat
-from kvtier.tiers.objects.index import Unit
-from kvtier.tiers.objects.store import UnitStore
+from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.store import ObjectStore
 
 
 class Remover:
     """Deletes units of a store, with counts of blocks. Lives on the tier's event loop; all verbs raise TierError."""
 
-    def __init__(self, store: UnitStore, clock: Clock) -> None:
+    def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
@@ -35,13 +35,13 @@ class Remover:
                 gone |= await self._drop([unit for unit in found if unit is not None], wanted)
         return len(gone)
 
-    async def _header(self, last: BlockKey, size: int) -> Unit | None:
+    async def _header(self, last: BlockKey, size: int) -> ObjectEntry | None:
         try:
             return await self._store.header_of(last, size)
         except CorruptError:
             return None
 
-    async def _drop(self, units: Sequence[Unit], wanted: set[BlockKey]) -> set[BlockKey]:
+    async def _drop(self, units: Sequence[ObjectEntry], wanted: set[BlockKey]) -> set[BlockKey]:
         """Delete those of `units` that hold some of `wanted`; which those are."""
         held = {unit.last: wanted.intersection(map(unit.frame.key, range(unit.blocks))) for unit in units}
         await self._store.delete([last for last, some in held.items() if some])

@@ -28,8 +28,8 @@ from kvtier.errors import CorruptError, TierError
 from kvtier.retention.terms import Lifetime
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_page
 from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
-from kvtier.tiers.objects.index import Unit, UnitIndex
-from kvtier.tiers.objects.strides import Names
+from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
+from kvtier.tiers.objects.strides import ObjectNames
 
 MAGIC = b"KVTDELTA"
 VERSION = 1
@@ -55,7 +55,7 @@ _HEAD = struct.Struct("<8sHHI")
 _ENTRY = struct.Struct("<IHd")
 
 
-def encode(units: Sequence[Unit]) -> bytearray:
+def encode(units: Sequence[ObjectEntry]) -> bytearray:
     """At most DELTA_UNITS_MAX units as one delta. Pure."""
     out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(units)))
     for unit in units:
@@ -64,7 +64,7 @@ def encode(units: Sequence[Unit]) -> bytearray:
     return out + digest_of([out])
 
 
-def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[Unit]:
+def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
     """The inverse, for units of `namespace`, one after another: some ten microseconds each. Raises CorruptError for
     anything `encode` cannot have written."""
     if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
@@ -88,19 +88,19 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[Unit]:
             raise CorruptError("a delta of another namespace")
         etag = bytes(view[start + header_length : offset]).decode("ascii", "replace")
         life = Lifetime(used, frame.life.stamps)
-        yield Unit(frame, frame.total_bytes, etag, life, used, float("-inf"))
+        yield ObjectEntry(frame, frame.total_bytes, etag, life, used, float("-inf"))
 
 
 class Deltas:
     """One replica's end: gathers what it writes, publishes it, and learns what others wrote."""
 
-    def __init__(self, bucket: Bucket, names: Names, index: UnitIndex, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, names: ObjectNames, index: ObjectIndex, clock: Clock) -> None:
         self._bucket = bucket
         self._names = names
         self._index = index
         self._clock = clock
         self._replica = os.urandom(4).hex()
-        self._pending: list[Unit] = []
+        self._pending: list[ObjectEntry] = []
         self._published = clock.monotonic()
         self._polled = float("-inf")
         self._youngest_us = 0
@@ -108,7 +108,7 @@ class Deltas:
         self._unread: deque[Stat] = deque(maxlen=UNREAD_MAX)
         self.learnt = 0
 
-    def add(self, unit: Unit) -> None:
+    def add(self, unit: ObjectEntry) -> None:
         """This replica wrote a unit. More than a delta's worth that could not be published is forgotten."""
         self._pending.append(unit)
         del self._pending[:-DELTA_UNITS_MAX]

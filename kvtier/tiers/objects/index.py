@@ -20,7 +20,7 @@ ABSENT_MAX = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ObjectEntry:
     """One object as last seen. `life.last_use` includes uses here that the server has not been told of yet;
     `renewed` is the one it knows. `seen`: monotonic time of the last proof that it is there."""
 
@@ -49,20 +49,20 @@ class Unit:
         return 0 <= index < self.blocks and self.frame.key(index) == key
 
 
-class UnitIndex:
+class ObjectIndex:
     """The index, by first and by last block. Thread-safe; every verb takes microseconds."""
 
     def __init__(self, units_max: int = UNITS_MAX) -> None:
         self._lock = threading.Lock()
         self._units_max = units_max
-        self._by_last: OrderedDict[BlockKey, Unit] = OrderedDict()
+        self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
         self._by_first: dict[BlockKey, list[BlockKey]] = {}
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         self._touched: set[BlockKey] = set()
         self._blocks = 0
         self._bytes = 0
 
-    def put(self, unit: Unit) -> None:
+    def put(self, unit: ObjectEntry) -> None:
         """Learn of a unit, or of its new state. A use that only this replica knows of is kept."""
         with self._lock:
             last = unit.last
@@ -99,28 +99,28 @@ class UnitIndex:
         self._blocks -= unit.blocks
         self._bytes -= unit.size
 
-    def get(self, last: BlockKey) -> Unit | None:
+    def get(self, last: BlockKey) -> ObjectEntry | None:
         """The unit whose last block is `last`."""
         with self._lock:
             return self._by_last.get(last)
 
-    def find(self, first: BlockKey, key: BlockKey, depth: int) -> Unit | None:
+    def find(self, first: BlockKey, key: BlockKey, depth: int) -> ObjectEntry | None:
         """The longest known unit that begins with the block `first` and holds `key` at `depth` of the chain."""
         with self._lock:
-            best: Unit | None = None
+            best: ObjectEntry | None = None
             for last in self._by_first.get(first, ()):
                 unit = self._by_last[last]
                 if unit.holds(key, depth) and (best is None or unit.blocks > best.blocks):
                     best = unit
             return best
 
-    def some(self, rng: random.Random) -> Unit | None:
+    def some(self, rng: random.Random) -> ObjectEntry | None:
         """Any unit, by chance among those that were learnt of last; None if there is none."""
         with self._lock:
             place = rng.randrange(min(len(self._by_last), 256)) if self._by_last else 0
             return next(islice(reversed(self._by_last.values()), place, None), None)
 
-    def holding(self, keys: Iterable[BlockKey]) -> list[Unit]:
+    def holding(self, keys: Iterable[BlockKey]) -> list[ObjectEntry]:
         """All units that hold any of `keys`. Searches the whole index: for administration."""
         wanted = set(keys)
         with self._lock:
@@ -130,7 +130,7 @@ class UnitIndex:
                 if any(unit.frame.key(index) in wanted for index in range(unit.blocks))
             ]
 
-    def in_scope(self, scope: bytes) -> list[Unit]:
+    def in_scope(self, scope: bytes) -> list[ObjectEntry]:
         """All units of a scope. Searches the whole index."""
         with self._lock:
             return [unit for last, unit in self._by_last.items() if scope_of_key(last) == scope]
@@ -146,7 +146,7 @@ class UnitIndex:
                 self._by_last.move_to_end(last)
                 self._touched.add(last)
 
-    def touched(self) -> list[Unit]:
+    def touched(self) -> list[ObjectEntry]:
         """Units with uses that the server has not been told of."""
         with self._lock:
             return [self._by_last[last] for last in self._touched]

@@ -18,8 +18,8 @@ from kvtier.retention import pins as codec
 from kvtier.retention.pins import PINS_MAX, Pin
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
-from kvtier.tiers.objects.index import Unit
-from kvtier.tiers.objects.strides import Names
+from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.strides import ObjectNames
 
 PIN_BYTES_MAX = 16 << 20
 """One pin's object: about 300,000 blocks."""
@@ -28,7 +28,7 @@ PIN_BYTES_MAX = 16 << 20
 class SharedPins:
     """The namespace's pins, as last read. `kept` says of a unit whether some pin keeps it."""
 
-    def __init__(self, bucket: Bucket, names: Names, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, names: ObjectNames, clock: Clock) -> None:
         self._bucket = bucket
         self._names = names
         self._clock = clock
@@ -39,7 +39,7 @@ class SharedPins:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def kept(self, unit: Unit, now: float) -> bool:
+    def kept(self, unit: ObjectEntry, now: float) -> bool:
         """Whether a pin keeps a block of the unit at `now`: the unit ends inside a pinned chain, or the chain inside
         the unit. Pure."""
         if self._until.get(unit.last, 0.0) > now:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
-from kvtier.tiers.objects.index import Unit
-from kvtier.tiers.objects.store import UnitStore
+from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.strides import narrow, probe_width, spread
 from kvtier.tiers.protocol import Miss
 
@@ -22,10 +22,10 @@ ABSENT_S = 5.0
 ROUNDS_MAX = 2
 
 
-class Finder:
+class Prober:
     """Looks for units in a store. Lives on the tier's event loop, but for `peek`."""
 
-    def __init__(self, store: UnitStore, clock: Clock) -> None:
+    def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
@@ -33,7 +33,7 @@ class Finder:
         """What the index says. Thread-safe; no request."""
         now, size = self._clock.wall(), self._store.stride
         out: list[Miss | None] = []
-        unit: Unit | None = None
+        unit: ObjectEntry | None = None
         verdict: Miss | None = None
         for depth in wanted:
             if unit is None or not unit.holds(chain[depth], depth):
@@ -58,7 +58,7 @@ class Finder:
             points = spread(low, high, width)
             answers = await asyncio.gather(*(self._probe(chain, s * size, s * size + size) for s in points))
             before = low
-            low, high = narrow(low, high, dict(zip(points, (isinstance(a, Unit) for a in answers), strict=True)))
+            low, high = narrow(low, high, dict(zip(points, (isinstance(a, ObjectEntry) for a in answers), strict=True)))
             presumed.update(range(before, low))
             rounds += 1
         if low < end and rounds < ROUNDS_MAX:
@@ -70,14 +70,14 @@ class Finder:
         unit = self._store.index.find(chain[first], chain[last], last)
         return unit is not None and self._store.why_not(unit, self._clock.wall()) is None
 
-    async def tail(self, chain: Sequence[BlockKey], stride: int) -> Unit | None:
+    async def tail(self, chain: Sequence[BlockKey], stride: int) -> ObjectEntry | None:
         """The longest tail of a stride whose full unit is not there; one round. Raises TierError."""
         first = stride * self._store.stride
         stops = range(first + 1, min(first + self._store.stride - 1, len(chain)) + 1)
         answers = await asyncio.gather(*(self._probe(chain, first, stop) for stop in stops))
-        return next((unit for unit in reversed(answers) if isinstance(unit, Unit)), None)
+        return next((unit for unit in reversed(answers) if isinstance(unit, ObjectEntry)), None)
 
-    async def _probe(self, chain: Sequence[BlockKey], first: int, stop: int) -> Unit | Miss:
+    async def _probe(self, chain: Sequence[BlockKey], first: int, stop: int) -> ObjectEntry | Miss:
         """Ask the server for the unit of the blocks first … stop-1."""
         last = chain[stop - 1]
         if self._store.index.missing(last, self._clock.monotonic()):

@@ -18,12 +18,12 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.retention.terms import Depth, Lifetime
-from kvtier.tiers.objects.bucket.open import Limits
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Patient, Stat
+from kvtier.tiers.objects.bucket.open import BucketLimits
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, RetryingBucket, Stat
 from kvtier.tiers.objects.frame import COUNT_MAX, Frame, decode, header_bytes_of
-from kvtier.tiers.objects.index import Unit, UnitIndex
+from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.pins import SharedPins
-from kvtier.tiers.objects.strides import Names, born, common_life, renewal_time, runs
+from kvtier.tiers.objects.strides import ObjectNames, born, common_life, renewal_time, runs
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.rate_limiter import TokenBucket
 
@@ -39,19 +39,25 @@ RENEWALS = 4
 _SLICE = 500
 
 
-class UnitStore:
+class ObjectStore:
     """The units of one namespace, on one event loop and within `limits`; probes may be four times as many as
     transfers. `tombstones`: scope → the time until which what it wrote is gone; its keeper keeps it fresh."""
 
     def __init__(
-        self, bucket: Patient, names: Names, block_bytes: int, stride: int, clock: Clock, limits: Limits
+        self,
+        bucket: RetryingBucket,
+        names: ObjectNames,
+        block_bytes: int,
+        stride: int,
+        clock: Clock,
+        limits: BucketLimits,
     ) -> None:
         self.bucket = bucket
         self.names = names
-        self.index = UnitIndex()
+        self.index = ObjectIndex()
         self.tombstones: dict[Scope, float] = {}
         self.pins = SharedPins(bucket, names, clock)
-        self.announce: Callable[[Unit], None] = lambda unit: None
+        self.announce: Callable[[ObjectEntry], None] = lambda unit: None
         self._namespace = names.namespace
         self._block_bytes = block_bytes
         self.stride = stride
@@ -65,7 +71,7 @@ class UnitStore:
         self._suspect: dict[BlockKey, None] = {}
         self.renewed = 0
 
-    def why_not(self, unit: Unit, now: float) -> Miss | None:
+    def why_not(self, unit: ObjectEntry, now: float) -> Miss | None:
         if self.purged(unit.frame.scope, born(unit.frame.life)):
             return Miss.PURGED
         alive = unit.life.servable(Depth.G4, now) or self.pins.kept(unit, now)
@@ -74,7 +80,7 @@ class UnitStore:
     def purged(self, scope: Scope, created: float) -> bool:
         return created <= self.tombstones.get(scope, float("-inf"))
 
-    async def header(self, keys: Sequence[BlockKey], first: int) -> Unit | None:
+    async def header(self, keys: Sequence[BlockKey], first: int) -> ObjectEntry | None:
         """Read and check the header of the unit that is to hold `keys` from depth `first` on.
 
         None if it is not there, or was damaged (twice in a row) and has been condemned.
@@ -97,7 +103,7 @@ class UnitStore:
         await self._condemn(keys[-1], stat.etag if stat is not None else None)
         return None
 
-    def _unit(self, raw: bytearray, stat: Stat, keys: Sequence[BlockKey], first: int) -> Unit:
+    def _unit(self, raw: bytearray, stat: Stat, keys: Sequence[BlockKey], first: int) -> ObjectEntry:
         """The unit that a header describes. Raises CorruptError unless it is exactly the one that was asked for."""
         frame = decode(memoryview(raw))
         expected = (self._namespace, scope_of_key(keys[0]), first, self._block_bytes, len(keys))
@@ -108,7 +114,9 @@ class UnitStore:
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
         used = frame.life.last_use if stat.used is None else stat.used
-        return Unit(frame, stat.size, stat.etag, Lifetime(used, frame.life.stamps), used, self._clock.monotonic())
+        return ObjectEntry(
+            frame, stat.size, stat.etag, Lifetime(used, frame.life.stamps), used, self._clock.monotonic()
+        )
 
     async def _condemn(self, last: BlockKey, etag: str | None) -> None:
         """Delete the version that failed its check; the next write of this name does not ask what is there."""
@@ -123,7 +131,7 @@ class UnitStore:
             pass  # the write that is no longer conditional replaces it
 
     async def serve(
-        self, keys: Sequence[BlockKey], first: int, unit: Unit | None, positions: list[int],
+        self, keys: Sequence[BlockKey], first: int, unit: ObjectEntry | None, positions: list[int],
         targets: Sequence[Target], results: list[Loaded | Miss],
     ) -> Miss | None:  # fmt: skip
         """Read targets out of one unit. A Miss that holds for all of them, or None: `results` has each one's.
@@ -157,7 +165,7 @@ class UnitStore:
         return verdict
 
     def _verify(
-        self, unit: Unit, first: int, pending: list[int], targets: Sequence[Target], results: list[Loaded | Miss]
+        self, unit: ObjectEntry, first: int, pending: list[int], targets: Sequence[Target], results: list[Loaded | Miss]
     ) -> bool:
         """Compare what was read with the header's digests; whether any block failed."""
         bad = False
@@ -170,8 +178,13 @@ class UnitStore:
         return bad
 
     async def _fill(
-        self, keys: Sequence[BlockKey], first: int, unit: Unit | None, pending: list[int], targets: Sequence[Target]
-    ) -> Unit | None:
+        self,
+        keys: Sequence[BlockKey],
+        first: int,
+        unit: ObjectEntry | None,
+        pending: list[int],
+        targets: Sequence[Target],
+    ) -> ObjectEntry | None:
         """Read the pending targets' bytes, and the header with them if it is not known. None: not there.
 
         Blocks are read in runs of neighbours. All runs come from the version the header came from; if another one
@@ -243,16 +256,16 @@ class UnitStore:
                 return Stored.PRESENT
         return await self._put(blocks, keys, first, life)
 
-    async def _still_there(self, unit: Unit) -> Unit | None:
+    async def _still_there(self, unit: ObjectEntry) -> ObjectEntry | None:
         if self._clock.monotonic() - unit.seen <= TRUST_S:
             return unit
         return await self.header([unit.frame.key(index) for index in range(unit.blocks)], unit.frame.depth)
 
-    def _covers(self, unit: Unit, life: Lifetime) -> bool:
+    def _covers(self, unit: ObjectEntry, life: Lifetime) -> bool:
         """Whether whatever use `life` allows is allowed by the unit's stamps, last use apart."""
         return all(any(old.covers(new) for old in unit.life.stamps) for new in life.stamps)
 
-    async def _use(self, unit: Unit) -> None:
+    async def _use(self, unit: ObjectEntry) -> None:
         """The unit was stored again: that is a use. It is there even if the server cannot be told of it now."""
         now = self._clock.wall()
         self.index.touch([unit.last], now)
@@ -291,7 +304,7 @@ class UnitStore:
         if self.purged(frame.scope, born(life)):
             await self.bucket.delete(name, stat.etag)
             return Stored.REFUSED
-        unit = Unit(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
+        unit = ObjectEntry(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
         self.index.put(unit)
         self.announce(unit)
         return outcome
@@ -325,7 +338,7 @@ class UnitStore:
             if failed is not None:
                 raise failed
 
-    async def renew(self, unit: Unit, used: float) -> None:
+    async def renew(self, unit: ObjectEntry, used: float) -> None:
         """Tell the server of a use: by a copy of the object onto itself, or by writing it again."""
         name = self.names.unit(unit.last)
         async with self._renewals:
@@ -340,7 +353,7 @@ class UnitStore:
         self.index.put(replace(unit, etag=stat.etag, renewed=used))
         self.index.told(unit.last, used)
 
-    async def _rewrite(self, unit: Unit, used: float) -> Stat | None:
+    async def _rewrite(self, unit: ObjectEntry, used: float) -> Stat | None:
         """The same payload under a header with the unit's present life; None if it is not there as it should be."""
         data = bytearray(unit.size)
         view = memoryview(data)
@@ -364,7 +377,7 @@ class UnitStore:
                 self.index.drop(last)
             await self.bucket.delete_many([self.names.unit(last) for last in some])
 
-    async def discard(self, unit: Unit) -> bool:
+    async def discard(self, unit: ObjectEntry) -> bool:
         """Delete this very version of a unit; whether it was there."""
         known = self.index.get(unit.last)
         if known is not None and known.etag == unit.etag:
@@ -377,7 +390,7 @@ class UnitStore:
         guess = min(size // self._block_bytes, COUNT_MAX)
         return next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * self._block_bytes == size), 0)
 
-    async def header_of(self, last: BlockKey, size: int) -> Unit | None:
+    async def header_of(self, last: BlockKey, size: int) -> ObjectEntry | None:
         """The unit called by `last`, of which nothing else is known but its object's size; None if it is gone.
 
         Raises CorruptError, and condemns nothing.

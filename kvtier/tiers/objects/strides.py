@@ -32,7 +32,7 @@ def default_stride(block_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ObjectNames:
     """Object names of one namespace below `prefix` ("" or without slashes at its ends)."""
 
     prefix: str

@@ -19,8 +19,8 @@ from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
 from kvtier.tiers.objects.deltas import Deltas
-from kvtier.tiers.objects.index import Unit
-from kvtier.tiers.objects.store import UnitStore
+from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.protocol import Miss
 
 SWEEP_S = 60.0
@@ -53,7 +53,7 @@ class Swept:
 class Sweeper:
     """One replica's share of the sweeping. Lives on the tier's event loop."""
 
-    def __init__(self, store: UnitStore, deltas: Deltas, clock: Clock, rng: random.Random) -> None:
+    def __init__(self, store: ObjectStore, deltas: Deltas, clock: Clock, rng: random.Random) -> None:
         self._store = store
         self._deltas = deltas
         self._clock = clock
@@ -115,7 +115,7 @@ class Sweeper:
         known = self._store.index.get(last)
         return known is not None and self._store.why_not(known, self._clock.wall()) is None
 
-    async def _sweep(self, last: BlockKey, size: int) -> Unit | None:
+    async def _sweep(self, last: BlockKey, size: int) -> ObjectEntry | None:
         """Delete a unit that is dead by the header that is there now, in that very version: somebody may be writing it
         anew. What cannot be read is left to whoever asks for it by name."""
         try:

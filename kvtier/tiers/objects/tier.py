@@ -25,15 +25,15 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth
-from kvtier.tiers.objects.bucket.open import Client, Limits, open_bucket
-from kvtier.tiers.objects.bucket.protocol import TIER, Patient
+from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
+from kvtier.tiers.objects.bucket.protocol import TIER, RetryingBucket
 from kvtier.tiers.objects.delete import Remover
 from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.frame import COUNT_MAX
 from kvtier.tiers.objects.loop_thread import LoopThread
-from kvtier.tiers.objects.probe import Finder
-from kvtier.tiers.objects.store import UnitStore
-from kvtier.tiers.objects.strides import Names, default_stride
+from kvtier.tiers.objects.probe import Prober
+from kvtier.tiers.objects.store import ObjectStore
+from kvtier.tiers.objects.strides import ObjectNames, default_stride
 from kvtier.tiers.objects.sweep import Sweeper
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 
@@ -72,7 +72,7 @@ class ObjectTier:
         options: Mapping[str, object] | None = None,
         client: Client = "auto",
         stride: int | None = None,
-        limits: Limits | None = None,
+        limits: BucketLimits | None = None,
         attempts: int = 4,
         seed: int | None = None,
     ) -> None:
@@ -82,16 +82,17 @@ class ObjectTier:
             raise ConfigError(f"tiers.g4.stride must lie in 1 … {COUNT_MAX} blocks, got {self.stride}")
         self._url = url
         self._clock = clock
-        self._limits = limits or Limits()
+        self._limits = limits or BucketLimits()
         self._random = random.Random(seed)
         bucket, prefix = open_bucket(url, options or {}, client, clock, self._limits)
-        self._store = UnitStore(
-            Patient(bucket, attempts=attempts, seed=seed), Names(prefix, namespace.digest), self.block_bytes,
+        self._store = ObjectStore(
+            RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest),
+            self.block_bytes,
             self.stride, clock, self._limits,
         )  # fmt: skip
         self._deltas = Deltas(self._store.bucket, self._store.names, self._store.index, clock)
         self._store.announce = self._deltas.add
-        self._finder = Finder(self._store, clock)
+        self._finder = Prober(self._store, clock)
         self._remover = Remover(self._store, clock)
         self._sweeper = Sweeper(self._store, self._deltas, clock, self._random)
         self._chores: asyncio.Task[None] | None = None

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.bench.policies import COMPARED
 from kvtier.bench.retention.curves import CapacityCurve, TtlCurve, ceiling_hits
-from kvtier.bench.retention.simulate import Admit, Level, capacity_of, simulate, simulate_stack
+from kvtier.bench.retention.simulate import Admit, TierLevel, capacity_of, simulate, simulate_stack
 from kvtier.bench.retention.traces import Trace
 from kvtier.cli import main
 from kvtier.retention.terms import Terms
@@ -112,14 +112,14 @@ def test_the_manager_over_a_stack_serves_what_an_exact_replay_does(
     """Under LRU a smaller tier holds a subset, so the split is the difference between capacities (`CapacityCurve`)."""
     trace = made(seed)
     curve = CapacityCurve(trace)
-    split = simulate_stack(trace, "lru", [Level(name, blocks) for name, blocks in sizes.items()])
+    split = simulate_stack(trace, "lru", [TierLevel(name, blocks) for name, blocks in sizes.items()])
     below = 0.0
     for name, blocks in sizes.items():
         assert split.hit_percent[name] == pytest.approx(curve.percent(blocks) - below)
         below = curve.percent(blocks)
     if "g3" in sizes:
         assert split.written["g3"] == trace.references - curve.hits(sizes["g3"])
-    assert simulate_stack(trace, "lru", [Level(n, b) for n, b in sizes.items()]).hit_percent == split.hit_percent
+    assert simulate_stack(trace, "lru", [TierLevel(n, b) for n, b in sizes.items()]).hit_percent == split.hit_percent
 
 
 @pytest.mark.long
@@ -128,7 +128,7 @@ def test_the_manager_over_a_stack_on_the_mooncake_trace(mooncake: Trace) -> None
     """60 GB, 256 GB and 4 TB for an 8B model: published as 4.4, 3.9 and 27.6 %, with 12.4 TB written below G2."""
     block_bytes = 512 * 131_072
     sizes = {"g1": 60e9, "g2": 256e9, "g3": 4e12}
-    split = simulate_stack(mooncake, "lru", [Level(name, int(size / block_bytes)) for name, size in sizes.items()])
+    split = simulate_stack(mooncake, "lru", [TierLevel(name, int(size / block_bytes)) for name, size in sizes.items()])
     assert {name: round(share, 3) for name, share in split.hit_percent.items()} == {
         "g1": 4.385, "g2": 3.877, "g3": 27.631,
     }  # fmt: skip
@@ -139,7 +139,9 @@ def test_a_stack_of_four_serves_what_its_deepest_tier_would(made: Callable[..., 
     """What comes from g4 goes into g3 too, a little later than an exact replay has it there: the sum is the same."""
     trace = made(6)
     curve = CapacityCurve(trace)
-    split = simulate_stack(trace, "lru", [Level("g1", 60), Level("g2", 200), Level("g3", 400), Level("g4", 700)])
+    split = simulate_stack(
+        trace, "lru", [TierLevel("g1", 60), TierLevel("g2", 200), TierLevel("g3", 400), TierLevel("g4", 700)]
+    )
     assert split.total_percent == pytest.approx(curve.percent(700))
     assert split.hit_percent["g2"] == pytest.approx(curve.percent(200) - curve.percent(60))
     assert split.hit_percent["g3"] == pytest.approx(curve.percent(400) - curve.percent(200), abs=2.0)
@@ -148,7 +150,7 @@ def test_a_stack_of_four_serves_what_its_deepest_tier_would(made: Callable[..., 
 
 def test_writing_less_below_g2_costs_hits(made: Callable[..., Trace]) -> None:
     trace = made(6)
-    levels = [Level("g1", 60), Level("g2", 200), Level("g3", 900)]
+    levels = [TierLevel("g1", 60), TierLevel("g2", 200), TierLevel("g3", 900)]
     everything, twice, long = (
         simulate_stack(trace, "lru", levels, admit=admit)
         for admit in (Admit(), Admit(threshold=2), Admit(min_prefix=320))
@@ -164,7 +166,7 @@ def test_a_stack_keeps_to_a_ttl(made: Callable[..., Trace]) -> None:
     whole = trace.unique
     for ttl in (30.0, 300.0):
         for names in (("g1", "g2", "g3"), ("g2", "g3", "g4")):
-            split = simulate_stack(trace, "lru", [Level(name, whole) for name in names], Terms("ttl", ttl=ttl))
+            split = simulate_stack(trace, "lru", [TierLevel(name, whole) for name in names], Terms("ttl", ttl=ttl))
             assert 100 - split.total_percent == pytest.approx(TtlCurve(trace).prefill_left_percent(ttl))
 
 

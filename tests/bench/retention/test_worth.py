@@ -15,19 +15,19 @@ from kvtier.bench.retention.capacity import Rates, plan_capacity
 from kvtier.bench.retention.charts import line, nice, ranges, stacked
 from kvtier.bench.retention.curves import CapacityCurve, Reuse
 from kvtier.bench.retention.report import render, write_report
-from kvtier.bench.retention.shapes import SHAPES, Shape, shape_of
-from kvtier.bench.retention.simulate import Level, simulate_stack
+from kvtier.bench.retention.shapes import SHAPES, CacheShape, shape_of
+from kvtier.bench.retention.simulate import TierLevel, simulate_stack
 from kvtier.bench.retention.traces import Trace
-from kvtier.bench.retention.worth import Assumptions, Store, appraise
+from kvtier.bench.retention.worth import Assumptions, PricedTier, appraise
 from kvtier.cli import main
 from kvtier.errors import InvalidRequest
 
-GIVEN = Assumptions(Shape("toy", 100, 1000.0))
+GIVEN = Assumptions(CacheShape("toy", 100, 1000.0))
 BLOCK = 16 * 100
 
 
-def stores(*blocks: int) -> list[Store]:
-    return [Store(f"g{n}", count * BLOCK, 10.0, 0.1) for n, count in enumerate(blocks, 1)]
+def stores(*blocks: int) -> list[PricedTier]:
+    return [PricedTier(f"g{n}", count * BLOCK, 10.0, 0.1) for n, count in enumerate(blocks, 1)]
 
 
 def test_shapes_are_the_published_ones() -> None:
@@ -41,7 +41,7 @@ def test_shapes_are_the_published_ones() -> None:
 def test_the_split_and_the_writes_are_the_simulators(made: Callable[..., Trace]) -> None:
     trace = made(1)
     worth = appraise(trace, Reuse(trace), stores(100, 200, 400), GIVEN)
-    split = simulate_stack(trace, "lru", [Level("g1", 100), Level("g2", 200), Level("g3", 400)])
+    split = simulate_stack(trace, "lru", [TierLevel("g1", 100), TierLevel("g2", 200), TierLevel("g3", 400)])
     assert worth.percent == pytest.approx(dict(split.hit_percent))
     assert worth.ssd["written_gb"] == pytest.approx(split.written["g3"] * BLOCK / 1e9)
     for hour in worth.hours:
@@ -108,7 +108,7 @@ def test_the_planner_agrees_with_the_curve(made: Callable[..., Trace]) -> None:
 
 def test_a_budget_bounds_the_ssd(made: Callable[..., Trace]) -> None:
     trace = made(5)
-    given = Assumptions(Shape("large", 10_000_000, 1000.0))
+    given = Assumptions(CacheShape("large", 10_000_000, 1000.0))
     free, bound = (plan_capacity(trace, given, float("inf"), budget) for budget in (None, 5.0))
     assert bound.cost["g3"] <= 5.0 < free.cost["g3"]
     with pytest.raises(InvalidRequest, match="buys not one block"):
@@ -153,7 +153,7 @@ def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_prices_move_the_advice(made: Callable[..., Trace]) -> None:
     trace = made(4)
-    given = Assumptions(Shape("large", 10_000_000, 1000.0))
+    given = Assumptions(CacheShape("large", 10_000_000, 1000.0))
     cheap, dear = (plan_capacity(trace, replace(given, ssd_price=p), float("inf")) for p in (0.01, 1000.0))
     assert cheap.sizes_gb["g3"] > dear.sizes_gb["g3"] and cheap.hit_percent > dear.hit_percent
     slow, fast = (plan_capacity(trace, replace(given, ssd_read_gb_s=s), float("inf")) for s in (0.001, 1000.0))

@@ -21,8 +21,8 @@ from kvtier.connectors.common import Settings
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.compat import hash_problem
 from kvtier.connectors.vllm.identity import Adapters, namespace_of, pages_of
-from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, Moves, WorkerMeta
-from kvtier.connectors.vllm.worker import Pages, WorkerHalf, describe, fill_page_table, host_identity, map_arena
+from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
+from kvtier.connectors.vllm.worker import CacheLayout, WorkerHalf, describe, fill_page_table, host_identity, map_arena
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.tiers.host.arena import Arena
 
@@ -30,9 +30,9 @@ BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
 PAGE = HEADS * TOKENS * 2 * DIM * 4
 
 
-def pages(blocks: int = BLOCKS, rank: int = 0, ranks: int = 1, replicated: bool = False) -> Pages:
+def pages(blocks: int = BLOCKS, rank: int = 0, ranks: int = 1, replicated: bool = False) -> CacheLayout:
     layers = tuple(f"layers.{i}" for i in range(LAYERS))
-    return Pages(layers, (PAGE,) * LAYERS, blocks, "test", ranks, rank, replicated)
+    return CacheLayout(layers, (PAGE,) * LAYERS, blocks, "test", ranks, rank, replicated)
 
 
 def layer_outside() -> dict[str, torch.Tensor]:
@@ -78,13 +78,13 @@ def test_bytes_out_and_in_are_the_same_in_every_layout(make: Any) -> None:
     worker.register(tensors)
     attached(worker, arena)
     worker.start(1)
-    worker.store([Moves(1, (4, 1), (0, 3), (0, 0))])
+    worker.store([StepMoves(1, (4, 1), (0, 3), (0, 0))])
     while 1 not in (answer := worker.answer()).done:
         worker.poll()
     assert answer.done == {1: 1} and answer.failed == {}
     for tensor in tensors.values():
         tensor.fill_(7)
-    worker.load([Load("r", Moves(2, (2, 5), (3, 0), (0, 0)))])
+    worker.load([Load("r", StepMoves(2, (2, 5), (3, 0), (0, 0)))])
     worker.poll()
     assert worker.received() == {"r"} and worker.bad_blocks() == set()
     rows = BLOCKS if make is not split_in_kernels else BLOCKS * 2
@@ -135,7 +135,7 @@ def test_the_identity_tells_inner_orders_apart_and_not_the_outer_one() -> None:
 def test_a_job_without_slots_or_without_arena_is_answered_as_failed() -> None:
     worker = WorkerHalf(pages())
     worker.register(layer_outside())
-    worker.load([Load("r", Moves(1, (2, 3), (0, 1), (0, 0)))])
+    worker.load([Load("r", StepMoves(1, (2, 3), (0, 1), (0, 0)))])
     assert worker.received() == {"r"} and worker.bad_blocks() == {2, 3}
     assert worker.answer().failed == {1: {0, 1}}
 
@@ -147,22 +147,22 @@ def test_an_engine_that_sleeps_copies_nothing_and_wakes_with_the_same_arena() ->
     worker = WorkerHalf(pages())
     worker.register(tensors)
     attached(worker, arena)
-    worker.store([Moves(1, (2,), (0,), (0,))])
+    worker.store([StepMoves(1, (2,), (0,), (0,))])
     worker.suspend()
     assert worker.answer().done == {1: 1}, "answered, whatever became of it"
-    worker.load([Load("asleep", Moves(2, (3,), (0,), (0,)))])
+    worker.load([Load("asleep", StepMoves(2, (3,), (0,), (0,)))])
     assert worker.received() == {"asleep"} and worker.bad_blocks() == {3}
     worker.resume()
-    worker.store([Moves(3, (2,), (1,), (0,))])
+    worker.store([StepMoves(3, (2,), (1,), (0,))])
     worker.poll()
     tensors["layers.0"][4].zero_()
-    worker.load([Load("awake", Moves(4, (4,), (1,), (0,)))])
+    worker.load([Load("awake", StepMoves(4, (4,), (1,), (0,)))])
     worker.poll()
     assert worker.received() == {"awake"} and worker.bad_blocks() == set()
     assert all(torch.equal(tensor[4], tensor[2]) for tensor in tensors.values())
     worker.close()
     worker.resume()
-    worker.load([Load("closed", Moves(5, (4,), (1,), (0,)))])
+    worker.load([Load("closed", StepMoves(5, (4,), (1,), (0,)))])
     assert worker.bad_blocks() == {4}
     arena.close()
 
@@ -170,7 +170,7 @@ def test_an_engine_that_sleeps_copies_nothing_and_wakes_with_the_same_arena() ->
 def test_a_replicated_cache_is_written_by_rank_zero_only() -> None:
     worker = WorkerHalf(pages(rank=1, ranks=2, replicated=True))
     worker.register(layer_outside())
-    worker.store([Moves(1, (2,), (0,), (0,))])
+    worker.store([StepMoves(1, (2,), (0,), (0,))])
     assert worker.answer().done == {1: 1}
 
 
@@ -211,7 +211,7 @@ def test_scales_that_are_computed_at_run_time_are_refused() -> None:
     class FullAttentionSpec(SimpleNamespace):
         pass
 
-    def asked(mode: str | None) -> Pages:
+    def asked(mode: str | None) -> CacheLayout:
         spec = FullAttentionSpec(block_size=16, page_size_bytes=4096, kv_quant_mode=mode)
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])
         vllm_config = SimpleNamespace(
@@ -227,7 +227,7 @@ def test_scales_that_are_computed_at_run_time_are_refused() -> None:
 def test_vllms_own_kinds_are_told_apart() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
-    def asked(spec: Any) -> Pages:
+    def asked(spec: Any) -> CacheLayout:
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])
         vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0), cache_config=SimpleNamespace()

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier.tiers.disk import io_scheduler as lanes_module
-from kvtier.tiers.disk.io_scheduler import Lanes
+from kvtier.tiers.disk.io_scheduler import IOScheduler
 
 WRITERS = 3
 
 
 @pytest.fixture
-def lanes() -> Iterator[Lanes]:
-    made = Lanes(8, WRITERS, "test-lane")
+def lanes() -> Iterator[IOScheduler]:
+    made = IOScheduler(8, WRITERS, "test-lane")
     yield made
     made.stop()
 
@@ -60,7 +60,7 @@ class Jobs:
         self._gate.set()
 
 
-async def test_a_bounded_number_of_writes_runs_and_reads_go_before_those_that_wait(lanes: Lanes) -> None:
+async def test_a_bounded_number_of_writes_runs_and_reads_go_before_those_that_wait(lanes: IOScheduler) -> None:
     jobs = Jobs()
     writes = lanes.write([jobs.make("write") for _ in range(6)])
     await jobs.until(WRITERS)
@@ -73,7 +73,7 @@ async def test_a_bounded_number_of_writes_runs_and_reads_go_before_those_that_wa
     assert jobs.most_writes == WRITERS
 
 
-async def test_beside_reads_one_write_runs(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beside_reads_one_write_runs(lanes: IOScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes_module, "NEAR_S", 0.2)
     jobs = Jobs()
     reads = lanes.read([jobs.make("read")])
@@ -87,7 +87,7 @@ async def test_beside_reads_one_write_runs(lanes: Lanes, monkeypatch: pytest.Mon
     assert jobs.writes_beside_reads == 1
 
 
-async def test_reads_without_end_do_not_keep_writes_out_and_after_them_all_writers_work(lanes: Lanes) -> None:
+async def test_reads_without_end_do_not_keep_writes_out_and_after_them_all_writers_work(lanes: IOScheduler) -> None:
     stop = False
 
     async def read() -> None:
@@ -106,7 +106,7 @@ async def test_reads_without_end_do_not_keep_writes_out_and_after_them_all_write
     await writes.wait(lanes.cancel)
 
 
-async def test_a_cancelled_batch_waits_for_what_runs_and_forgets_the_rest(lanes: Lanes) -> None:
+async def test_a_cancelled_batch_waits_for_what_runs_and_forgets_the_rest(lanes: IOScheduler) -> None:
     jobs = Jobs()
     batch = lanes.write([jobs.make("write") for _ in range(6)])
     await jobs.until(WRITERS)
@@ -121,7 +121,7 @@ async def test_a_cancelled_batch_waits_for_what_runs_and_forgets_the_rest(lanes:
     assert jobs.begun == ["write"] * WRITERS
 
 
-async def test_spare_work_waits_for_what_is_asked_for(lanes: Lanes) -> None:
+async def test_spare_work_waits_for_what_is_asked_for(lanes: IOScheduler) -> None:
     jobs, steps = Jobs(), list[int]()
     reads = lanes.read([jobs.make("read")])
     await jobs.until(1)

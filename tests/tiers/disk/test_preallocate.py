@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.disk import recovery as opening
-from kvtier.tiers.disk.preallocate import Ahead
+from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.slab import DRAFT, Calls, Slab, SystemCalls
 from kvtier.tiers.protocol import Stored
 from tests.tiers.disk.support.store import get, opened, put, slabs
@@ -27,11 +27,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "slab"
 
 
-def ahead(folder: Path, calls: Calls | None = None) -> Ahead:
-    return Ahead([folder.parent], lambda segment: SEGMENT, calls or SystemCalls())
+def ahead(folder: Path, calls: Calls | None = None) -> Preallocator:
+    return Preallocator([folder.parent], lambda segment: SEGMENT, calls or SystemCalls())
 
 
-def finish(draft: Ahead) -> None:
+def finish(draft: Preallocator) -> None:
     while draft.step():
         pass
 
@@ -123,7 +123,7 @@ def test_a_failure_leaves_nothing_behind(folder: Path, verb: str, monkeypatch: p
 
     calls = SystemCalls()
     monkeypatch.setattr(calls, verb, fail)
-    draft = Ahead([folder.parent], lambda segment: 64 << 20, calls)
+    draft = Preallocator([folder.parent], lambda segment: 64 << 20, calls)
     if draft.start(1):
         finish(draft)
     assert verb == "fdatasync" or not (folder / "00000001.slab").exists()

@@ -28,11 +28,11 @@ from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker import client as remote
 from kvtier.tiers.disk.worker import process as server_process
 from kvtier.tiers.disk.worker import protocol as wire
-from kvtier.tiers.disk.worker.client import RemoteDisk
+from kvtier.tiers.disk.worker.client import DiskWorkerClient
 from kvtier.tiers.disk.worker.shared_arena import Window
 from kvtier.tiers.guard import Wrapper
 from kvtier.tiers.host.arena import Arena
-from kvtier.tiers.protocol import Keeping, Loaded, Miss, Notebook, Sealed, Stored, Target, Tier
+from kvtier.tiers.protocol import Loaded, Miss, Notebook, Retaining, Sealed, Stored, Target, Tier
 from tests.tiers.disk.support.store import BLOCK, FAR_S
 from tests.tiers.disk.support.subprocesses import environment
 
@@ -84,9 +84,9 @@ class Bounced(Wrapper):
 
 
 @asynccontextmanager
-async def opened(path: Path, arena: Arena, blocks: int = 64, clock: Any = None) -> AsyncIterator[RemoteDisk]:
+async def opened(path: Path, arena: Arena, blocks: int = 64, clock: Any = None) -> AsyncIterator[DiskWorkerClient]:
     clock = clock or SystemClock()
-    tier = RemoteDisk([path], blocks * BLOCK, NAMESPACE, clock=clock, arena=arena)
+    tier = DiskWorkerClient([path], blocks * BLOCK, NAMESPACE, clock=clock, arena=arena)
     await tier.open()
     try:
         yield tier
@@ -94,13 +94,15 @@ async def opened(path: Path, arena: Arena, blocks: int = 64, clock: Any = None) 
         await tier.close(tier._clock.monotonic() + FAR_S)
 
 
-async def put(tier: RemoteDisk, arena: Arena, chain: Sequence[BlockKey], deadline_s: float = FAR_S) -> list[Stored]:
+async def put(
+    tier: DiskWorkerClient, arena: Arena, chain: Sequence[BlockKey], deadline_s: float = FAR_S
+) -> list[Stored]:
     return await Bounced(tier, arena).write(
         seal(chain, range(len(chain)), BLOCK, tier._clock.wall()), tier._clock.monotonic() + deadline_s
     )
 
 
-async def get(tier: RemoteDisk, arena: Arena, chain: Sequence[BlockKey]) -> list[bool | Miss]:
+async def get(tier: DiskWorkerClient, arena: Arena, chain: Sequence[BlockKey]) -> list[bool | Miss]:
     """True where a block came back with its bytes, else why it did not."""
     buffers = [bytearray(BLOCK) for _ in chain]
     targets = [Target(index, (memoryview(buffer),)) for index, buffer in enumerate(buffers)]
@@ -111,7 +113,7 @@ async def get(tier: RemoteDisk, arena: Arena, chain: Sequence[BlockKey]) -> list
     ]
 
 
-def process_of(tier: RemoteDisk) -> subprocess.Popen[bytes]:
+def process_of(tier: DiskWorkerClient) -> subprocess.Popen[bytes]:
     assert tier._server is not None
     return tier._server.process
 
@@ -130,7 +132,9 @@ async def test_it_keeps_the_contract_of_a_tier(tmp_path: Path) -> None:
     with memory() as arena:
 
         def make(namespace: Namespace) -> Bounced:
-            return Bounced(RemoteDisk([tmp_path / "g3"], 64 * 64 * 1024, namespace, clock=clock, arena=arena), arena)
+            return Bounced(
+                DiskWorkerClient([tmp_path / "g3"], 64 * 64 * 1024, namespace, clock=clock, arena=arena), arena
+            )
 
         await check_tier(make, clock, block_bytes=BLOCK)
 
@@ -139,8 +143,8 @@ def test_every_verb_of_a_local_tier_is_served() -> None:
     def of(protocol: type) -> set[str]:
         return {name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")}
 
-    assert of(Tier) | of(Keeping) | of(Notebook) == set(wire.verbs()) | {"peek", "usage", "check"}
-    assert set(wire.verbs()) <= set(dir(RemoteDisk)) and set(wire.verbs()) <= set(dir(DiskTier))
+    assert of(Tier) | of(Retaining) | of(Notebook) == set(wire.verbs()) | {"peek", "usage", "check"}
+    assert set(wire.verbs()) <= set(dir(DiskWorkerClient)) and set(wire.verbs()) <= set(dir(DiskTier))
 
 
 async def test_promises_and_notes_outlive_its_process(tmp_path: Path) -> None:
@@ -316,7 +320,7 @@ async def test_a_cancelled_read_of_a_live_process_costs_nothing_else(tmp_path: P
 
 async def test_closing_a_frozen_process_is_bounded(tmp_path: Path) -> None:
     with memory() as arena:
-        tier = RemoteDisk([tmp_path / "g3"], 64 * BLOCK, NAMESPACE, clock=SystemClock(), arena=arena)
+        tier = DiskWorkerClient([tmp_path / "g3"], 64 * BLOCK, NAMESPACE, clock=SystemClock(), arena=arena)
         await tier.open()
         process = process_of(tier)
         os.kill(process.pid, signal.SIGSTOP)
@@ -386,7 +390,7 @@ def config_at(path: Path) -> kvtier.Config:
 
 
 def test_it_is_for_processes_in_which_a_model_computes(tmp_path: Path) -> None:
-    for computes, kind in {False: DiskTier, True: RemoteDisk}.items():
+    for computes, kind in {False: DiskTier, True: DiskWorkerClient}.items():
         with kvtier.open(config_at(tmp_path), NAMESPACE, computes=computes) as cache:
             assert type(cache.manager.lower["g3"].inner.inner) is kind
     assert isinstance(lower_tiers(config_at(tmp_path), NAMESPACE, SystemClock())[0], DiskTier)
@@ -396,7 +400,7 @@ def test_a_cache_lives_through_frozen_and_killed_processes(tmp_path: Path) -> No
     chain = chain_of(NAMESPACE, 64)
     with kvtier.open(config_at(tmp_path), NAMESPACE, computes=True) as cache:
         tier = cache.manager.lower["g3"].inner.inner
-        assert isinstance(tier, RemoteDisk)
+        assert isinstance(tier, DiskWorkerClient)
         cache.put(chain, payloads_of(chain, BLOCK))
         cache.flush()
         for blow in (signal.SIGSTOP, signal.SIGKILL):
@@ -476,7 +480,7 @@ def test_signals_to_the_group_do_not_end_it(tmp_path: Path) -> None:
     chain = chain_of(NAMESPACE, 4)
     with kvtier.open(config_at(tmp_path), NAMESPACE, computes=True) as cache:
         tier = cache.manager.lower["g3"].inner.inner
-        assert isinstance(tier, RemoteDisk)
+        assert isinstance(tier, DiskWorkerClient)
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(process_of(tier).pid, number)
         cache.put(chain, payloads_of(chain, BLOCK))

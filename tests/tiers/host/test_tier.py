@@ -13,7 +13,7 @@ from kvtier.policies.lru import LRU
 from kvtier.retention.terms import BUILTIN, Lifetime
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.arena import Arena, available_bytes
-from kvtier.tiers.host.tier import HostTier, State
+from kvtier.tiers.host.tier import HostTier, SlotState
 from kvtier.tiers.protocol import Miss
 
 BLOCK = 4096
@@ -39,7 +39,7 @@ def store(tier: HostTier, index: int) -> None:
 def test_only_ready_blocks_are_visible() -> None:
     tier = host()
     slot = tier.reserve(KEYS[0], 0)
-    assert slot is not None and slot.state is State.FILLING
+    assert slot is not None and slot.state is SlotState.FILLING
     assert tier.peek(KEYS[0], NOW) is Miss.PENDING
     assert tier.pin(KEYS[0], NOW) is None
     assert tier.reserve(KEYS[0], 0) is None, "two writers of one block"
@@ -70,14 +70,14 @@ def test_a_pinned_block_that_is_dropped_keeps_its_bytes_until_the_last_pin() -> 
     assert first is not None and first is second
     generation = first.generation
     assert tier.drop(KEYS[0])
-    assert (tier.peek(KEYS[0], NOW), first.state, tier.quarantined) == (Miss.ABSENT, State.QUARANTINED, 1)
+    assert (tier.peek(KEYS[0], NOW), first.state, tier.quarantined) == (Miss.ABSENT, SlotState.QUARANTINED, 1)
     store(tier, 1)
     assert tier.reserve(KEYS[2], 2) is not None, "the other slots go on"
     assert bytes(first.pieces[0]) == payload_of(KEYS[0], BLOCK)
     tier.unpin(first, generation)
     tier.check()
     tier.unpin(first, generation)
-    assert (first.state, tier.quarantined) == (State.FREE, 0)
+    assert (first.state, tier.quarantined) == (SlotState.FREE, 0)
     tier.check()
 
 
@@ -104,7 +104,7 @@ def test_stale_messages_are_counted_and_refused() -> None:
     assert not tier.commit(slot, old, LIFE)
     tier.abort(slot, old)
     tier.unpin(slot, old)
-    assert (tier.stale_messages, slot.state, slot.key) == (3, State.FILLING, KEYS[1])
+    assert (tier.stale_messages, slot.state, slot.key) == (3, SlotState.FILLING, KEYS[1])
     assert tier.commit(slot, slot.generation, LIFE)
     tier.check()
 

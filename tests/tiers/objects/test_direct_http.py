@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3
-from kvtier.tiers.objects.bucket.direct_http import REFUSALS_MAX, Direct, reachable, size_of
+from kvtier.tiers.objects.bucket.direct_http import REFUSALS_MAX, DirectHTTP, reachable, size_of
 from kvtier.tiers.objects.bucket.protocol import Transient
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Target
@@ -61,11 +61,11 @@ class Server:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[Server, Direct]]:
+async def running() -> AsyncIterator[tuple[Server, DirectHTTP]]:
     server = Server()
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/b/x?signature=s"
-    direct = Direct(connect_s=2, read_s=0.3)
+    direct = DirectHTTP(connect_s=2, read_s=0.3)
     try:
         yield server, direct
     finally:
@@ -79,7 +79,7 @@ def views(*sizes: int) -> tuple[list[bytearray], list[memoryview]]:
     return buffers, [memoryview(buffer) for buffer in buffers]
 
 
-async def fetch(server: Server, direct: Direct) -> dict[str, str] | None:
+async def fetch(server: Server, direct: DirectHTTP) -> dict[str, str] | None:
     buffers, into = views(COUNT // 4, COUNT // 2, COUNT // 4)
     headers = await direct.get(server.url, START, into)
     assert headers is None or b"".join(buffers) == DATA[START : START + COUNT], "wrong bytes"
@@ -197,13 +197,13 @@ def test_only_plain_endpoints_without_a_proxy_are_reached(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 async def test_a_tier_reads_its_blocks_this_way(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    original = Direct.get
+    original = DirectHTTP.get
 
-    async def counting(self: Direct, url: str, start: int, into: list[memoryview]) -> dict[str, str] | None:
+    async def counting(self: DirectHTTP, url: str, start: int, into: list[memoryview]) -> dict[str, str] | None:
         taken.append(sum(map(len, into)))
         return await original(self, url, start, into)
 
-    monkeypatch.setattr(Direct, "get", counting)
+    monkeypatch.setattr(DirectHTTP, "get", counting)
     ns, clock = sample_namespace(32 << 10), VirtualClock()
     with FaultyS3().running() as server:
         tier = ObjectTier("s3://bucket", ns, clock=clock, options=server.options, client=client, stride=4)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule, every_fault
-from kvtier.tiers.objects.bucket.open import Limits
+from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 
@@ -39,7 +39,7 @@ class Scene:
     def _tier(self, client: str, seed: int) -> ObjectTier:
         return ObjectTier(
             "s3://bucket/p", NS, clock=self.clock, stride=S, options=self.server.options, client=client,  # type: ignore[arg-type]
-            limits=Limits(connect_s=0.5, read_s=0.2), attempts=ATTEMPTS, seed=seed,
+            limits=BucketLimits(connect_s=0.5, read_s=0.2), attempts=ATTEMPTS, seed=seed,
         )  # fmt: skip
 
     patience = DEADLINE_S

@@ -11,8 +11,8 @@ from kvtier.retention.terms import Lifetime, Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.objects import deltas
 from kvtier.tiers.objects.frame import Frame
-from kvtier.tiers.objects.index import Unit
-from kvtier.tiers.objects.strides import Names
+from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.strides import ObjectNames
 
 NS = sample_namespace(4096)
 CHAIN = chain_of(NS, 4, seed=1)
@@ -26,7 +26,7 @@ def sha(raw: bytes | bytearray) -> str:
 
 
 def test_names() -> None:
-    names = Names("p", NS.digest)
+    names = ObjectNames("p", NS.digest)
     last = CHAIN[-1].hex()
     assert names.unit(CHAIN[-1]) == f"p/{NS.digest.hex()}/{'0' * 32}/{last[32:34]}/{last[32:]}"
     tombstone = names.tombstone(scope_of("tenant"), 1_800_000_000.5)
@@ -40,7 +40,7 @@ def test_a_unit_is_one_frame() -> None:
 
 
 def test_a_delta() -> None:
-    unit = Unit(FRAME, FRAME.total_bytes, '"etag"', LIFE, LIFE.last_use, 0.0)
+    unit = ObjectEntry(FRAME, FRAME.total_bytes, '"etag"', LIFE, LIFE.last_use, 0.0)
     assert sha(deltas.encode([unit])) == "bd368dfc5bc07f6142261634"
 
 

@@ -89,14 +89,14 @@ async def test_a_replica_that_was_not_told_finds_it_all_the_same(site: Site) -> 
 
 def test_deltas_survive_the_way_and_nothing_else_does() -> None:
     from kvtier.retention.terms import Lifetime
-    from kvtier.tiers.objects.index import Unit
+    from kvtier.tiers.objects.index import ObjectEntry
 
     chain = chain_of(NS, S)
     from kvtier.tiers.objects.frame import Frame
 
     life = Lifetime.of(Terms("t", ttl=60), 1_800_000_000.0)
     frame = Frame(NS.digest, scope_of(None), 0, 4096, tuple(k[16:] for k in chain), (bytes(16),) * S, life)
-    unit = Unit(frame, frame.total_bytes, '"etag"', life, life.last_use, float("-inf"))
+    unit = ObjectEntry(frame, frame.total_bytes, '"etag"', life, life.last_use, float("-inf"))
     raw = deltas.encode([unit, unit])
     assert list(deltas.parse(raw, NS.digest)) == [unit, unit]
     with pytest.raises(CorruptError):

@@ -19,7 +19,7 @@ from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.servers import S3Server, SeaweedFS
-from kvtier.tiers.objects.bucket.open import Limits
+from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Miss, Target
 
@@ -155,7 +155,7 @@ async def test_the_server_is_killed_in_mid_transfer_and_comes_back(tmp_path: Pat
     clock = SystemClock()
     try:
         url = server.new_bucket()
-        tier = await open_tier(server, url, client=client, limits=Limits(connect_s=1, read_s=2), attempts=2)
+        tier = await open_tier(server, url, client=client, limits=BucketLimits(connect_s=1, read_s=2), attempts=2)
         chains = [chain_of(NS, 16, seed) for seed in range(8)]
         first = seal(chains[0], range(16), BLOCK, clock.wall())
         assert all(r.durable for r in await tier.write(first, clock.monotonic() + 30))

@@ -19,7 +19,7 @@ def test_a_stride_is_about_32_mib(block_bytes: int, stride: int) -> None:
 
 
 def test_names_parse_back_and_nothing_else_does() -> None:
-    names = strides.Names("some/prefix", bytes(range(32)))
+    names = strides.ObjectNames("some/prefix", bytes(range(32)))
     last = BlockKey(bytes(range(16)) + bytes(range(100, 132)))
     name = names.unit(last)
     assert name.startswith("some/prefix/" + bytes(range(32)).hex() + "/")

@@ -21,7 +21,7 @@ from kvtier.testing import (
     seal,
     verification_off,
 )
-from kvtier.tiers.objects.bucket.open import Limits
+from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 from tests.tiers.objects.support.replicas import NS, S, Site
@@ -325,7 +325,7 @@ async def test_a_forked_child_is_told_so(site: Site) -> None:
 async def test_transfers_keep_to_their_rates(site: Site) -> None:
     """Ten units at five units per second take the better part of two seconds; one burst is free."""
     unit_bytes = S * NS.block_bytes
-    limits = Limits(read_rate=5.0 * unit_bytes, write_rate=5.0 * unit_bytes)
+    limits = BucketLimits(read_rate=5.0 * unit_bytes, write_rate=5.0 * unit_bytes)
     clock = site.clock = SystemClock()  # type: ignore[assignment]
     tier = ObjectTier(f"file://{site.root}", NS, clock=clock, stride=S, limits=limits)
     await tier.open()

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, TierError
-from kvtier.events import Told
+from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Depth
@@ -25,7 +25,7 @@ from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.tier import check_store
 from kvtier.tiers.disk.worker import protocol
 from kvtier.tiers.disk.worker.process import ServerProcess
-from kvtier.tiers.disk.worker.shared_arena import Span, Window
+from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, Window
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 
@@ -39,7 +39,7 @@ another process evicts from the same store is not."""
 SEEN_MAX = 100_000
 
 
-class RemoteDisk:
+class DiskWorkerClient:
     """A `kvtier.tiers.protocol.Tier` with `Keeping` and `Notebook` for blocks in `arena`'s memory; see
     `kvtier.tiers.disk.tier.DiskTier`, whose arguments it takes. Lives on one event loop; opened when the arena is."""
 
@@ -59,7 +59,7 @@ class RemoteDisk:
     ) -> None:
         self.block_bytes = namespace.block_bytes
         self._paths = [Path(path) for path in paths]
-        self._setup = protocol.Setup([str(path) for path in paths], capacity_bytes, namespace.fields(), quota)
+        self._setup = protocol.WorkerSetup([str(path) for path in paths], capacity_bytes, namespace.fields(), quota)
         self._clock = TrustedClock.around(clock)
         self._arena = arena
         self._window: Window | None = None
@@ -68,7 +68,7 @@ class RemoteDisk:
         self._restarting: asyncio.Task[None] | None = None
         self._usage = Usage(0, 0, capacity_bytes)
         self._seen: dict[BlockKey, float] = {}  # blocks that are here, oldest sight first → when
-        self._told: Told | None = None
+        self._told: Notify | None = None
 
     # Life.
 
@@ -164,7 +164,7 @@ class RemoteDisk:
         if self._told is not None:
             self._told(keys, False)
 
-    def watch(self, told: Told | None) -> None:
+    def watch(self, told: Notify | None) -> None:
         """Have `told` hear, on the event loop, which of our blocks left for others that this tier wrote."""
         self._told = told
 
@@ -203,7 +203,7 @@ class RemoteDisk:
         self._see([block.key for block, result in zip(blocks, results, strict=True) if result.durable])
         return results
 
-    def _spans(self, pieces: Sequence[memoryview], verb: str) -> list[Span]:
+    def _spans(self, pieces: Sequence[memoryview], verb: str) -> list[ArenaSpan]:
         self._running(verb)
         assert self._window is not None
         try:

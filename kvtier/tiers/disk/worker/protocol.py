@@ -5,7 +5,7 @@
     cache → process    Call (a verb of the tier, and the time as the cache knows it), Cancel
     process → cache    Answer or Refusal per call; Left, blocks that went for others; Said, a line for the log
 
-Bytes of blocks never travel: both sides have the arena mapped, and a Span names a piece of it. Times left replace
+Bytes of blocks never travel: both sides have the arena mapped, and a ArenaSpan names a piece of it. Times left replace
 deadlines, since clocks are each side's own.
 """
 
@@ -21,14 +21,14 @@ import msgspec
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import Lifetime
 from kvtier.retention.trusted_clock import Reading
-from kvtier.tiers.disk.worker.shared_arena import Span
-from kvtier.tiers.protocol import Keeping, Loaded, Miss, Notebook, Stored, Tier, Usage
+from kvtier.tiers.disk.worker.shared_arena import ArenaSpan
+from kvtier.tiers.protocol import Loaded, Miss, Notebook, Retaining, Stored, Tier, Usage
 
 FRAME_BYTES_MAX = 64 << 20
 _LENGTH_BYTES = 4
 
 
-class Setup(msgspec.Struct, frozen=True):
+class WorkerSetup(msgspec.Struct, frozen=True):
     """The first call's argument: which tier to open. Fields as `kvtier.tiers.disk.tier.DiskTier` has them."""
 
     paths: list[str]
@@ -43,7 +43,7 @@ class Block(msgspec.Struct, array_like=True, frozen=True):
     key: BlockKey
     index: int
     digest: bytes
-    spans: list[Span]
+    spans: list[ArenaSpan]
     life: Lifetime
     parent: BlockKey | None
     priority: int
@@ -100,9 +100,9 @@ class Verb(NamedTuple):
 
 
 _OWN: Mapping[str, tuple[Any, Any]] = {
-    "open": (tuple[Setup], None),
+    "open": (tuple[WorkerSetup], None),
     "lookup": (tuple[list[BlockKey], float], list[Miss | None]),
-    "read": (tuple[list[BlockKey], list[list[Span]], float], list[Loaded | Miss]),
+    "read": (tuple[list[BlockKey], list[list[ArenaSpan]], float], list[Loaded | Miss]),
     "write": (tuple[list[Block], float], list[Stored]),
     "flush": (tuple[float], None),
     "close": (tuple[float], None),
@@ -111,7 +111,7 @@ _OWN: Mapping[str, tuple[Any, Any]] = {
 
 _AS_THEY_ARE = (
     (Tier, ("touch", "evict", "purge", "tombstones")),
-    (Keeping, ("keep", "let_go", "kept", "drop_made_after")),
+    (Retaining, ("keep", "let_go", "kept", "drop_made_after")),
     (Notebook, ("write_note", "read_notes")),
 )
 

@@ -27,10 +27,10 @@ from kvtier import errors
 from kvtier.clock import SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.trusted_clock import ToldClock
+from kvtier.retention.trusted_clock import RelayedClock
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker import protocol
-from kvtier.tiers.disk.worker.shared_arena import Span, Window
+from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, Window
 from kvtier.tiers.protocol import Sealed, Target, Usage
 
 CLOSE_S = 5.0
@@ -44,7 +44,7 @@ class Server:
         self._reader = reader
         self._send = send
         self._window = window
-        self._clock = ToldClock(SystemClock())
+        self._clock = RelayedClock(SystemClock())
         self._tier: DiskTier | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
@@ -106,7 +106,7 @@ class Server:
         result = getattr(tier, verb)(*arguments)
         return await result if asyncio.iscoroutine(result) else result
 
-    async def _open(self, setup: protocol.Setup) -> None:
+    async def _open(self, setup: protocol.WorkerSetup) -> None:
         namespace = Namespace.parse(setup.namespace)
         paths = [Path(path) for path in setup.paths]
         tier = DiskTier(paths, setup.capacity, namespace, clock=self._clock, quota=setup.quota)
@@ -119,7 +119,7 @@ class Server:
 
         tier.watch(left)
 
-    def _targets(self, spans: Sequence[Sequence[Span]]) -> list[Target]:
+    def _targets(self, spans: Sequence[Sequence[ArenaSpan]]) -> list[Target]:
         return [Target(place, self._window.pieces(some)) for place, some in enumerate(spans)]
 
     def _sealed(self, blocks: Sequence[protocol.Block]) -> list[Sealed]:

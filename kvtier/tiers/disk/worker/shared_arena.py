@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvtier.tiers.protocol import Pieces
 
 
-class Span(NamedTuple):
+class ArenaSpan(NamedTuple):
     """`length` bytes from `start` on in the memory of one rank."""
 
     rank: int
@@ -37,18 +37,18 @@ class Window:
                 each.madvise(mmap.MADV_HUGEPAGE)
         return cls([memoryview(each) for each in maps])
 
-    def spans(self, pieces: Pieces) -> list[Span]:
+    def spans(self, pieces: Pieces) -> list[ArenaSpan]:
         """Names of pieces of this memory. Raises ValueError for memory that is none of it."""
         return [self._span(piece) for piece in pieces]
 
-    def _span(self, piece: memoryview) -> Span:
+    def _span(self, piece: memoryview) -> ArenaSpan:
         address = _address(piece)
         for rank, (start, view) in enumerate(zip(self._starts, self._views, strict=True)):
             if start <= address and address + len(piece) <= start + len(view):
-                return Span(rank, address - start, len(piece))
+                return ArenaSpan(rank, address - start, len(piece))
         raise ValueError("a piece is not the arena's memory")
 
-    def pieces(self, spans: Sequence[Span]) -> Pieces:
+    def pieces(self, spans: Sequence[ArenaSpan]) -> Pieces:
         """The pieces of these names, writable. Raises ValueError for a span that is not in this memory."""
         for rank, start, length in spans:
             if not (0 <= rank < len(self._views) and 0 <= start <= start + length <= len(self._views[rank])):

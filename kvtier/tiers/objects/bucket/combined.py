@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 
 
-class Blend:
+class CombinedBucket:
     """`fast` for everything but copies onto themselves and deletions of one version, which are `able`'s.
 
     `able` is started when it is first needed: importing and connecting it takes longer than all a short life needs.

@@ -32,7 +32,7 @@ class Trait:
 
 
 @dataclass(frozen=True, slots=True)
-class Exam:
+class ConformanceReport:
     """All traits in the order they were tried, and what was measured."""
 
     traits: tuple[Trait, ...]
@@ -47,7 +47,7 @@ class Exam:
         return all(trait.ok is not False for trait in self.traits)
 
 
-async def examine(bucket: Bucket, prefix: str, clock: Clock, parallel: int = 1) -> Exam:
+async def examine(bucket: Bucket, prefix: str, clock: Clock, parallel: int = 1) -> ConformanceReport:
     """Try a started bucket below `prefix`, for at most EXAM_S, its speed with `parallel` requests at once. Never raises
     for what the server does."""
     name = f"{prefix}/exam-{uuid4().hex}" if prefix else f"exam-{uuid4().hex}"
@@ -69,7 +69,9 @@ async def examine(bucket: Bucket, prefix: str, clock: Clock, parallel: int = 1) 
         except (TierError, TimeoutError):
             pass
     figures = notes.figures
-    return Exam(tuple(notes.traits), figures.get("skew"), figures.get("write"), figures.get("read"), parallel)
+    return ConformanceReport(
+        tuple(notes.traits), figures.get("skew"), figures.get("write"), figures.get("read"), parallel
+    )
 
 
 class _Notes:

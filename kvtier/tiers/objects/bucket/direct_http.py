@@ -49,7 +49,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def size_of(headers: Headers) -> int:
-    """The size of the whole object, by an answer of `Direct.get`."""
+    """The size of the whole object, by an answer of `DirectHTTP.get`."""
     return int(headers["content-range"].rpartition("/")[2])
 
 
@@ -70,7 +70,7 @@ class _Stale(Exception):
     """The connection ended before it gave a single byte of an answer."""
 
 
-class Direct:
+class DirectHTTP:
     """Connections to one server, on one event loop. `usable`: whether it is worth asking."""
 
     def __init__(self, connect_s: float, read_s: float) -> None:

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import (
     DIRECT_BYTES,
     SIGNED_S,
-    Direct,
+    DirectHTTP,
     Headers,
     answer_of,
     reachable,
@@ -65,7 +65,7 @@ class ObstoreBucket:
         self._read_timeout = timedelta(seconds=read_timeout_s)
         self._read_timeout_s = read_timeout_s
         self._store: Any = None
-        self._direct: Direct | None = None
+        self._direct: DirectHTTP | None = None
         self._ranges = True
 
     async def start(self) -> None:
@@ -93,7 +93,7 @@ class ObstoreBucket:
         except Exception as error:
             raise ConfigError(f"tiers.g4.options: obstore does not take them ({type(error).__name__})") from None
         if plain and not self._config.get("skip_signature") and reachable(self._config["endpoint"]):
-            self._direct = Direct(self._connect_timeout.total_seconds(), self._read_timeout_s)
+            self._direct = DirectHTTP(self._connect_timeout.total_seconds(), self._read_timeout_s)
 
     async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
         return await self._put(name, data, used, "create")

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError
-from kvtier.tiers.objects.bucket.combined import Blend
+from kvtier.tiers.objects.bucket.combined import CombinedBucket
 from kvtier.tiers.objects.bucket.protocol import Bucket
 
 Client = Literal["auto", "s3fs", "obstore"]
@@ -20,7 +20,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BucketLimits:
     """What a tier may ask of a server: seconds until a connection stands, seconds without a byte, transfers at once
     (a transfer holds one unit in memory), bytes per second each way (0: no bound)."""
 
@@ -32,7 +32,7 @@ class Limits:
 
 
 def open_bucket(
-    url: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: Limits
+    url: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: BucketLimits
 ) -> tuple[Bucket, str]:
     """The bucket that `url` names and the prefix inside it. Imports the library, makes no request.
 
@@ -101,7 +101,7 @@ def _file_system_class(protocol: str) -> Any:
         raise ConfigError(f"{_KEY}: the package for {protocol}:// is not installed: {fix}") from None
 
 
-def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: Limits) -> Bucket:
+def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: BucketLimits) -> Bucket:
     """obstore if it is asked for, or if it is installed and knows all the options; else s3fs.
 
     obstore has no copy that changes metadata and no conditional delete: where s3fs is installed too, it lends its.
@@ -117,11 +117,11 @@ def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, l
             raise ConfigError("tiers.g4.options has some that only s3fs knows: remove them, or set client: s3fs")
         if has["obstore"] and config is not None:
             fast = ObstoreBucket(bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
-            return Blend(fast, _s3fs(bucket, options, clock, limits)) if has["s3fs"] else fast
+            return CombinedBucket(fast, _s3fs(bucket, options, clock, limits)) if has["s3fs"] else fast
     return _s3fs(bucket, options, clock, limits)
 
 
-def _s3fs(bucket: str, options: Mapping[str, Any], clock: Clock, limits: Limits) -> Bucket:
+def _s3fs(bucket: str, options: Mapping[str, Any], clock: Clock, limits: BucketLimits) -> Bucket:
     from kvtier.tiers.objects.bucket.s3fs import S3Bucket
 
     return S3Bucket(

@@ -87,7 +87,7 @@ class Bucket(Protocol):
         """Let go of connections. Idempotent."""
 
 
-class Patient:
+class RetryingBucket:
     """A bucket that tries again what failed for a while: at most `attempts` times, exponential with full jitter.
 
     The caller's deadline bounds the whole. Conditional verbs stay correct: a create that took effect although

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
-from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, Direct, answer_of, reachable, size_of
+from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, Sink, Stat, Transient
 
 USED = "kvtier-used"
@@ -63,7 +63,7 @@ class S3Bucket:
             **self._options.pop("config_kwargs", {}),
         }
         self._client: Any = None
-        self._direct: Direct | None = None
+        self._direct: DirectHTTP | None = None
         self._extra: dict[str, dict[str, Any]] = {}
 
     async def start(self) -> None:
@@ -90,7 +90,7 @@ class S3Bucket:
             self._extra[operation] = {key: value for key, value in extra.items() if key in known}
         # Without a key there is nothing to sign with; further parameters of a GET would have to be headers.
         if not fs.anon and not self._extra["GetObject"] and reachable(self._client.meta.endpoint_url):
-            self._direct = Direct(self._config["connect_timeout"], self._config["read_timeout"])
+            self._direct = DirectHTTP(self._config["connect_timeout"], self._config["read_timeout"])
 
     async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
         return await self._put(name, data, used, {"IfNoneMatch": "*"})

@@ -16,7 +16,7 @@ from bit_compare import Witness  # beside this file
 import kvtier
 from kvtier.clock import SystemClock
 from kvtier.connectors.sglang import KVTierLinker
-from kvtier.connectors.sglang.copies import Pages
+from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.build import lower_tiers
 from kvtier.testing import Fault, FaultyTier
@@ -44,7 +44,7 @@ class TrialLinker(KVTierLinker):
         self._faulty = {tier.name: tier for tier in tiers}
         return kvtier.open(config, namespace, tiers=tiers)
 
-    def _open(self, namespace: Namespace) -> Pages:
+    def _open(self, namespace: Namespace) -> PageCopies:
         pages = super()._open(namespace)
         witness = self._witness = self._witness or Witness(self._pool, Path(f"{self._witness_file}.{namespace.rank}"))
         offload = pages.offload

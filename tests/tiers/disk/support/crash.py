@@ -98,16 +98,16 @@ def plant(point: str, hit: int) -> None:
 
 def publish_too_early() -> None:
     """The mistake that the order of a write is there to avoid."""
-    from kvtier.tiers.disk.write import Deposit
+    from kvtier.tiers.disk.write import WriteBatch
 
-    jobs = Deposit.jobs
+    jobs = WriteBatch.jobs
 
-    def jobs_later(self: Deposit, deadline: float) -> list[Any]:
+    def jobs_later(self: WriteBatch, deadline: float) -> list[Any]:
         for job in jobs(self, deadline):
             asyncio.get_running_loop().call_later(0.002, job)
         return []
 
-    Deposit.jobs = jobs_later  # type: ignore[method-assign]
+    WriteBatch.jobs = jobs_later  # type: ignore[method-assign]
 
 
 async def work(path: Path, seed: int, report: int, steps: int = 200) -> None:
