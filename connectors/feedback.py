@@ -25,7 +25,7 @@ class Feedback:
         """Begin to keep the prompt, if its sender asked for that."""
         if control.pin is None or not control.store or not prompt:
             return None
-        return cache.submit(keep_prompt(cache.manager.keeper, scope, control.pin, prompt, self._block_tokens))
+        return cache.submit(keep_prompt(cache.manager.protection, scope, control.pin, prompt, self._block_tokens))
 
     def told(
         self,
@@ -46,7 +46,7 @@ class Feedback:
             depths = (self._recent.divergence(f"{scope.hex()} {known}", prompt) for known in (wanted, f"{wanted}-0"))
             depth = next((depth for depth in depths if depth is not None), None)
             told["same_tokens"] = None if depth is None else depth * self._block_tokens
-        self._recent.note(f"{scope.hex()} {name}", prompt)
+        self._recent.record(f"{scope.hex()} {name}", prompt)
         return told
 
 

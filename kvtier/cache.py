@@ -63,7 +63,7 @@ class _Face:
         self._pid = os.getpid()
         self.manager = build(config, namespace, clock, lower, near, computes)
         self._pins = AsyncNamedPins(
-            self.manager.keeper, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
+            self.manager.protection, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
         )
 
     def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
@@ -170,7 +170,7 @@ class AsyncCache(_Face):
         intake = self._intake(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
         while (seen := await asyncio.to_thread(intake.step)) is not None:
-            if not await self.manager.room.wait(deadline, seen):
+            if not await self.manager.space.wait(deadline, seen):
                 return await asyncio.to_thread(intake.finish)
         return intake.accepted
 
@@ -294,7 +294,7 @@ class Cache(_Face):
         intake = self._intake(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
         while (seen := intake.step()) is not None:
-            if not self._run(self.manager.room.wait(deadline, seen)):
+            if not self._run(self.manager.space.wait(deadline, seen)):
                 return intake.finish()
         return intake.accepted
 

@@ -83,14 +83,14 @@ class Put:
             return depth_of.get(key, -1) in alone
 
         if terms.guarantees:
-            manager.promise(chain, reached, terms)  # refused: before anything is stored
-        manager.settle(chain)  # before room is made for it: else the policy gives each block a rank of its own
-        seen = manager.room.told
+            manager.guarantee(chain, reached, terms)  # refused: before anything is stored
+        manager.finish_put(chain)  # before room is made for it: else the policy gives each block a rank of its own
+        seen = manager.space.version
         while True:
-            wait = wait and manager.demoter.well()
+            wait = wait and manager.demoter.healthy()
             stop = min(len(chain), reached + self._step_blocks)
             if wait:
-                stop = min(stop, reached + manager.demoter.room())
+                stop = min(stop, reached + manager.demoter.space())
             if reached < stop:
                 alone |= manager.demoter.alone(chain, stop, reached)
                 slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
@@ -98,7 +98,7 @@ class Put:
                 generations = [slot.generation for slot in slots]
                 refused = manager.commit(chain, slots, generations, again=True, request_id=self._request_id)
                 alone.update(refused)
-                waiting.update(index for index in refused if index < manager.demoter.sinkable(len(chain)))
+                waiting.update(index for index in refused if index < manager.demoter.demotable(len(chain)))
                 tried.update({slot.index for slot in slots}.difference(refused))
                 if reached == stop < len(chain):
                     continue
@@ -108,12 +108,12 @@ class Put:
             waiting = manager.demoter.demote_rest(chain, reached, tried)
             # In this order: what comes down after `alone` was asked for wakes the wait. What `demote_rest` itself
             # gave back does not.
-            seen = manager.room.told
+            seen = manager.space.version
             alone.clear()
             alone.update(manager.demoter.alone(chain, reached))
-        manager.settle(chain, dropped=len(waiting) if manager.lower else 0)
+        manager.finish_put(chain, dropped=len(waiting) if manager.lower else 0)
         if terms.guarantees:
-            manager.forgive(chain[reached:])
+            manager.release_guarantees(chain[reached:])
         self.accepted = reached - self._start
 
     def _fill(self, slots: Sequence[Slot]) -> None:

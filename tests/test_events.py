@@ -29,7 +29,7 @@ def test_every_tier_tells_what_comes_and_goes(tmp_path: Path) -> None:
     tiers = {"g2": {"capacity": 8 * size}, "g3": {"path": str(tmp_path / "g3"), "capacity": 16 * size}}
     heard: list[Change] = []
     with kvtier.open(Config.parse({"tiers": tiers}), namespace) as cache:
-        cache.manager.watch(events)
+        cache.manager.subscribe(events)
         chains = [chain_of(namespace, 6, seed) for seed in range(6)]
         for chain in chains:
             assert cache.put(chain, payloads_of(chain, size)) == 6

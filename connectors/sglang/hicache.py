@@ -210,7 +210,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         manager, reached = cache.manager, start
         deadline = time.monotonic() + self._settings.config.deadlines.put
         while reached < len(chain):
-            seen = manager.room.told
+            seen = manager.space.version
             room = manager.queue_room() if manager.lower else len(chain)
             if room:
                 stop = min(len(chain), reached + room)
@@ -225,9 +225,9 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
                 manager.commit(chain, slots, generations)
                 if reached == stop:
                     continue
-            if not cache.submit(manager.room.wait(deadline, seen)).result():
+            if not cache.submit(manager.space.wait(deadline, seen)).result():
                 break
-        manager.settle(chain)
+        manager.finish_put(chain)
         return reached - start
 
     # ── several pools ───────────────────────────────────────────────────────────────────────────────────────

@@ -217,7 +217,7 @@ class PrefixCache:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
         deadline = self.clock.monotonic() + (self._config.deadlines.flush if timeout is None else timeout)
         while self.pool.dirty:
-            seen = self.cache.manager.room.told
+            seen = self.cache.manager.space.version
             if not self._offload(self.cache.manager.queue_room(), self.pool.blocks) and not self._wait(deadline, seen):
                 break
         return self.cache.flush(max(0.0, deadline - self.clock.monotonic()))
@@ -230,7 +230,7 @@ class PrefixCache:
         manager, deadline = self.cache.manager, self.clock.monotonic() + wait_s
         wanted = min(wanted, self.pool.free_blocks)
         while True:
-            seen = manager.room.told
+            seen = manager.space.version
             clean = self.pool.clean_ahead(wanted)
             if clean == wanted:
                 return clean
@@ -241,7 +241,7 @@ class PrefixCache:
         """Until there may be room below that there was not when `room.told` was `seen`; False at the deadline."""
         if self.clock.monotonic() >= deadline:
             return False
-        return self.cache.submit(self.cache.manager.room.wait(deadline, seen)).result()
+        return self.cache.submit(self.cache.manager.space.wait(deadline, seen)).result()
 
     def _offload(self, limit: int, ahead: int) -> int:
         if not self._usable():
@@ -254,10 +254,10 @@ class PrefixCache:
                 self._lose(error)
                 continue  # unsettled until the copy has ended: it may read these slots yet
             except BaseException:
-                self.pool.settle(run, again_since=self.clock.monotonic())
+                self.pool.copies_done(run, again_since=self.clock.monotonic())
                 raise
-            self.pool.settle(run[:there])
-            self.pool.settle(run[there:], again_since=self.clock.monotonic())
+            self.pool.copies_done(run[:there])
+            self.pool.copies_done(run[there:], again_since=self.clock.monotonic())
             kept += there
         return kept
 
@@ -286,7 +286,7 @@ class PrefixCache:
             for _, place in over:
                 manager.acknowledge(given[place], place[1])
             if last:
-                self.pool.settle(run, again_since=self.clock.monotonic())
+                self.pool.copies_done(run, again_since=self.clock.monotonic())
 
         try:
             arrived = self.pool.copy_out([run[slot.index - start].slot for slot in slots], places, late)
@@ -303,7 +303,7 @@ class PrefixCache:
             assert life is not None
             slot.life = life  # as confirmed, not as copied: a spill is no use and no new creation
         manager.commit(chain, slots, generations)
-        manager.settle(chain[:reached])
+        manager.finish_put(chain[:reached])
         return reached - start
 
     # --- the rest ----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class SchedulerCache:
     def _open(self, namespace: Namespace) -> tuple[Cache, ArenaHandle]:
         cache = kvtier.open(self._settings.config, namespace, near=self._near, computes=self._computes)
         if self._events is not None:
-            cache.manager.watch(self._events)
+            cache.manager.subscribe(self._events)
         arena = cache.manager.host.arena
         self._arenas += 1
         return cache, ArenaHandle(
@@ -72,7 +72,7 @@ class SchedulerCache:
         new cache is open there is none."""
         current = self.current
         if current is not None and self._events is not None:
-            current[0].manager.watch(None)
+            current[0].manager.subscribe(None)
         self._rotation.rotate()
 
     def close(self, timeout: float) -> bool:

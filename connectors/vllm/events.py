@@ -45,7 +45,7 @@ class KVEvents:
         self._known: OrderedDict[BlockKey, _Content] = OrderedDict()
         self._cleared = False
 
-    def learn(self, request: Any, chain: Sequence[BlockKey], start: int) -> None:
+    def remember(self, request: Any, chain: Sequence[BlockKey], start: int) -> None:
         """Remember what the request's blocks from `start` on hold."""
         size, lora = self._block_tokens, getattr(request, "lora_request", None)
         tokens = request.all_token_ids

@@ -139,7 +139,7 @@ class SchedulerHalf:
             if hashes := compat.hashes_of(visit.track.request, known):
                 chain.extend(engine_keys(visit.scope, hashes))
                 if self._events is not None:
-                    self._events.learn(visit.track.request, chain, known)
+                    self._events.remember(visit.track.request, chain, known)
 
     def _readable(self, visit: RequestState) -> int:
         """Blocks that may be read: the last token is always computed."""

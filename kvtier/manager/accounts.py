@@ -44,7 +44,7 @@ class Losses:
         self._blocks_max = blocks_max
         self._why: dict[BlockKey, Miss] = {}
 
-    def note(self, key: BlockKey, why: Miss) -> None:
+    def record(self, key: BlockKey, why: Miss) -> None:
         """`key` was lost, for this reason."""
         self._why[key] = why
         if len(self._why) > self._blocks_max:  # an eighth at once: this runs for every block that is evicted
@@ -77,7 +77,7 @@ class Accounts:
         self._requests: OrderedDict[str, Account] = OrderedDict()
         self._chains = RecentChains(REQUESTS_MAX)
 
-    def read(
+    def record_read(
         self, lease: Lease, asked: int, request_id: str = "", compared_with: str = "", chain: Sequence[BlockKey] = ()
     ) -> Account:
         """Book a request for `asked` blocks that was served by `lease`; under its id, if it has one. `chain`: all it
@@ -98,10 +98,10 @@ class Accounts:
         if compared_with:
             account.diverged_at = self._chains.divergence(compared_with, chain)
         if request_id:
-            self._chains.note(request_id, chain)
+            self._chains.record(request_id, chain)
         return account
 
-    def wrote(self, kinds: Sequence[str], request_id: str = "") -> None:
+    def record_written(self, kinds: Sequence[str], request_id: str = "") -> None:
         """Book blocks that were taken in, by the name of their retention class."""
         for kind in set(kinds):
             blocks = kinds.count(kind)

@@ -65,7 +65,7 @@ class StrideCoalescer:
         self._loop = loop
         self._task = loop.create_task(self._feed_all())
 
-    def offer(self, chain: Sequence[BlockKey], stop: int, holds: Sequence[Hold] = ()) -> None:
+    def add(self, chain: Sequence[BlockKey], stop: int, holds: Sequence[Hold] = ()) -> None:
         """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which the feeder now owns.
         Under the manager's lock if there are pins; never blocks."""
         assert self._loop is not None
@@ -165,7 +165,7 @@ class StrideCoalescer:
                 return slots
             # Read only now: what the attempt itself gave back is no news. What came during it is seen after _RETRY_S.
             retry = min(deadline, self._clock.monotonic() + _RETRY_S)
-            if not await self._manager.room.wait(retry, self._manager.room.told):
+            if not await self._manager.space.wait(retry, self._manager.space.version):
                 now = self._clock.monotonic()
                 if now < retry or now >= deadline:  # no room is on its way, or it came too late
                     return None
@@ -178,7 +178,7 @@ class StrideCoalescer:
         got: dict[int, Slot] = {}
         with manager.lock:
             for index in range(start, end):
-                if (slot := manager.host.protect(chain[index], now)) is not None:
+                if (slot := manager.host.pin(chain[index], now)) is not None:
                     got[index] = slot
         whole = False
         try:
@@ -186,7 +186,7 @@ class StrideCoalescer:
             nearest = next(iter(manager.lower.values()))
             if missing and nearest.stride == 1:
                 deadline = self._clock.monotonic() + _STEP_S
-                loaded = await manager.transfers.load(manager.lower, chain, {nearest.name: missing}, deadline)
+                loaded = await manager.promoter.load(manager.lower, chain, {nearest.name: missing}, deadline)
                 got.update({index: out for index, out in loaded.items() if isinstance(out, Slot)})
                 if Miss.NO_ROOM in loaded.values():
                     return Miss.NO_ROOM
@@ -200,12 +200,12 @@ class StrideCoalescer:
     async def _offer(self, batch: ChainBatch) -> bool:
         """Queue a pinned unit, waiting for room: this is the background, nobody waits for it."""
         while True:
-            seen = self._manager.room.told
+            seen = self._manager.space.version
             with self._manager.lock:
-                if self._queue.room() >= len(batch.slots):
+                if self._queue.space() >= len(batch.slots):
                     self._queued.add(batch.chain[batch.slots[-1].index])
-                    self._queue.offer(batch)
+                    self._queue.enqueue(batch)
                     return True
-            if not await self._manager.room.wait(self._clock.monotonic() + _STEP_S, seen):
+            if not await self._manager.space.wait(self._clock.monotonic() + _STEP_S, seen):
                 self._manager.release([(s, s.generation) for s in batch.slots if isinstance(s, Slot)])
                 return False

@@ -104,7 +104,7 @@ class Demoter:
         for slot in [*parents, *slots]:
             (deep if slot.life.servable(depth, now) else shallow).append(slot)
         with self._lock:
-            taken = self.queues[self._nearest.name].offer(ChainBatch(chain, tuple(deep)))
+            taken = self.queues[self._nearest.name].enqueue(ChainBatch(chain, tuple(deep)))
         self._release(shallow + deep[taken:])
         return [slot.index for slot in deep[taken:]]
 
@@ -126,7 +126,7 @@ class Demoter:
         fresh = sorted(self.alone(chain, stop) - tried)
         refused = set(self.demote(chain, fresh))
         tried.update(set(fresh) - refused)
-        return {index for index in refused if index < self.sinkable(stop)}
+        return {index for index in refused if index < self.demotable(stop)}
 
     def alone(self, chain: Sequence[BlockKey], stop: int, start: int = 0) -> set[int]:
         """Depths start … stop-1 whose blocks are READY in G2 and nowhere below it, nor on their way there."""
@@ -151,21 +151,21 @@ class Demoter:
         misses = self._nearest.peek(chain, idle)
         return {index: miss for index, miss in zip(idle, misses, strict=True) if miss is not None}
 
-    def sinkable(self, stop: int) -> int:
+    def demotable(self, stop: int) -> int:
         """Up to which depth a chain of `stop` blocks can go below G2 now: whole strides right above G4, else all."""
         stride = self._nearest.stride if self._nearest is not None else 1
         return stop // stride * stride
 
-    def room(self) -> int:
+    def space(self) -> int:
         """Blocks that would be accepted now; all of G2 where there is no lower tier."""
         if self._nearest is None:
             return self._host.capacity
         with self._lock:
             if self._feeder is not None and self._nearest.stride > 1:
                 return max(0, max(self._nearest.stride, self._hold_max) - self._feeder.held())
-            return self.queues[self._nearest.name].room()
+            return self.queues[self._nearest.name].space()
 
-    def well(self) -> bool:
+    def healthy(self) -> bool:
         """Whether there is a lower tier, well enough to wait for."""
         return self._nearest is not None and self._nearest.inner.breaker.health is Health.WELL
 
@@ -199,9 +199,9 @@ class Demoter:
             room = max(stride, self._hold_max) - self._feeder.held()
             complete = min(complete, start + room // stride * stride)
             for key in chain[start:complete]:
-                if (slot := self._host.protect(key, now)) is not None:
+                if (slot := self._host.pin(key, now)) is not None:
                     holds.append((slot, slot.generation))
-            self._feeder.offer(chain, stop, holds)
+            self._feeder.add(chain, stop, holds)
         self._release(slots)
         return [slot.index for slot in slots if slot.index >= complete]
 
@@ -214,16 +214,16 @@ class Demoter:
             self.durable[tier.name] += durable
             if tier is self._nearest:
                 self.dropped += len(results) - durable
-            if self._manager.keeper.busy:
+            if self._manager.protection.busy:
                 stored = zip(batch.slots, results, strict=True)
-                self._manager.keeper.stored(tier.name, [batch.chain[s.index] for s, r in stored if r.durable])
+                self._manager.protection.stored(tier.name, [batch.chain[s.index] for s, r in stored if r.durable])
         self._release([slot for slot in batch.slots if isinstance(slot, Slot)])
         if self._feeder is None:
             return
         if tier is self._fed:
             self._feeder.answered(batch)
         elif durable:
-            self._feeder.offer(batch.chain, batch.slots[-1].index + 1)
+            self._feeder.add(batch.chain, batch.slots[-1].index + 1)
 
     def _release(self, slots: Sequence[Slot]) -> None:
         self._manager.release([(slot, slot.generation) for slot in slots])

@@ -25,7 +25,7 @@ class RecentChains:
         self._chains: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
 
-    def note(self, request_id: str, chain: Sequence[BlockKey]) -> None:
+    def record(self, request_id: str, chain: Sequence[BlockKey]) -> None:
         """Remember a request's chain, instead of an earlier one of this id."""
         self._bytes -= len(self._chains.pop(request_id, b""))
         tails = b"".join(key[-_TAIL_BYTES:] for key in chain[: self._blocks_max])

@@ -89,16 +89,16 @@ class Manager:
         self.time = self._clock = TrustedClock.around(clock)
         self._settings = settings or ManagerLimits()
         self.accounts = Accounts(self._settings.block_tokens, self._settings.classes)
-        host.lost = self.accounts.losses.note
+        host.on_lost = self.accounts.losses.record
         self._adopted = 0  # times that a jump of the clock was accepted
         self._drop_below = False
         self._touched: dict[BlockKey, float] = {}
         self._forgotten: deque[Sequence[Hold]] = deque()  # pins of leases that nobody released
-        self.room = SpaceSignal(self._clock, self._coming)
+        self.space = SpaceSignal(self._clock, self._coming)
         self._tasks: list[asyncio.Task[None]] = []
-        self.keeper = Protection(self, self.time, self._settings.reserved)
-        self._purges = Purger(host, self.lower, self.keeper, self.lock)
-        self._notes = SavedState(self.time, host, self.lock)
+        self.protection = Protection(self, self.time, self._settings.reserved)
+        self._purger = Purger(host, self.lower, self.protection, self.lock)
+        self._saved = SavedState(self.time, host, self.lock)
         self.closed = True
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -107,7 +107,7 @@ class Manager:
         """Open all tiers on the running loop. A lower tier that fails is left out, with a warning; one that must not
         be touched (FormatError) or is misconfigured (ConfigError) stops the start, with everything closed again."""
         loop = asyncio.get_running_loop()
-        self.room.open(loop)
+        self.space.open(loop)
         await asyncio.to_thread(self.host.open)
         opened: list[Metered] = []
         try:
@@ -124,15 +124,15 @@ class Manager:
             self.host.close()
             raise
         slots = self.host.capacity
-        self.transfers = Promoter(
+        self.promoter = Promoter(
             self.host, self._clock, self.lock, max(1, int(slots * self._settings.overdue_fraction))
         )
-        await self._purges.learn()
-        await self._notes.open(self.lower)
-        await self.keeper.open()
+        await self._purger.sync()
+        await self._saved.open(self.lower)
+        await self.protection.open()
         self.demoter = Demoter(self, self._clock, self._settings)
         self.demoter.start(loop)
-        self._tasks.append(loop.create_task(self._keep_house()))
+        self._tasks.append(loop.create_task(self._keep_tidy()))
         self.closed = False
 
     async def close(self) -> Flushed:
@@ -146,8 +146,8 @@ class Manager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.demoter.close()
-        await self.transfers.close(deadline)
-        await self._notes.write()
+        await self.promoter.close(deadline)
+        await self._saved.write()
         for tier in self.lower.values():
             await tier.close(deadline)
         with self.lock:
@@ -158,13 +158,13 @@ class Manager:
         if self.closed:
             raise ClosedError("the cache is closed")
 
-    def watch(self, events: Events | None) -> None:
+    def subscribe(self, events: Events | None) -> None:
         """Tell `events` of every tier's blocks from now on; None: nobody any more."""
         self._usable()
         with self.lock:
-            self.host.told = None if events is None else events.of(self.host.name)
+            self.host.notify = None if events is None else events.of(self.host.name)
         for name, tier in self.lower.items():
-            tier.watch(None if events is None else events.of(name))
+            tier.subscribe(None if events is None else events.of(name))
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -262,7 +262,7 @@ class Manager:
             if not referenced:  # before the loads, so that the policy knows for whom it makes room
                 self.host.reference(chain, start + len(pinned), self._clock.monotonic())
         try:
-            loaded = await self.transfers.load(self.lower, chain, plan.loads, deadline)
+            loaded = await self.promoter.load(self.lower, chain, plan.loads, deadline)
         except BaseException:
             self.release([(slot, slot.generation) for slot in pinned.values()])
             raise
@@ -276,7 +276,7 @@ class Manager:
             miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
         with self.lock:
             if miss is Miss.CORRUPT:
-                self.accounts.losses.note(chain[hit], miss)
+                self.accounts.losses.record(chain[hit], miss)
             elif miss is not None:
                 miss = self._why(chain[hit], miss)
             for index, out in loaded.items():
@@ -285,7 +285,7 @@ class Manager:
             self._note_use(chain[:hit], time.stamp)
         # What `pin` found before has been counted then.
         self._admit(chain, [index for index in range(hit) if index in loaded or not referenced])
-        self._sink(chain, where, loaded)
+        self._demote_promoted(chain, where, loaded)
         return Lease(holds, [str(place) for place in where[start:hit]], miss, self.release, self._forgotten.append)
 
     async def prewarm(self, chain: Sequence[BlockKey], deadline: float) -> int:
@@ -306,7 +306,9 @@ class Manager:
         known = {name: tier.estimate() for name, tier in self.lower.items()}
         return Costs(self._compute_s_per_block, {name: s for name, s in known.items() if s is not None})
 
-    def _sink(self, chain: Sequence[BlockKey], where: Sequence[Where], loaded: Mapping[int, Slot | Miss]) -> None:
+    def _demote_promoted(
+        self, chain: Sequence[BlockKey], where: Sequence[Where], loaded: Mapping[int, Slot | Miss]
+    ) -> None:
         """Give what came from a deep tier to the tiers above it that lack it (G4 → G3)."""
         nearest = next(iter(self.lower), None)
         indices = [i for i, out in loaded.items() if isinstance(out, Slot) and where[i] != nearest]
@@ -318,13 +320,13 @@ class Manager:
     ) -> Account:
         """Book a request for `asked` blocks that was served by `lease`; see `Accounts.read`."""
         with self.lock:
-            return self.accounts.read(lease, asked, request_id, compared_with, chain)
+            return self.accounts.record_read(lease, asked, request_id, compared_with, chain)
 
     def lost(self, keys: Sequence[BlockKey], why: Miss) -> None:
         """These blocks will be missed, and that is why: for accounts of later requests."""
         with self.lock:
             for key in keys:
-                self.accounts.losses.note(key, why)
+                self.accounts.losses.record(key, why)
 
     def account(self, request_id: str) -> Account | None:
         """What a request has asked for, read and written so far; a copy. None: it is not among the latest."""
@@ -339,7 +341,7 @@ class Manager:
         with self.lock:
             for slot, generation in reversed(holds):
                 self.host.unpin(slot, generation)
-        self.room.tell()
+        self.space.notify()
 
     def _release_forgotten(self) -> None:
         while self._forgotten:
@@ -347,7 +349,7 @@ class Manager:
 
     def _note_use(self, keys: Sequence[BlockKey], now: float) -> None:
         """Remember uses for the lower tiers and for what was promised. Under the lock."""
-        if (self.lower or self.keeper.busy) and len(self._touched) < self._settings.touched_max:
+        if (self.lower or self.protection.busy) and len(self._touched) < self._settings.touched_max:
             self._touched.update(dict.fromkeys(keys, now))
 
     # ── storing ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -375,7 +377,7 @@ class Manager:
         time = self._now()
         asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
-            insist = self.demoter.well()
+            insist = self.demoter.healthy()
         out = ChainReservation(chain, time, keep, insist)
         with self.lock:
             if self.demoter.admission.active:
@@ -383,29 +385,29 @@ class Manager:
             if asked.guarantees:
                 self._promise(chain, start, stop, asked, time.stamp)
             reached = out.take(self.host, self.accounts.losses, start, stop, asked)
-            if self.keeper.busy:
+            if self.protection.busy:
                 met = (self.host.index.get(chain[index]) for index in out.present)
-                self.keeper.arrived([slot for slot in met if slot is not None])
+                self.protection.arrived([slot for slot in met if slot is not None])
         if out.present:
             self.demoter.demote(chain, sorted({*out.widened, *self.demoter.lacking(chain, out.present)}))
         return out.slots, reached
 
-    def promise(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms) -> None:
+    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms) -> None:
         """Reserve bytes for the guaranteed blocks of a chain from `start` on before they are stored. Raises
         InvalidRequest, and then nothing is promised, when that would be more than may be reserved."""
         now = self._now().stamp
         with self.lock:
-            self.keeper.promise(chain, start, terms, now)
+            self.protection.guarantee(chain, start, terms, now)
 
     def _promise(self, chain: Sequence[BlockKey], start: int, stop: int, terms: ChainTerms, now: float) -> None:
         """The same for who must not fail: what is refused (and counted) lives on without a guarantee."""
         with contextlib.suppress(InvalidRequest):
-            self.keeper.promise(chain, start, terms, now, stop)
+            self.protection.guarantee(chain, start, terms, now, stop)
 
-    def forgive(self, keys: Sequence[BlockKey]) -> None:
+    def release_guarantees(self, keys: Sequence[BlockKey]) -> None:
         """These blocks were promised room and were not stored: nothing is owed to them."""
         with self.lock:
-            self.keeper.forgive(keys)
+            self.protection.release_guarantees(keys)
 
     def commit(
         self,
@@ -428,9 +430,9 @@ class Manager:
                 if self.host.commit(slot, generation):
                     slot.pins += 1  # at once: nobody may evict it before it is queued
                     published.append(slot)
-            if self.keeper.busy:
-                self.keeper.arrived(published)
-            self.accounts.wrote([slot.kind for slot in published], request_id)
+            if self.protection.busy:
+                self.protection.arrived(published)
+            self.accounts.record_written([slot.kind for slot in published], request_id)
         refused = self.demoter.demote_pinned(chain, published)
         if self.lower and not again:
             self.demoter.dropped += len(refused)
@@ -441,30 +443,30 @@ class Manager:
         with self.lock:
             for slot, generation in zip(slots, generations, strict=True):
                 self.host.abort(slot, generation, in_flight=in_flight)
-        self.room.tell()
+        self.space.notify()
 
     def acknowledge(self, slot: Slot, generation: int) -> None:
         """The last writer of an aborted in-flight slot is done with its memory."""
         with self.lock:
             self.host.acknowledge(slot, generation)
-        self.room.tell()
+        self.space.notify()
 
-    def settle(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
+    def finish_put(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
         """A put of `chain` is over, and `dropped` of its blocks found no queue: give the others their order of
         eviction, tail coldest."""
         now = self._now().serve
         with self.lock:
             self.demoter.dropped += dropped
             resident = self.host.prefix(chain, now)
-            self.host.settle(chain, resident, self._clock.monotonic())
+            self.host.chain_stored(chain, resident, self._clock.monotonic())
 
     def queue_room(self) -> int:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
-        return self.demoter.room()
+        return self.demoter.space()
 
     def _coming(self) -> bool:
         with self.lock:
-            return self.host.held()
+            return self.host.busy()
 
     # ── whole tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -473,7 +475,7 @@ class Manager:
         self._usable()
         await self.demoter.drain(deadline)
         self._flush_touches()
-        await self.keeper.tend()
+        await self.protection.tend()
         for tier in self.lower.values():
             await tier.flush(deadline)
         with self.lock:
@@ -488,7 +490,7 @@ class Manager:
                 return sum(self.host.drop(key) for key in list(self.host.index))
         count = await self.lower[name].evict(None)
         with self.lock:
-            self.keeper.forget(name)
+            self.protection.forget(name)
         return count
 
     async def evict_blocks(self, keys: Sequence[BlockKey]) -> None:
@@ -502,9 +504,9 @@ class Manager:
     async def purge(self, scope: Scope) -> int:
         """Drop a scope from every tier, for good: what was stored until now is a miss everywhere from now on."""
         self._usable()
-        return await self._purges.purge(scope, self._now().serve)
+        return await self._purger.purge(scope, self._now().serve)
 
-    async def _keep_house(self) -> None:
+    async def _keep_tidy(self) -> None:
         """Hand touches down and learn of purges by other processes, now and then."""
         waited_s = 0.0
         while True:
@@ -512,15 +514,15 @@ class Manager:
             self._release_forgotten()
             self._flush_touches()
             with self.lock:
-                self.host.learn()
+                self.host.train()
             await self.accept_time()
             waited_s += self._settings.housekeeping_s
             learn = waited_s >= self._settings.tombstones_s
             if learn:
                 waited_s = 0.0
-                await self._purges.learn()
-            await self.keeper.tend(learn=learn)
-            await self._notes.write_when_due()
+                await self._purger.sync()
+            await self.protection.tend(learn=learn)
+            await self._saved.write_when_due()
 
     def _now(self) -> Reading:
         """The time. If the wall clock was set and that is accepted now, what was stamped by the time before and lies in
@@ -544,9 +546,9 @@ class Manager:
     def _flush_touches(self) -> None:
         with self.lock:
             touched, self._touched = self._touched, {}
-            if self.keeper.busy:
+            if self.protection.busy:
                 for key, now in touched.items():
-                    self.keeper.used([key], now)
+                    self.protection.used([key], now)
         by_time: dict[float, list[BlockKey]] = {}
         for key, now in touched.items():
             by_time.setdefault(now, []).append(key)
@@ -563,6 +565,6 @@ class Manager:
         """Assert the invariants of every part that has some."""
         with self.lock:
             self.host.check()
-            self.keeper.check()
+            self.protection.check()
         for tier in self.lower.values():
             tier.check()

@@ -93,12 +93,12 @@ class Promoter:
             if why is Miss.EXPIRED:
                 self._host.drop(chain[index])
                 return self._host.reserve(chain[index], index, insist=True) or Miss.NO_ROOM
-            return self._host.protect(chain[index], self._clock.wall()) or why or Miss.EVICTED
+            return self._host.pin(chain[index], self._clock.wall()) or why or Miss.EVICTED
 
     def _pin(self, key: BlockKey) -> Outcome:
         with self._lock:
             now = self._clock.wall()
-            return self._host.protect(key, now) or self._host.peek(key, now) or Miss.EVICTED
+            return self._host.pin(key, now) or self._host.peek(key, now) or Miss.EVICTED
 
     def _unpin(self, outcomes: Mapping[int, Outcome]) -> None:
         with self._lock:

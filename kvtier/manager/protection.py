@@ -65,7 +65,7 @@ class Protection:
         self.guarantees = Guarantees(0, 1)
         self._promises: dict[BlockKey, _Promise] = {}
         self._below: dict[BlockKey, float] = {}  # kept by the tier below, until when
-        self._to_keep: set[BlockKey] = set()  # to be kept there, if they are there
+        self._to_retain: set[BlockKey] = set()  # to be kept there, if they are there
         self._to_drop: set[BlockKey] = set()
         self._unnoted: set[str] = set()  # pins whose note, or whose end, is not on its medium yet
         self._noted: dict[str, tuple[bytes, list[Pin]]] = {}  # as last read: digest, pins
@@ -78,7 +78,7 @@ class Protection:
         self._held_max = self._budget = max(1, int(self._share * host.capacity))
         for name, tier in self._manager.lower.items():
             raw: Tier = tier.inner.inner
-            if self._tier is None and hasattr(raw, "keep"):
+            if self._tier is None and hasattr(raw, "retain"):
                 self._tier, self._tier_name = cast(Retaining, raw), name
                 capacity = raw.usage().capacity_bytes // raw.block_bytes
                 self._budget = max(1, int(self._share * capacity)) if capacity else _UNBOUNDED_BLOCKS
@@ -89,7 +89,7 @@ class Protection:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self._learn()
-                kept = await self._tier.kept() if self._tier is not None else {}
+                kept = await self._tier.retained() if self._tier is not None else {}
         except _FAILURES as error:
             log.warning("promises of earlier processes cannot be read: %s", error)
             return
@@ -118,7 +118,7 @@ class Protection:
         self.pins.limit_blocks = max(0, self._budget - len(self.guarantees))
         self.guarantees.limit_blocks = max(0, self._budget - len(self.pins))
 
-    def promise(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, now: float, stop: int = -1) -> None:
+    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, now: float, stop: int = -1) -> None:
         """Reserve the bytes of the guaranteed blocks among start … stop-1 (-1: the end), here or to come; all or none.
 
         Raises InvalidRequest when more would be promised than may be.
@@ -139,10 +139,10 @@ class Protection:
             self.guarantees.reserve(list(keys), now + seconds)
             self._promises.update(dict.fromkeys(keys, _Promise(seconds, now)))
             if block.terms.ceiling >= Depth.G3:
-                self._to_keep.update(key for key in keys if self._below.get(key, _NEVER) < now + seconds)
+                self._to_retain.update(key for key in keys if self._below.get(key, _NEVER) < now + seconds)
             self._hold(keys)
 
-    def forgive(self, keys: Iterable[BlockKey]) -> None:
+    def release_guarantees(self, keys: Iterable[BlockKey]) -> None:
         """These guaranteed blocks were not stored after all."""
         for key in keys:
             if key not in self._manager.host.index and key not in self._below:
@@ -164,14 +164,14 @@ class Protection:
         """Keep out of eviction what nobody below keeps, as far as G2's share goes."""
         host = self._manager.host
         alone = [key for key in keys if key not in self._below and key in host.index]
-        room = max(0, self._held_max - host.holding)
-        host.hold(alone[:room])
+        room = max(0, self._held_max - host.retained)
+        host.retain(alone[:room])
         self.unheld += len(alone[room:])
 
     def stored(self, tier: str, keys: Iterable[BlockKey]) -> None:
         """These blocks are durable in `tier`: if it keeps, it shall."""
         if tier == self._tier_name:
-            self._to_keep.update(key for key in keys if key not in self._below and self._wanted(key))
+            self._to_retain.update(key for key in keys if key not in self._below and self._wanted(key))
 
     def used(self, keys: Iterable[BlockKey], now: float) -> None:
         """Blocks were used at `now`: their guarantees begin anew."""
@@ -180,7 +180,7 @@ class Protection:
             if promise is not None:
                 self.guarantees.adopt(key, now + promise.seconds)
                 if self._below.get(key, now + promise.seconds) < now + promise.seconds:
-                    self._to_keep.add(key)
+                    self._to_retain.add(key)
 
     def purge(self, scope: Scope, before: float) -> None:
         """A scope was purged: nothing is owed to what it had until then."""
@@ -198,7 +198,7 @@ class Protection:
         if tier == self._tier_name:
             keys = list(self._below)
             self._below.clear()
-            self._to_keep.update(keys)
+            self._to_retain.update(keys)
             self._hold(keys)
 
     def _withdraw(self, key: BlockKey) -> None:
@@ -212,8 +212,8 @@ class Protection:
         if self._wanted(key):
             return
         self._promises.pop(key, None)
-        self._manager.host.let_go([key])
-        self._to_keep.discard(key)
+        self._manager.host.release_retained([key])
+        self._to_retain.discard(key)
         if self._below.pop(key, None) is not None:
             self._to_drop.add(key)
 
@@ -255,7 +255,7 @@ class Protection:
                 free = [key for key in freed if not self._wanted(key)]
                 self._unnoted.add(name)
             there |= await self._note([name])
-            await self._keep_below()
+            await self._retain_below()
         if drop:
             await self._manager.evict_blocks(free)
         return there
@@ -281,10 +281,10 @@ class Protection:
         with self._manager.lock:
             index = self._manager.host.index
             self.arrived([index[key] for key in pin.chain if key in index and index[key].expires_at >= now])
-            self._to_keep.update(pin.chain)
+            self._to_retain.update(pin.chain)
             self._unnoted.add(pin.name)
         await self._note([pin.name])
-        await self._keep_below()
+        await self._retain_below()
 
     # ── housekeeping, on the loop ───────────────────────────────────────────────────────────────────────────
 
@@ -297,7 +297,7 @@ class Protection:
                     self._expire(now)
                 names = list(self._unnoted)
             await self._note(names)
-            await self._keep_below()
+            await self._retain_below()
             if learn:
                 try:
                     async with asyncio.timeout(_PATIENCE_S):
@@ -338,32 +338,32 @@ class Protection:
                     self._unnoted.discard(name)
         return there
 
-    async def _keep_below(self) -> None:
+    async def _retain_below(self) -> None:
         """Have the tier below take promises over, and let go of those that ended."""
         if self._tier is None:
-            self._to_keep.clear()
+            self._to_retain.clear()
             return
         with self._manager.lock:
-            keys = [key for key in self._to_keep if self._wanted(key)]
+            keys = [key for key in self._to_retain if self._wanted(key)]
             drops = list(self._to_drop)
-            self._to_keep.clear()
+            self._to_retain.clear()
             self._to_drop.clear()
             groups = self._by_time(keys)
         try:
             if drops:
                 async with asyncio.timeout(_PATIENCE_S):
-                    await self._tier.let_go(drops)
+                    await self._tier.release_retained(drops)
                 drops = []
             for times in list(groups):
                 async with asyncio.timeout(_PATIENCE_S):
-                    kept = await self._tier.keep(groups[times], *times)
+                    kept = await self._tier.retain(groups[times], *times)
                 self._taken_over(groups.pop(times), kept, times[0])
         except _FAILURES as error:
             log.debug("%s keeps nothing now: %s", self._tier_name, error)
         finally:
             with self._manager.lock:
                 self._to_drop.update(drops)
-                self._to_keep.update(key for group in groups.values() for key in group)
+                self._to_retain.update(key for group in groups.values() for key in group)
 
     def _by_time(self, keys: Sequence[BlockKey]) -> dict[tuple[float, float | None], list[BlockKey]]:
         """Blocks by (until when they are to be kept, until when to be served whatever their terms)."""
@@ -384,7 +384,7 @@ class Protection:
                     continue
                 self._below[key] = until
                 if self._wanted(key):
-                    self._manager.host.let_go([key])
+                    self._manager.host.release_retained([key])
                 else:
                     self._end(key)  # it ended meanwhile
 
@@ -413,7 +413,7 @@ class Protection:
                     self._unnoted.add(pin.name)
                     continue
                 self.pins.adopt(pin)
-                self._to_keep.update(pin.chain)
+                self._to_retain.update(pin.chain)
 
     def _read_notes(self, notes: Mapping[str, bytes], found: dict[str, Pin]) -> None:
         for name, raw in notes.items():
@@ -444,7 +444,7 @@ class Protection:
         self.pins.check()
         assert all(self.guarantees.until(key) > _NEVER for key in self._promises), "a promise that nobody counts"
         assert all(map(self._wanted, self._below)), "kept below, though nothing is owed to it"
-        assert self._manager.host.holding <= self._held_max, "more of G2 is held than its share"
+        assert self._manager.host.retained <= self._held_max, "more of G2 is held than its share"
 
 
 def _extend(slot: Slot, until: float, now: float) -> None:

@@ -28,7 +28,7 @@ class Purger:
     async def purge(self, scope: Scope, before: float) -> int:
         """Drop what a scope stored before a wall-clock time; returns how many blocks. Raises the first tier's error
         when all have been asked."""
-        count = self.bury({scope: before})
+        count = self.apply_tombstones({scope: before})
         failures: list[Exception] = []
         for tier in self._lower.values():
             try:
@@ -39,22 +39,22 @@ class Purger:
             raise failures[0]
         return count
 
-    def bury(self, tombstones: Mapping[Scope, float]) -> int:
+    def apply_tombstones(self, tombstones: Mapping[Scope, float]) -> int:
         """The same for G2 and what is promised, for scope → time; returns how many blocks went."""
         with self._lock:
             for scope, before in tombstones.items():
-                if self._host.buries(scope, before):
+                if self._host.is_newer_tombstone(scope, before):
                     self._keeper.purge(scope, before)
-            return self._host.bury(tombstones)
+            return self._host.apply_tombstones(tombstones)
 
-    async def learn(self) -> None:
+    async def sync(self) -> None:
         """What one tier's store remembers, all others learn: another process may share only one of them."""
         known = {name: dict(await tier.tombstones()) for name, tier in self._lower.items()}
         news: dict[Scope, float] = {}
         for tombstones in known.values():
             for scope, before in tombstones.items():
                 news[scope] = max(before, news.get(scope, 0.0))
-        self.bury(news)
+        self.apply_tombstones(news)
         for name, tier in self._lower.items():
             for scope, before in news.items():
                 if before > known[name].get(scope, 0.0) + _ROUNDED_S:

@@ -62,6 +62,6 @@ class ChainReservation:
                 slot.stamp(life, ends)
                 self.slots.append(slot)
             elif host.peek(key, now) is not Miss.PENDING:
-                losses.note(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
+                losses.record(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
                 return index
         return stop

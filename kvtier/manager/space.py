@@ -10,11 +10,11 @@ from kvtier.clock import Clock
 
 
 class SpaceSignal:
-    """Read `told`, look for room, and if there is none, `wait` with that count: what comes free meanwhile ends it."""
+    """Read `version`, look for room, and if there is none `wait` with it: what comes free meanwhile ends that."""
 
     def __init__(self, clock: Clock, coming: Callable[[], bool]) -> None:
         """`coming` says whether anybody has something to give back."""
-        self.told = 0
+        self.version = 0
         """Times that room may have appeared."""
         self._clock = clock
         self._coming = coming
@@ -25,16 +25,16 @@ class SpaceSignal:
         """Those who wait do so on this loop."""
         self._loop = loop
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Room may have appeared. Thread-safe, does not block."""
-        self.told += 1
+        self.version += 1
         if self._waiters and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
     async def wait(self, deadline: float, seen: int) -> bool:
-        """Wait until there may be room that there was not when `told` was `seen`. False at the deadline, and at once
+        """Wait until there may be room that there was not when `version` was `seen`. False at the deadline, and at once
         when none is on its way."""
-        if self.told != seen:
+        if self.version != seen:
             return True
         if not self._coming():
             return False

@@ -22,7 +22,7 @@ def stats_of(manager: Manager) -> dict[str, Any]:
             "requests": {
                 **accounts.stats(),
                 "dropped": manager.demoter.dropped,
-                "promises": manager.keeper.stats(),
+                "promises": manager.protection.stats(),
             },
             host.name: {
                 "blocks": len(host.index),
@@ -33,8 +33,8 @@ def stats_of(manager: Manager) -> dict[str, Any]:
                 "evictions": host.evictions,
                 "latency": {},
                 "pinned": pinned,
-                "quarantined": host.quarantined + manager.transfers.overdue,
-                "late": manager.transfers.late,
+                "quarantined": host.quarantined + manager.promoter.overdue,
+                "late": manager.promoter.late,
                 "refused": {"quota": host.quota.refused},
             },
         }

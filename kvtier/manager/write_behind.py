@@ -96,8 +96,8 @@ class WriteBehind:
         self._loop = loop
         self._workers = [loop.create_task(self._work()) for _ in range(self._limits.writers)]
 
-    def room(self) -> int:
-        """How many blocks `offer` would take now. Under the lock."""
+    def space(self) -> int:
+        """How many blocks `enqueue` would take now. Under the lock."""
         return max(0, self._limits.blocks_max - self._queued - self._busy)
 
     def pending(self) -> int:
@@ -115,12 +115,12 @@ class WriteBehind:
             if not self._names[key]:
                 del self._names[key]
 
-    def offer(self, batch: ChainBatch) -> int:
+    def enqueue(self, batch: ChainBatch) -> int:
         """Accept the head of a batch, as far as there is room; returns how many. Under the lock; never blocks.
 
         The caller keeps the pins of what was refused.
         """
-        taken = min(self.room(), len(batch.slots))
+        taken = min(self.space(), len(batch.slots))
         if taken < len(batch.slots):
             self.refused["queue"] += len(batch.slots) - taken
         if taken:

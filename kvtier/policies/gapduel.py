@@ -40,7 +40,7 @@ _HEAD = struct.Struct("<8sQdddIB")
 class GapDuel(Ranking):
     """The rule above for a tier of `capacity` blocks. Starts as LRU and needs about one window to learn.
 
-    Shadows replay a request in `learn`, which the owner calls after it has answered; requests that nobody
+    Shadows replay a request in `train`, which the owner calls after it has answered; requests that nobody
     called it for are caught up on in `reference`, so the lag stays bounded.
     """
 
@@ -63,13 +63,13 @@ class GapDuel(Ranking):
         if len(self._waiting) > LAG_MAX:
             self._catch_up(2)
 
-    def learn(self) -> None:
+    def train(self) -> None:
         """Let the shadows catch up: some 20 µs per request. Under the owner's lock, off the request's path."""
         self._catch_up(len(self._waiting))
 
     def _catch_up(self, requests: int) -> None:
         for _ in range(requests):
-            self._duel.learn(self._waiting.popleft())
+            self._duel.train(self._waiting.popleft())
 
     def stats(self) -> dict[str, float]:
         """For metrics: the rule in force, every rule's score, switches, refused newcomers, G."""
@@ -100,7 +100,7 @@ class GapDuel(Ranking):
 
     def check(self, resident: set[BlockKey]) -> None:
         super().check(resident)
-        self.learn()
+        self.train()
         self._duel.check()
 
     def _cut(self, names: list[BlockKey], old: list[tuple[Run | None, int]], now: float) -> list[Run]:

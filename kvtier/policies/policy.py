@@ -32,7 +32,7 @@ class Policy(Protocol):
         Renews those, last block coldest, so that a leaf leaves before its parent. A chain names each block once.
         """
 
-    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """All of `chain` that is coming has been inserted. Counts as a reference only if it was not named before:
         a request that looks its chain up and stores it afterwards has referenced it once, not twice.
         """
@@ -50,7 +50,7 @@ class Policy(Protocol):
         that must be made whatever it costs: the coldest. The owner calls `remove` if it does evict.
         """
 
-    def learn(self) -> None:
+    def train(self) -> None:
         """Do what no request has to wait for; now and then, after requests were answered."""
 
     def check(self, resident: set[BlockKey]) -> None:

@@ -151,7 +151,7 @@ class Ranking:
             run.listed = True
             self._coldest = None
 
-    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """A reference, unless one is remembered."""
         if chain and chain[-1] not in self._runs:
             self.reference(chain, resident, now)
@@ -184,7 +184,7 @@ class Ranking:
                 return key
         return None if run is None else self._leaf(run)
 
-    def learn(self) -> None:
+    def train(self) -> None:
         """Nothing."""
 
     def check(self, resident: set[BlockKey]) -> None:

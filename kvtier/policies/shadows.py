@@ -129,7 +129,7 @@ class Duel:
         self._seen = 0  # references
         self._left_at = 0  # of them, when the first rule was left last
 
-    def learn(self, ref: ChainReference) -> None:
+    def train(self, ref: ChainReference) -> None:
         """Replay one request in every shadow, then choose the rule in force."""
         # A run's marks: the depth up to which each shadow holds it, and at the end the depth where it begins.
         for run, start, _ in ref.new:

@@ -15,7 +15,9 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.terms import Depth
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
 
-_OPTIONAL = frozenset({"drop_made_after", "keep", "kept", "let_go", "pin", "pins", "read_notes", "unpin", "write_note"})
+_OPTIONAL = frozenset(
+    {"drop_made_after", "pin", "pins", "read_notes", "release_retained", "retain", "retained", "unpin", "write_note"}
+)
 
 
 @dataclass(frozen=True, slots=True)

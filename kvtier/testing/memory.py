@@ -120,7 +120,7 @@ class MemoryTier:
             if prefix.startswith(self._namespace)
         }
 
-    async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
         self._usable()
         now, done = self._clock.wall(), []
         for key in keys:
@@ -135,12 +135,12 @@ class MemoryTier:
                 self.store.kept[name] = until
         return done
 
-    async def let_go(self, keys: Sequence[BlockKey]) -> None:
+    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
         self._usable()
         for key in keys:
             self.store.kept.pop(self._namespace + key, None)
 
-    async def kept(self) -> Mapping[BlockKey, float]:
+    async def retained(self) -> Mapping[BlockKey, float]:
         self._usable()
         cut = len(self._namespace)
         kept = self.store.kept.items()

@@ -72,11 +72,11 @@ class Wrapper:
     async def flush(self, deadline: float) -> None:
         await self.inner.flush(deadline)
 
-    def watch(self, told: Notify | None) -> None:
+    def subscribe(self, told: Notify | None) -> None:
         """Have `told` hear of blocks that the tier drops by itself, as far as it can say."""
-        watch = getattr(self.inner, "watch", None)
-        if watch is not None:
-            watch(told)
+        subscribe = getattr(self.inner, "subscribe", None)
+        if subscribe is not None:
+            subscribe(told)
 
     def usage(self) -> Usage:
         return self.inner.usage()
@@ -274,12 +274,12 @@ class Metered(Wrapper):
         self.write_latency = Latency()
         self._read_s_per_block: float | None = None
         self._read_at = 0.0
-        self._told: Notify | None = None
+        self._notify: Notify | None = None
 
-    def watch(self, told: Notify | None) -> None:
+    def subscribe(self, told: Notify | None) -> None:
         """Have `told` hear of blocks that become durable here, or turn out to be gone."""
-        self._told = told
-        super().watch(told)
+        self._notify = told
+        super().subscribe(told)
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
         began = self._clock.monotonic()
@@ -290,9 +290,9 @@ class Metered(Wrapper):
         self.read_bytes += loaded * self.block_bytes
         self.misses.update(result for result in results if isinstance(result, Miss))
         self.read_latency.add(took)
-        if self._told is not None:
+        if self._notify is not None:
             gone = [target.index for target, result in zip(targets, results, strict=True) if _is_gone(result)]
-            self._told([chain[index] for index in gone], False)
+            self._notify([chain[index] for index in gone], False)
         if loaded:
             sample, old = took / loaded, self._read_s_per_block
             self._read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
@@ -312,7 +312,7 @@ class Metered(Wrapper):
         self.write_latency.add(self._clock.monotonic() - began)
         self.stored.update(results)
         self.written_bytes += self.block_bytes * results.count(Stored.STORED)
-        if self._told is not None:
+        if self._notify is not None:
             pairs = zip(blocks, results, strict=True)
-            self._told([block.key for block, result in pairs if result.durable], True)
+            self._notify([block.key for block, result in pairs if result.durable], True)
         return results

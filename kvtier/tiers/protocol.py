@@ -168,14 +168,14 @@ class Retaining(Protocol):
     """What a local tier may do on top of `Tier`: promise not to evict, and forget what a wrong clock stamped. Over
     restarts, and for every process that shares the store. Raises TierError."""
 
-    async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
         """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms say.
         Replaces what was said before. Per key: whether it is here, and kept."""
 
-    async def let_go(self, keys: Sequence[BlockKey]) -> None:
-        """Undo `keep`: from now on they leave as others do. Keys that are not kept are ignored."""
+    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
+        """Undo `retain`: from now on they leave as others do. Keys that are not kept are ignored."""
 
-    async def kept(self) -> Mapping[BlockKey, float]:
+    async def retained(self) -> Mapping[BlockKey, float]:
         """The namespace's kept blocks, and until when."""
 
     async def drop_made_after(self, time: float) -> int:

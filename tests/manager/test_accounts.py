@@ -98,11 +98,11 @@ def test_accounts_are_bounded() -> None:
     losses = Losses(4)
     keys = [BlockKey(bytes(40) + n.to_bytes(8, "big")) for n in range(6)]
     for key in keys:
-        losses.note(key, Miss.EVICTED)
+        losses.record(key, Miss.EVICTED)
     assert len(losses) == 4 <= LOSSES_MAX and losses.why(keys[0]) is Miss.ABSENT and losses.why(keys[5]) is Miss.EVICTED
     accounts = Accounts(16, ["24h"])
     for number in range(2000):
-        accounts.wrote([f"class-{number}", "24h"], f"r{number}")
+        accounts.record_written([f"class-{number}", "24h"], f"r{number}")
     assert accounts.written == {"24h": 2000, OTHER: 2000}
     assert accounts.known("r0") is None and accounts.known("r1999") is not None
 

@@ -125,7 +125,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 if pinned == c:  # what comes under a pin lives as long as it, too
                     self.stamps[c].append(Stamp(now, None, until - now + 1, Depth.G4))
         ordinary = terms in (DAY, CLASSES[4]) and self.quota is None
-        well = self.deep and not self._ill() and self.cache.manager.demoter.well()
+        well = self.deep and not self._ill() and self.cache.manager.demoter.healthy()
         if wait and well and start <= self.sure[c] and ordinary:
             assert stored == length - start, "a put that may wait found no room"
             # Right above G4, the tail of an incomplete stride is in G2 alone until a flush.
@@ -312,7 +312,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(
         tier=st.integers(0, 1),
-        verb=st.sampled_from(["read", "write", "lookup", "keep"]),
+        verb=st.sampled_from(["read", "write", "lookup", "retain"]),
         kind=st.sampled_from(["error", "crash", "drop"]),
     )
     def fall_ill(self, tier: int, verb: str, kind: str) -> None:

@@ -150,7 +150,7 @@ def test_a_promise_moves_down_and_ram_is_free_again() -> None:
         for seed in range(4):
             put(cache, list(chain_of(NS, 8, seed=seed)), retention=HOUR)
         cache.flush()
-        assert len(store.kept) == 32 and cache.manager.host.holding == 0
+        assert len(store.kept) == 32 and cache.manager.host.retained == 0
         flood(cache, 20)
         assert all(cache.match(list(chain_of(NS, 8, seed=seed))) == 8 for seed in range(4))
 
@@ -220,7 +220,7 @@ def test_a_purge_ends_pins_and_guarantees() -> None:
         put(cache, keys)
         cache.pins.create("theirs", keys, "1h")  # the name is free again
         cache.flush()
-        cache.manager._purges.bury({scope: clock.wall() - 1.5})  # an old tombstone, learned again
+        cache.manager._purger.apply_tombstones({scope: clock.wall() - 1.5})  # an old tombstone, learned again
         assert len(cache.pins.list()) == 2
     assert pin_notes(store) == {"pin/mine", "pin/theirs"}
 

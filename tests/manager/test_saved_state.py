@@ -35,7 +35,7 @@ def test_what_the_policy_learned_survives_a_restart(tmp_path: Path) -> None:
     with kvtier.open(config, NS, clock=clock) as cache:
         fresh = policy(cache).encode()
         learn(cache, clock)
-        cache.manager.host.learn()
+        cache.manager.host.train()
         learned = policy(cache).encode()
         assert learned != fresh and policy(cache).gap == pytest.approx(7, rel=0.1)
     with kvtier.open(config, NS, clock=clock) as cache:
@@ -58,7 +58,7 @@ def test_a_damaged_note_is_a_fresh_start(damage: bytes) -> None:
         assert cache.match(list(chain_of(NS, 11))) == 11
 
 
-@pytest.mark.parametrize("verb", ["read_notes", "write_note", "kept", "keep"])
+@pytest.mark.parametrize("verb", ["read_notes", "write_note", "retained", "retain"])
 def test_a_tier_that_remembers_nothing_costs_what_was_learned_only(verb: str) -> None:
     clock, store = VirtualClock(), MemoryStore.empty()
     tier = FaultyTier(MemoryTier(NS, clock, store=store), [Fault(verb, "crash")])

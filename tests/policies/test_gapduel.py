@@ -66,7 +66,7 @@ def test_the_first_shadow_hits_what_lru_hits(make_owner, make_sessions):
         duel.reference(chain, 0, now)
         (reference,) = duel._waiting
         floors = []
-        duel.learn()
+        duel.train()
         assert reference.blocks == len(chain) and not floors
         lru.request(now, chain)
     assert sum(s.used for s in duel._duel.shadows[:1]) == len(lru.resident)
@@ -85,7 +85,7 @@ def test_shadows_may_lag_behind_without_growing(make_owner, make_sessions):
     for now, chain in make_sessions(8, 500, 30):
         policy.reference(chain, 0, now)
         assert len(policy._waiting) <= LAG_MAX
-    policy.learn()
+    policy.train()
     assert not policy._waiting
 
 

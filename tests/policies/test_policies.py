@@ -163,9 +163,9 @@ def test_looking_up_and_storing_is_one_reference(name):
     policy.reference(chain, 0, 0.0)
     policy.insert(b"a")
     before = policy._tick
-    policy.settle(chain, 1, 5.0)
+    policy.chain_stored(chain, 1, 5.0)
     assert policy._tick == before
-    policy.settle([b"x", b"y"], 0, 6.0)  # stored without having been looked up
+    policy.chain_stored([b"x", b"y"], 0, 6.0)  # stored without having been looked up
     assert policy._tick == before + 1
 
 

@@ -44,7 +44,7 @@ class ARC:
         if key not in self._once and key not in self._again:
             self._fresh.add(key)
 
-    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """Nothing: arrivals are counted when they arrive."""
 
     def remove(self, key: BlockKey) -> None:
@@ -71,7 +71,7 @@ class ARC:
                     return key
         return self._fresh.deepest(movable) if newcomer is None else None
 
-    def learn(self) -> None:
+    def train(self) -> None:
         """Nothing."""
 
     def check(self, resident: set[BlockKey]) -> None:

@@ -40,7 +40,7 @@ class S3FIFO:
             self._uses[key] = 0
             self._fresh.add(key)
 
-    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """Nothing: arrivals are counted when they arrive."""
 
     def remove(self, key: BlockKey) -> None:
@@ -76,7 +76,7 @@ class S3FIFO:
                 queue.move_to_end(key)
         return self._fresh.deepest(movable) if newcomer is None else None
 
-    def learn(self) -> None:
+    def train(self) -> None:
         """Nothing."""
 
     def check(self, resident: set[BlockKey]) -> None:

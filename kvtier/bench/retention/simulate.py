@@ -98,7 +98,7 @@ def simulate(trace: Trace, policy: str, capacity: int, terms: Terms = FOREVER) -
         for request in trace.requests:
             clock.now = request.at
             hits.append(_replay(manager, list(map(names.__getitem__, request.blocks)), terms))
-            manager.host.learn()
+            manager.host.train()
         manager.host.check()
         evictions = manager.host.evictions
     stats = chosen.stats() if hasattr(chosen, "stats") else {}
@@ -226,7 +226,7 @@ class _Stack:
         await manager.flush(deadline)  # uses reach the lower tiers before what is stored makes room there
         await self._store(chain, start + len(lease), terms, deadline)
         lease.release()
-        manager.host.learn()
+        manager.host.train()
 
     async def _store(self, chain: Sequence[BlockKey], start: int, terms: Terms, deadline: float) -> None:
         """Head first, as far as slots go that nothing on its way down holds."""
@@ -283,7 +283,7 @@ def policy_cost(trace: Trace, policy: Policy, capacity: int) -> PolicyCost:
         began = clock()
         _refer(policy, chain, hit, request.at, resident, capacity)
         ended = clock()
-        policy.learn()
+        policy.train()
         path += ended - began
         learn += clock() - ended
     return PolicyCost(path / trace.references / 1000, learn / trace.references / 1000, trace.references)
@@ -298,7 +298,7 @@ def drive(trace: Trace, policy: Policy, capacity: int) -> int:
         hit = _resident(chain, resident)
         hits += hit
         _refer(policy, chain, hit, request.at, resident, capacity)
-        policy.learn()
+        policy.train()
     policy.check(resident)
     return hits
 

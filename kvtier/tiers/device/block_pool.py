@@ -274,7 +274,7 @@ class BlockPool:
         longer than `dirty_max_age_s` at monotonic time `now`; ancestors before descendants. `ahead` is the length of
         the horizon where it must differ, as before a large `allocate`.
 
-        The copy holds a reference: the slots keep their bytes and their place in the queue until `settle`.
+        The copy holds a reference: the slots keep their bytes and their place in the queue until `copies_done`.
         """
         picked = self._dirty.pick(
             islice(self._free, self.horizon if ahead is None else ahead), limit, now - self.dirty_max_age_s
@@ -298,7 +298,7 @@ class BlockPool:
         """Whether the slot still carries this very block: ask before committing a copy of it."""
         return self._keys[dirty.slot] is dirty.key
 
-    def settle(self, picked: Sequence[Dirty], *, again_since: float | None = None) -> None:
+    def copies_done(self, picked: Sequence[Dirty], *, again_since: float | None = None) -> None:
         """The copies of `picked` have ended, and no one reads these slots any more on their behalf.
 
         With `again_since` (monotonic) they did not arrive and become dirty anew, where the slot still holds them.

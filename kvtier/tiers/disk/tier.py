@@ -103,12 +103,12 @@ class DiskTier:
 
     async def close(self, deadline: float) -> None:
         if self._opened is not None:
-            self.watch(None)
+            self.subscribe(None)
         store, self._opened = self._opened, None
         if store is not None:
             await asyncio.to_thread(store.release, max(0.1, deadline - self._clock.monotonic()))
 
-    def watch(self, told: Notify | None) -> None:
+    def subscribe(self, told: Notify | None) -> None:
         """Have `told` hear, on the writer thread, which of our blocks left for others that this process wrote."""
         if (self._told is None) != (told is None):
             (self._store.watchers.append if told is not None else self._store.watchers.remove)(self._evicted)
@@ -298,7 +298,7 @@ class DiskTier:
 
     def touch(self, keys: Sequence[BlockKey], now: float) -> None:
         prefix = self._prefix
-        self._store.touches.note([prefix + key for key in keys], now)
+        self._store.touches.record([prefix + key for key in keys], now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         store = self._store
@@ -334,7 +334,7 @@ class DiskTier:
 
     # What must stay, and what the manager wants to find again.
 
-    async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
         now, done = self._clock.wall(), list[bool]()
         for start in range(0, len(keys), DROP_CHUNK):
             names = [self._prefix + key for key in keys[start : start + DROP_CHUNK]]
@@ -342,12 +342,12 @@ class DiskTier:
             done += await self._transact(self._store, work, None)
         return done
 
-    async def let_go(self, keys: Sequence[BlockKey]) -> None:
+    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
         for start in range(0, len(keys), DROP_CHUNK):
             names = [self._prefix + key for key in keys[start : start + DROP_CHUNK]]
             await self._transact(self._store, partial(_let_go, names=names), None)
 
-    async def kept(self) -> Mapping[BlockKey, float]:
+    async def retained(self) -> Mapping[BlockKey, float]:
         return {BlockKey(key): until for key, until in self._store.index.kept(self._prefix).items()}
 
     async def write_note(self, name: str, value: bytes | None) -> None:
@@ -413,12 +413,12 @@ def _drop(ledger: WriteTxn, names: Sequence[bytes]) -> int:
 
 
 def _keep(ledger: WriteTxn, names: Sequence[bytes], until: float, served: float | None, now: float) -> list[bool]:
-    return [ledger.keep(name, until, served, now) for name in names]
+    return [ledger.retain(name, until, served, now) for name in names]
 
 
 def _let_go(ledger: WriteTxn, names: Sequence[bytes]) -> None:
     for name in names:
-        ledger.let_go(name)
+        ledger.release_retained(name)
 
 
 def _drop_range(

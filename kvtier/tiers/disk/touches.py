@@ -20,7 +20,7 @@ class Touches:
         self._overdue: dict[bytes, list[float]] = {}  # what the last transaction left for the next,
         self._tick = 0  # with the tick that they all get
 
-    def note(self, names: Sequence[bytes], now: float) -> None:
+    def record(self, names: Sequence[bytes], now: float) -> None:
         """These blocks were used, heads of chains first."""
         with self._lock:
             for name in names:

@@ -289,7 +289,7 @@ class WriteTxn:
 
     # What must stay.
 
-    def keep(self, name: bytes, until: float, served: float | None, now: float) -> bool:
+    def retain(self, name: bytes, until: float, served: float | None, now: float) -> bool:
         """Evict the block for nobody before wall time `until`; let it live until `served`. False if it is not here."""
         entry = self.find(name)
         if entry is None or self.is_purged(name, entry) or not entry.life.servable(Depth.G3, now):
@@ -300,8 +300,8 @@ class WriteTxn:
         self._keeps = True
         return True
 
-    def let_go(self, name: bytes) -> None:
-        """Undo `keep`."""
+    def release_retained(self, name: bytes) -> None:
+        """Undo `retain`."""
         if self._txn.delete(KEPT_KEY + name):
             self._floors.clear()  # it may leave now, wherever the search has got to
 

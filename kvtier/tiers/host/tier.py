@@ -113,12 +113,12 @@ class HostTier:
         self._free: deque[Slot] = deque()
         self._filling: dict[BlockKey, Slot] = {}
         self.index: dict[BlockKey, Slot] = {}
-        self._held: set[BlockKey] = set()  # READY, and not the policy's
+        self._retained: set[BlockKey] = set()  # READY, and not the policy's
         self._priorities: Counter[int] = Counter()  # of READY slots
         self._tombstones: dict[Scope, float] = {}
         self.quota = Quota(0, self.block_bytes)
-        self.told: Notify | None = None  # hears of blocks that become visible or cease to be
-        self.lost: Callable[[BlockKey, Miss], None] | None = None  # hears which blocks left for others, and why
+        self.notify: Notify | None = None  # hears of blocks that become visible or cease to be
+        self.on_lost: Callable[[BlockKey, Miss], None] | None = None  # hears which blocks left for others, and why
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
@@ -151,7 +151,7 @@ class HostTier:
             return None if slot.expires_at >= now else Miss.EXPIRED
         return Miss.PENDING if key in self._filling else Miss.ABSENT
 
-    def held(self) -> bool:
+    def busy(self) -> bool:
         """Whether some slot is pinned, being filled or quarantined, and so may become evictable by itself. O(n)."""
         return any(slot.pins or slot.state is SlotState.FILLING for slot in self._slots)
 
@@ -167,21 +167,17 @@ class HostTier:
         return count
 
     def pin(self, key: BlockKey, now: float, used: float | None = None) -> Slot | None:
-        """Protect and renew a READY, living block; None if there is none. Undo with `unpin`.
+        """Protect a READY block that is alive at wall time `now`; None if there is none. Undo with `unpin`.
 
-        `used`: the time of the use, where that is not the time to serve by (`kvtier.retention.trusted_clock`).
+        `used`: the wall time of the use, which renews the block; None where a block is moved in the background, which
+        is no use of it.
         """
-        slot = self.protect(key, now)
-        if slot is not None:
-            slot.use(now if used is None else used)
-        return slot
-
-    def protect(self, key: BlockKey, now: float) -> Slot | None:
-        """`pin` without renewing: what moves a block in the background does not use it."""
         slot = self.index.get(key)
         if slot is None or slot.expires_at < now:
             return None
         slot.pins += 1
+        if used is not None:
+            slot.use(used)
         return slot
 
     def unpin(self, slot: Slot, generation: int) -> None:
@@ -221,8 +217,8 @@ class HostTier:
                 self.quota.refused += full
                 return None
             self.evictions += 1
-            if self.lost is not None:
-                self.lost(victim, Miss.EXPIRED if self.index[victim].expires_at < now else Miss.EVICTED)
+            if self.on_lost is not None:
+                self.on_lost(victim, Miss.EXPIRED if self.index[victim].expires_at < now else Miss.EVICTED)
             self.drop(victim)
         slot = self._free.popleft()
         slot.state, slot.key, slot.index, slot.priority = SlotState.FILLING, key, index, priority
@@ -276,7 +272,7 @@ class HostTier:
         del self._filling[slot.key]
         if life is not None:
             slot.life = life
-        if self._tombstones and self._buried(slot.key, slot.stamps):
+        if self._tombstones and self._is_purged(slot.key, slot.stamps):
             self._release(slot)
             return False
         if priority is not None:
@@ -285,8 +281,8 @@ class HostTier:
         self.index[slot.key] = slot
         self._priorities[slot.priority] += 1
         self.policy.insert(slot.key)
-        if self.told is not None:
-            self.told((slot.key,), True)
+        if self.notify is not None:
+            self.notify((slot.key,), True)
         return True
 
     def abort(self, slot: Slot, generation: int, *, in_flight: bool = False) -> None:
@@ -314,10 +310,10 @@ class HostTier:
         if slot is None:
             return False
         self.policy.remove(key)
-        self._held.discard(key)
+        self._retained.discard(key)
         self._count_out(slot.priority)
-        if self.told is not None:
-            self.told((key,), False)
+        if self.notify is not None:
+            self.notify((key,), False)
         if slot.pins:
             slot.state = SlotState.QUARANTINED
             self.quarantined += 1
@@ -337,47 +333,47 @@ class HostTier:
             slot.priority = priority
             self._priorities[priority] += 1
 
-    def hold(self, keys: Iterable[BlockKey]) -> None:
+    def retain(self, keys: Iterable[BlockKey]) -> None:
         """Let these blocks, as far as they are READY, be evicted for nobody while they are here; idempotent."""
         for key in keys:
-            if key in self.index and key not in self._held:
-                self._held.add(key)
+            if key in self.index and key not in self._retained:
+                self._retained.add(key)
                 self.policy.remove(key)
 
-    def let_go(self, keys: Iterable[BlockKey]) -> None:
-        """Undo `hold`; keys that are not held are ignored."""
+    def release_retained(self, keys: Iterable[BlockKey]) -> None:
+        """Undo `retain`; keys that are not held are ignored."""
         for key in keys:
-            if key in self._held:
-                self._held.remove(key)
+            if key in self._retained:
+                self._retained.remove(key)
                 self.policy.insert(key)
 
     @property
-    def holding(self) -> int:
+    def retained(self) -> int:
         """Blocks that nobody may evict."""
-        return len(self._held)
+        return len(self._retained)
 
     def drop_made_after(self, time: float) -> int:
         """Drop the blocks that carry a use or stamp later than this: the clock that made it was wrong."""
         doomed = [key for key, slot in self.index.items() if max(slot.last_use, _born(slot.stamps)) > time]
         return sum(self.drop(key) for key in doomed)
 
-    def bury(self, tombstones: Mapping[Scope, float]) -> int:
+    def apply_tombstones(self, tombstones: Mapping[Scope, float]) -> int:
         """Drop the blocks of these scopes that were made before the given wall times, and let none of them in again.
         Returns how many went."""
-        news = {scope: t for scope, t in tombstones.items() if self.buries(scope, t)}
+        news = {scope: t for scope, t in tombstones.items() if self.is_newer_tombstone(scope, t)}
         if not news:
             return 0
         self._tombstones.update(news)
         doomed = [
-            key for key, slot in self.index.items() if scope_of_key(key) in news and self._buried(key, slot.stamps)
+            key for key, slot in self.index.items() if scope_of_key(key) in news and self._is_purged(key, slot.stamps)
         ]
         return sum(self.drop(key) for key in doomed)
 
-    def buries(self, scope: Scope, before: float) -> bool:
+    def is_newer_tombstone(self, scope: Scope, before: float) -> bool:
         """Whether this tombstone is news."""
         return before > self._tombstones.get(scope, -1.0)
 
-    def _buried(self, key: BlockKey, stamps: Sequence[Stamp]) -> bool:
+    def _is_purged(self, key: BlockKey, stamps: Sequence[Stamp]) -> bool:
         before = self._tombstones.get(scope_of_key(key), -1.0)
         return _born(stamps) <= before
 
@@ -385,13 +381,13 @@ class HostTier:
         """A request named `chain`, whose first `resident` blocks are here: renew their order of eviction."""
         self.policy.reference(chain, resident, now)
 
-    def settle(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """All of `chain` that is coming has been committed: a reference, unless the request was one already."""
-        self.policy.settle(chain, resident, now)
+        self.policy.chain_stored(chain, resident, now)
 
-    def learn(self) -> None:
+    def train(self) -> None:
         """Let the policy do what no request has to wait for."""
-        self.policy.learn()
+        self.policy.train()
 
     def _release(self, slot: Slot) -> None:
         assert slot.key is not None
@@ -411,8 +407,8 @@ class HostTier:
         assert all(self.index[s.key] is s for s in by_state[SlotState.READY] if s.key is not None)
         assert all(s.pins == 0 and s.key is None for s in by_state[SlotState.FREE]), "a free slot is pinned or named"
         assert all(s.pins >= 1 for s in by_state[SlotState.QUARANTINED]), "a quarantined slot that nobody holds"
-        assert self._held <= self.index.keys(), "a block is held that is not here"
-        self.policy.check(set(self.index) - self._held)
+        assert self._retained <= self.index.keys(), "a block is held that is not here"
+        self.policy.check(set(self.index) - self._retained)
         assert self._priorities == Counter(slot.priority for slot in self.index.values()), "priorities are miscounted"
         self.quota.check([slot.key for slot in self._slots if slot.key is not None])
 

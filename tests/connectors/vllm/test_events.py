@@ -28,8 +28,8 @@ def told(depth: int) -> object:
 def learnt(known_max: int = 100) -> KVEvents:
     events = KVEvents(SIZE, "full_attention", known_max)
     request = SimpleNamespace(all_token_ids=list(range(5 * SIZE)), lora_request=None)
-    events.learn(request, CHAIN[:2], 0)
-    events.learn(request, CHAIN, 2)
+    events.remember(request, CHAIN[:2], 0)
+    events.remember(request, CHAIN, 2)
     return events
 
 

@@ -165,7 +165,7 @@ class TestTerms:
         chain = chain_of("a", 1)
         slots = pool.allocate(1)
         pool.confirm(slots, chain, shallow, dirty_since=0.0)
-        pool.settle(pool.pick(1, 10.0))
+        pool.copies_done(pool.pick(1, 10.0))
         pool.confirm(slots, tuple(bytes(bytearray(k)) for k in chain), shallow, dirty_since=11.0)  # type: ignore[arg-type]
         assert pool.dirty == 0, "the same term again is nothing new"
         pool.confirm(slots, tuple(bytes(bytearray(k)) for k in chain), DAY, dirty_since=12.0)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ class TestOffload:
         with pytest.raises(CapacityError):
             pool.allocate(2)
         pool.check()
-        pool.settle(picked)
+        pool.copies_done(picked)
         pool.check()
         assert pool.allocate(1) == [slot_a], "still the oldest"
 
@@ -227,7 +227,7 @@ class TestOffload:
         assert all(map(pool.holds, picked))
         assert pool.evict(chain[1:]) == 1
         assert [pool.holds(d) for d in picked] == [True, False]
-        pool.settle(picked, again_since=1.0)
+        pool.copies_done(picked, again_since=1.0)
         pool.check()
         assert pool.dirty == 1, "what is still held becomes dirty again"
 

@@ -84,7 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
         copy = self.copies.pop(data.draw(st.integers(0, len(self.copies) - 1)))
         for dirty, content in copy:
             assert self.content[dirty.slot] == content, "a slot was overwritten under a copy"
-        self.pool.settle([dirty for dirty, _ in copy], again_since=self.now if again else None)
+        self.pool.copies_done([dirty for dirty, _ in copy], again_since=self.now if again else None)
 
     @rule(chain=st.sampled_from(CHAINS), first=st.integers(0, 4))
     def evict(self, chain: tuple[BlockKey, ...], first: int) -> None:

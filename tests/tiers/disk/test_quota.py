@@ -106,7 +106,7 @@ async def test_what_is_kept_is_not_given_up(tmp_path: Path) -> None:
     sure, first, second = chain(1, 6, A), chain(2, 4, A), chain(3, 4, A)
     async with shared(tmp_path / "g3", clock=clock) as tier:
         await put(tier, sure, parents=True)
-        assert await tier.keep(sure, clock.wall() + 60) == [True] * 6
+        assert await tier.retain(sure, clock.wall() + 60) == [True] * 6
         await put(tier, first, parents=True)
         assert await put(tier, second, parents=True) == [Stored.STORED] * 4
         assert (here(tier, sure), here(tier, first), here(tier, second)) == (6, 0, 4)
@@ -239,9 +239,9 @@ class Sharing:
             case "touch":
                 tier.touch(keys[: self.rng.randrange(len(keys) + 1)], self.clock.wall())
             case "keep":
-                await tier.keep(keys[:2], self.clock.wall() + 20)
+                await tier.retain(keys[:2], self.clock.wall() + 20)
             case "let_go":
-                await tier.let_go(keys[:2])
+                await tier.release_retained(keys[:2])
             case "evict":
                 await tier.evict(keys[len(keys) // 2 :])
             case "purge":

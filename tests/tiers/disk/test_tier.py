@@ -286,7 +286,7 @@ async def test_the_dead_leave_by_themselves(tmp_path: Path, monkeypatch: pytest.
         for chain in (short, kept, used):
             await put(tier, chain, terms=Terms("short", ttl=60))
         await put(tier, long)
-        await tier.keep(kept, clock.wall() + 1000)
+        await tier.retain(kept, clock.wall() + 1000)
         clock.advance(50)
         tier.touch(used, clock.wall())
         await work(10)

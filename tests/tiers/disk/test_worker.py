@@ -153,11 +153,11 @@ async def test_promises_and_notes_outlive_its_process(tmp_path: Path) -> None:
         async with opened(tmp_path / "g3", arena) as tier:
             await put(tier, arena, chain)
             until_time = tier._clock.wall() + 600
-            assert await tier.keep([*chain[:2], chain_of(NAMESPACE, 1, seed=9)[0]], until_time) == [True, True, False]
-            await tier.let_go(chain[1:2])
+            assert await tier.retain([*chain[:2], chain_of(NAMESPACE, 1, seed=9)[0]], until_time) == [True, True, False]
+            await tier.release_retained(chain[1:2])
             await tier.write_note("clock", b"\0note")
         async with opened(tmp_path / "g3", arena) as tier:
-            assert await tier.kept() == {chain[0]: pytest.approx(until_time, abs=1)}
+            assert await tier.retained() == {chain[0]: pytest.approx(until_time, abs=1)}
             assert await tier.read_notes("clo") == {"clock": b"\0note"}
             assert await tier.drop_made_after(tier._clock.wall() - 3600) == 4
 
@@ -168,7 +168,7 @@ async def test_a_peek_tells_what_was_seen_and_asks_nobody(tmp_path: Path) -> Non
     with memory() as arena:
         async with opened(tmp_path / "g3", arena, blocks=64, clock=clock) as tier:
             gone: list[BlockKey] = []
-            tier.watch(lambda keys, stored: gone.extend(keys))
+            tier.subscribe(lambda keys, stored: gone.extend(keys))
             assert tier.peek(chain, range(4)) == [Miss.LATE] * 4
             await put(tier, arena, chain)
             assert tier.peek(chain, [0, 3]) == [None, None]

@@ -164,7 +164,7 @@ class DiskWorkerClient:
         if self._told is not None:
             self._told(keys, False)
 
-    def watch(self, told: Notify | None) -> None:
+    def subscribe(self, told: Notify | None) -> None:
         """Have `told` hear, on the event loop, which of our blocks left for others that this tier wrote."""
         self._told = told
 
@@ -238,15 +238,15 @@ class DiskWorkerClient:
         found: Mapping[Scope, float] = await self._ask("tombstones")
         return found
 
-    async def keep(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
-        done: list[bool] = await self._ask("keep", keys, until, served)
+    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+        done: list[bool] = await self._ask("retain", keys, until, served)
         return done
 
-    async def let_go(self, keys: Sequence[BlockKey]) -> None:
-        await self._ask("let_go", keys)
+    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
+        await self._ask("release_retained", keys)
 
-    async def kept(self) -> Mapping[BlockKey, float]:
-        found: Mapping[BlockKey, float] = await self._ask("kept")
+    async def retained(self) -> Mapping[BlockKey, float]:
+        found: Mapping[BlockKey, float] = await self._ask("retained")
         return found
 
     async def write_note(self, name: str, value: bytes | None) -> None:

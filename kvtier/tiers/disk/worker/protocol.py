@@ -111,7 +111,7 @@ _OWN: Mapping[str, tuple[Any, Any]] = {
 
 _AS_THEY_ARE = (
     (Tier, ("touch", "evict", "purge", "tombstones")),
-    (Retaining, ("keep", "let_go", "kept", "drop_made_after")),
+    (Retaining, ("retain", "release_retained", "retained", "drop_made_after")),
     (Notebook, ("write_note", "read_notes")),
 )
 

@@ -117,7 +117,7 @@ class Server:
         def left(keys: Sequence[BlockKey], _stored: bool) -> None:
             loop.call_soon_threadsafe(self._send, protocol.frame(protocol.Left(list(keys))))
 
-        tier.watch(left)
+        tier.subscribe(left)
 
     def _targets(self, spans: Sequence[Sequence[ArenaSpan]]) -> list[Target]:
         return [Target(place, self._window.pieces(some)) for place, some in enumerate(spans)]
