@@ -27,8 +27,8 @@ from kvtier.identity.namespace import Namespace
 from kvtier.identity.weights import fingerprint
 from kvtier.manager.protection import Protection
 from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
-from kvtier.retention.terms import Depth, Terms, parse_duration
-from kvtier.units import shorten
+from kvtier.retention.terms import Depth, Terms
+from kvtier.units import parse_duration, shorten
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

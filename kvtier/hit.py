@@ -6,8 +6,8 @@ from types import TracebackType
 
 from kvtier.manager.accounts import Account
 from kvtier.manager.lease import Lease
-from kvtier.retention.terms import Lifetime
-from kvtier.tiers.host.tier import Slot
+from kvtier.retention.lifetime import Lifetime
+from kvtier.tiers.host.slot import Slot, copy_out
 from kvtier.tiers.protocol import Miss
 
 
@@ -51,4 +51,6 @@ class Hit:
 def _view(slot: Slot) -> memoryview:
     if len(slot.pieces) == 1:
         return slot.pieces[0].toreadonly()
-    return memoryview(b"".join(slot.pieces))  # several ranks: gathered into a copy
+    whole = memoryview(bytearray(sum(piece.nbytes for piece in slot.pieces)))  # several ranks: gathered into a copy
+    copy_out(slot.pieces, whole)
+    return whole.toreadonly()

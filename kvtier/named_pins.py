@@ -14,7 +14,7 @@ from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.protection import Protection
 from kvtier.retention.pins import Pin
-from kvtier.retention.terms import parse_duration
+from kvtier.units import parse_duration
 
 TTL_S_MAX = 10 * 365 * 86_400.0
 

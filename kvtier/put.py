@@ -9,7 +9,7 @@ from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.manager import Manager
 from kvtier.retention.ranges import ChainTerms
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

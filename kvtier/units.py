@@ -1,4 +1,4 @@
-"""Amounts as people write them: `64GiB`, `500MiB/s`, `3DWPD`. Durations are in `kvtier.retention.terms`.
+"""Amounts as people write them: `64GiB`, `500MiB/s`, `3DWPD`, `10m`.
 
 All parsers raise InvalidRequest with the remedy and an example; all are pure and bounded in time.
 """
@@ -17,7 +17,8 @@ _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,9})?)\s*([KMGTP]iB|[kKMGTP]?B|)\s*", re.ASCII)
 _DWPD = re.compile(r"\s*(\d{1,6}(?:\.\d{1,6})?)\s*DWPD\s*", re.ASCII)
-_TIME_UNITS = (("w", 604800), ("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+_TIME_UNITS = {"w": 604800, "d": 86400, "h": 3600, "m": 60, "s": 1}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*", re.ASCII)
 
 
 def shorten(value: object) -> str:
@@ -66,6 +67,14 @@ def parse_endurance(value: str) -> float:
     return float(match[1])
 
 
+def parse_duration(text: str) -> float:
+    """`"10m"` → 600.0 seconds. Units ms s m h d w."""
+    match = _DURATION.fullmatch(text) if len(text) <= TEXT_CHARS_MAX else None
+    if match is None:
+        raise InvalidRequest(f"{shorten(text)} is not a duration; write a number and one of ms s m h d w, such as 24h")
+    return float(match[1]) * (0.001 if match[2] == "ms" else _TIME_UNITS[match[2]])
+
+
 def format_size(size: int) -> str:
     """The shortest exact way to write a size: 68719476736 → `64GiB`."""
     for name, unit in reversed(_BINARY.items()):
@@ -78,7 +87,7 @@ def format_duration(seconds: float) -> str:
     """The shortest exact way to write a duration: 86400 → `1d`; below a second in ms."""
     if seconds != int(seconds):
         return f"{seconds * 1000:g}ms"
-    for name, unit in _TIME_UNITS:
+    for name, unit in _TIME_UNITS.items():
         if seconds >= unit and seconds % unit == 0:
             return f"{int(seconds // unit)}{name}"
     return f"{int(seconds)}s"

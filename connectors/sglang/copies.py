@@ -20,7 +20,7 @@ from kvtier.kernels.layout import of_slots
 from kvtier.manager.lease import Lease
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Terms
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 
 
 @dataclass(slots=True)

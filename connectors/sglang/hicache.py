@@ -29,7 +29,7 @@ from kvtier.errors import ConfigError, IdentityError
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.metrics import serve
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 

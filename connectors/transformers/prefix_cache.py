@@ -33,7 +33,8 @@ from kvtier.identity.hashing import chain_hashes, chain_root
 from kvtier.identity.keys import BlockKey, make_keys, scope_of
 from kvtier.kernels.engine import cpus_near
 from kvtier.manager.manager import Flushed
-from kvtier.retention.terms import Depth, Lifetime, Terms, resolve
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth, Terms, resolve
 from kvtier.tiers.device.dirty import Dirty
 from kvtier.tiers.device.torch_pool import DevicePool, Place
 from kvtier.tiers.protocol import Miss, Tier

@@ -23,7 +23,7 @@ from kvtier.connectors.vllm.confirm import Chain, Confirmer, Token
 from kvtier.connectors.vllm.messages import StepMoves
 from kvtier.manager.manager import Manager
 from kvtier.tiers.device.dirty import Dirty, DirtyList
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from kvtier.bench.retention.traces import load_trace
 from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
-from kvtier.retention.terms import parse_duration
+from kvtier.units import parse_duration
 
 BAR = 24
 

@@ -31,11 +31,12 @@ from pydantic import (
 from kvtier.config.explain import explain
 from kvtier.config.strict_yaml import DEPTH_MAX, TEXT_BYTES_MAX, read_document
 from kvtier.errors import ConfigError, InvalidRequest
-from kvtier.retention.terms import BUILTIN, Depth, Terms, parse_duration
+from kvtier.retention.terms import BUILTIN, Depth, Terms
 from kvtier.units import (
     TEXT_CHARS_MAX,
     format_duration,
     format_size,
+    parse_duration,
     parse_endurance,
     parse_rate,
     parse_size,

@@ -20,7 +20,7 @@ from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
 from kvtier.manager.write_behind import ChainBatch, WriteBehind
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Tier
 
 if TYPE_CHECKING:

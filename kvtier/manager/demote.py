@@ -22,7 +22,7 @@ from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.retention.terms import Depth
 from kvtier.tiers.breaker import Health
 from kvtier.tiers.guard import Metered
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.tiers.rate_limiter import TokenBucket
 

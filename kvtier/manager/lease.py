@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
 
 Hold = tuple[Slot, int]

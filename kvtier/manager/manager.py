@@ -35,11 +35,13 @@ from kvtier.manager.reserve import ChainReservation
 from kvtier.manager.saved_state import SavedState
 from kvtier.manager.space import SpaceSignal
 from kvtier.manager.stats import stats_of
+from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.ranges import ChainTerms, uniform
-from kvtier.retention.terms import FUTURE_S, Terms
+from kvtier.retention.terms import Terms
 from kvtier.retention.trusted_clock import Reading, TrustedClock
 from kvtier.tiers.guard import Guarded, Metered
-from kvtier.tiers.host.tier import HostTier, Slot
+from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
 
 log = logging.getLogger(__name__)

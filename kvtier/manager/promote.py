@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
-from kvtier.tiers.host.tier import HostTier, Slot, SlotState
+from kvtier.tiers.host.slot import Slot, SlotState
+from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
 
 GRACE_S = 1.0

@@ -20,12 +20,12 @@ from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import ClosedError, CorruptError, InvalidRequest, TierError
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.retention import pins as codec
+from kvtier.retention.guarantees import Guarantees
 from kvtier.retention.pins import Pin, Pins
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import TrustedClock
-from kvtier.tiers.host.quota import Guarantees
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Notebook, Pinning, Retaining, Tier
 
 if TYPE_CHECKING:

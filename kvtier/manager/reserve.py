@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.accounts import Losses
+from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.ranges import ChainTerms
-from kvtier.retention.terms import Depth, Lifetime, Terms
+from kvtier.retention.terms import Depth, Terms
 from kvtier.retention.trusted_clock import Reading
-from kvtier.tiers.host.tier import HostTier, Slot
+from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss
 
 

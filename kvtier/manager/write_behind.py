@@ -19,7 +19,7 @@ from typing import Protocol
 from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
-from kvtier.retention.terms import Lifetime
+from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.protocol import Pieces, Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
 

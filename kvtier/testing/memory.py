@@ -10,7 +10,8 @@ from kvtier.clock import Clock
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.terms import Depth, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 
 

@@ -9,7 +9,8 @@ from kvtier.checksum import digest_of
 from kvtier.identity.hashing import chain_hashes, chain_root
 from kvtier.identity.keys import SHARED, BlockKey, Scope, make_keys
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.terms import BUILTIN, Lifetime, Terms
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.tiers.protocol import Sealed
 
 

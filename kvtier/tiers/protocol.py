@@ -13,8 +13,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.pins import Pin
-from kvtier.retention.terms import PRIORITY, Depth, Lifetime
+from kvtier.retention.terms import PRIORITY, Depth
 
 
 class Miss(StrEnum):

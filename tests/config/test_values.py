@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvtier.config import G2_CAPACITY_DEFAULT, Config, calibration_folder
 from kvtier.config.explain import known_keys
 from kvtier.errors import ConfigError, InvalidRequest
-from kvtier.retention.terms import Depth, parse_duration
-from kvtier.units import format_duration, format_size, parse_endurance, parse_rate, parse_size
+from kvtier.retention.terms import Depth
+from kvtier.units import format_duration, format_size, parse_duration, parse_endurance, parse_rate, parse_size
 
 FULL = """
 version: 1

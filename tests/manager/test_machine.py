@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import kvtier
 from kvtier.identity.keys import SHARED, BlockKey, scope_of
-from kvtier.retention.terms import Depth, Stamp
+from kvtier.retention.lifetime import Stamp
+from kvtier.retention.terms import Depth
 from kvtier.testing import (
     Fault,
     FaultyTier,

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.errors import CorruptError, InvalidRequest
 from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.guarantees import Guarantees
 from kvtier.retention.pins import Pins
-from kvtier.tiers.host.quota import Guarantees, Quota
+from kvtier.tiers.host.quota import Quota
 
 SCOPES = [Scope(bytes([number]) * 16) for number in range(3)]
 

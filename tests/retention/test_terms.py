@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
-from kvtier.retention.terms import BUILTIN, STAMPS_MAX, Depth, Lifetime, Terms, parse_duration, resolve
+from kvtier.retention.lifetime import STAMPS_MAX, Lifetime
+from kvtier.retention.terms import BUILTIN, Depth, Terms, resolve
+from kvtier.units import parse_duration
 
 T0 = 1.8e9
 terms = st.builds(

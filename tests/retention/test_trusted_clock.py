@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.retention.terms import Depth, Lifetime, Terms
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth, Terms
 from kvtier.retention.trusted_clock import SETTLE_S, SKEW_S, Anchor, WallClockGuard
 from kvtier.testing import VirtualClock
 

@@ -54,7 +54,7 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.events import Events
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
-from kvtier.tiers.host.tier import Slot
+from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from heapq import heappop, heappush
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey, Scope
-from kvtier.retention.terms import Depth, Lifetime, Stamp
+from kvtier.retention.lifetime import Lifetime, Stamp
+from kvtier.retention.terms import Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 

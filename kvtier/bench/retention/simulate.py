@@ -24,7 +24,8 @@ from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.manager.manager import Manager, ManagerLimits
 from kvtier.policies.policy import Policy, make_policy
-from kvtier.retention.terms import Depth, Lifetime, Terms
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth, Terms
 from kvtier.tiers.host.tier import HostTier
 
 FOREVER = Terms("forever")

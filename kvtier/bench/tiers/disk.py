@@ -33,7 +33,8 @@ from kvtier.clock import SystemClock
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.terms import BUILTIN, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN
 from kvtier.tiers.disk.records import SlotReservation
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.store import THREADS, Store

@@ -19,7 +19,8 @@ from kvtier.config import Config
 from kvtier.identity.hashing import chain_hashes, chain_root
 from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.terms import BUILTIN, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN
 from kvtier.tiers.device.block_pool import BlockPool
 
 BLOCK_TOKENS = 16

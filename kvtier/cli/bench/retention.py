@@ -22,9 +22,9 @@ from kvtier.bench.retention.traces import Trace, load_trace
 from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, Worth, appraise
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
-from kvtier.retention.terms import Terms, parse_duration
+from kvtier.retention.terms import Terms
 from kvtier.tiers.host.arena import SLOT_ALIGN
-from kvtier.units import parse_size
+from kvtier.units import parse_duration, parse_size
 
 TracePath = Annotated[
     Path,

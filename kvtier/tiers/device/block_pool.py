@@ -20,7 +20,8 @@ from itertools import islice
 
 from kvtier.errors import CapacityError, ConfigError, InvalidRequest
 from kvtier.identity.keys import BlockKey, Scope
-from kvtier.retention.terms import Depth, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.tiers.device.dirty import Dirty, DirtyList
 
 _RENEW_S = 1.0  # uses closer together than this renew a block's ttl only once: touches go in coarse ticks

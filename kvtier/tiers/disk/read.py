@@ -10,7 +10,8 @@ from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey
-from kvtier.retention.terms import FUTURE_S, Depth
+from kvtier.retention.lifetime import FUTURE_S
+from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.records import SLOT_ALIGN, SPAN, Entry, priority_in
 from kvtier.tiers.disk.slab import ShortIO

@@ -26,7 +26,8 @@ import xxhash
 
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import CorruptError
-from kvtier.retention.terms import LIFETIME_BYTES, Depth, Lifetime
+from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.owner import OWNER_BYTES, Owner
 
 SLOT_ALIGN = 4096
@@ -104,7 +105,7 @@ class Entry:
     def encode(self, name: bytes) -> bytes:
         """ENTRY_BYTES bytes, the last 8 of them XXH3-64 over `name` and the rest."""
         body = _BODY.pack(
-            self.life.ends(Depth.G3), born(self.life), self.serial, self.segment, self.slot, self.length, self.depth,
+            self.life.ends(Depth.G3), self.life.born, self.serial, self.segment, self.slot, self.length, self.depth,
             self.rank, self.digest, self.life.encode(),
         )  # fmt: skip
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
@@ -123,11 +124,6 @@ class Entry:
     def order_key(self) -> bytes:
         """This block's place in the line to leave."""
         return _LINE.pack(ORDER, self.slot_class, self.rank, _U32_MAX - self.depth, self.segment, self.slot)
-
-
-def born(life: Lifetime) -> float:
-    """Creation of the youngest stamp; of the last use where there is none. Pure."""
-    return max((stamp.created for stamp in life.stamps), default=life.last_use)
 
 
 def order_start(slot_cls: int) -> bytes:

@@ -25,11 +25,12 @@ from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTim
 from kvtier.events import Notify
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.terms import Depth, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.read import ReadBatch, by_scope, why_not
-from kvtier.tiers.disk.records import SLOT_ALIGN, SPAN, SlotReservation, born, slot_class
+from kvtier.tiers.disk.records import SLOT_ALIGN, SPAN, SlotReservation, slot_class
 from kvtier.tiers.disk.slab import Calls, SystemCalls
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.touches import NAMES_MAX, NAMES_PER_COMMIT_MAX
@@ -254,7 +255,7 @@ class DiskTier:
             if found.count(None) < len(found):
                 return []
         for block in blocks:
-            if not block.life.servable(Depth.G3, now) or born(block.life) <= purged.get(block.key[:SCOPE_BYTES], inf):
+            if not block.life.servable(Depth.G3, now) or block.life.born <= purged.get(block.key[:SCOPE_BYTES], inf):
                 return []
         return store.stock.take(slot_class(self.block_bytes), len(blocks), store.tick)
 
@@ -314,10 +315,10 @@ class DiskTier:
         store = self._store
         scoped = self._prefix + scope
         await self._transact(store, lambda ledger: ledger.bury(scoped, before), None)
-        return await self._drop_all(store, scoped, lambda life: born(life) <= before)
+        return await self._drop_all(store, scoped, lambda life: life.born <= before)
 
     async def drop_made_after(self, time: float) -> int:
-        return await self._drop_all(self._store, self._prefix, lambda life: max(born(life), life.last_use) > time)
+        return await self._drop_all(self._store, self._prefix, lambda life: max(life.born, life.last_use) > time)
 
     async def _drop_all(self, store: Store, prefix: bytes, doomed: Callable[[Lifetime], bool]) -> int:
         count = 0

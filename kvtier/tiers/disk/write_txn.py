@@ -25,7 +25,8 @@ from typing import Any
 
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
-from kvtier.retention.terms import PRIORITY, Depth, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.allocator import Geometry, Segments
 from kvtier.tiers.disk.eviction import EvictionOrder, SearchFloors
 from kvtier.tiers.disk.owner import Owner
@@ -37,7 +38,6 @@ from kvtier.tiers.disk.records import (
     SLOT_ALIGN,
     Entry,
     SlotReservation,
-    born,
     order_parts,
     priority_in,
     rank_of,
@@ -146,7 +146,7 @@ class WriteTxn:
         nothing is written in vain. What has a higher `priority`, and lives, leaves for none of a lower.
         """
         self._now = now
-        if not life.servable(Depth.G3, now) or born(life) <= self.purged_until(name):
+        if not life.servable(Depth.G3, now) or life.born <= self.purged_until(name):
             return Stored.REFUSED
         if parent is not None and parent not in self._promised and self._rank_of(parent) is None:
             return Stored.REFUSED
@@ -194,7 +194,7 @@ class WriteTxn:
             above = self._rank_of(parent)
         elif depth:  # unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(priority, reservation.tick)
-        if born(life) <= self.purged_until(name) or above is None:
+        if life.born <= self.purged_until(name) or above is None:
             self._segments.give(reservation.slot_class, reservation.segment, reservation.slot)
             return Stored.REFUSED
         if self._join(name, length, life, now, parent, priority):  # somebody else stored it meanwhile
@@ -340,7 +340,7 @@ class WriteTxn:
 
     def is_purged(self, name: bytes, entry: Entry) -> bool:
         """Whether a tombstone covers the block."""
-        return born(entry.life) <= self.purged_until(name)
+        return entry.life.born <= self.purged_until(name)
 
     # Reservations and segments.
 

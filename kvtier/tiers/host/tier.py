@@ -1,10 +1,6 @@
 """G2: blocks in host RAM, found by key.
 
-A slot's life: FREE → FILLING → READY → FREE, and from FILLING or a pinned READY to QUARANTINED while somebody
-may still write to or read from its memory. Only READY slots are in the index. Every hand-over names
-(slot, generation); a generation ends when the slot is freed, so a late message about an earlier tenant is
-recognised and refused.
-
+Only READY slots are in the index (`kvtier.tiers.host.slot`).
 The tier holds no lock of its own: its owner calls it under one lock (`kvtier.manager.manager`), which is what makes
 lookup and pin one critical section.
 """
@@ -13,88 +9,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.policy import Policy
-from kvtier.retention.terms import PRIORITY, Depth, Lifetime, Stamp, Terms
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.quota import Quota
-from kvtier.tiers.protocol import Miss, Pieces
+from kvtier.tiers.host.slot import Slot, SlotState
+from kvtier.tiers.protocol import Miss
 
 PRIORITY_MAX = 100
-
-
-class SlotState(Enum):
-    FREE = "free"
-    FILLING = "filling"
-    READY = "ready"
-    QUARANTINED = "quarantined"
-
-
-class Slot:
-    """A place for one block. Mutable, owned by the HostTier; others hold it together with its generation."""
-
-    __slots__ = (
-        "digest", "expires_at", "generation", "index", "key", "kind", "last_use", "number", "pieces", "pins",
-        "priority", "stamps", "state",
-    )  # fmt: skip
-
-    def __init__(self, number: int, pieces: Pieces) -> None:
-        self.number = number
-        self.pieces = pieces
-        self.generation = 0
-        self.state = SlotState.FREE
-        self.key: BlockKey | None = None
-        self.index = 0  # depth of the block in its chain
-        self.pins = 0
-        self.priority = PRIORITY
-        self.kind = ""  # name of the retention class it was stored under
-        self.digest: bytes | None = None  # None until sealed
-        self.last_use = 0.0
-        self.stamps: tuple[Stamp, ...] = ()
-        self.expires_at = 0.0
-
-    @property
-    def life(self) -> Lifetime:
-        """Terms and last use, as they leave RAM with the block."""
-        return Lifetime(self.last_use, self.stamps)
-
-    @life.setter
-    def life(self, life: Lifetime) -> None:
-        self.last_use, self.stamps = life.last_use, life.stamps
-        self.expires_at = life.ends(Depth.G2)
-
-    def stamp(self, life: Lifetime, ends: float) -> None:
-        """Set a life whose end in G2 is known: one computation for all blocks of a request."""
-        self.last_use, self.stamps, self.expires_at = life.last_use, life.stamps, ends
-
-    def extend(self, terms: Terms, now: float) -> bool:
-        """Add a request's terms, renewing the idle clock. True if they allow more than the block was allowed before.
-        The caller has checked that the block has not expired."""
-        stamps = self.stamps
-        if len(stamps) == 1 and stamps[0].max_age is None and terms.max_age is None:
-            only = stamps[0]
-            if only.ttl == terms.ttl and only.ceiling == terms.ceiling:
-                self.use(now)
-                return False
-        self.life = self.life.add(terms, now)
-        return self.stamps != stamps
-
-    def use(self, now: float) -> None:
-        """Renew the idle clock. The caller has checked that the block has not expired."""
-        stamps = self.stamps
-        if len(stamps) == 1:
-            stamp = stamps[0]
-            if now <= self.last_use:  # another thread read the clock earlier, or it was set back
-                return
-            self.last_use = now
-            if stamp.ttl is not None:
-                hard = float("inf") if stamp.max_age is None else stamp.created + stamp.max_age
-                self.expires_at = min(now + stamp.ttl, hard)
-        else:
-            self.life = self.life.used(now)
 
 
 class HostTier:
@@ -272,7 +198,7 @@ class HostTier:
         del self._filling[slot.key]
         if life is not None:
             slot.life = life
-        if self._tombstones and self._is_purged(slot.key, slot.stamps):
+        if self._tombstones and self._is_purged(slot):
             self._release(slot)
             return False
         if priority is not None:
@@ -354,7 +280,7 @@ class HostTier:
 
     def drop_made_after(self, time: float) -> int:
         """Drop the blocks that carry a use or stamp later than this: the clock that made it was wrong."""
-        doomed = [key for key, slot in self.index.items() if max(slot.last_use, _born(slot.stamps)) > time]
+        doomed = [key for key, slot in self.index.items() if max(slot.last_use, slot.life.born) > time]
         return sum(self.drop(key) for key in doomed)
 
     def apply_tombstones(self, tombstones: Mapping[Scope, float]) -> int:
@@ -364,18 +290,16 @@ class HostTier:
         if not news:
             return 0
         self._tombstones.update(news)
-        doomed = [
-            key for key, slot in self.index.items() if scope_of_key(key) in news and self._is_purged(key, slot.stamps)
-        ]
+        doomed = [key for key, slot in self.index.items() if scope_of_key(key) in news and self._is_purged(slot)]
         return sum(self.drop(key) for key in doomed)
 
     def is_newer_tombstone(self, scope: Scope, before: float) -> bool:
         """Whether this tombstone is news."""
         return before > self._tombstones.get(scope, -1.0)
 
-    def _is_purged(self, key: BlockKey, stamps: Sequence[Stamp]) -> bool:
-        before = self._tombstones.get(scope_of_key(key), -1.0)
-        return _born(stamps) <= before
+    def _is_purged(self, slot: Slot) -> bool:
+        assert slot.key is not None
+        return slot.life.born <= self._tombstones.get(scope_of_key(slot.key), -1.0)
 
     def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
         """A request named `chain`, whose first `resident` blocks are here: renew their order of eviction."""
@@ -417,7 +341,3 @@ class HostTier:
         self._slots, self.index, self._filling = [], {}, {}
         self._free.clear()
         self.arena.close()
-
-
-def _born(stamps: Sequence[Stamp]) -> float:
-    return max((stamp.created for stamp in stamps), default=0.0)

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
-from kvtier.retention.terms import Lifetime
+from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_page
 from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex

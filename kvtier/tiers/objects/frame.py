@@ -29,7 +29,7 @@ from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES, BlockKey, Scope
-from kvtier.retention.terms import LIFETIME_BYTES, Lifetime
+from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
 
 MAGIC = b"KVTFRAME"
 VERSION = 1

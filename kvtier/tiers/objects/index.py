@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.identity.keys import BlockKey, scope_of_key
-from kvtier.retention.terms import Lifetime
+from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.frame import Frame
 
 UNITS_MAX = 200_000

@@ -17,13 +17,14 @@ from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
-from kvtier.retention.terms import Depth, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, RetryingBucket, Stat
 from kvtier.tiers.objects.frame import COUNT_MAX, Frame, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.pins import SharedPins
-from kvtier.tiers.objects.strides import ObjectNames, born, common_life, renewal_time, runs
+from kvtier.tiers.objects.strides import ObjectNames, runs
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.rate_limiter import TokenBucket
 
@@ -72,7 +73,7 @@ class ObjectStore:
         self.renewed = 0
 
     def why_not(self, unit: ObjectEntry, now: float) -> Miss | None:
-        if self.purged(unit.frame.scope, born(unit.frame.life)):
+        if self.purged(unit.frame.scope, unit.frame.life.born):
             return Miss.PURGED
         alive = unit.life.servable(Depth.G4, now) or self.pins.kept(unit, now)
         return None if alive else Miss.EXPIRED
@@ -228,7 +229,7 @@ class ObjectStore:
         """The leading blocks that may lie in this tier: what follows one that may not would have no parent."""
         now = self._clock.wall()
         for count, block in enumerate(unit):
-            gone = self.purged(scope_of_key(block.key), born(block.life))
+            gone = self.purged(scope_of_key(block.key), block.life.born)
             if gone or not block.life.servable(Depth.G4, now):
                 return unit[:count]
         return unit
@@ -245,7 +246,7 @@ class ObjectStore:
     async def _admit(self, blocks: Sequence[Sealed]) -> Stored:
         keys = [block.key for block in blocks]
         first, last = blocks[0].index, keys[-1]
-        life = common_life([block.life for block in blocks])
+        life = Lifetime.common([block.life for block in blocks])
         if not life.servable(Depth.G4, self._clock.wall()):
             return Stored.REFUSED
         known = self.index.find(keys[0], last, blocks[-1].index)
@@ -269,7 +270,7 @@ class ObjectStore:
         """The unit was stored again: that is a use. It is there even if the server cannot be told of it now."""
         now = self._clock.wall()
         self.index.touch([unit.last], now)
-        if renewal_time(unit.life, unit.renewed, now) <= now:
+        if unit.life.renewal_time(unit.renewed, now) <= now:
             with contextlib.suppress(TierError):
                 await self.renew(unit, now)
 
@@ -301,7 +302,7 @@ class ObjectStore:
                 break
         else:
             return Stored.FAILED
-        if self.purged(frame.scope, born(life)):
+        if self.purged(frame.scope, life.born):
             await self.bucket.delete(name, stat.etag)
             return Stored.REFUSED
         unit = ObjectEntry(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
@@ -325,7 +326,7 @@ class ObjectStore:
         if one could not be told; it comes again."""
         now, due = self._clock.wall(), []
         for count, unit in enumerate(self.index.touched()):
-            at = renewal_time(unit.life, unit.renewed, now)
+            at = unit.life.renewal_time(unit.renewed, now)
             if at <= now:
                 due.append(unit)
             elif at == math.inf:
@@ -413,7 +414,7 @@ class ObjectStore:
             unit = known if known is not None else await self.header_of(last, size)
         except CorruptError:
             return True
-        return unit is not None and self.purged(unit.frame.scope, born(unit.frame.life))
+        return unit is not None and self.purged(unit.frame.scope, unit.frame.life.born)
 
 
 def _encode(frame: Frame, blocks: Sequence[Sealed]) -> bytearray:

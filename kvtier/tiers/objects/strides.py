@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
-from kvtier.retention.terms import STAMPS_MAX, Lifetime, Stamp
 
 STRIDE_BYTES = 32 << 20
 STRIDE_MAX = 16
@@ -121,43 +120,3 @@ def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
         else:
             out.append((index, index + 1))
     return out
-
-
-def common_life(lives: Sequence[Lifetime]) -> Lifetime:
-    """The life that every one of `lives` allows: what a unit of these blocks may live, last used when the one
-    that was used longest ago was. Without stamps if they share none."""
-    last_use = min(life.last_use for life in lives)
-    stamps = list(dict.fromkeys(lives[0].stamps))
-    for life in lives[1:]:
-        if life.stamps == lives[0].stamps:
-            continue
-        stamps = [both for a in stamps for b in life.stamps if (both := _meet(a, b)) is not None]
-        stamps.sort(key=lambda stamp: stamp.ends(last_use), reverse=True)
-        stamps = list(dict.fromkeys(stamps))[:STAMPS_MAX]
-    return Lifetime(last_use, tuple(stamps))
-
-
-def _meet(a: Stamp, b: Stamp) -> Stamp | None:
-    """A stamp that is alive only while both are; None if there is none.
-
-    As old as the older of the two, so that a tombstone that covers one block of a unit covers the unit.
-    """
-    created = min(a.created, b.created)
-    ttl = min((s.ttl for s in (a, b) if s.ttl is not None), default=None)
-    end = min((s.created + s.max_age for s in (a, b) if s.max_age is not None), default=None)
-    if end is not None and end - created < 1:
-        return None
-    return Stamp(created, ttl, None if end is None else end - created, min(a.ceiling, b.ceiling))
-
-
-def born(life: Lifetime) -> float:
-    """When the youngest stamp was made: a tombstone of that time or later covers the whole life."""
-    return max((stamp.created for stamp in life.stamps), default=0.0)
-
-
-def renewal_time(life: Lifetime, renewed: float, now: float) -> float:
-    """When a use is worth a write: at most once per half the ttl of the stamp that ends last. inf: never, since the
-    life is over, or does not hang on its use."""
-    alive = [stamp for stamp in life.stamps if stamp.alive(life.last_use, now)]
-    longest = max(alive, key=lambda stamp: stamp.ends(life.last_use), default=None)
-    return math.inf if longest is None or longest.ttl is None else renewed + longest.ttl / 2

@@ -8,7 +8,8 @@ import pytest
 
 from kvtier.errors import CapacityError, ConfigError, InvalidRequest
 from kvtier.identity.keys import SHARED, BlockKey, Scope, make_keys
-from kvtier.retention.terms import BUILTIN, Depth, Lifetime, Terms
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN, Depth, Terms
 from kvtier.tiers.device.block_pool import BlockPool
 
 DAY = Lifetime.of(BUILTIN["24h"], 0.0)

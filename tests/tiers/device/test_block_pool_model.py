@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.errors import CapacityError
 from kvtier.identity.keys import SHARED, BlockKey, make_keys
-from kvtier.retention.terms import BUILTIN, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.dirty import Dirty
 

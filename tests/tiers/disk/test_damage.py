@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, CorruptError, FormatError
-from kvtier.retention.terms import BUILTIN, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, verification_off
 from kvtier.tiers.disk.records import BLOCKS, Entry
 from kvtier.tiers.disk.tier import DiskTier

@@ -10,10 +10,12 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.policies.lru import LRU
-from kvtier.retention.terms import BUILTIN, Lifetime
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.arena import Arena, available_bytes
-from kvtier.tiers.host.tier import HostTier, SlotState
+from kvtier.tiers.host.slot import SlotState
+from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss
 
 BLOCK = 4096

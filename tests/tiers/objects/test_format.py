@@ -6,8 +6,9 @@ import hashlib
 
 from kvtier.checksum import digest_of
 from kvtier.identity.keys import SHARED, scope_of
+from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.pins import Pin, decode, encode
-from kvtier.retention.terms import Lifetime, Terms
+from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.objects import deltas
 from kvtier.tiers.objects.frame import Frame

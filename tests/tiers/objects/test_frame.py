@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import Scope
-from kvtier.retention.terms import BUILTIN, LIFETIME_BYTES, Depth, Lifetime, Stamp
+from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime, Stamp
+from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import sample_namespace
 from kvtier.tiers.objects.frame import COUNT_MAX, HEADER_BYTES_MAX, Frame, decode
 

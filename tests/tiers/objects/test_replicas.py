@@ -88,7 +88,7 @@ async def test_a_replica_that_was_not_told_finds_it_all_the_same(site: Site) -> 
 
 
 def test_deltas_survive_the_way_and_nothing_else_does() -> None:
-    from kvtier.retention.terms import Lifetime
+    from kvtier.retention.lifetime import Lifetime
     from kvtier.tiers.objects.index import ObjectEntry
 
     chain = chain_of(NS, S)

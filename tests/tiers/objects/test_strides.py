@@ -7,7 +7,8 @@ import math
 import pytest
 
 from kvtier.identity.keys import BlockKey, Scope
-from kvtier.retention.terms import Depth, Lifetime, Stamp
+from kvtier.retention.lifetime import Lifetime, Stamp
+from kvtier.retention.terms import Depth
 from kvtier.tiers.objects import strides
 
 
@@ -59,7 +60,7 @@ def test_runs_of_neighbours() -> None:
 def test_a_unit_lives_only_while_each_of_its_blocks_may() -> None:
     long, short = Stamp(1000, 86400, None, Depth.G4), Stamp(1500, 300, 3600, Depth.G4)
     lives = [Lifetime(2000, (long,)), Lifetime(1900, (long, short)), Lifetime(1800, (short,))]
-    life = strides.common_life(lives)
+    life = Lifetime.common(lives)
     assert life.last_use == 1800
     for now in (1800, 2000, 2100, 2101, 2500, 5100, 6000):
         assert life.servable(Depth.G4, now) <= all(each.servable(Depth.G4, now) for each in lives)
@@ -68,19 +69,19 @@ def test_a_unit_lives_only_while_each_of_its_blocks_may() -> None:
 
 def test_a_ceiling_of_one_block_is_the_units() -> None:
     deep, shallow = Stamp(0, None, None, Depth.G4), Stamp(0, None, None, Depth.G3)
-    life = strides.common_life([Lifetime(0, (deep,)), Lifetime(0, (shallow,))])
+    life = Lifetime.common([Lifetime(0, (deep,)), Lifetime(0, (shallow,))])
     assert life.servable(Depth.G3, 1) and not life.servable(Depth.G4, 1)
 
 
 def test_a_tombstone_over_one_block_covers_its_unit() -> None:
     old, new = Stamp(100, 500, None, Depth.G4), Stamp(900, 500, None, Depth.G4)
-    assert strides.born(strides.common_life([Lifetime(900, (old,)), Lifetime(900, (new,))])) == 100
-    assert strides.born(Lifetime(900, (old, new))) == 900, "a block that was stored again after it is the new one"
+    assert Lifetime.common([Lifetime(900, (old,)), Lifetime(900, (new,))]).born == 100
+    assert Lifetime(900, (old, new)).born == 900, "a block that was stored again after it is the new one"
 
 
 def test_renewal_is_due_once_per_half_ttl() -> None:
     life = Lifetime(1000, (Stamp(0, 600, None, Depth.G4),))
-    assert strides.renewal_time(life, renewed=1000, now=1299) == 1300
-    assert strides.renewal_time(life, renewed=1000, now=1601) == math.inf, "what is dead is not revived"
+    assert life.renewal_time(renewed=1000, now=1299) == 1300
+    assert life.renewal_time(renewed=1000, now=1601) == math.inf, "what is dead is not revived"
     endless = Lifetime(0, (Stamp(0, None, None, Depth.G4),))
-    assert strides.renewal_time(endless, 0, 1e9) == math.inf, "nothing to renew"
+    assert endless.renewal_time(0, 1e9) == math.inf, "nothing to renew"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from kvtier.identity.keys import BlockKey
-from kvtier.retention.terms import Lifetime
+from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.disk.worker.shared_arena import ArenaSpan
 from kvtier.tiers.protocol import Loaded, Miss, Notebook, Retaining, Stored, Tier, Usage

@@ -1,0 +1,196 @@
+"""How long one stored block may live.
+
+A `Lifetime` is what a block carries in every tier: one stamp per term that some request put on it, and the time of its
+last use. A block may be served from a tier while some live stamp allows that tier; stamps of different requests never
+shorten one another.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.errors import CorruptError
+from kvtier.retention.terms import Depth, Terms
+
+FUTURE_S = 300.0
+"""A stamp made so much later than now was made by a clock that is wrong, and allows nothing."""
+
+STAMPS_MAX = 4
+"""Of more stamps than this on one block, those that end first are dropped; see `Lifetime.join`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """One request's term on one block. `created` in seconds since the epoch."""
+
+    created: float
+    ttl: float | None
+    max_age: float | None
+    ceiling: Depth
+
+    def alive(self, last_use: float, now: float) -> bool:
+        """Whether this stamp lets the block be served at `now`. Pure."""
+        if self.created > now + FUTURE_S:
+            return False
+        if self.ttl is not None and now - last_use > self.ttl:
+            return False
+        return self.max_age is None or now - self.created <= self.max_age
+
+    def ends(self, last_use: float) -> float:
+        """When it dies if the block is never used again; inf for never. Pure."""
+        idle = float("inf") if self.ttl is None else last_use + self.ttl
+        hard = float("inf") if self.max_age is None else self.created + self.max_age
+        return min(idle, hard)
+
+    def meet(self, other: Stamp) -> Stamp | None:
+        """A stamp that is alive only while both are; None if there is none. Pure.
+
+        As old as the older of the two, so that a tombstone that covers either covers it.
+        """
+        created = min(self.created, other.created)
+        ttl = min((s.ttl for s in (self, other) if s.ttl is not None), default=None)
+        end = min((s.created + s.max_age for s in (self, other) if s.max_age is not None), default=None)
+        if end is not None and end - created < 1:
+            return None
+        return Stamp(created, ttl, None if end is None else end - created, min(self.ceiling, other.ceiling))
+
+    def covers(self, other: Stamp) -> bool:
+        """Whether every use that `other` allows is allowed by this stamp too. Pure."""
+        if self.ceiling < other.ceiling or _or_inf(self.ttl) < _or_inf(other.ttl):
+            return False
+        return self.created + _or_inf(self.max_age) >= other.created + _or_inf(other.max_age)
+
+
+def _or_inf(value: float | None) -> float:
+    return float("inf") if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """The stamps on one stored block and its last use (seconds since the epoch). A value: verbs return new ones.
+
+    Encoded in LIFETIME_BYTES bytes (docs/format.md): last use f64, count u8, then STAMPS_MAX × (created f64,
+    ttl u32 s, max_age u32 s, ceiling u8), little-endian; 0 stands for "no bound".
+    """
+
+    last_use: float
+    stamps: tuple[Stamp, ...] = field(default=())
+
+    @classmethod
+    def of(cls, terms: Terms, now: float) -> Lifetime:
+        """A block that a request under `terms` made at `now`."""
+        return cls(now, (Stamp(now, terms.ttl, terms.max_age, terms.ceiling),))
+
+    @classmethod
+    def common(cls, lives: Sequence[Lifetime]) -> Lifetime:
+        """The life that every one of `lives` allows: the life of one object that holds these blocks. Its last use is
+        the earliest of theirs. Without stamps if they share none. Pure."""
+        last_use = min(life.last_use for life in lives)
+        stamps = list(dict.fromkeys(lives[0].stamps))
+        for life in lives[1:]:
+            if life.stamps == lives[0].stamps:
+                continue
+            stamps = [both for a in stamps for b in life.stamps if (both := a.meet(b)) is not None]
+            stamps.sort(key=lambda stamp: stamp.ends(last_use), reverse=True)
+            stamps = list(dict.fromkeys(stamps))[:STAMPS_MAX]
+        return cls(last_use, tuple(stamps))
+
+    @property
+    def born(self) -> float:
+        """When the youngest stamp was made, the last use where there is none: a tombstone of that time or later covers
+        the whole life. Pure."""
+        return max((stamp.created for stamp in self.stamps), default=self.last_use)
+
+    def servable(self, depth: Depth, now: float) -> bool:
+        """Whether a copy in the tier `depth` may be served at `now`. Pure."""
+        return any(s.ceiling >= depth and s.alive(self.last_use, now) for s in self.stamps)
+
+    def ends(self, depth: Depth) -> float:
+        """When a copy in the tier `depth` dies if never used again; -inf if it may not be there. Pure."""
+        if len(self.stamps) == 1 and self.stamps[0].ceiling >= depth:  # nearly always
+            return self.stamps[0].ends(self.last_use)
+        return max((s.ends(self.last_use) for s in self.stamps if s.ceiling >= depth), default=float("-inf"))
+
+    def ceiling(self, now: float) -> Depth | None:
+        """The deepest tier that a live stamp allows; None if all are dead. Pure."""
+        return max((s.ceiling for s in self.stamps if s.alive(self.last_use, now)), default=None)
+
+    def renewal_time(self, renewed: float, now: float) -> float:
+        """When the next use is worth a write, the last one written at `renewed`: at most once per half the ttl of the
+        stamp that ends last. inf: never, since the life is over, or does not depend on its use. Pure."""
+        alive = [stamp for stamp in self.stamps if stamp.alive(self.last_use, now)]
+        longest = max(alive, key=lambda stamp: stamp.ends(self.last_use), default=None)
+        return math.inf if longest is None or longest.ttl is None else renewed + longest.ttl / 2
+
+    def used(self, now: float) -> Lifetime:
+        """After a use at `now`. Stamps that died before are dropped: a use renews, it does not revive."""
+        alive = tuple(s for s in self.stamps if s.alive(self.last_use, now))
+        return Lifetime(max(self.last_use, now), alive)
+
+    def add(self, terms: Terms, now: float) -> Lifetime:
+        """After a request under `terms` stored or wanted the block at `now`.
+
+        A stamp that the new one covers goes; a new one that is covered is not added. Past STAMPS_MAX the
+        stamp that ends first is dropped: that can only shorten, never lengthen, what was asked for.
+        """
+        return self.join(Lifetime.of(terms, now), now)
+
+    def keep_until(self, end: float, ceiling: Depth, now: float) -> Lifetime:
+        """Servable until `end`, too, down to `ceiling`, whatever its use; what is dead at `now` stays so.
+
+        The stamp is as old as the youngest that lives: a purge that covers the block still covers it.
+        """
+        created = max((s.created for s in self.stamps if s.alive(self.last_use, now)), default=None)
+        if created is None or end <= now:
+            return self
+        return self.join(Lifetime(self.last_use, (Stamp(created, None, math.ceil(end - created), ceiling),)), now)
+
+    def join(self, other: Lifetime, now: float) -> Lifetime:
+        """What either allows at `now`: for one block found with two lifetimes.
+
+        Stamps that are dead by their own last use are dropped first: the younger use must not revive them.
+        """
+        last_use = max(self.last_use, other.last_use)
+        alive = [s for life in (self, other) for s in life.stamps if s.alive(life.last_use, now)]
+        kept: list[Stamp] = []
+        for stamp in alive:
+            if any(old.covers(stamp) for old in kept):
+                continue
+            kept = [old for old in kept if not stamp.covers(old)] + [stamp]
+        kept.sort(key=lambda s: s.ends(last_use), reverse=True)
+        return Lifetime(last_use, tuple(kept[:STAMPS_MAX]))
+
+    def encode(self) -> bytes:
+        """LIFETIME_BYTES bytes."""
+        out = [_HEAD.pack(self.last_use, len(self.stamps))]
+        out += [_STAMP.pack(s.created, _seconds(s.ttl), _seconds(s.max_age), s.ceiling) for s in self.stamps]
+        return b"".join(out).ljust(LIFETIME_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Lifetime:
+        """The inverse of `encode`. Raises CorruptError for anything `encode` cannot have written."""
+        if len(raw) != LIFETIME_BYTES:
+            raise CorruptError(f"a lifetime has {LIFETIME_BYTES} bytes, got {len(raw)}")
+        last_use, count = _HEAD.unpack_from(raw)
+        if count > STAMPS_MAX or not 0 <= last_use < 2**40:
+            raise CorruptError("a lifetime with impossible fields")
+        stamps = []
+        for index in range(count):
+            created, ttl, max_age, ceiling = _STAMP.unpack_from(raw, _HEAD.size + index * _STAMP.size)
+            if not 1 <= ceiling <= 4 or not 0 <= created < 2**40:
+                raise CorruptError("a retention stamp with impossible fields")
+            stamps.append(Stamp(created, ttl or None, max_age or None, Depth(ceiling)))
+        return cls(last_use, tuple(stamps))
+
+
+_HEAD = struct.Struct("<dB")
+_STAMP = struct.Struct("<dIIB")
+LIFETIME_BYTES = _HEAD.size + STAMPS_MAX * _STAMP.size
+
+
+def _seconds(value: float | None) -> int:
+    # Whole seconds, at least 1, since 0 means "no bound"; rounding down never lengthens a promise.
+    return 0 if value is None else max(1, int(value))

@@ -1,0 +1,114 @@
+"""One place in G2: a slot's state, the terms of its block, and how its bytes are copied.
+
+A slot's life: FREE → FILLING → READY → FREE, and from FILLING or a pinned READY to QUARANTINED while something may
+still write to or read from its memory. Every hand-over names (slot, generation); a generation ends when the slot is
+freed, so a late message about an earlier tenant is recognised and refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.lifetime import Lifetime, Stamp
+from kvtier.retention.terms import PRIORITY, Depth, Terms
+from kvtier.tiers.protocol import Pieces
+
+
+class SlotState(Enum):
+    FREE = "free"
+    FILLING = "filling"
+    READY = "ready"
+    QUARANTINED = "quarantined"
+
+
+class Slot:
+    """A place for one block. Mutable, owned by the HostTier; others hold it together with its generation."""
+
+    __slots__ = (
+        "digest", "expires_at", "generation", "index", "key", "kind", "last_use", "number", "pieces", "pins",
+        "priority", "stamps", "state",
+    )  # fmt: skip
+
+    def __init__(self, number: int, pieces: Pieces) -> None:
+        self.number = number
+        self.pieces = pieces
+        self.generation = 0
+        self.state = SlotState.FREE
+        self.key: BlockKey | None = None
+        self.index = 0  # depth of the block in its chain
+        self.pins = 0
+        self.priority = PRIORITY
+        self.kind = ""  # name of the retention class it was stored under
+        self.digest: bytes | None = None  # None until sealed
+        self.last_use = 0.0
+        self.stamps: tuple[Stamp, ...] = ()
+        self.expires_at = 0.0
+
+    @property
+    def life(self) -> Lifetime:
+        """Terms and last use, as they leave RAM with the block."""
+        return Lifetime(self.last_use, self.stamps)
+
+    @life.setter
+    def life(self, life: Lifetime) -> None:
+        self.last_use, self.stamps = life.last_use, life.stamps
+        self.expires_at = life.ends(Depth.G2)
+
+    def stamp(self, life: Lifetime, ends: float) -> None:
+        """Set a life whose end in G2 is known: one computation for all blocks of a request."""
+        self.last_use, self.stamps, self.expires_at = life.last_use, life.stamps, ends
+
+    def extend(self, terms: Terms, now: float) -> bool:
+        """Add a request's terms, renewing the idle clock. True if they allow more than the block was allowed before.
+        The caller has checked that the block has not expired."""
+        stamps = self.stamps
+        if len(stamps) == 1 and stamps[0].max_age is None and terms.max_age is None:
+            only = stamps[0]
+            if only.ttl == terms.ttl and only.ceiling == terms.ceiling:
+                self.use(now)
+                return False
+        self.life = self.life.add(terms, now)
+        return self.stamps != stamps
+
+    def use(self, now: float) -> None:
+        """Renew the idle clock. The caller has checked that the block has not expired."""
+        stamps = self.stamps
+        if len(stamps) == 1:
+            stamp = stamps[0]
+            if now <= self.last_use:  # another thread read the clock earlier, or it was set back
+                return
+            self.last_use = now
+            if stamp.ttl is not None:
+                hard = math.inf if stamp.max_age is None else stamp.created + stamp.max_age
+                self.expires_at = min(now + stamp.ttl, hard)
+        else:
+            self.life = self.life.used(now)
+
+
+def copy_in(pieces: Sequence[memoryview], buffer: memoryview) -> None:
+    """Copy `buffer` into a block's pieces, one after the other. Other threads run meanwhile: NumPy's copy releases the
+    interpreter lock, a memoryview's does not. Raises ValueError unless the pieces together are as long as it."""
+    for part, piece in _aligned(pieces, buffer):
+        np.copyto(piece, part)
+
+
+def copy_out(pieces: Sequence[memoryview], buffer: memoryview) -> None:
+    """Copy a block's pieces into `buffer`, one after the other, as `copy_in` does."""
+    for part, piece in _aligned(pieces, buffer):
+        np.copyto(part, piece)
+
+
+def _aligned(pieces: Sequence[memoryview], buffer: memoryview) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    whole, parts, stop = np.frombuffer(buffer, np.uint8), [], 0
+    for piece in pieces:
+        start, stop = stop, stop + piece.nbytes
+        parts.append((whole[start:stop], np.frombuffer(piece, np.uint8)))
+    if stop != whole.nbytes:
+        raise ValueError(f"pieces of {stop} bytes and a buffer of {whole.nbytes}")
+    return parts
