@@ -12,9 +12,9 @@
         ├── TierTimeout        it did not do so within the deadline
         └── TierFull           it has no room, or its volume has none
 
-A miss is not an error. `TierError` and `CorruptError` are turned into misses in one place, the manager;
-what a caller sees is a caller's mistake (`ConfigError`, `InvalidRequest`, `IdentityError`, `ClosedError`)
-or a directory that must not be touched (`FormatError`).
+A miss is not an error. `TierError` and `CorruptError` are turned into misses in one place, the guard of each lower
+tier; a caller sees a mistake of its own (`ConfigError`, `InvalidRequest`, `IdentityError`, `ClosedError`), or a folder
+that must not be touched (`FormatError`).
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ class Put:
 
     def _steps(self, wait: bool) -> Generator[int, None, None]:
         manager, chain, terms, reached = self._manager, self._chain, self._terms, self._start
+        demoter = manager.demoter
         alone: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
         waiting: set[int] = set()  # those of them that found no room in a queue
         tried: set[int] = set()
@@ -87,30 +88,30 @@ class Put:
         manager.finish_put(chain)  # before room is made for it: else the policy gives each block a rank of its own
         seen = manager.space.version
         while True:
-            wait = wait and manager.demoter.healthy()
+            wait = wait and manager.hierarchy.healthy()
             stop = min(len(chain), reached + self._step_blocks)
             if wait:
-                stop = min(stop, reached + manager.demoter.space())
+                stop = min(stop, reached + demoter.space())
             if reached < stop:
-                alone |= manager.demoter.alone(chain, stop, reached)
+                alone |= demoter.alone(chain, stop, reached)
                 slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
                 self._fill(slots)
                 generations = [slot.generation for slot in slots]
                 refused = manager.commit(chain, slots, generations, again=True, request_id=self._request_id)
                 alone.update(refused)
-                waiting.update(index for index in refused if index < manager.demoter.demotable(len(chain)))
+                waiting.update(index for index in refused if index < demoter.demotable(len(chain)))
                 tried.update({slot.index for slot in slots}.difference(refused))
                 if reached == stop < len(chain):
                     continue
             if not wait or (reached == len(chain) and not waiting):
                 break
             yield seen
-            waiting = manager.demoter.demote_rest(chain, reached, tried)
+            waiting = demoter.demote_rest(chain, reached, tried)
             # In this order: what comes down after `alone` was asked for wakes the wait. What `demote_rest` itself
             # gave back does not.
             seen = manager.space.version
             alone.clear()
-            alone.update(manager.demoter.alone(chain, reached))
+            alone.update(demoter.alone(chain, reached))
         manager.finish_put(chain, dropped=len(waiting) if manager.lower else 0)
         if terms.guarantees:
             manager.release_guarantees(chain[reached:])

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from kvtier.clock import Clock
 from kvtier.config import Config
 from kvtier.identity.namespace import Namespace
-from kvtier.manager.manager import Manager, ManagerLimits
+from kvtier.manager.hierarchy import ManagerLimits
+from kvtier.manager.manager import Manager
 from kvtier.policies.policy import make_policy
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.host.arena import Arena
@@ -28,7 +29,7 @@ def build(
     tiers, clock = config.tiers, TrustedClock.around(clock)
     arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
     g3 = tiers.g3
-    settings = ManagerLimits(
+    limits = ManagerLimits(
         lookup_s=config.deadlines.lookup,
         reserved=config.retention.reserved,
         store_threshold=config.offload.store_threshold,
@@ -42,7 +43,7 @@ def build(
     if lower is None:
         lower = lower_tiers(config, namespace, clock, arena if computes else None)
     host = HostTier(arena, make_policy(config.policy, arena.slots), config.retention.quota or 0.0)
-    return Manager(host, lower, clock, settings)
+    return Manager(host, lower, clock, limits)
 
 
 def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena | None = None) -> list[Tier]:

@@ -1,10 +1,10 @@
-"""Feeding a tier whose unit is a stride: S blocks of one chain that must be in RAM together.
+"""Collects single blocks into strides: S blocks of one chain that a tier writes together, from RAM.
 
-Blocks reach it after they are in the tier above: when the last block of a stride is, the stride is complete, its
-missing members are fetched back into G2, and it is offered whole. Earlier strides of the chain that the tier lacks go
+A chain is added as far as the tier above has it: when that reaches the last block of a stride, the stride is complete,
+its missing members are read back into G2, and it is queued whole. Earlier strides of the chain that the tier lacks go
 first, so it stays prefix-closed. A tail shorter than a stride waits for the blocks after it, or for a flush.
 
-Where no tier lies between, a complete stride is held (pinned) in G2 until it is written.
+Where no tier lies between, a complete stride is pinned in G2 until it is written.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Hold
+from kvtier.manager.promote import Promoter
 from kvtier.manager.write_behind import ChainBatch, WriteBehind
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Tier
 
-if TYPE_CHECKING:
-    from kvtier.manager.manager import Manager
-
 log = logging.getLogger(__name__)
 
 CHAINS_MAX = 1024
-"""Chains waiting to be fed, and open tails remembered; past this the oldest is forgotten, and stays above."""
+"""Chains that wait, and tails remembered; past this the oldest is forgotten, and stays in the tiers above."""
 
 _STEP_S = 30.0
 _RETRY_S = 0.1
@@ -44,47 +42,50 @@ class _Chain:
 
 
 class StrideCoalescer:
-    """Watches chains grow and offers their complete strides to one tier's queue. One worker on the manager's loop."""
+    """Queues the complete strides of growing chains for one tier. One worker on the manager's loop."""
 
-    def __init__(self, manager: Manager, tier: Tier, queue: WriteBehind, clock: Clock) -> None:
-        self._manager = manager
+    def __init__(self, hierarchy: Hierarchy, promoter: Promoter, tier: Tier, queue: WriteBehind) -> None:
+        self._hierarchy = hierarchy
+        self._promoter = promoter
         self._tier = tier
         self._queue = queue
-        self._clock = clock
+        self._clock = hierarchy.clock
         self._work: deque[_Chain] = deque()
         self._tails: OrderedDict[BlockKey, Sequence[BlockKey]] = OrderedDict()  # first block of the tail → chain
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._held: Counter[BlockKey] = Counter()  # pins owned, by block
-        self._queued: set[BlockKey] = set()  # last blocks of units that the queue has and has not answered for
+        self._pinned: Counter[BlockKey] = Counter()  # pins owned, by block
+        self._queued: set[BlockKey] = (
+            set()
+        )  # last blocks of strides that the queue has and the tier has not answered for
         self.forgotten = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to feed. On the loop."""
+        """Begin to work. On the loop."""
         self._loop = loop
-        self._task = loop.create_task(self._feed_all())
+        self._task = loop.create_task(self._work_through())
 
     def add(self, chain: Sequence[BlockKey], stop: int, holds: Sequence[Hold] = ()) -> None:
-        """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which the feeder now owns.
-        Under the manager's lock if there are pins; never blocks."""
+        """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which are the coalescer's now.
+        Under the lock if there are pins; never blocks."""
         assert self._loop is not None
-        self._held.update(slot.key for slot, _ in holds if slot.key is not None)
-        self._loop.call_soon_threadsafe(self._note, _Chain(chain[:stop], holds))
+        self._pinned.update(slot.key for slot, _ in holds if slot.key is not None)
+        self._loop.call_soon_threadsafe(self._enqueue, _Chain(chain[:stop], holds))
 
     def answered(self, batch: ChainBatch) -> None:
-        """The tier has answered for a unit. On the loop."""
+        """The tier has answered for a stride. On the loop."""
         self._queued.discard(batch.chain[batch.slots[-1].index])
 
-    def held(self) -> int:
+    def pinned(self) -> int:
         """Pins that are owned now. Under the lock."""
-        return self._held.total()
+        return self._pinned.total()
 
     def has(self, key: BlockKey) -> bool:
         """Whether this block is pinned on its way down. Under the lock."""
-        return key in self._held
+        return key in self._pinned
 
-    def _note(self, work: _Chain) -> None:
+    def _enqueue(self, work: _Chain) -> None:
         stride, chain = self._tier.stride, work.keys
         complete = len(chain) // stride * stride
         if complete:
@@ -103,13 +104,13 @@ class StrideCoalescer:
         self._wake.set()
 
     def _done(self, work: _Chain) -> None:
-        with self._manager.lock:
-            self._held -= Counter(slot.key for slot, _ in work.holds if slot.key is not None)
-        self._manager.release(work.holds)
+        with self._hierarchy.lock:
+            self._pinned -= Counter(slot.key for slot, _ in work.holds if slot.key is not None)
+        self._hierarchy.unpin(work.holds)
 
     async def flush(self, deadline: float) -> None:
-        """Feed everything, tails included, and wait until the queue is drained or the deadline is over."""
-        await asyncio.sleep(0)  # let notes that were sent from this very loop arrive
+        """Queue everything, tails included, and wait until the queue is drained or the deadline is over."""
+        await asyncio.sleep(0)  # let what this very loop added arrive
         tails, self._tails = self._tails, OrderedDict()
         self._work.extend(_Chain(chain) for chain in tails.values())
         self._idle.clear()
@@ -126,7 +127,7 @@ class StrideCoalescer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _feed_all(self) -> None:
+    async def _work_through(self) -> None:
         while True:
             if not self._work:
                 self._idle.set()
@@ -135,58 +136,58 @@ class StrideCoalescer:
                 continue
             work = self._work.popleft()
             try:
-                await self._feed(work.keys)
+                await self._queue_missing(work.keys)
             except Exception:
-                log.exception("%s: a chain was not fed", self._tier.name)
+                log.exception("%s: a chain was not queued", self._tier.name)
             finally:
                 self._done(work)
 
-    async def _feed(self, chain: Sequence[BlockKey]) -> None:
-        """Offer every unit of `chain` that the tier lacks, head first; stop at the first that cannot be had."""
+    async def _queue_missing(self, chain: Sequence[BlockKey]) -> None:
+        """Queue every stride of `chain` that the tier lacks, head first; stop at the first that cannot be had."""
         stride, stop = self._tier.stride, len(chain)
         ends = [min(start + stride, stop) for start in range(0, stop, stride)]
         deadline = self._clock.monotonic() + _STEP_S
-        queued = set(self._queued)  # before asking: a unit that is answered for meanwhile is there
+        queued = set(self._queued)  # before asking: a stride that is answered for meanwhile is there
         answers = await self._tier.lookup(chain, [end - 1 for end in ends], deadline)
         here = [miss is None or chain[end - 1] in queued for miss, end in zip(answers, ends, strict=True)]
         present = here.index(False) if False in here else len(ends)
         for end in ends[present:]:
             start = (end - 1) // stride * stride
             slots = await self._gather_patiently(chain, start, end)
-            if slots is None or not await self._offer(ChainBatch(chain, slots)):
+            if slots is None or not await self._enqueue_stride(ChainBatch(chain, slots)):
                 return
 
     async def _gather_patiently(self, chain: Sequence[BlockKey], start: int, end: int) -> tuple[Slot, ...] | None:
-        """`_gather`, again and again while G2 has no room for what must be fetched: nobody waits for the feeder."""
+        """`_gather`, again and again while G2 has no room for what must be fetched: nobody waits for this."""
         deadline = self._clock.monotonic() + _STEP_S
         while True:
             slots = await self._gather(chain, start, end)
             if slots is not Miss.NO_ROOM:
                 return slots
-            # Read only now: what the attempt itself gave back is no news. What came during it is seen after _RETRY_S.
+            # Read only now: the attempt's own pins, given back, are no news. What it missed is seen after _RETRY_S.
             retry = min(deadline, self._clock.monotonic() + _RETRY_S)
-            if not await self._manager.space.wait(retry, self._manager.space.version):
+            if not await self._hierarchy.space.wait(retry, self._hierarchy.space.version):
                 now = self._clock.monotonic()
-                if now < retry or now >= deadline:  # no room is on its way, or it came too late
+                if now < retry or now >= deadline:  # no space is on its way, or it came too late
                     return None
 
     async def _gather(
         self, chain: Sequence[BlockKey], start: int, end: int
     ) -> tuple[Slot, ...] | Literal[Miss.NO_ROOM] | None:
         """Pin blocks start … end-1 in G2, fetching what is only below; None if one cannot be had or may not go."""
-        manager, now = self._manager, self._clock.wall()
+        hierarchy, now = self._hierarchy, self._clock.wall()
         got: dict[int, Slot] = {}
-        with manager.lock:
+        with hierarchy.lock:
             for index in range(start, end):
-                if (slot := manager.host.pin(chain[index], now)) is not None:
+                if (slot := hierarchy.host.pin(chain[index], now)) is not None:
                     got[index] = slot
         whole = False
         try:
             missing = [index for index in range(start, end) if index not in got]
-            nearest = next(iter(manager.lower.values()))
-            if missing and nearest.stride == 1:
+            nearest = hierarchy.nearest
+            if missing and nearest is not None and nearest.stride == 1:
                 deadline = self._clock.monotonic() + _STEP_S
-                loaded = await manager.promoter.load(manager.lower, chain, {nearest.name: missing}, deadline)
+                loaded = await self._promoter.load(chain, {nearest.name: missing}, deadline)
                 got.update({index: out for index, out in loaded.items() if isinstance(out, Slot)})
                 if Miss.NO_ROOM in loaded.values():
                     return Miss.NO_ROOM
@@ -195,17 +196,17 @@ class StrideCoalescer:
             return slots if whole else None
         finally:
             if not whole:
-                manager.release([(slot, slot.generation) for slot in got.values()])
+                hierarchy.unpin([(slot, slot.generation) for slot in got.values()])
 
-    async def _offer(self, batch: ChainBatch) -> bool:
-        """Queue a pinned unit, waiting for room: this is the background, nobody waits for it."""
+    async def _enqueue_stride(self, batch: ChainBatch) -> bool:
+        """Queue a pinned stride, waiting for space: this is the background, nobody waits for it."""
         while True:
-            seen = self._manager.space.version
-            with self._manager.lock:
+            version = self._hierarchy.space.version
+            with self._hierarchy.lock:
                 if self._queue.space() >= len(batch.slots):
                     self._queued.add(batch.chain[batch.slots[-1].index])
                     self._queue.enqueue(batch)
                     return True
-            if not await self._manager.space.wait(self._clock.monotonic() + _STEP_S, seen):
-                self._manager.release([(s, s.generation) for s in batch.slots if isinstance(s, Slot)])
+            if not await self._hierarchy.space.wait(self._clock.monotonic() + _STEP_S, version):
+                self._hierarchy.unpin([(s, s.generation) for s in batch.slots if isinstance(s, Slot)])
                 return False

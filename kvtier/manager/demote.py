@@ -1,9 +1,9 @@
-"""What goes down from G2, and in which order: the lower tiers stay prefix-closed.
+"""Decides which blocks go down from G2, and in which order: the lower tiers stay prefix-closed.
 
-    commit → nearest tier's queue → (durable there) → feeder → deepest tier's queue
+    commit → nearest tier's queue → (durable there) → strides → deepest tier's queue
 
-A block is offered to the nearest lower tier with whatever that tier lacks of the chain before it. A chain whose
-earlier blocks can no longer be had stays in G2. The manager's lock guards all state; nothing here waits.
+A block goes to the nearest lower tier together with whatever that tier lacks of the chain before it. A chain whose
+earlier blocks can no longer be had stays in G2. The hierarchy's lock guards all state; nothing here waits.
 """
 
 from __future__ import annotations
@@ -11,68 +11,69 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.admission import Admission
 from kvtier.manager.coalesce import StrideCoalescer
+from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Hold
+from kvtier.manager.promote import Promoter
+from kvtier.manager.protection import Protection
 from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.retention.terms import Depth
-from kvtier.tiers.breaker import Health
-from kvtier.tiers.guard import Metered
 from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.tiers.rate_limiter import TokenBucket
 
-if TYPE_CHECKING:
-    from kvtier.manager.manager import Manager, ManagerLimits
-
 
 class Demoter:
-    """The queues below G2, and the rules of what enters them. Made when the tiers are open; part of one manager."""
+    """The queues below G2, and the rules of what enters them. Built empty; `open` makes the queues."""
 
-    def __init__(self, manager: Manager, clock: Clock, settings: ManagerLimits) -> None:
-        self._manager = manager
-        self._host = manager.host
-        self._lock = manager.lock
-        self._clock = clock
-        self._hold_max = max(1, int(manager.host.capacity * settings.queue_fraction))
-        self._tiers: Mapping[str, Metered] = manager.lower
-        self._nearest = next(iter(manager.lower.values()), None)
-        self.queues = {name: self._queue_for(tier, settings) for name, tier in manager.lower.items()}
-        last = next(reversed(manager.lower.values()), None)
-        self._fed = None if last is None or (last is self._nearest and last.stride == 1) else last
-        self._feeder = (
-            StrideCoalescer(manager, self._fed, self.queues[self._fed.name], clock) if self._fed is not None else None
-        )
-        self.admission = Admission(settings.store_threshold, settings.min_prefix_blocks)
+    def __init__(self, hierarchy: Hierarchy, promoter: Promoter, protection: Protection) -> None:
+        self._hierarchy = hierarchy
+        self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
+        self._promoter, self._protection = promoter, protection
+        self._nearest: Metered | None = None
+        self._coalescer: StrideCoalescer | None = None
+        self._coalesced: Metered | None = None  # the tier that strides are collected for
+        self._pinned_max = 0  # slots of G2 that one queue may pin
+        self.queues: dict[str, WriteBehind] = {}
+        self.admission = Admission(hierarchy.limits.store_threshold, hierarchy.limits.min_prefix_blocks)
         self.durable: Counter[str] = Counter()  # blocks by tier
-        self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of room in its queue
+        self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of space in its queue
 
-    def _queue_for(self, tier: Metered, settings: ManagerLimits) -> WriteBehind:
-        rate, budget = settings.write_rate, settings.write_budget_per_day
+    def open(self) -> None:
+        """Begin to empty the queues, on the running loop. The tiers are open."""
+        tiers = self._hierarchy.lower
+        self._pinned_max = max(1, int(self._host.capacity * self._hierarchy.limits.queue_fraction))
+        self._nearest = self._hierarchy.nearest
+        self.queues = {name: self._queue_for(tier) for name, tier in tiers.items()}
+        deepest = next(reversed(tiers.values()), None)
+        if deepest is not None and (deepest is not self._nearest or deepest.stride > 1):
+            self._coalesced = deepest
+            self._coalescer = StrideCoalescer(self._hierarchy, self._promoter, deepest, self.queues[deepest.name])
+        loop = asyncio.get_running_loop()
+        for queue in self.queues.values():
+            queue.start(loop)
+        if self._coalescer is not None:
+            self._coalescer.start(loop)
+
+    def _queue_for(self, tier: Metered) -> WriteBehind:
+        rate, budget = self._hierarchy.limits.write_rate, self._hierarchy.limits.write_budget_per_day
         if tier.depth is not Depth.G3:
             rate = budget = 0.0  # G4 keeps to rates of its own
         return WriteBehind(
             tier,
             self._clock,
-            QueueLimits(blocks_max=max(tier.stride, self._hold_max)),
+            QueueLimits(blocks_max=max(tier.stride, self._pinned_max)),
             lock=self._lock,
             rate=TokenBucket(self._clock, rate, max(rate, tier.block_bytes)),
             budget=TokenBucket(self._clock, budget / 86_400, budget),
             finished=lambda batch, results: self._finished(tier, batch, results),
         )
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to empty the queues. On the loop."""
-        for queue in self.queues.values():
-            queue.start(loop)
-        if self._feeder is not None:
-            self._feeder.start(loop)
-
-    # ── what enters ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── into the queues ─────────────────────────────────────────────────────────────────────────────────────
 
     def demote(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> list[int]:
         """Queue blocks that are READY in G2, ascending in depth. Returns the depths that were not accepted."""
@@ -92,7 +93,7 @@ class Demoter:
             if not slots:
                 return []
         if self._nearest.stride > 1:
-            return self._hold_strides(chain, slots)
+            return self._pin_strides(chain, slots)
         parents = self._missing_parents(chain, slots[0].index)
         if parents is None:
             self.queues[self._nearest.name].refused["orphan"] += len(slots)
@@ -108,8 +109,20 @@ class Demoter:
         self._release(shallow + deep[taken:])
         return [slot.index for slot in deep[taken:]]
 
+    def found(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> None:
+        """A request found the blocks at these depths, in G1 too: that may make them worth a write."""
+        if self.admission.active:
+            with self._lock:
+                self.admission.want(chain[index] for index in indices)
+            self.demote(chain, sorted(self.lacking(chain, indices)))
+
+    def demote_loaded(self, chain: Sequence[BlockKey], loaded: Mapping[int, str]) -> None:
+        """Give blocks that were loaded into G2, depth → tier, to the nearest tier where a deeper one had them."""
+        if self._nearest is not None:
+            self.demote(chain, sorted(index for index, tier in loaded.items() if tier != self._nearest.name))
+
     def _admitted(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Slot]:
-        """Those that are worth a write; the others are let go of, and are not for waiting."""
+        """The slots that are worth a write; the pins of the rest are undone, and nobody waits for those."""
         with self._lock:
             worth = [slot for slot in slots if self.admission.admits(chain, slot.index)]
             self.admission.refused += len(slots) - len(worth)
@@ -139,15 +152,19 @@ class Demoter:
         return set(self._misses(chain, indices))
 
     def _misses(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> dict[int, Miss]:
-        """The same, and what the tier says of them; LATE: it may have the block, but would have to be asked."""
+        """`lacking`, with the tier's reasons; LATE: it may have the block, but would have to be asked."""
         if self._nearest is None or not indices:
             return {}
         with self._lock:
             if self.admission.active:
                 indices = [index for index in indices if self.admission.admits(chain, index)]
-            has = self._feeder.has if self._feeder and self._nearest.stride > 1 else self.queues[self._nearest.name].has
+            has = (
+                self._coalescer.has
+                if self._coalescer and self._nearest.stride > 1
+                else self.queues[self._nearest.name].has
+            )
             idle = [index for index in indices if not has(chain[index])]
-        # Asked in this order: what is on its way now has arrived, or failed, by the time the tier is asked.
+        # In this order: a block on its way now has arrived, or failed, by the time the tier is asked.
         misses = self._nearest.peek(chain, idle)
         return {index: miss for index, miss in zip(idle, misses, strict=True) if miss is not None}
 
@@ -161,13 +178,9 @@ class Demoter:
         if self._nearest is None:
             return self._host.capacity
         with self._lock:
-            if self._feeder is not None and self._nearest.stride > 1:
-                return max(0, max(self._nearest.stride, self._hold_max) - self._feeder.held())
+            if self._coalescer is not None and self._nearest.stride > 1:
+                return max(0, max(self._nearest.stride, self._pinned_max) - self._coalescer.pinned())
             return self.queues[self._nearest.name].space()
-
-    def healthy(self) -> bool:
-        """Whether there is a lower tier, well enough to wait for."""
-        return self._nearest is not None and self._nearest.inner.breaker.health is Health.WELL
 
     def _missing_parents(self, chain: Sequence[BlockKey], first: int) -> list[Slot] | None:
         """The blocks right before depth `first` that the nearest tier may lack, pinned, as far as they are in G2; None
@@ -189,23 +202,23 @@ class Demoter:
                 return None
         return slots[::-1]
 
-    def _hold_strides(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[int]:
-        """Hand the complete strides that `slots` reach into to a feeder right below G2, pinned as far as it holds."""
-        assert self._feeder is not None and self._nearest is not None
+    def _pin_strides(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[int]:
+        """Hand the complete strides that `slots` reach into to the coalescer, pinned as far as it may pin."""
+        assert self._coalescer is not None and self._nearest is not None
         stride, stop = self._nearest.stride, slots[-1].index + 1
         start, complete = slots[0].index // stride * stride, stop // stride * stride
         now, holds = self._clock.wall(), list[Hold]()
         with self._lock:
-            room = max(stride, self._hold_max) - self._feeder.held()
+            room = max(stride, self._pinned_max) - self._coalescer.pinned()
             complete = min(complete, start + room // stride * stride)
             for key in chain[start:complete]:
                 if (slot := self._host.pin(key, now)) is not None:
                     holds.append((slot, slot.generation))
-            self._feeder.add(chain, stop, holds)
+            self._coalescer.add(chain, stop, holds)
         self._release(slots)
         return [slot.index for slot in slots if slot.index >= complete]
 
-    # ── what was answered ───────────────────────────────────────────────────────────────────────────────────
+    # ── answers of the tiers ────────────────────────────────────────────────────────────────────────────────
 
     def _finished(self, tier: Metered, batch: ChainBatch, results: Sequence[Stored]) -> None:
         """A tier has answered for a batch. On the loop."""
@@ -214,28 +227,28 @@ class Demoter:
             self.durable[tier.name] += durable
             if tier is self._nearest:
                 self.dropped += len(results) - durable
-            if self._manager.protection.busy:
+            if self._protection.busy:
                 stored = zip(batch.slots, results, strict=True)
-                self._manager.protection.stored(tier.name, [batch.chain[s.index] for s, r in stored if r.durable])
+                self._protection.stored(tier.name, [batch.chain[s.index] for s, r in stored if r.durable])
         self._release([slot for slot in batch.slots if isinstance(slot, Slot)])
-        if self._feeder is None:
+        if self._coalescer is None:
             return
-        if tier is self._fed:
-            self._feeder.answered(batch)
+        if tier is self._coalesced:
+            self._coalescer.answered(batch)
         elif durable:
-            self._feeder.add(batch.chain, batch.slots[-1].index + 1)
+            self._coalescer.add(batch.chain, batch.slots[-1].index + 1)
 
     def _release(self, slots: Sequence[Slot]) -> None:
-        self._manager.release([(slot, slot.generation) for slot in slots])
+        self._hierarchy.unpin([(slot, slot.generation) for slot in slots])
 
-    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def drain(self, deadline: float) -> None:
         """Wait until everything accepted is as deep as it may go, tails of strides included, or until the deadline."""
         if self._nearest is not None and self._nearest.stride == 1:
             await self.queues[self._nearest.name].drained(deadline)
-        if self._feeder is not None:
-            await self._feeder.flush(deadline)
+        if self._coalescer is not None:
+            await self._coalescer.flush(deadline)
 
     def pending(self) -> int:
         """Blocks accepted and not yet answered for. Under the lock."""
@@ -243,8 +256,8 @@ class Demoter:
 
     async def close(self) -> None:
         """Stop; what is still queued is let go of."""
-        if self._feeder is not None:
-            await self._feeder.close()
+        if self._coalescer is not None:
+            await self._coalescer.close()
         for queue in self.queues.values():
             for batch in await queue.close():
                 self._release([slot for slot in batch.slots if isinstance(slot, Slot)])

@@ -1,43 +1,133 @@
-"""Moves planned blocks up into G2: reserve → read → verify (the tier does) → commit.
+"""Brings blocks up into G2: locate → plan → reserve → read → verify (the tier does) → commit.
 
-A load is a task of its own: whoever waits for it may give up at its deadline, the slots stay FILLING until the
+A load is a task of its own: whoever waits for it may give up at a deadline, the slots stay FILLING until the
 tier has let go of their memory, and what then arrives verified is kept. Two requests for one block share a load.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.hierarchy import Hierarchy
+from kvtier.manager.lease import Hold
+from kvtier.manager.plan import Costs, Where, make_plan
+from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.host.slot import Slot, SlotState
-from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
 
 GRACE_S = 1.0
 """How long `close` still waits for loads that nobody waits for."""
 
+_SMOOTHING = 0.2
+
 Outcome = Slot | Miss
 """A slot that is pinned once for the caller, or why the block was not loaded."""
 
 
-class Promoter:
-    """Loads under way. Runs on one event loop; slots change under the manager's lock."""
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Consecutive blocks of a chain, pinned in G2 for the caller, who owes each of `holds` one unpin.
 
-    def __init__(self, host: HostTier, clock: Clock, lock: threading.Lock, overdue_max: int) -> None:
-        self._host = host
-        self._clock = clock
-        self._lock = lock
-        self._overdue_max = overdue_max
+    `found[i]`: the tier where block i of them was; `loaded`: depth → tier of all blocks that
+    were read into G2; `miss`: why the chain is not served further, None if all of it is.
+    """
+
+    holds: Sequence[Hold]
+    found: Sequence[str]
+    loaded: Mapping[int, str]
+    miss: Miss | None
+
+
+class Promoter:
+    """Lookups over all tiers and loads under way. Runs on one event loop; slots change under the hierarchy's lock."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._hierarchy = hierarchy
+        self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
         self._under_way: dict[BlockKey, asyncio.Task[dict[int, Outcome]]] = {}
         self._abandoned: set[asyncio.Task[dict[int, Outcome]]] = set()
+        self._compute_s_per_block: float | None = None
         self.overdue = 0  # slots of loads that nobody waits for any more
         self.late = 0  # blocks that arrived after their deadline
 
+    # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def locate(self, chain: Sequence[BlockKey], deadline: float | None = None, start: int = 0) -> list[Where]:
+        """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Blocks before
+        `start` are not looked for and given as G2's. Waits for lower tiers until `deadline`, at most `lookup_s`."""
+        wall_s = self._hierarchy.now().serve
+        with self._lock:
+            where: list[Where] = [self._host.name] * start
+            where += [self._host.peek(key, wall_s) or self._host.name for key in chain[start:]]
+        latest = self._clock.monotonic() + self._hierarchy.limits.lookup_s
+        deadline = latest if deadline is None else min(deadline, latest)
+        for tier in self._hierarchy.lower.values():
+            wanted = [index for index, place in enumerate(where) if isinstance(place, Miss)]
+            if not wanted:
+                break
+            answers = await tier.lookup(chain, wanted, deadline)
+            for index, miss in zip(wanted, answers, strict=True):
+                if miss is None:
+                    where[index] = tier.name
+                elif where[index] is Miss.ABSENT:
+                    where[index] = miss  # the more telling reason
+        return where
+
+    def computed(self, blocks: float, seconds: float) -> None:
+        """The engine computed this many blocks in this time: the estimate that loading is weighed against."""
+        sample = seconds / max(blocks, 1e-9)
+        old = self._compute_s_per_block
+        self._compute_s_per_block = sample if old is None else old + _SMOOTHING * (sample - old)
+
+    def costs(self) -> Costs | None:
+        """Seconds per block, to compute and to load from each tier that was read lately; None: nothing was computed."""
+        if self._compute_s_per_block is None:
+            return None
+        known = {name: tier.estimate() for name, tier in self._hierarchy.lower.items()}
+        return Costs(self._compute_s_per_block, {name: s for name, s in known.items() if s is not None})
+
+    # ── bringing up ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def promote(
+        self, chain: Sequence[BlockKey], start: int, deadline: float, time: Reading, *, referenced: bool
+    ) -> Promotion:
+        """Bring the longest prefix that pays off into G2 and pin its blocks from `start` on, by `deadline`; late blocks
+        are misses. `referenced`: the policy knows of this request already."""
+        where = await self.locate(chain, deadline, start)
+        plan = make_plan(where, start + self._host.capacity, self._host.name, self.costs())
+        pinned: dict[int, Slot] = {}
+        with self._lock:
+            for index in range(start, plan.hit):
+                if where[index] == self._host.name:
+                    slot = self._host.pin(chain[index], time.serve, time.stamp)
+                    if slot is not None:
+                        pinned[index] = slot
+            if not referenced:  # before the loads, so that the policy knows for whom it makes room
+                self._host.reference(chain, start + len(pinned), self._clock.monotonic())
+        try:
+            outcomes = await self.load(chain, plan.loads, deadline)
+        except BaseException:
+            self._hierarchy.unpin([(slot, slot.generation) for slot in pinned.values()])
+            raise
+        pinned.update({index: out for index, out in outcomes.items() if isinstance(out, Slot)})
+        hit = next((index for index in range(start, plan.hit) if index not in pinned), max(start, plan.hit))
+        self._hierarchy.unpin([(slot, slot.generation) for index, slot in pinned.items() if index >= hit])
+        miss = plan.miss
+        if hit < plan.hit:
+            outcome = outcomes.get(hit, Miss.EVICTED)
+            miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
+        return Promotion(
+            [(pinned[index], pinned[index].generation) for index in range(start, hit)],
+            [str(place) for place in where[start:hit]],
+            {index: str(where[index]) for index, out in outcomes.items() if isinstance(out, Slot)},
+            miss,
+        )
+
     async def load(
-        self, tiers: Mapping[str, Tier], chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: float
+        self, chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: float
     ) -> dict[int, Outcome]:
         """Bring the blocks at `loads[tier]` of `chain` into G2; answers for each by `deadline`.
 
@@ -60,7 +150,7 @@ class Promoter:
                 else:
                     outcomes[index] = slot
             if reserved:
-                mine.append(self._start(tiers[name], chain, reserved, deadline))
+                mine.append(self._start(self._hierarchy.lower[name], chain, reserved, deadline))
         try:
             await self._wait({*mine, *joined.values()}, deadline)
         except asyncio.CancelledError:
@@ -83,7 +173,7 @@ class Promoter:
     def _reserve(self, chain: Sequence[BlockKey], index: int) -> Outcome:
         """A FILLING slot; or, where the block turned up meanwhile, its READY slot, pinned; or why neither."""
         with self._lock:
-            if self.overdue >= self._overdue_max:
+            if self.overdue >= max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction)):
                 return Miss.NO_ROOM
             slot = self._host.reserve(chain[index], index, insist=True)
             if slot is not None:

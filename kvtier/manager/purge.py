@@ -1,29 +1,30 @@
-"""Scopes dropped for good, in every tier: each store remembers its purges, and the tiers learn of each other's."""
+"""Scopes dropped for good, in every tier.
+
+A purge is remembered in three places: G2's tombstones (this process), G3's index (every process of the machine) and
+tombstones in the bucket (every replica). Each tier learns here of the purges that the others remember.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping
 
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope
+from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
-from kvtier.tiers.host.tier import HostTier
-from kvtier.tiers.protocol import Tier
 
 _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
 
 
 class Purger:
-    """`lower` are the tiers below G2, nearest first; `lock` guards `host` and `keeper`."""
+    """Purges and their spreading over the tiers of one manager. On its loop."""
 
-    def __init__(self, host: HostTier, lower: Mapping[str, Tier], keeper: Protection, lock: threading.Lock) -> None:
-        self._host = host
-        self._lower = lower
-        self._keeper = keeper
-        self._lock = lock
+    def __init__(self, hierarchy: Hierarchy, protection: Protection) -> None:
+        self._hierarchy = hierarchy
+        self._host, self._lower = hierarchy.host, hierarchy.lower
+        self._protection = protection
 
     async def purge(self, scope: Scope, before: float) -> int:
         """Drop what a scope stored before a wall-clock time; returns how many blocks. Raises the first tier's error
@@ -40,23 +41,23 @@ class Purger:
         return count
 
     def apply_tombstones(self, tombstones: Mapping[Scope, float]) -> int:
-        """The same for G2 and what is promised, for scope → time; returns how many blocks went."""
-        with self._lock:
+        """`purge` of G2 and of what is protected, for scope → time; returns how many blocks went."""
+        with self._hierarchy.lock:
             for scope, before in tombstones.items():
                 if self._host.is_newer_tombstone(scope, before):
-                    self._keeper.purge(scope, before)
+                    self._protection.purge(scope, before)
             return self._host.apply_tombstones(tombstones)
 
     async def sync(self) -> None:
-        """What one tier's store remembers, all others learn: another process may share only one of them."""
+        """Have every tier remember the purges of the others: another process may share only one of them."""
         known = {name: dict(await tier.tombstones()) for name, tier in self._lower.items()}
-        news: dict[Scope, float] = {}
+        latest: dict[Scope, float] = {}
         for tombstones in known.values():
             for scope, before in tombstones.items():
-                news[scope] = max(before, news.get(scope, 0.0))
-        self.apply_tombstones(news)
+                latest[scope] = max(before, latest.get(scope, 0.0))
+        self.apply_tombstones(latest)
         for name, tier in self._lower.items():
-            for scope, before in news.items():
+            for scope, before in latest.items():
                 if before > known[name].get(scope, 0.0) + _ROUNDED_S:
-                    with contextlib.suppress(KVTierError, OSError):  # said again next time
+                    with contextlib.suppress(KVTierError, OSError):  # tried again next time
                         await tier.purge(scope, before)

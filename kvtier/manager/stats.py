@@ -1,29 +1,30 @@
-"""What `stats()` tells of a manager: counters since start, gauges of now. docs/operations.md has each figure."""
+"""`stats()` of a manager: counters since start, gauges of now. docs/operations.md has each figure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvtier.tiers.guard import Metered
+from kvtier.manager.accounts import Accounts
+from kvtier.manager.demote import Demoter
+from kvtier.manager.hierarchy import Hierarchy
+from kvtier.manager.promote import Promoter
+from kvtier.manager.protection import Protection
+from kvtier.manager.write_behind import WriteBehind
+from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss
 
-if TYPE_CHECKING:
-    from kvtier.manager.manager import Manager
 
-
-def stats_of(manager: Manager) -> dict[str, Any]:
-    """Takes the manager's lock; waits for no tier."""
-    with manager.lock:
-        accounts, host = manager.accounts, manager.host
+def stats_of(
+    hierarchy: Hierarchy, accounts: Accounts, demoter: Demoter, promoter: Promoter, protection: Protection
+) -> dict[str, Any]:
+    """Takes the hierarchy's lock; waits for no tier."""
+    with hierarchy.lock:
+        host = hierarchy.host
         pinned = sum(slot.pins > 0 for slot in host.index.values())
         missed = accounts.misses.copy()  # G2 lacks what a lower tier served, too
         missed[Miss.ABSENT] += sum(n for name, n in accounts.hits.items() if name != host.name)
         out: dict[str, Any] = {
-            "requests": {
-                **accounts.stats(),
-                "dropped": manager.demoter.dropped,
-                "promises": manager.protection.stats(),
-            },
+            "requests": {**accounts.stats(), "dropped": demoter.dropped, "promises": protection.stats()},
             host.name: {
                 "blocks": len(host.index),
                 "bytes": len(host.index) * host.block_bytes,
@@ -33,23 +34,23 @@ def stats_of(manager: Manager) -> dict[str, Any]:
                 "evictions": host.evictions,
                 "latency": {},
                 "pinned": pinned,
-                "quarantined": host.quarantined + manager.promoter.overdue,
-                "late": manager.promoter.late,
+                "quarantined": host.quarantined + promoter.overdue,
+                "late": promoter.late,
                 "refused": {"quota": host.quota.refused},
             },
         }
-        for name, tier in manager.lower.items():
-            out[name] = _tier_stats(manager, name, tier)
+        for name, tier in hierarchy.lower.items():
+            out[name] = _tier_stats(tier, demoter.queues[name], accounts.hits[name])
     return out
 
 
-def _tier_stats(manager: Manager, name: str, tier: Metered) -> dict[str, Any]:
-    usage, queue = tier.usage(), manager.demoter.queues[name]
+def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
+    usage = tier.usage()
     return {
         "blocks": usage.blocks,
         "bytes": usage.bytes,
         "capacity_bytes": usage.capacity_bytes,
-        "hits": manager.accounts.hits[name],
+        "hits": hits,
         "misses": {str(miss): n for miss, n in tier.misses.items()},
         "evictions": usage.evictions,
         "latency": {
@@ -64,5 +65,5 @@ def _tier_stats(manager: Manager, name: str, tier: Metered) -> dict[str, Any]:
         "pending": queue.pending(),
         "read_bytes": tier.read_bytes,
         "written_bytes": tier.written_bytes,
-        "health": tier.inner.breaker.health.value,
+        "health": tier.health.value,
     }

@@ -164,7 +164,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(monkeypatch: pyte
         cache.evict("g2")
         cache.computed(8 * T, 0.008)
         monkeypatch.setattr(cache.manager.lower["g3"], "_read_s_per_block", 0.01)
-        monkeypatch.setattr(cache.manager.lower["g3"], "_read_at", clock.monotonic())
+        monkeypatch.setattr(cache.manager.lower["g3"], "_read_at_s", clock.monotonic())
         assert missed(cache, KEYS) == {"slower": 8 * T}
         clock.advance(61)
         assert missed(cache, KEYS) == {}, "a tier that was slow is tried again"

@@ -42,9 +42,9 @@ async def test_what_an_attempt_gives_back_is_no_news() -> None:
     store(manager, other)
     await manager.flush(clock.monotonic() + 10)
     lease = manager.pin(other)  # G2: one block of ours, and two that cannot go
-    feeder = manager.demoter._feeder
-    assert feeder is not None and len(lease) == 2
-    gathering = asyncio.create_task(feeder._gather_patiently(ours, 0, 2))
+    coalescer = manager.demoter._coalescer
+    assert coalescer is not None and len(lease) == 2
+    gathering = asyncio.create_task(coalescer._gather_patiently(ours, 0, 2))
     for _ in range(100):
         await asyncio.sleep(0)  # would not come back
     assert not gathering.done()

@@ -126,7 +126,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 if pinned == c:  # what comes under a pin lives as long as it, too
                     self.stamps[c].append(Stamp(now, None, until - now + 1, Depth.G4))
         ordinary = terms in (DAY, CLASSES[4]) and self.quota is None
-        well = self.deep and not self._ill() and self.cache.manager.demoter.healthy()
+        well = self.deep and not self._ill() and self.cache.manager.hierarchy.healthy()
         if wait and well and start <= self.sure[c] and ordinary:
             assert stored == length - start, "a put that may wait found no room"
             # Right above G4, the tail of an incomplete stride is in G2 alone until a flush.

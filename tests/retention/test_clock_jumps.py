@@ -128,7 +128,7 @@ def test_what_a_wrong_clock_stamped_does_not_come_back_later(tmp_path: Path) -> 
         cache.match(KEYS)
         clock.advance(SETTLE_S + 1)
         cache.match(KEYS)
-        cache._run(cache.manager.accept_time())
+        cache._run(cache.manager.hierarchy.accept_time())
         clock.advance(10 * DAY)
         assert served(cache, KEYS) == 0
 

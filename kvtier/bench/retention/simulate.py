@@ -22,7 +22,8 @@ from kvtier.bench.retention.byteless import EmptyArena, EmptyTier
 from kvtier.bench.retention.traces import Trace
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SHARED, BlockKey
-from kvtier.manager.manager import Manager, ManagerLimits
+from kvtier.manager.hierarchy import ManagerLimits
+from kvtier.manager.manager import Manager
 from kvtier.policies.policy import Policy, make_policy
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth, Terms

@@ -62,9 +62,9 @@ def test_whether_loading_is_weighed_is_the_operators_choice(bench: Any) -> None:
 
     b = bench(more={"recompute": "never"})
     b.linker.ran(batch_of(9 * PAGE, time.monotonic() - 1))
-    assert b.linker._pages.cache.manager._costs() is None
+    assert b.linker._pages.cache.manager.promoter.costs() is None
     b = bench()
     b.linker.ran(batch_of(9 * PAGE, time.monotonic() - 1))
-    assert b.linker._pages.cache.manager._costs() is not None
+    assert b.linker._pages.cache.manager.promoter.costs() is not None
     with pytest.raises(ConfigError, match="sometimes"):
         bench(more={"recompute": "sometimes"})

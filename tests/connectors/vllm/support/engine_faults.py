@@ -252,6 +252,6 @@ class Faults:
         metered = self.cache.manager.lower[tier]
         metered.__dict__.pop("estimate", None)
         if seconds_per_block is None:
-            self.cache.manager._compute_s_per_block = None
+            self.cache.manager.promoter._compute_s_per_block = None
         else:
             metered.estimate = lambda: seconds_per_block

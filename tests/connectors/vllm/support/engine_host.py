@@ -113,7 +113,7 @@ class Host(Faults):
         self._waits: list[float] = []
         self._forgotten = Counting()
         if self.inside and hasattr(self.connector, "_scheduler"):
-            self.cache.manager._forgotten = self._forgotten
+            self.cache.manager._housekeeping._forgotten = self._forgotten
 
     # ── what any user can do ────────────────────────────────────────────────────────────────────────────────
 
@@ -272,7 +272,7 @@ class Host(Faults):
 
     def prefill_cost(self) -> float | None:
         """Seconds per block that the manager has learned."""
-        cost: float | None = self.cache.manager._compute_s_per_block
+        cost: float | None = self.cache.manager.promoter._compute_s_per_block
         return cost
 
     def namespace(self) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""G2 under its lock, and the tiers below it: the ground that the manager's parts stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.clock import Clock
+from kvtier.errors import TierError
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.lease import Hold
+from kvtier.manager.space import SpaceSignal
+from kvtier.retention.lifetime import FUTURE_S
+from kvtier.retention.trusted_clock import Reading, TrustedClock
+from kvtier.tiers.guard import Guarded
+from kvtier.tiers.host.tier import HostTier
+from kvtier.tiers.meter import Metered
+from kvtier.tiers.protocol import Notebook, Tier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """Bounds of a manager, with their units in the names."""
+
+    lookup_s: float = 0.2
+    close_s: float = 10.0
+    housekeeping_s: float = 2.0
+    tombstones_s: float = 20.0
+    write_rate: float = 0.0  # bytes/s into G3; 0: no bound
+    write_budget_per_day: float = 0.0  # bytes/day into G3; 0: no bound
+    queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
+    overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
+    touched_max: int = 100_000
+    reserved: float = 0.5  # of a tier's blocks that guarantees and pins may reserve
+    store_threshold: int = 1  # requests that must have wanted a block before it is written below G2
+    min_prefix_blocks: int = 0  # of a prompt, before any of it is written below G2
+    block_tokens: int = 1  # tokens per block, for accounts
+    classes: tuple[str, ...] = ()  # retention classes that accounts of written tokens name
+
+
+class Hierarchy:
+    """G2 and the tiers below it, nearest first. Built closed; owns no policy.
+
+    `lock` guards `host` and every part of the manager whose docstring says "under the lock"; it is held for
+    microseconds. `lower` is complete once `open` has returned.
+    """
+
+    def __init__(
+        self, host: HostTier, lower: Sequence[Tier], clock: Clock, limits: ManagerLimits | None = None
+    ) -> None:
+        """`lower` are the raw tiers below G2, nearest first. Opens nothing."""
+        self.host = host
+        self.lower = {tier.name: Metered(Guarded(tier, clock), clock) for tier in lower}
+        self.clock = TrustedClock.around(clock)
+        self.limits = limits or ManagerLimits()
+        self.lock = threading.Lock()
+        self.space = SpaceSignal(self.clock, self._may_free)
+        self._adopted = 0  # jumps of the wall clock that were accepted
+        self._drop_below = False
+
+    async def open(self) -> None:
+        """Open all tiers on the running loop. A lower tier that fails is left out, with a warning; one that must not
+        be touched (FormatError) or is misconfigured (ConfigError) raises, with everything closed again."""
+        self.space.open(asyncio.get_running_loop())
+        await asyncio.to_thread(self.host.open)
+        opened: list[Metered] = []
+        try:
+            for tier in list(self.lower.values()):
+                try:
+                    await tier.open()
+                    opened.append(tier)
+                except TierError as error:
+                    log.warning("%s is left out: %s", tier.name, error)
+                    del self.lower[tier.name]
+        except BaseException:
+            for tier in opened:
+                await tier.close(self.clock.monotonic() + self.limits.close_s)
+            self.host.close()
+            raise
+
+    async def close(self, deadline: float) -> None:
+        """Close all tiers, nearest first, G2 last."""
+        for tier in self.lower.values():
+            await tier.close(deadline)
+        with self.lock:
+            self.host.close()
+
+    # ── the tiers below G2 ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def nearest(self) -> Metered | None:
+        """The tier right below G2, if there is one."""
+        return next(iter(self.lower.values()), None)
+
+    def healthy(self) -> bool:
+        """Whether there is a tier right below G2 that is worth waiting for."""
+        return self.nearest is not None and self.nearest.healthy()
+
+    def retaining(self) -> Metered | None:
+        """The nearest tier that can exempt blocks from eviction."""
+        return next((tier for tier in self.lower.values() if tier.retaining() is not None), None)
+
+    def notebook(self) -> Notebook | None:
+        """Where small values of the manager's survive a restart: the nearest tier that can remember some."""
+        return next((book for tier in self.lower.values() if (book := tier.notebook()) is not None), None)
+
+    # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def unpin(self, holds: Sequence[Hold]) -> None:
+        """Undo pins, the deepest block's first. Does not wait; whoever waits for space hears of it."""
+        if not holds:
+            return
+        with self.lock:
+            for slot, generation in reversed(holds):
+                self.host.unpin(slot, generation)
+        self.space.notify()
+
+    async def drop_everywhere(self, keys: Sequence[BlockKey]) -> None:
+        """Drop these blocks from every tier. Those under a lease stay until it ends."""
+        with self.lock:
+            for key in keys:
+                self.host.drop(key)
+        for tier in self.lower.values():
+            await tier.evict(keys)
+
+    def _may_free(self) -> bool:
+        with self.lock:
+            return self.host.busy()
+
+    # ── time ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def now(self) -> Reading:
+        """The time. If the wall clock was set and that is accepted now, blocks of G2 that the earlier time stamped and
+        that lie in the future are dropped: they would come back to life when that time is reached. Takes the lock."""
+        time = self.clock.read()
+        if self.clock.adopted != self._adopted:
+            with self.lock:
+                self._adopted = self.clock.adopted
+                self._drop_below = True
+                self.host.drop_made_after(time.serve + FUTURE_S)
+        return time
+
+    async def accept_time(self) -> None:
+        """`now` for the lower tiers; until then they serve nothing from the future."""
+        future = self.now().serve + FUTURE_S
+        if self._drop_below:
+            self._drop_below = False
+            for tier in self.lower.values():
+                await tier.drop_made_after(future)

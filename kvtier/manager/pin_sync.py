@@ -1,0 +1,94 @@
+"""Named pins on the media that remember them: beside G3's index, and in G4 for every replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+
+from kvtier.checksum import DIGEST_BYTES
+from kvtier.errors import ClosedError, CorruptError, InvalidRequest, TierError
+from kvtier.manager.hierarchy import Hierarchy
+from kvtier.retention.pins import Pin, Pins, decode, encode
+from kvtier.tiers.protocol import Notebook, Pinning
+
+log = logging.getLogger(__name__)
+
+CALL_S = 10.0
+"""How long one call to a tier may take."""
+
+FAILURES = (TierError, ClosedError, InvalidRequest, OSError)
+"""Errors of a tier's optional verbs, which no guard turns into answers."""
+
+_PREFIX = "pin/"
+
+
+class PinSync:
+    """Writes the pins of `pins` that changed, reads those of other processes and replicas. On the manager's loop."""
+
+    def __init__(self, hierarchy: Hierarchy, pins: Pins) -> None:
+        self._lock = hierarchy.lock
+        self._hierarchy = hierarchy
+        self._pins = pins
+        self._notebook: Notebook | None = None
+        self._shared: list[Pinning] = []
+        self._cached: dict[str, tuple[bytes, list[Pin]]] = {}  # as last read: digest, pins
+        self.unwritten: set[str] = set()
+        """Names whose pin, or whose end, is not on its medium yet. Under the lock."""
+
+    def open(self) -> None:
+        """Find the tiers that remember pins. They are open."""
+        self._notebook = self._hierarchy.notebook()
+        self._shared = [shared for tier in self._hierarchy.lower.values() if (shared := tier.pinning()) is not None]
+
+    async def write(self, names: Iterable[str]) -> bool:
+        """Bring these pins, or their ends, to every medium; those of a tier that fails stay `unwritten`. Returns
+        whether a shared tier had one of the pins that ended."""
+        there = False
+        for name in names:
+            with self._lock:
+                pin = self._pins.get(name)
+            try:
+                async with asyncio.timeout(CALL_S):
+                    if self._notebook is not None:
+                        await self._notebook.write_note(_PREFIX + name, encode([pin]) if pin is not None else None)
+                    for tier in self._shared:
+                        if pin is not None:
+                            await tier.pin(pin)
+                        else:
+                            there |= await tier.unpin(name)
+            except FAILURES as error:
+                log.warning("pin %s is not on every medium yet: %s", name[:40], error)
+                continue
+            with self._lock:
+                if self._pins.get(name) is pin:
+                    self.unwritten.discard(name)
+        return there
+
+    async def read(self) -> dict[str, Pin] | None:
+        """The pins on all media, by name: of those with one name the one that ends last. None: no tier remembers any.
+        Raises TierError or OSError."""
+        if self._notebook is None and not self._shared:
+            return None
+        found: dict[str, Pin] = {}
+        if self._notebook is not None:
+            found = self._decode(await self._notebook.read_notes(_PREFIX))
+        for tier in self._shared:
+            for pin in await tier.pins():
+                if pin.name not in found or found[pin.name].until < pin.until:
+                    found[pin.name] = pin
+        return found
+
+    def _decode(self, notes: Mapping[str, bytes]) -> dict[str, Pin]:
+        """The pins of notes that are whole; one that is damaged is to be written anew."""
+        for name, raw in notes.items():
+            digest = raw[-DIGEST_BYTES:]
+            if name not in self._cached or self._cached[name][0] != digest:
+                try:
+                    self._cached[name] = (digest, decode(raw))
+                except CorruptError as error:
+                    log.warning("the note %s is dropped: %s", name[:40], error)
+                    self._cached.pop(name, None)
+                    self.unwritten.add(name.removeprefix(_PREFIX))
+        self._cached = {name: known for name, known in self._cached.items() if name in notes}
+        return {pin.name: pin for _, pins in self._cached.values() for pin in pins}

@@ -1,0 +1,125 @@
+"""The outermost wrapper of a lower tier: counters, latencies, and the way to its optional verbs."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import cast
+
+from kvtier.clock import Clock
+from kvtier.events import Notify
+from kvtier.identity.keys import BlockKey
+from kvtier.tiers.breaker import Health
+from kvtier.tiers.guard import Guarded, Wrapper
+from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, Retaining, Sealed, Stored, Target
+
+_GONE = frozenset({Miss.ABSENT, Miss.EXPIRED, Miss.EVICTED, Miss.PURGED, Miss.CORRUPT, Miss.MISMATCH})
+
+
+class Latency:
+    """The last SAMPLES_MAX durations, in seconds."""
+
+    SAMPLES_MAX = 1024
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=self.SAMPLES_MAX)
+
+    def add(self, seconds: float) -> None:
+        self._samples.append(seconds)
+
+    def quantile_ms(self, q: float) -> float:
+        """Milliseconds; 0 before the first sample."""
+        ordered = sorted(self._samples)
+        return 1000 * ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+class Metered(Wrapper):
+    """Counts blocks by outcome, bytes, and latency per call; estimates what a read costs.
+
+    `retaining`, `pinning` and `notebook` give the tier itself, past guard and breaker: their verbs raise TierError.
+    """
+
+    ESTIMATE_S = 60.0
+    _SMOOTHING = 0.2
+
+    inner: Guarded
+
+    def __init__(self, inner: Guarded, clock: Clock) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self.loaded = 0
+        self.misses: Counter[Miss] = Counter()
+        self.stored: Counter[Stored] = Counter()
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.read_latency = Latency()
+        self.write_latency = Latency()
+        self._read_s_per_block: float | None = None
+        self._read_at_s = 0.0
+        self._notify: Notify | None = None
+
+    @property
+    def health(self) -> Health:
+        return self.inner.breaker.health
+
+    def healthy(self) -> bool:
+        """Whether the breaker is closed."""
+        return self.health is Health.WELL
+
+    def retaining(self) -> Retaining | None:
+        """The tier, if it can exempt blocks from eviction."""
+        return cast(Retaining, self.inner.inner) if self._can(Retaining) else None
+
+    def pinning(self) -> Pinning | None:
+        """The tier, if it keeps named pins."""
+        return cast(Pinning, self.inner.inner) if self._can(Pinning) else None
+
+    def notebook(self) -> Notebook | None:
+        """The tier, if it stores notes."""
+        return cast(Notebook, self.inner.inner) if self._can(Notebook) else None
+
+    def _can(self, protocol: type) -> bool:
+        """Whether the tier has every verb of an optional protocol. By `hasattr`, so that a wrapper may offer them."""
+        return all(hasattr(self.inner.inner, verb) for verb in vars(protocol) if not verb.startswith("_"))
+
+    def subscribe(self, notify: Notify | None) -> None:
+        """Call `notify` for blocks that become durable here, or turn out to be gone."""
+        self._notify = notify
+        super().subscribe(notify)
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        began = self._clock.monotonic()
+        results = await self.inner.read(chain, targets, deadline)
+        took_s = self._clock.monotonic() - began
+        loaded = sum(isinstance(result, Loaded) for result in results)
+        self.loaded += loaded
+        self.read_bytes += loaded * self.block_bytes
+        self.misses.update(result for result in results if isinstance(result, Miss))
+        self.read_latency.add(took_s)
+        if self._notify is not None:
+            pairs = zip(targets, results, strict=True)
+            gone = [target.index for target, result in pairs if isinstance(result, Miss) and result in _GONE]
+            self._notify([chain[index] for index in gone], False)
+        if loaded:
+            sample, old = took_s / loaded, self._read_s_per_block
+            self._read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
+            self._read_at_s = self._clock.monotonic()
+        return results
+
+    def estimate(self) -> float | None:
+        """Seconds per block, smoothed over recent reads; None when there were none for ESTIMATE_S, so that a tier found
+        too slow is tried again now and then: only a read can show that it has become faster."""
+        if self._clock.monotonic() - self._read_at_s > self.ESTIMATE_S:
+            self._read_s_per_block = None
+        return self._read_s_per_block
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        began = self._clock.monotonic()
+        results = await self.inner.write(blocks, deadline)
+        self.write_latency.add(self._clock.monotonic() - began)
+        self.stored.update(results)
+        self.written_bytes += self.block_bytes * results.count(Stored.STORED)
+        if self._notify is not None:
+            pairs = zip(blocks, results, strict=True)
+            self._notify([block.key for block, result in pairs if result.durable], True)
+        return results
