@@ -44,7 +44,7 @@ _TIER_NAMES = ("g2", "g3", "g4")
 
 
 class _Face:
-    """What both faces share: configuration, checks of arguments, and the pid that opened them."""
+    """Shared by both faces: configuration, checks of arguments, and the pid that opened them."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class _Face:
             raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
         return chain
 
-    def _intake(
+    def _put(
         self,
         keys: Sequence[bytes],
         buffers: Sequence[Buffer],
@@ -125,7 +125,7 @@ class _Face:
         return self.manager.account(request_id)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of a prompt in this time: what takes longer to load is not loaded."""
+        """The engine computed so many tokens of a prompt in this time: blocks that load slower are not loaded."""
         if not (tokens > 0 and 0 <= seconds < float("inf")):
             raise InvalidRequest(f"tokens and seconds must be positive, got {tokens} and {seconds}")
         self.manager.computed(tokens / self.namespace.block_tokens, seconds)
@@ -167,12 +167,12 @@ class AsyncCache(_Face):
         timeout: float | None = None,
         request_id: str = "",
     ) -> int:
-        intake = self._intake(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
+        put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
-        while (seen := await asyncio.to_thread(intake.step)) is not None:
-            if not await self.manager.space.wait(deadline, seen):
-                return await asyncio.to_thread(intake.finish)
-        return intake.accepted
+        while (version := await asyncio.to_thread(put.step)) is not None:
+            if not await self.manager.space.wait(deadline, version):
+                return await asyncio.to_thread(put.finish)
+        return put.accepted
 
     async def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
         chain = self._chain(keys, distinct=False)
@@ -287,16 +287,15 @@ class Cache(_Face):
         `keys` name a chain from its first block; `buffers` are those of keys[start:], bytes-like of block_bytes each,
         copied before this returns. `retention` is a class of the configuration, or `(start, stop, class)` per range of
         the request's tokens. With `wait`, waits for room in the queues to the lower tiers until `timeout` seconds
-        (deadlines.put); without, what finds no room stays in G2 only, or is
-        refused, newest and deepest first. What is taken in is booked to the account of `request_id`. Raises
-        InvalidRequest, and then nothing was stored.
+        (deadlines.put); without, blocks that find no room stay in G2 only, or are refused, newest and deepest first.
+        The account of `request_id` counts stored blocks. Raises InvalidRequest, and then nothing was stored.
         """
-        intake = self._intake(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
+        put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
-        while (seen := intake.step()) is not None:
-            if not self._run(self.manager.space.wait(deadline, seen)):
-                return intake.finish()
-        return intake.accepted
+        while (version := put.step()) is not None:
+            if not self._run(self.manager.space.wait(deadline, version)):
+                return put.finish()
+        return put.accepted
 
     def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
         """Longest prefix of `keys` resident in any mix of tiers. Moves nothing, promises nothing. Waits for lower
@@ -318,8 +317,8 @@ class Cache(_Face):
     ) -> Hit:
         """The longest prefix that is there by `timeout` seconds (deadlines.get), promoted into G2 and verified.
 
-        With `start`, the caller has the blocks before it already: the hit begins with block `start`. What was read is
-        booked to the account of `request_id`, which tells where its chain left that of `compared_with`, an earlier one.
+        With `start`, the caller has the blocks before it already: the hit begins with block `start`. The account of
+        `request_id` counts blocks read, and tells where its chain left that of `compared_with`, an earlier request.
         """
         chain = self._wanted(keys, start)
         deadline = self._deadline(timeout, self.config.deadlines.get)
@@ -330,13 +329,13 @@ class Cache(_Face):
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
 
     def prewarm(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
-        """Bring what is in any tier of `keys` into RAM by `timeout` seconds (deadlines.get), for a request to come.
-        Returns how many leading blocks are there now."""
+        """Bring the blocks of `keys` that any tier has into RAM by `timeout` seconds (deadlines.get), for a request to
+        come. Returns how many leading blocks are there now."""
         chain = self._chain(keys, distinct=False)
         return self._run(self.manager.prewarm(chain, self._deadline(timeout, self.config.deadlines.get)))
 
     def flush(self, timeout: float | None = None) -> Flushed:
-        """Wait until what was put is durable as deep as its terms allow, at most `timeout` s (deadlines.flush)."""
+        """Wait until all blocks put are durable as deep as their terms allow, at most `timeout` s (deadlines.flush)."""
         self._chain((), distinct=False)
         return self._run(self.manager.flush(self._deadline(timeout, self.config.deadlines.flush)))
 
@@ -351,7 +350,7 @@ class Cache(_Face):
         return self._run(self._purge(salt))
 
     def close(self) -> Flushed:
-        """Flush, then let go of everything. Idempotent. In a forked child it does nothing."""
+        """Flush, then close every tier. Idempotent. In a forked child it does nothing."""
         if os.getpid() != self._pid or self.manager.closed:
             return Flushed({}, 0, 0)
         try:
@@ -400,7 +399,7 @@ def open(
 ) -> Cache:
     """A cache of `namespace`'s blocks over the tiers of `config`; close it, or use it in a `with`.
 
-    Attaches to what earlier processes left in G3 and G4. `tiers` replaces the configured lower tiers (tests, third
+    Attaches to the G3 and G4 that earlier processes left. `tiers` replaces the configured lower tiers (tests, third
     parties); the cache opens and closes them. `near`: per rank, the CPUs beside its GPU, whose NUMA node gets its part
     of G2. `computes`: a model computes in this process; G3 then works in one of its own. Raises ConfigError, or
     FormatError for a directory that is not ours.

@@ -1,4 +1,4 @@
-"""The cache's counters for Prometheus, read from `stats()` when they are asked for.
+"""The cache's counters for Prometheus, read from `stats()` at each scrape.
 
     serve(cache.stats, port=9400)                   an HTTP endpoint of its own
     REGISTRY.register(StatsCollector(cache.stats))  or a place in the process's registry

@@ -35,16 +35,16 @@ class PinInfo:
 class AsyncNamedPins:
     """Prefixes that stay until a time, by name: create, extend, delete, list. On the cache's event loop.
 
-    What is pinned is neither evicted nor expired, in RAM, on the local disk and in object storage, as far as it is
-    there or comes to be there; pins outlive the process where there is a tier that does. `ttl` is in seconds, or a
+    Pinned blocks are neither evicted nor expired, in RAM, on the local disk and in object storage, as far as they are
+    there or come to be there; pins outlive the process where a tier does. `ttl` is in seconds, or a
     duration such as "24h".
     """
 
     def __init__(
-        self, keeper: Protection, chain: Callable[[Sequence[bytes]], list[BlockKey]], block_tokens: int
+        self, protection: Protection, chain: Callable[[Sequence[bytes]], list[BlockKey]], block_tokens: int
     ) -> None:
         """`chain` checks keys, and that the cache is open."""
-        self._keeper = keeper
+        self._protection = protection
         self._chain = chain
         self._block_tokens = block_tokens
 
@@ -53,28 +53,28 @@ class AsyncNamedPins:
         the name is malformed or taken, or more would be pinned than may be (`retention.reserved`)."""
         chain = self._chain(keys)
         given = len(chain) * self._block_tokens if tokens is None else tokens
-        return self._info(await self._keeper.create(name, chain, seconds(ttl), given))
+        return self._info(await self._protection.create(name, chain, seconds(ttl), given))
 
     async def extend(self, name: str, ttl: float | str) -> PinInfo:
         """Let a pin end that long from now: later, or sooner. Raises InvalidRequest if there is none."""
         self._chain(())
-        return self._info(await self._keeper.extend(name, seconds(ttl)))
+        return self._info(await self._protection.extend(name, seconds(ttl)))
 
     async def delete(self, name: str, *, drop: bool = False) -> bool:
         """End a pin; whether there was one. Its blocks may leave from now on; with `drop`, those that nothing else
         keeps leave every tier at once."""
         self._chain(())
-        return await self._keeper.delete(name, drop=drop)
+        return await self._protection.delete(name, drop=drop)
 
     def list(self) -> list[PinInfo]:
         """The pins that have not ended, by name."""
         self._chain(())
-        return [self._info(pin) for pin in self._keeper.listed()]
+        return [self._info(pin) for pin in self._protection.listed()]
 
     def _info(self, pin: Pin) -> PinInfo:
         blocks = len(pin.chain)
-        size = blocks * self._keeper.block_bytes
-        return PinInfo(pin.name, pin.created, pin.until, blocks, pin.tokens, size, self._keeper.resident(pin))
+        size = blocks * self._protection.block_bytes
+        return PinInfo(pin.name, pin.created, pin.until, blocks, pin.tokens, size, self._protection.resident(pin))
 
 
 class NamedPins:

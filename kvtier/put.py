@@ -1,4 +1,4 @@
-"""One `put`, step by step: room is reserved, bytes are copied, blocks are published and handed to the queues below."""
+"""One `put`, step by step: slots are reserved, bytes copied, blocks published and queued for the tiers below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.manager import Manager
 from kvtier.retention.ranges import ChainTerms
-from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.host.slot import Slot, copy_in
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -20,7 +20,7 @@ _STEP_BYTES = 64 * 1024 * 1024
 class Put:
     """Blocks `start` … of a chain on their way into the cache.
 
-    `step` until it returns None, waiting in between for the room it asks for, or `finish`; then `accepted` is how many
+    `step` until it returns None, waiting in between for the space it asks for, or `finish`; then `accepted` is how many
     of them, from `start` on, are in the cache. A step runs on any thread, one at a time.
     """
 
@@ -62,11 +62,11 @@ class Put:
         return views
 
     def step(self) -> int | None:
-        """Copy what there is room for. None: it is done. A count: wait for room that was told of after it."""
+        """Copy the blocks that find space. None: done. A version of the space signal: wait for a later one."""
         return next(self._work, None)
 
     def finish(self) -> int:
-        """The time to wait is over: store what still finds room. Returns `accepted`."""
+        """The time to wait is over: store the blocks that still find space. Returns `accepted`."""
         self._work.close()
         self._work = self._steps(wait=False)
         self.step()
@@ -75,8 +75,8 @@ class Put:
     def _steps(self, wait: bool) -> Generator[int, None, None]:
         manager, chain, terms, reached = self._manager, self._chain, self._terms, self._start
         demoter = manager.demoter
-        alone: set[int] = set()  # depths in no lower tier's hands: not to be evicted by our own tail
-        waiting: set[int] = set()  # those of them that found no room in a queue
+        alone: set[int] = set()  # depths in no lower tier: our own tail must not evict them
+        waiting: set[int] = set()  # depths of `alone` that found no space in a queue
         tried: set[int] = set()
         depth_of = {key: index for index, key in enumerate(chain)}
 
@@ -86,7 +86,7 @@ class Put:
         if terms.guarantees:
             manager.guarantee(chain, reached, terms)  # refused: before anything is stored
         manager.finish_put(chain)  # before room is made for it: else the policy gives each block a rank of its own
-        seen = manager.space.version
+        version = manager.space.version
         while True:
             wait = wait and manager.hierarchy.healthy()
             stop = min(len(chain), reached + self._step_blocks)
@@ -105,11 +105,11 @@ class Put:
                     continue
             if not wait or (reached == len(chain) and not waiting):
                 break
-            yield seen
+            yield version
             waiting = demoter.demote_rest(chain, reached, tried)
-            # In this order: what comes down after `alone` was asked for wakes the wait. What `demote_rest` itself
-            # gave back does not.
-            seen = manager.space.version
+            # In this order: a block that comes down after `alone` was asked for wakes the wait. Pins that
+            # `demote_rest` itself undid do not.
+            version = manager.space.version
             alone.clear()
             alone.update(demoter.alone(chain, reached))
         manager.finish_put(chain, dropped=len(waiting) if manager.lower else 0)
@@ -121,18 +121,7 @@ class Put:
         generations = [slot.generation for slot in slots]
         try:
             for slot in slots:
-                fill(slot, self._buffers[slot.index - self._start])
+                copy_in(slot.pieces, self._buffers[slot.index - self._start])
         except BaseException:
             self._manager.abort(slots, generations)
             raise
-
-
-def fill(slot: Slot, source: memoryview) -> None:
-    """Copy a block's bytes into a FILLING slot, rank after rank. Other threads run meanwhile: NumPy's copy lets go of
-    the interpreter lock, a memoryview's does not."""
-    import numpy as np
-
-    whole, start = np.frombuffer(source, np.uint8), 0
-    for piece in slot.pieces:
-        np.copyto(np.frombuffer(piece, np.uint8), whole[start : start + len(piece)])
-        start += len(piece)

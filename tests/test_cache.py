@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.manager import write_behind as demotion
+from kvtier.manager import write_behind
 from kvtier.retention.terms import Depth
 from kvtier.testing import (
     Fault,
@@ -133,11 +133,11 @@ def test_a_chain_longer_than_g2_is_served_as_far_as_g2_holds(policy: str) -> Non
 def test_a_write_that_fails_beside_the_tier_does_not_end_its_queue(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(batch: demotion.Batch) -> list[Sealed]:
+    def no_memory(batch: write_behind.ChainBatch) -> list[Sealed]:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(demotion, "seal", no_memory)
+        patched.setattr(write_behind, "seal", no_memory)
         for seed in range(4):  # more than there are writers
             assert put(stack.cache, list(chain_of(NS, 4, seed=seed)), timeout=1.0) == 4
             assert stack.cache.flush(timeout=5.0).durable["g3"] == 0

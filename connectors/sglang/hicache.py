@@ -211,7 +211,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         deadline = time.monotonic() + self._settings.config.deadlines.put
         while reached < len(chain):
             seen = manager.space.version
-            room = manager.queue_room() if manager.lower else len(chain)
+            room = manager.queue_space() if manager.lower else len(chain)
             if room:
                 stop = min(len(chain), reached + room)
                 slots, reached = manager.reserve(chain, reached, stop, self._control.terms)

@@ -212,14 +212,14 @@ class PrefixCache:
         `store` ends with one; call it when idle, too. Never waits. Returns how many blocks were copied.
         """
         limit = max(1, _STEP_BYTES // self.namespace.block_bytes)
-        return self._offload(min(limit, self.cache.manager.queue_room()), self.pool.horizon)
+        return self._offload(min(limit, self.cache.manager.queue_space()), self.pool.horizon)
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
         deadline = self.clock.monotonic() + (self._config.deadlines.flush if timeout is None else timeout)
         while self.pool.dirty:
             seen = self.cache.manager.space.version
-            if not self._offload(self.cache.manager.queue_room(), self.pool.blocks) and not self._wait(deadline, seen):
+            if not self._offload(self.cache.manager.queue_space(), self.pool.blocks) and not self._wait(deadline, seen):
                 break
         return self.cache.flush(max(0.0, deadline - self.clock.monotonic()))
 
@@ -235,7 +235,7 @@ class PrefixCache:
             clean = self.pool.clean_ahead(wanted)
             if clean == wanted:
                 return clean
-            if not self._offload(min(wanted, manager.queue_room()), wanted) and not self._wait(deadline, seen):
+            if not self._offload(min(wanted, manager.queue_space()), wanted) and not self._wait(deadline, seen):
                 return clean
 
     def _wait(self, deadline: float, seen: int) -> bool:

@@ -1,7 +1,7 @@
-"""Who asked for what and got how much of it from where: totals, per request, and why the rest was not there.
+"""Blocks asked for, served by tier and missed by reason: in total and per request.
 
-Everything counts what was truly read and stored, in blocks inside and in tokens to the outside. Bounded: requests by
-id, reasons by block, classes by the configuration's names.
+Only blocks truly read and stored count, in blocks inside and in tokens to the outside. Bounded: requests by id,
+reasons by block, classes by the configuration's names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.tiers.protocol import Miss
 REQUESTS_MAX = 1024
 LOSSES_MAX = 1 << 16
 OTHER = "other"
-"""What classes that the configuration does not name are counted as."""
+"""The class under which those are counted that the configuration does not name."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Account:
 
 
 class Losses:
-    """Why blocks are not here any more, or never were: the latest of them, at most LOSSES_MAX. No lock of its own."""
+    """Why blocks are not here any more, or never were: of the latest LOSSES_MAX blocks. No lock of its own."""
 
     def __init__(self, blocks_max: int = LOSSES_MAX) -> None:
         self._blocks_max = blocks_max
@@ -80,8 +80,8 @@ class Accounts:
     def record_read(
         self, lease: Lease, asked: int, request_id: str = "", compared_with: str = "", chain: Sequence[BlockKey] = ()
     ) -> Account:
-        """Book a request for `asked` blocks that was served by `lease`; under its id, if it has one. `chain`: all it
-        named, for comparing it with `compared_with`, an earlier request, and later ones with it."""
+        """Count a request for `asked` blocks that was served by `lease`; under its id, if it has one. `chain`: all its
+        blocks, for comparing it with `compared_with`, an earlier request, and later ones with it."""
         self.lookups += asked
         found = Counter(lease.tiers)
         self.hits.update(found)
@@ -102,7 +102,7 @@ class Accounts:
         return account
 
     def record_written(self, kinds: Sequence[str], request_id: str = "") -> None:
-        """Book blocks that were taken in, by the name of their retention class."""
+        """Count blocks that were stored, by the name of their retention class."""
         for kind in set(kinds):
             blocks = kinds.count(kind)
             name = kind if kind in self._classes else OTHER

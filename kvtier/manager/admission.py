@@ -1,8 +1,8 @@
-"""Which blocks are worth a write below G2: those wanted often enough, of prompts that are long enough.
+"""Decides which blocks are worth a write below G2: wanted often enough, of prompts that are long enough.
 
 A write wears the disk and takes its time from reads; most blocks are never wanted again. With `threshold` n a block
 goes down when the n-th request has stored or found it. That costs the hits of blocks that were wanted again only after
-they had left G2: `kvtier bench retention` tells how many.
+they had left G2: `kvtier bench retention` shows how many.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a prompt stops being that of an earlier request: the first divergent block, for diagnosing misses.
+"""The first block in which a prompt differs from that of an earlier request, for diagnosing misses.
 
 Chain hashes commit to everything before them, so two chains agree up to one depth and nowhere after; it is found by
 bisection. Only the last 8 bytes of each key are remembered: enough to tell blocks apart within two chains.

@@ -15,9 +15,9 @@ Hold = tuple[Slot, int]
 class Lease:
     """The leading blocks of a chain, pinned in G2. Owner: the caller, until `release` (or the end of its `with`).
 
-    `slots[i]` holds block i of what was asked for; `tiers[i]` is where it was found ("g2", or below it).
-    `miss` says why the chain is not served further; None if all of it is. While the lease lasts the bytes stay where
-    and what they are. Releasing twice does nothing; a lease that is forgotten is released some time after its
+    `slots[i]` holds block i of those asked for; `tiers[i]` is where it was found ("g2", or below it).
+    `miss` says why the chain is not served further; None if all of it is. While the lease lasts the bytes neither
+    move nor change. Releasing twice does nothing; a lease that is forgotten is released some time after its
     last reference.
     """
 

@@ -319,7 +319,7 @@ class Manager:
             resident = self.host.prefix(chain, now)
             self.host.chain_stored(chain, resident, self._clock.monotonic())
 
-    def queue_room(self) -> int:
+    def queue_space(self) -> int:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
         return self.demoter.space()
 

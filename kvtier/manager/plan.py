@@ -1,4 +1,4 @@
-"""What will move for one request, decided without I/O."""
+"""Decides which blocks move for one request, without I/O."""
 
 from __future__ import annotations
 

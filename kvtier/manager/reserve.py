@@ -34,7 +34,7 @@ class ChainReservation:
 
     def take(self, host: HostTier, losses: Losses, start: int, stop: int, terms: ChainTerms) -> int:
         """Reserve blocks start … stop-1; returns the depth reached: there was no room for it, or it is `stop`. Blocks
-        that somebody else is filling are passed over."""
+        that another caller is filling are passed over."""
         reached = start
         for first, end, block in terms.spans(start, stop):
             reached = self._take_span(host, losses, first, end, block.terms)

@@ -1,4 +1,4 @@
-"""Room in G2 or in a queue below it: told by whoever gives some back, waited for by who found none."""
+"""Free space in G2 or in a queue below it, as a condition variable of the event loop."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from kvtier.clock import Clock
 
 
 class SpaceSignal:
-    """Read `version`, look for room, and if there is none `wait` with it: what comes free meanwhile ends that."""
+    """Read `version`, look for space, and if there is none `wait` with it: space freed meanwhile ends the wait."""
 
-    def __init__(self, clock: Clock, coming: Callable[[], bool]) -> None:
-        """`coming` says whether anybody has something to give back."""
+    def __init__(self, clock: Clock, may_free: Callable[[], bool]) -> None:
+        """`may_free` says whether anything is held that may be freed."""
         self.version = 0
-        """Times that room may have appeared."""
+        """Counts the times that space may have been freed."""
         self._clock = clock
-        self._coming = coming
+        self._may_free = may_free
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Those who wait do so on this loop."""
+        """Waits are on this loop."""
         self._loop = loop
 
     def notify(self) -> None:
-        """Room may have appeared. Thread-safe, does not block."""
+        """Space may have been freed. Thread-safe, does not wait."""
         self.version += 1
         if self._waiters and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def wait(self, deadline: float, seen: int) -> bool:
-        """Wait until there may be room that there was not when `version` was `seen`. False at the deadline, and at once
-        when none is on its way."""
-        if self.version != seen:
+    async def wait(self, deadline: float, version: int) -> bool:
+        """Wait until space may have been freed after `version` was read. False at the deadline, and at once when
+        nothing is held that may be freed."""
+        if self.version != version:
             return True
-        if not self._coming():
+        if not self._may_free():
             return False
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(future)

@@ -1,9 +1,8 @@
 """Write-behind: from G2 down to one lower tier, in the background, bounded.
 
-A queue per tier. What is offered is accepted from the head of the chain on; what does not fit, the newest and
-deepest, is refused with its descendants, so a tier never holds a tail without its head. An accepted block stays
-pinned in G2 until the tier has answered. All state is guarded by the manager's lock; the worker runs on the
-manager's event loop.
+A queue per tier. Blocks are accepted from the head of a chain on; those that do not fit, the newest and deepest, are
+refused with their descendants, so a tier never holds a tail without its head. An accepted block stays pinned in G2
+until the tier has answered. All state is guarded by the hierarchy's lock; the workers run on the manager's event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Held(Protocol):
-    """A pinned slot of G2, as far as demotion needs to know it."""
+    """A pinned slot of G2, as far as the queue needs to know it."""
 
     key: BlockKey | None
     index: int
@@ -171,7 +170,7 @@ class WriteBehind:
             self._writing[last] = ended = asyncio.get_running_loop().create_future()
             try:
                 results = await self._write(batch)
-            except Exception:  # a tier's own failures are answers: this must not end the queue
+            except Exception:  # a tier's own failures are answers: no error ends the queue
                 log.exception("%s: a batch was not written", self.tier.name)
             finally:
                 if self._writing.get(last) is ended:
@@ -224,7 +223,7 @@ class WriteBehind:
 
 
 def seal(batch: ChainBatch) -> list[Sealed]:
-    """Digest each block that has none yet, and say what it is. Reads every byte; call it off the event loop."""
+    """Digest each block that has none yet, and describe it. Reads every byte; call it off the event loop."""
     out = []
     for slot in batch.slots:
         if slot.digest is None:
