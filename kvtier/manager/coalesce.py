@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +26,7 @@ from kvtier.tiers.protocol import Miss, Tier
 
 log = logging.getLogger(__name__)
 
-CHAINS_MAX = 1024
+CHAINS_MAX = 1 << 14
 """Chains that wait, and tails remembered; past this the oldest is forgotten, and stays in the tiers above."""
 
 _STEP_S = 30.0
@@ -35,10 +35,11 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Work: bring keys (all of them) into the tier. `holds` are pins to give back afterwards."""
+    """Work: bring all of `keys` into the tier. `holds` pin the blocks `pinned` until it is done."""
 
     keys: Sequence[BlockKey]
     holds: Sequence[Hold] = ()
+    pinned: Sequence[BlockKey] = ()
 
 
 class StrideCoalescer:
@@ -50,16 +51,15 @@ class StrideCoalescer:
         self._tier = tier
         self._queue = queue
         self._clock = hierarchy.clock
-        self._work: deque[_Chain] = deque()
+        self._work: OrderedDict[BlockKey, _Chain] = OrderedDict()  # by last block
         self._tails: OrderedDict[BlockKey, Sequence[BlockKey]] = OrderedDict()  # first block of the tail → chain
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._pinned: Counter[BlockKey] = Counter()  # pins owned, by block
-        self._queued: set[BlockKey] = (
-            set()
-        )  # last blocks of strides that the queue has and the tier has not answered for
-        self.forgotten = 0
+        self._pins = 0  # in all
+        self._queued: set[BlockKey] = set()  # last blocks of strides in the queue that the tier has not answered for
+        self.forgotten = 0  # blocks that stay in the tiers above
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to work. On the loop."""
@@ -70,49 +70,71 @@ class StrideCoalescer:
         """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which are the coalescer's now.
         Under the lock if there are pins; never blocks."""
         assert self._loop is not None
-        self._pinned.update(slot.key for slot, _ in holds if slot.key is not None)
-        self._loop.call_soon_threadsafe(self._enqueue, _Chain(chain[:stop], holds))
+        pinned = [chain[slot.index] for slot, _ in holds]
+        self._pinned.update(pinned)
+        self._pins += len(pinned)
+        self._loop.call_soon_threadsafe(self._enqueue, _Chain(chain[:stop], holds, pinned))
 
     def answered(self, batch: ChainBatch) -> None:
         """The tier has answered for a stride. On the loop."""
-        self._queued.discard(batch.chain[batch.slots[-1].index])
+        self._queued.discard(batch.last)
 
     def pinned(self) -> int:
         """Pins that are owned now. Under the lock."""
-        return self._pinned.total()
+        return self._pins
 
     def has(self, key: BlockKey) -> bool:
         """Whether this block is pinned on its way down. Under the lock."""
         return key in self._pinned
 
+    def pending(self) -> int:
+        """Blocks of complete strides that wait to be queued. On the loop."""
+        return len(self._work) * self._tier.stride
+
     def _enqueue(self, work: _Chain) -> None:
         stride, chain = self._tier.stride, work.keys
         complete = len(chain) // stride * stride
         if complete:
-            self._work.append(_Chain(chain[:complete], work.holds))
             self._tails.pop(chain[complete - stride], None)
-            if len(self._work) > CHAINS_MAX:
-                self._done(self._work.popleft())
-                self.forgotten += 1
+            self._put_last(_Chain(chain[:complete], work.holds, work.pinned))
+        elif work.holds:
+            self._done(work)
         if len(chain) > complete:
             known = self._tails.pop(chain[complete], chain)
             self._tails[chain[complete]] = chain if len(chain) >= len(known) else known
             if len(self._tails) > CHAINS_MAX:
-                self._tails.popitem(last=False)
-                self.forgotten += 1
+                _, tail = self._tails.popitem(last=False)
+                self.forgotten += len(tail) % stride
         self._idle.clear()
         self._wake.set()
 
+    def _put_last(self, work: _Chain) -> None:
+        """Work on a chain, and in one go on the beginnings of it that wait already."""
+        stride, chain = self._tier.stride, work.keys
+        for end in range(stride, len(chain) + 1, stride):
+            shorter = self._work.pop(chain[end - 1], None)
+            if shorter is not None:
+                work = _Chain(chain, [*shorter.holds, *work.holds], [*shorter.pinned, *work.pinned])
+        self._work[chain[-1]] = work
+        if len(self._work) > CHAINS_MAX:
+            _, oldest = self._work.popitem(last=False)
+            self.forgotten += stride
+            self._done(oldest)
+
     def _done(self, work: _Chain) -> None:
         with self._hierarchy.lock:
-            self._pinned -= Counter(slot.key for slot, _ in work.holds if slot.key is not None)
+            self._pinned.subtract(work.pinned)
+            for key in work.pinned:
+                if not self._pinned[key]:
+                    del self._pinned[key]
+            self._pins -= len(work.pinned)
         self._hierarchy.unpin(work.holds)
 
     async def flush(self, deadline: float) -> None:
         """Queue everything, tails included, and wait until the queue is drained or the deadline is over."""
         await asyncio.sleep(0)  # let what this very loop added arrive
         tails, self._tails = self._tails, OrderedDict()
-        self._work.extend(_Chain(chain) for chain in tails.values())
+        self._work.update((chain[-1], _Chain(chain)) for chain in tails.values())
         self._idle.clear()
         self._wake.set()
         try:
@@ -134,7 +156,7 @@ class StrideCoalescer:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            work = self._work.popleft()
+            _, work = self._work.popitem(last=False)
             try:
                 await self._queue_missing(work.keys)
             except Exception:
@@ -154,7 +176,7 @@ class StrideCoalescer:
         for end in ends[present:]:
             start = (end - 1) // stride * stride
             slots = await self._gather_patiently(chain, start, end)
-            if slots is None or not await self._enqueue_stride(ChainBatch(chain, slots)):
+            if slots is None or not await self._enqueue_stride(ChainBatch.of(chain, slots)):
                 return
 
     async def _gather_patiently(self, chain: Sequence[BlockKey], start: int, end: int) -> tuple[Slot, ...] | None:
@@ -203,10 +225,10 @@ class StrideCoalescer:
         while True:
             version = self._hierarchy.space.version
             with self._hierarchy.lock:
-                if self._queue.space() >= len(batch.slots):
-                    self._queued.add(batch.chain[batch.slots[-1].index])
+                if self._queue.space() >= len(batch):
+                    self._queued.add(batch.last)
                     self._queue.enqueue(batch)
                     return True
             if not await self._hierarchy.space.wait(self._clock.monotonic() + _STEP_S, version):
-                self._hierarchy.unpin([(s, s.generation) for s in batch.slots if isinstance(s, Slot)])
+                self._hierarchy.unpin(batch.holds)
                 return False

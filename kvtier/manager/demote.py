@@ -26,6 +26,9 @@ from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.tiers.rate_limiter import TokenBucket
 
+_FULL_S = 1.0
+"""How long a tier that answered FULL is offered no block again; new blocks are."""
+
 
 class Demoter:
     """The queues below G2, and the rules of what enters them. Built empty; `open` makes the queues."""
@@ -37,6 +40,7 @@ class Demoter:
         self._nearest: Metered | None = None
         self._coalescer: StrideCoalescer | None = None
         self._coalesced: Metered | None = None  # the tier that strides are collected for
+        self._full_until = 0.0  # monotonic time
         self._pinned_max = 0  # slots of G2 that one queue may pin
         self.queues: dict[str, WriteBehind] = {}
         self.admission = Admission(hierarchy.limits.store_threshold, hierarchy.limits.min_prefix_blocks)
@@ -77,11 +81,23 @@ class Demoter:
 
     def demote(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> list[int]:
         """Queue blocks that are READY in G2, ascending in depth. Returns the depths that were not accepted."""
+        if not indices or not self._may_accept():
+            return list(indices)
         with self._lock:
             slots = [slot for index in indices if (slot := self._host.index.get(chain[index])) is not None]
             for slot in slots:
                 slot.pins += 1
         return self.demote_pinned(chain, slots)
+
+    def _may_accept(self) -> bool:
+        """Whether blocks that were stored earlier are worth another try: each try wakes all who wait for space."""
+        if self._nearest is None or self._full():
+            return False
+        with self._lock:
+            return self._nearest.stride > 1 or self.queues[self._nearest.name].space() > 0
+
+    def _full(self) -> bool:
+        return self._clock.monotonic() < self._full_until
 
     def demote_pinned(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[int]:
         """Like `demote`, for slots that are pinned once each; the pins are the demoter's from here on."""
@@ -105,7 +121,7 @@ class Demoter:
         for slot in [*parents, *slots]:
             (deep if slot.life.servable(depth, now) else shallow).append(slot)
         with self._lock:
-            taken = self.queues[self._nearest.name].enqueue(ChainBatch(chain, tuple(deep)))
+            taken = self.queues[self._nearest.name].enqueue(ChainBatch.of(chain, deep))
         self._release(shallow + deep[taken:])
         return [slot.index for slot in deep[taken:]]
 
@@ -133,13 +149,13 @@ class Demoter:
     def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int]) -> set[int]:
         """Queue what is READY before depth `stop`, not below yet and not `tried`; adds to `tried` what was accepted.
 
-        Returns the depths for which waiting may help: no queue had room. (A block that a tier was given and did not
-        keep, or that waits for the rest of its stride, stays in G2 alone.)
+        Returns the depths for which waiting may help: no queue had space. (A block that a tier refused, or
+        that waits for the rest of its stride, stays in G2 alone.)
         """
         fresh = sorted(self.alone(chain, stop) - tried)
         refused = set(self.demote(chain, fresh))
         tried.update(set(fresh) - refused)
-        return {index for index in refused if index < self.demotable(stop)}
+        return set() if self._full() else {index for index in refused if index < self.demotable(stop)}
 
     def alone(self, chain: Sequence[BlockKey], stop: int, start: int = 0) -> set[int]:
         """Depths start … stop-1 whose blocks are READY in G2 and nowhere below it, nor on their way there."""
@@ -197,7 +213,7 @@ class Demoter:
                     slots.append(slot)
             if slot is None and miss is Miss.LATE:
                 break
-            if slot is None:
+            if slot is None or self._full():
                 self._release(slots)
                 return None
         return slots[::-1]
@@ -222,21 +238,22 @@ class Demoter:
 
     def _finished(self, tier: Metered, batch: ChainBatch, results: Sequence[Stored]) -> None:
         """A tier has answered for a batch. On the loop."""
-        durable = sum(result.durable for result in results)
+        durable = [key for key, result in zip(batch.keys, results, strict=True) if result.durable]
+        if tier is self._nearest and Stored.FULL in results:
+            self._full_until = self._clock.monotonic() + _FULL_S
         with self._lock:
-            self.durable[tier.name] += durable
+            self.durable[tier.name] += len(durable)
             if tier is self._nearest:
-                self.dropped += len(results) - durable
+                self.dropped += len(results) - len(durable)
             if self._protection.busy:
-                stored = zip(batch.slots, results, strict=True)
-                self._protection.stored(tier.name, [batch.chain[s.index] for s, r in stored if r.durable])
-        self._release([slot for slot in batch.slots if isinstance(slot, Slot)])
+                self._protection.stored(tier.name, durable)
+        self._hierarchy.unpin(batch.holds)
         if self._coalescer is None:
             return
         if tier is self._coalesced:
             self._coalescer.answered(batch)
         elif durable:
-            self._coalescer.add(batch.chain, batch.slots[-1].index + 1)
+            self._coalescer.add(batch.chain, batch.depths[-1] + 1)
 
     def _release(self, slots: Sequence[Slot]) -> None:
         self._hierarchy.unpin([(slot, slot.generation) for slot in slots])
@@ -252,7 +269,8 @@ class Demoter:
 
     def pending(self) -> int:
         """Blocks accepted and not yet answered for. Under the lock."""
-        return sum(queue.pending() for queue in self.queues.values())
+        waiting = self._coalescer.pending() if self._coalescer is not None else 0
+        return waiting + sum(queue.pending() for queue in self.queues.values())
 
     async def close(self) -> None:
         """Stop; what is still queued is let go of."""
@@ -260,4 +278,4 @@ class Demoter:
             await self._coalescer.close()
         for queue in self.queues.values():
             for batch in await queue.close():
-                self._release([slot for slot in batch.slots if isinstance(slot, Slot)])
+                self._hierarchy.unpin(batch.holds)

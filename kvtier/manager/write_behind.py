@@ -13,38 +13,55 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
-from kvtier.retention.lifetime import Lifetime
-from kvtier.tiers.protocol import Pieces, Sealed, Stored, Tier
+from kvtier.manager.lease import Hold
+from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
 
 log = logging.getLogger(__name__)
-
-
-class Held(Protocol):
-    """A pinned slot of G2, as far as the queue needs to know it."""
-
-    key: BlockKey | None
-    index: int
-    generation: int
-    digest: bytes | None
-    pieces: Pieces
-    priority: int
-
-    @property
-    def life(self) -> Lifetime: ...
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ChainBatch:
-    """Pinned blocks of one chain, ascending in depth. Whoever takes the batch owes each slot one unpin."""
+    """Blocks of one chain that are pinned in G2, ascending in depth. Whoever takes the batch owes each hold one unpin.
+
+    `depths` and `keys` are the batch's own: once its pins are undone, its slots may hold other blocks.
+    """
 
     chain: Sequence[BlockKey]
-    slots: tuple[Held, ...]
+    depths: tuple[int, ...]
+    holds: tuple[Hold, ...]
+
+    @classmethod
+    def of(cls, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> ChainBatch:
+        """The batch of slots that are pinned once each."""
+        return cls(chain, tuple(slot.index for slot in slots), tuple((slot, slot.generation) for slot in slots))
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """Names of the blocks."""
+        return [self.chain[depth] for depth in self.depths]
+
+    @property
+    def last(self) -> BlockKey:
+        """Name of the deepest block."""
+        return self.chain[self.depths[-1]]
+
+    def split(self, count: int) -> tuple[ChainBatch, ChainBatch]:
+        """The first `count` blocks, and the rest."""
+        return (
+            ChainBatch(self.chain, self.depths[:count], self.holds[:count]),
+            ChainBatch(self.chain, self.depths[count:], self.holds[count:]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +105,7 @@ class WriteBehind:
         self._idle = asyncio.Event()
         self._idle.set()
         self._workers: list[asyncio.Task[None]] = []
-        self._writing: dict[BlockKey, asyncio.Future[None]] = {}  # last block of a batch under way → its end
+        self._writing: dict[BlockKey, asyncio.Future[None]] = {}  # block with a writer → the end of its batch
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to empty the queue. On the loop."""
@@ -108,24 +125,24 @@ class WriteBehind:
         return key in self._names
 
     def _forget(self, batch: ChainBatch) -> None:
-        for slot in batch.slots:
-            key = batch.chain[slot.index]
+        for key in batch.keys:
             self._names[key] -= 1
             if not self._names[key]:
                 del self._names[key]
 
     def enqueue(self, batch: ChainBatch) -> int:
-        """Accept the head of a batch, as far as there is room; returns how many. Under the lock; never blocks.
+        """Accept the head of a batch, as far as there is space; returns how many blocks. Under the lock; never blocks.
 
-        The caller keeps the pins of what was refused.
+        The caller keeps the pins of refused blocks.
         """
-        taken = min(self.space(), len(batch.slots))
-        if taken < len(batch.slots):
-            self.refused["queue"] += len(batch.slots) - taken
+        taken = min(self.space(), len(batch))
+        if taken < len(batch):
+            self.refused["queue"] += len(batch) - taken
         if taken:
-            self._queue.append(ChainBatch(batch.chain, batch.slots[:taken]))
+            accepted, _ = batch.split(taken)
+            self._queue.append(accepted)
             self._queued += taken
-            self._names.update(batch.chain[slot.index] for slot in batch.slots[:taken])
+            self._names.update(accepted.keys)
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._stir)
         return taken
@@ -165,19 +182,21 @@ class WriteBehind:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            results = [Stored.FAILED] * len(batch.slots)
-            last = batch.chain[batch.slots[-1].index]
-            self._writing[last] = ended = asyncio.get_running_loop().create_future()
+            results = [Stored.FAILED] * len(batch)
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            keys = batch.keys
+            self._writing.update(dict.fromkeys(keys, ended))
             try:
                 results = await self._write(batch)
             except Exception:  # a tier's own failures are answers: no error ends the queue
                 log.exception("%s: a batch was not written", self.tier.name)
             finally:
-                if self._writing.get(last) is ended:
-                    del self._writing[last]
+                for key in keys:
+                    if self._writing.get(key) is ended:
+                        del self._writing[key]
                 ended.set_result(None)
                 with self._lock:
-                    self._busy -= len(batch.slots)
+                    self._busy -= len(batch)
                     self._forget(batch)
                 self._finished(batch, results)
                 if not self.pending():
@@ -192,44 +211,61 @@ class WriteBehind:
             if not self._queue:
                 return None
             batch = self._queue.popleft()
-            if len(batch.slots) > most:
-                self._queue.appendleft(ChainBatch(batch.chain, batch.slots[most:]))
-                batch = ChainBatch(batch.chain, batch.slots[:most])
-            self._queued -= len(batch.slots)
-            self._busy += len(batch.slots)
+            if len(batch) > most:
+                batch, rest = batch.split(most)
+                self._queue.appendleft(rest)
+            self._queued -= len(batch)
+            self._busy += len(batch)
         return batch
 
     async def _write(self, batch: ChainBatch) -> list[Stored]:
-        size = len(batch.slots) * self.tier.block_bytes
+        size = len(batch) * self.tier.block_bytes
         deadline = self._clock.monotonic() + self._limits.write_deadline_s
         if not await self._has_parent(batch, deadline):
-            self.refused["orphan"] += len(batch.slots)
-            return [Stored.REFUSED] * len(batch.slots)
+            self.refused["orphan"] += len(batch)
+            return [Stored.REFUSED] * len(batch)
         if not self._budget.try_take(size):
-            self.refused["budget"] += len(batch.slots)
-            return [Stored.REFUSED] * len(batch.slots)
+            self.refused["budget"] += len(batch)
+            return [Stored.REFUSED] * len(batch)
         await self._rate.take(size)
-        sealed = await asyncio.to_thread(seal, batch)
+        sealed = await to_the_end(seal, batch)
         return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
 
     async def _has_parent(self, batch: ChainBatch, deadline: float) -> bool:
-        first = batch.slots[0].index
+        """Whether the tier has the block before the batch's first. One that another worker writes now is waited for:
+        batches wait for shallower ones only, so they never wait in a circle."""
+        first = batch.depths[0]
         if first == 0:
             return True
-        parent_ends = self._writing.get(batch.chain[first - 1])
-        if parent_ends is not None:
-            await asyncio.shield(parent_ends)
+        parent = self._writing.get(batch.chain[first - 1])
+        if parent is not None:
+            await asyncio.wait({parent}, timeout=max(0.0, deadline - self._clock.monotonic()))
         return (await self.tier.lookup(batch.chain, [first - 1], deadline))[0] is None
+
+
+async def to_the_end(work: Callable[[ChainBatch], T], batch: ChainBatch) -> T:
+    """Run `work` on a thread. A cancellation is raised when the thread has ended: until then it reads pinned memory."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, batch))
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:
+            break
+    if cancelled is not None:
+        raise cancelled
+    return running.result()
 
 
 def seal(batch: ChainBatch) -> list[Sealed]:
     """Digest each block that has none yet, and describe it. Reads every byte; call it off the event loop."""
     out = []
-    for slot in batch.slots:
+    for depth, (slot, _) in zip(batch.depths, batch.holds, strict=True):
         if slot.digest is None:
             slot.digest = digest_of(slot.pieces)
-        assert slot.key is not None
         pieces = tuple(piece.toreadonly() for piece in slot.pieces)
-        parent = batch.chain[slot.index - 1] if slot.index else None
-        out.append(Sealed(slot.key, slot.index, slot.digest, pieces, slot.life, parent, slot.priority))
+        parent = batch.chain[depth - 1] if depth else None
+        out.append(Sealed(batch.chain[depth], depth, slot.digest, pieces, slot.life, parent, slot.priority))
     return out

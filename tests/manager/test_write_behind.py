@@ -1,0 +1,134 @@
+"""The queues below G2 under plain load: workers that live, forks that are stored, tiers that are full."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from kvtier.clock import Clock, SystemClock
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.hierarchy import ManagerLimits
+from kvtier.manager.lease import Hold
+from kvtier.manager.manager import Manager
+from kvtier.policies.policy import make_policy
+from kvtier.retention.terms import BUILTIN, Depth
+from kvtier.testing import MemoryTier, chain_of, payload_of, sample_namespace
+from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.host.tier import HostTier
+from kvtier.tiers.protocol import Sealed, Stored, Tier
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+
+
+@asynccontextmanager
+async def managed(slots: int, lower: Sequence[Tier], clock: Clock) -> AsyncIterator[Manager]:
+    host = HostTier(Arena(BLOCK, 1, slots * BLOCK), make_policy("lru", slots))
+    manager = Manager(host, lower, clock, ManagerLimits(queue_fraction=1.0, close_s=5.0))
+    await manager.start()
+    try:
+        yield manager
+    finally:
+        await manager.close()
+
+
+def store(manager: Manager, chain: Sequence[BlockKey], start: int = 0) -> list[int]:
+    """Store what there is room for; returns the depths that no queue accepted."""
+    slots, _ = manager.reserve(chain, start, len(chain), BUILTIN["24h"])
+    for slot in slots:
+        slot.pieces[0][:] = payload_of(slot.key or b"", BLOCK)
+    return manager.commit(chain, slots, [slot.generation for slot in slots])
+
+
+async def test_a_batch_s_slots_may_be_another_chain_s_once_they_are_unpinned() -> None:
+    """All slots of a batch are given to a chain at another depth before the tier's answer is dealt with."""
+    clock = SystemClock()
+    lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)]
+    chain = chain_of(NS, 4)
+    async with managed(4, lower, clock) as manager:
+        unpin = manager.hierarchy.unpin
+
+        def unpin_and_reuse(holds: Sequence[Hold]) -> None:
+            unpin(holds)
+            for slot, _ in holds:
+                if slot.key in chain and not slot.pins:
+                    with manager.lock:
+                        manager.host.drop(slot.key)
+                        slot.index = 60  # as the slot's next tenant would have it
+
+        manager.hierarchy.unpin = unpin_and_reuse  # type: ignore[method-assign]
+        assert store(manager, chain) == []
+        flushed = await manager.flush(clock.monotonic() + 5)
+        manager.hierarchy.unpin = unpin  # type: ignore[method-assign]
+        assert flushed.durable["g3"] == 4 and flushed.pending == 0
+        assert store(manager, chain_of(NS, 4, seed=2)) == []
+        flushed = await manager.flush(clock.monotonic() + 5)
+        assert flushed.durable["g3"] == 8 and flushed.durable["g4"] >= 4 and flushed.pending == 0, "the workers live"
+
+
+class Held(MemoryTier):
+    """Writes wait until `go`; `tried` counts the blocks."""
+
+    def __init__(self, clock: Clock, answer: Stored | None = None) -> None:
+        super().__init__(NS, clock)
+        self.go = asyncio.Event()
+        self.tried = 0
+        self._answer = answer
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        self.tried += len(blocks)
+        if self._answer is not None:
+            return [self._answer] * len(blocks)
+        await self.go.wait()
+        return await super().write(blocks, deadline)
+
+
+async def test_forks_of_a_prompt_whose_blocks_are_being_written_are_stored() -> None:
+    """Each fork leaves the prompt in the midst of a batch that another worker is writing."""
+    clock = SystemClock()
+    tier = Held(clock)
+    prompt = chain_of(NS, 8, seed=1)
+    forks = [[*prompt[:depth], *chain_of(NS, 8, seed=depth)[depth:]] for depth in range(1, 8)]
+    async with managed(128, [tier], clock) as manager:
+        assert store(manager, prompt) == []
+        for fork in forks:
+            assert store(manager, fork) == []
+        await asyncio.sleep(0.05)
+        tier.go.set()
+        flushed = await manager.flush(clock.monotonic() + 10)
+        refused = manager.demoter.queues["g3"].refused
+        assert not refused["orphan"] and flushed.dropped == 0
+        for chain in (prompt, *forks):
+            assert tier.peek(chain, range(8)) == [None] * 8
+
+
+async def test_a_full_tier_is_offered_each_block_once_in_a_while() -> None:
+    """A conversation of 400 turns over a tier that has no room: every block is tried, not every block at every turn."""
+    clock = SystemClock()
+    tier = Held(clock, Stored.FULL)
+    chain = chain_of(NS, 400)
+    async with managed(512, [tier], clock) as manager:
+        began = clock.monotonic()
+        for length in range(1, 401):
+            store(manager, chain[:length])
+            await asyncio.sleep(0)
+        await manager.flush(clock.monotonic() + 10)
+        seconds = clock.monotonic() - began
+        assert tier.tried <= 400 * (2 + seconds)
+
+
+async def test_chains_that_grow_are_one_piece_of_work_and_none_is_forgotten() -> None:
+    """5,000 chains and a long one that grows block by block reach a tier of strides that is slow."""
+    clock = SystemClock()
+    lower = [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)]
+    growing = chain_of(NS, 40, seed=0)
+    async with managed(8192, lower, clock) as manager:
+        coalescer = manager.demoter._coalescer
+        assert coalescer is not None
+        for length in range(2, 41, 2):
+            coalescer.add(growing, length)
+        for seed in range(1, 2001):
+            coalescer.add(chain_of(NS, 2, seed=seed), 2)
+        await asyncio.sleep(0)
+        assert coalescer.pending() == 2 * 2001 and coalescer.forgotten == 0
