@@ -169,9 +169,13 @@ class AsyncCache(_Face):
     ) -> int:
         put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
-        while (version := await asyncio.to_thread(put.step)) is not None:
-            if not await self.manager.space.wait(deadline, version):
-                return await asyncio.to_thread(put.finish)
+        try:
+            while (version := await asyncio.to_thread(put.step)) is not None:
+                if not await self.manager.space.wait(deadline, version):
+                    return await asyncio.to_thread(put.finish)
+        except BaseException:
+            put.cancel()
+            raise
         return put.accepted
 
     async def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
@@ -292,9 +296,13 @@ class Cache(_Face):
         """
         put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
-        while (version := put.step()) is not None:
-            if not self._run(self.manager.space.wait(deadline, version)):
-                return put.finish()
+        try:
+            while (version := put.step()) is not None:
+                if not self._run(self.manager.space.wait(deadline, version)):
+                    return put.finish()
+        except BaseException:
+            put.cancel()
+            raise
         return put.accepted
 
     def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:

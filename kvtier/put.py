@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.lease import Hold
 from kvtier.manager.manager import Manager
 from kvtier.retention.ranges import ChainTerms
-from kvtier.tiers.host.slot import Slot, copy_in
+from kvtier.tiers.host.slot import Slot, SlotState, copy_in
+from kvtier.tiers.protocol import Miss
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _STEP_BYTES = 64 * 1024 * 1024
+_COPY_BYTES = 1024 * 1024
+"""Copied between two looks at whether the put was cancelled."""
 
 
 class Put:
     """Blocks `start` … of a chain on their way into the cache.
 
     `step` until it returns None, waiting in between for the space it asks for, or `finish`; then `accepted` is how many
-    of them, from `start` on, are in the cache. A step runs on any thread, one at a time.
+    of them, from `start` on, are in the cache. A step runs on any thread, one at a time. `cancel` ends a put from any
+    other thread.
     """
 
     def __init__(
@@ -37,14 +43,25 @@ class Put:
     ) -> None:
         """Raises InvalidRequest for buffers that are not these blocks'."""
         self.accepted = 0
-        self._manager = manager
+        self._manager, self._demoter = manager, manager.demoter
         self._request_id = request_id
         self._chain = chain
         self._start = start
         self._terms = terms
+        self._wait = wait
         self._buffers = self._checked(buffers)
         self._step_blocks = max(1, _STEP_BYTES // manager.host.block_bytes)
-        self._work = self._steps(wait)
+        self._depth_of = {key: depth for depth, key in enumerate(chain)}
+        self._reached = start  # blocks before it are stored, or were there already
+        self._alone: set[int] = set()  # depths in no lower tier: our own tail must not evict them
+        self._waiting: set[int] = set()  # depths of `_alone` that found no space in a queue
+        self._tried: set[int] = set()  # depths that a queue has accepted
+        self._loading: set[int] = set()  # depths that a load was filling when they were reached
+        self._begun = self._ended = False
+        self._turn = threading.Lock()  # held by the step that runs
+        self._cancelled = False
+        self._filling: list[Hold] = []  # slots that this put copies into; this and the next under the manager's lock
+        self._abandoned: list[Hold] = []  # slots of those that `cancel` gave up
 
     def _checked(self, buffers: Sequence[Buffer]) -> list[memoryview]:
         expected, wanted = len(self._chain) - self._start, self._manager.host.block_bytes
@@ -63,65 +80,126 @@ class Put:
 
     def step(self) -> int | None:
         """Copy the blocks that find space. None: done. A version of the space signal: wait for a later one."""
-        return next(self._work, None)
+        with self._turn:
+            version = None if self._ended else self._advance()
+        if self._cancelled:
+            self._end_cancelled()
+        return version
 
     def finish(self) -> int:
         """The time to wait is over: store the blocks that still find space. Returns `accepted`."""
-        self._work.close()
-        self._work = self._steps(wait=False)
+        self._wait = False
         self.step()
         return self.accepted
 
-    def _steps(self, wait: bool) -> Generator[int, None, None]:
-        manager, chain, terms, reached = self._manager, self._chain, self._terms, self._start
-        demoter = manager.demoter
-        alone: set[int] = set()  # depths in no lower tier: our own tail must not evict them
-        waiting: set[int] = set()  # depths of `alone` that found no space in a queue
-        tried: set[int] = set()
-        depth_of = {key: index for index, key in enumerate(chain)}
+    def cancel(self) -> None:
+        """Publish nothing from now on, though a step may still be copying: the caller's buffers are its own again when
+        this returns. Does not wait."""
+        with self._manager.lock:
+            self._cancelled = True
+            for slot, generation in self._filling:
+                if slot.generation == generation and slot.state is SlotState.FILLING:
+                    self._manager.host.abort(slot, generation, in_flight=True)
+                    self._abandoned.append((slot, generation))
+        self._end_cancelled()
 
-        def keep(key: BlockKey) -> bool:
-            return depth_of.get(key, -1) in alone
+    def _end_cancelled(self) -> None:
+        """End a cancelled put, unless a step runs: that does it."""
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._ended:
+                    self._end()
+            finally:
+                self._turn.release()
 
-        if terms.guarantees:
-            manager.guarantee(chain, reached, terms)  # refused: before anything is stored
-        manager.finish_put(chain)  # before room is made for it: else the policy gives each block a rank of its own
-        version = manager.space.version
-        while True:
-            wait = wait and manager.hierarchy.healthy()
-            stop = min(len(chain), reached + self._step_blocks)
-            if wait:
-                stop = min(stop, reached + demoter.space())
-            if reached < stop:
-                alone |= demoter.alone(chain, stop, reached)
-                slots, reached = manager.reserve(chain, reached, stop, terms, keep, insist=wait)
-                self._fill(slots)
-                generations = [slot.generation for slot in slots]
-                refused = manager.commit(chain, slots, generations, again=True, request_id=self._request_id)
-                alone.update(refused)
-                waiting.update(index for index in refused if index < demoter.demotable(len(chain)))
-                tried.update({slot.index for slot in slots}.difference(refused))
-                if reached == stop < len(chain):
-                    continue
-            if not wait or (reached == len(chain) and not waiting):
-                break
-            yield version
-            waiting = demoter.demote_rest(chain, reached, tried)
+    def _advance(self) -> int | None:
+        manager, chain = self._manager, self._chain
+        if not self._begun:
+            if self._terms.guarantees:
+                manager.guarantee(chain, self._terms)  # refused: before anything is stored
+            self._begun = True
+            manager.finish_put(chain)  # before room is made for it: else the policy gives each block a rank of its own
+            version = manager.space.version
+        else:
+            self._waiting = self._demoter.demote_rest(chain, self._reached, self._tried)
             # In this order: a block that comes down after `alone` was asked for wakes the wait. Pins that
             # `demote_rest` itself undid do not.
             version = manager.space.version
-            alone.clear()
-            alone.update(demoter.alone(chain, reached))
-        manager.finish_put(chain, dropped=len(waiting) if manager.lower else 0)
-        if terms.guarantees:
-            manager.release_guarantees(chain[reached:])
-        self.accepted = reached - self._start
+            self._alone = self._demoter.alone(chain, self._reached)
+        while not self._cancelled:
+            wait = self._wait and manager.hierarchy.healthy()
+            stop = min(len(chain), self._reached + self._step_blocks)
+            if wait:
+                stop = min(stop, self._reached + self._demoter.space())
+            if self._reached < stop:
+                self._store(stop, wait)
+                if self._reached == stop < len(chain):
+                    continue
+            if wait and (self._reached < len(chain) or self._waiting):
+                return version
+            break
+        self._end()
+        return None
 
-    def _fill(self, slots: Sequence[Slot]) -> None:
+    def _store(self, stop: int, wait: bool) -> None:
+        """Store blocks up to depth `stop`, as far as there is room; sets `_reached`."""
+        manager, chain, first = self._manager, self._chain, self._reached
+        self._alone |= self._demoter.alone(chain, stop, first)
+        slots, self._reached = manager.reserve(chain, first, stop, self._terms, self._claims, insist=wait)
+        stored = {slot.index for slot in slots}
+        with manager.lock:
+            passed = (depth for depth in range(first, self._reached) if depth not in stored)
+            self._loading.update(depth for depth in passed if chain[depth] not in manager.host.index)
         generations = [slot.generation for slot in slots]
         try:
+            self._copy(slots, generations)
+            refused = manager.commit(chain, slots, generations, again=True, request_id=self._request_id)
+        finally:
+            with manager.lock:
+                self._filling = []
+                for slot, generation in self._abandoned:
+                    manager.host.acknowledge(slot, generation)
+                self._abandoned = []
+        self._alone.update(refused)
+        self._waiting.update(depth for depth in refused if depth < self._demoter.demotable(len(chain)))
+        self._tried |= stored.difference(refused)
+
+    def _claims(self, key: BlockKey) -> bool:
+        """Whether this put's own tail must not evict a block."""
+        return self._depth_of.get(key, -1) in self._alone
+
+    def _copy(self, slots: Sequence[Slot], generations: Sequence[int]) -> None:
+        """Fill slots from the buffers, until the put is cancelled."""
+        with self._manager.lock:
+            if self._cancelled:
+                for slot, generation in zip(slots, generations, strict=True):
+                    self._manager.host.abort(slot, generation)
+                return
+            self._filling = list(zip(slots, generations, strict=True))
+        try:
             for slot in slots:
-                copy_in(slot.pieces, self._buffers[slot.index - self._start])
+                source, begin = self._buffers[slot.index - self._start], 0
+                for piece in slot.pieces:
+                    for offset in range(0, piece.nbytes, _COPY_BYTES):
+                        if self._cancelled:
+                            return
+                        part = piece[offset : offset + _COPY_BYTES]
+                        copy_in((part,), source[begin : begin + part.nbytes])
+                        begin += part.nbytes
         except BaseException:
             self._manager.abort(slots, generations)
             raise
+
+    def _end(self) -> None:
+        """Count the blocks that are there, and end the guarantees of the rest."""
+        self._ended = True
+        if not self._begun:
+            return
+        manager, chain = self._manager, self._chain
+        manager.finish_put(chain, dropped=len(self._waiting) if manager.lower else 0)
+        with manager.lock:
+            now = manager.hierarchy.clock.wall()
+            pending = [depth for depth in self._loading if manager.host.peek(chain[depth], now) is Miss.PENDING]
+        if self._terms.guarantees:
+            manager.end_guarantee(chain, self._start if self._cancelled else self._reached)
+        self.accepted = min([self._reached, *pending]) - self._start

@@ -59,7 +59,6 @@ class StrideCoalescer:
         self._pinned: Counter[BlockKey] = Counter()  # pins owned, by block
         self._pins = 0  # in all
         self._queued: set[BlockKey] = set()  # last blocks of strides in the queue that the tier has not answered for
-        self.forgotten = 0  # blocks that stay in the tiers above
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to work. On the loop."""
@@ -104,7 +103,7 @@ class StrideCoalescer:
             self._tails[chain[complete]] = chain if len(chain) >= len(known) else known
             if len(self._tails) > CHAINS_MAX:
                 _, tail = self._tails.popitem(last=False)
-                self.forgotten += len(tail) % stride
+                self._queue.refused["forgotten"] += len(tail) % stride
         self._idle.clear()
         self._wake.set()
 
@@ -118,7 +117,7 @@ class StrideCoalescer:
         self._work[chain[-1]] = work
         if len(self._work) > CHAINS_MAX:
             _, oldest = self._work.popitem(last=False)
-            self.forgotten += stride
+            self._queue.refused["forgotten"] += stride
             self._done(oldest)
 
     def _done(self, work: _Chain) -> None:

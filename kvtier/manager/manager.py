@@ -250,6 +250,7 @@ class Manager:
                 with contextlib.suppress(InvalidRequest):  # refused, and counted: the blocks live on without it
                     self.protection.guarantee(chain, start, asked, time.stamp, stop)
             reached = out.take(self.host, self.accounts.losses, start, stop, asked)
+            self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
             if self.protection.busy:
                 met = (self.host.index.get(chain[index]) for index in out.present)
                 self.protection.arrived([slot for slot in met if slot is not None])
@@ -257,17 +258,19 @@ class Manager:
             self.demoter.demote(chain, sorted({*out.widened, *self.demoter.lacking(chain, out.present)}))
         return out.slots, reached
 
-    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms) -> None:
-        """Reserve bytes for the guaranteed blocks of a chain from `start` on before they are stored. Raises
+    def guarantee(self, chain: Sequence[BlockKey], terms: ChainTerms) -> None:
+        """Reserve bytes for the guaranteed blocks of a chain before they are stored; `end_guarantee` follows. Raises
         InvalidRequest, and then nothing is reserved, when that would be more than may be."""
         now = self.hierarchy.now().stamp
         with self.lock:
-            self.protection.guarantee(chain, start, terms, now)
+            self.protection.guarantee(chain, 0, terms, now)
+            self.protection.claim(chain)
 
-    def release_guarantees(self, keys: Sequence[BlockKey]) -> None:
-        """Bytes were reserved for these blocks by `guarantee`, and they were not stored: end those guarantees."""
+    def end_guarantee(self, chain: Sequence[BlockKey], reached: int) -> None:
+        """The put that called `guarantee` is over: its blocks from depth `reached` on were not stored."""
         with self.lock:
-            self.protection.release_guarantees(keys)
+            self.protection.unclaim(chain)
+            self.protection.release_guarantees(chain[reached:])
 
     def commit(
         self,
@@ -301,8 +304,11 @@ class Manager:
     def abort(self, slots: Sequence[Slot], generations: Sequence[int], *, in_flight: bool = False) -> None:
         """Give up FILLING slots; with `in_flight`, until `acknowledge` their memory is left alone."""
         with self.lock:
+            keys = [slot.key for slot in slots if slot.key is not None]
             for slot, generation in zip(slots, generations, strict=True):
                 self.host.abort(slot, generation, in_flight=in_flight)
+            if self.protection.busy:
+                self.protection.release_guarantees(keys)
         self.space.notify()
 
     def acknowledge(self, slot: Slot, generation: int) -> None:

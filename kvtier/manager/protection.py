@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Protection:
         self._sync = PinSync(hierarchy, self.pins)
         self._terms: dict[BlockKey, _Guarantee] = {}
         self._below: dict[BlockKey, float] = {}  # retained by the tier below, until when
+        self._claims: Counter[BlockKey] = Counter()  # blocks that puts under way are to store
         self._to_retain: set[BlockKey] = set()  # to be retained there, if they are there
         self._to_release: set[BlockKey] = set()
         self._turn = asyncio.Lock()
@@ -125,10 +127,20 @@ class Protection:
                 self._to_retain.update(key for key in keys if self._below.get(key, _NEVER) < now + seconds)
             self._retain(keys)
 
+    def claim(self, keys: Iterable[BlockKey]) -> None:
+        """A put under way is to store these blocks: until `unclaim`, nobody else's failure ends their guarantees."""
+        self._claims.update(keys)
+
+    def unclaim(self, keys: Iterable[BlockKey]) -> None:
+        """That put is over."""
+        self._claims.subtract(keys)
+        for key in [key for key in keys if not self._claims[key]]:
+            del self._claims[key]
+
     def release_guarantees(self, keys: Iterable[BlockKey]) -> None:
         """These guaranteed blocks were not stored after all."""
         for key in keys:
-            if key not in self._host.index and key not in self._below:
+            if key not in self._host.index and key not in self._below and key not in self._claims:
                 self._withdraw(key)
 
     def arrived(self, slots: Sequence[Slot]) -> None:
@@ -287,8 +299,25 @@ class Protection:
                 try:
                     async with asyncio.timeout(CALL_S):
                         await self._read_pins()
+                        await self._drop_stale()
                 except FAILURES as error:
                     log.debug("pins cannot be read now: %s", error)
+
+    async def _drop_stale(self) -> None:
+        """End guarantees of blocks that the tier below has lost; G2 retains again those that it has."""
+        if self._tier is None or not self._below:
+            return
+        with self._lock:
+            before = list(self._below)
+        retained = await self._tier.retained()
+        with self._lock:
+            for key in before:
+                if key not in retained and self._below.pop(key, None) is not None:
+                    if key in self._host.index:
+                        self._retain([key])
+                        self._to_retain.add(key)
+                    elif not self.pins.held(key):
+                        self._withdraw(key)
 
     def _expire(self, now: float) -> None:
         ended = [pin.name for pin in self.pins.listed() if pin.until < now]

@@ -1,0 +1,144 @@
+"""A put that is cancelled publishes nothing more, owes nothing, and leaves its buffers to the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+import kvtier
+from kvtier import put as put_module
+from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
+
+MIB = 1 << 20
+BLOCK = 2 * MIB
+NS = sample_namespace(BLOCK)
+CONFIG = {
+    "tiers": {"g2": {"capacity": "32MiB"}},
+    "retention": {"classes": {"sure": {"ttl": "1h", "guarantee": True}}},
+}
+
+
+def buffers_of(chain: Sequence[bytes]) -> list[bytearray]:
+    return [bytearray(payload_of(key, BLOCK)) for key in chain]
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Wait, at most a few seconds, for what another thread does."""
+    for _ in range(2000):
+        if true():
+            return
+        await asyncio.sleep(0.002)
+    pytest.fail("nothing came of it")
+
+
+class Paused:
+    """`copy_in` that stops before its n-th call until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self._at, self._calls, self._copy = at, 0, put_module.copy_in
+        monkeypatch.setattr(put_module, "copy_in", self)
+
+    def __call__(self, pieces: Sequence[memoryview], buffer: memoryview) -> None:
+        self._calls += 1
+        if self._calls == self._at:
+            self.reached.set()
+            assert self.go.wait(10)
+        self._copy(pieces, buffer)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 8])
+@pytest.mark.parametrize("retention", [None, "sure"])
+async def test_a_cancelled_put_s_buffers_may_be_written_at_once(
+    monkeypatch: pytest.MonkeyPatch, at: int, retention: str | None
+) -> None:
+    chain = chain_of(NS, 4)
+    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[]) as cache:
+        buffers = buffers_of(chain)
+        paused = Paused(monkeypatch, at)
+        putting = asyncio.create_task(cache.put(chain, buffers, retention))
+        await until(paused.reached.is_set)
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        for buffer in buffers:
+            buffer[:] = b"\xff" * BLOCK
+        paused.go.set()
+        host = cache.manager.host
+        await until(lambda: len(host._free) == host.capacity)
+        assert await cache.match(chain) == 0 and host.quarantined == 0
+        await until(lambda: cache.stats()["requests"]["promises"]["guaranteed"] == 0)
+        cache.check()
+        assert await cache.put(chain, buffers_of(chain), retention) == 4, "another put is not hindered"
+        async with cache.get(chain) as hit:
+            assert [bytes(block) for block in hit.blocks] == [payload_of(key, BLOCK) for key in chain]
+
+
+async def test_impatient_puts_of_reused_buffers_serve_no_wrong_byte() -> None:
+    """Whatever is served is what was put, though each put is given a few milliseconds and its buffers are reused."""
+    buffers = [bytearray(BLOCK) for _ in range(4)]
+    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[]) as cache:
+        for seed in range(24):
+            chain = chain_of(NS, 4, seed=seed)
+            for buffer, key in zip(buffers, chain, strict=True):
+                buffer[:] = payload_of(key, BLOCK)
+            try:
+                await asyncio.wait_for(cache.put(chain, buffers), (1 + seed % 6) / 1000)
+            except TimeoutError:
+                for buffer in buffers:
+                    buffer[:] = b"\xff" * BLOCK
+            async with cache.get(chain) as hit:
+                served = [bytes(block) for block in hit.blocks]
+            assert served == [payload_of(key, BLOCK) for key in chain[: len(served)]]
+        cache.check()
+
+
+async def test_a_put_cancelled_while_it_waits_for_space_gives_back_its_guarantees() -> None:
+    clock = VirtualClock()
+    tier = FaultyTier(MemoryTier(NS, clock), [Fault("write", "hang")])
+    chain, more = chain_of(NS, 6, seed=1), chain_of(NS, 16, seed=2)
+    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[tier], clock=clock) as cache:
+        assert await cache.put(chain, buffers_of(chain), wait=False) == 6
+        putting = asyncio.create_task(cache.put(more[:8], buffers_of(more[:8]), "sure", timeout=1e6))
+        await asyncio.sleep(0.2)
+        assert not putting.done() and cache.stats()["requests"]["promises"]["guaranteed"] == 8
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        resident = cache.manager.prefix(more)
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == resident < 8
+        tier.faults.clear()
+        clock.advance(1e4)
+
+
+async def test_a_put_that_fails_leaves_the_guarantees_of_another_put_of_the_same_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chain = chain_of(NS, 4)
+    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[]) as cache:
+        paused = Paused(monkeypatch, 1)
+        first = asyncio.create_task(cache.put(chain, buffers_of(chain), "sure"))
+        await until(paused.reached.is_set)
+        cache.manager.guarantee(chain, put_module.ChainTerms(cache._terms("sure"), NS.block_tokens))  # another put
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        paused.go.set()
+        await until(lambda: len(cache.manager.host._free) == cache.manager.host.capacity)
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == 4
+        cache.manager.end_guarantee(chain, 0)
+        assert cache.stats()["requests"]["promises"]["guaranteed"] == 0
+
+
+async def test_blocks_that_a_load_still_fills_are_not_counted() -> None:
+    chain = chain_of(NS, 4)
+    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[]) as cache:
+        host = cache.manager.host
+        loading = host.reserve(chain[2], 2)
+        assert loading is not None
+        assert await cache.put(chain, buffers_of(chain)) == 2
+        host.abort(loading, loading.generation)
+        assert await cache.put(chain, buffers_of(chain)) == 4
