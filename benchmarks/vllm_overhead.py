@@ -39,7 +39,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-SCHEDULER = ("arrive", "match", "allocated", "plan", "completed", "finish", "pending", "news")
+SCHEDULER = ("arrive", "match", "allocated", "plan", "completed", "finish", "pending", "counted")
 COPY = ("start", "load", "store", "poll", "answer")
 # hidden, intermediate, layers, heads, KV heads, head size; tokens per block
 MODELS = {

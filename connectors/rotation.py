@@ -1,4 +1,4 @@
-"""What is open under an engine's namespace, and is opened anew, off the engine's thread, when its weights change."""
+"""A cache under an engine's namespace, opened anew off the engine's thread when the engine's weights change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvtier.config import Config
-from kvtier.connectors.common import epoch_after_reset
+from kvtier.connectors.identity import epoch_after_reset
 from kvtier.identity.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Rotation(Generic[T]):
-    """At most one open thing; `current` is None while there is none. Thread-safe; only `open` and `close` wait."""
+    """At most one is open; `current` is None while there is none. Thread-safe; only `open`, `join` and `close` wait."""
 
     def __init__(
         self, config: Config, namespace: Namespace, opener: Callable[[Namespace], T], closer: Callable[[T], object]
@@ -87,15 +87,15 @@ class Rotation(Generic[T]):
         except Exception:
             log.exception("closing the cache")
 
-    def join(self, timeout: float) -> bool:
-        """Wait for a rotation that is under way; whether none is any more."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait for a rotation that is under way, at most `timeout_s`; whether none is any more."""
         thread = self._thread
         if thread is not None:
-            thread.join(timeout)
+            thread.join(timeout_s)
         return self._thread is None
 
-    def close(self, timeout: float) -> bool:
-        """Close for good, within `timeout` seconds; False if that was not enough (the process's end does it)."""
+    def close(self, timeout_s: float) -> bool:
+        """Close for good, within `timeout_s`; False if that was not enough (the process's end does it)."""
         with self._lock:
             self._closed = True
             old, self.current = self.current, None
@@ -109,7 +109,7 @@ class Rotation(Generic[T]):
 
         closing = threading.Thread(target=run, name="kvtier-close", daemon=True)
         closing.start()
-        closing.join(timeout)
+        closing.join(timeout_s)
         if closing.is_alive():
-            log.warning("the cache did not close within %.1f s; what was not written yet is lost", timeout)
+            log.warning("the cache did not close within %.1f s; what was not written yet is lost", timeout_s)
         return not closing.is_alive()

@@ -1,22 +1,12 @@
-"""SGLang's external linker, and its HiCache storage.
+"""SGLang's external linker, and its HiCache storage."""
 
-Its names are loaded at their first use: an engine imports parts of this package before it is set up.
-"""
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from kvtier.connectors.lazy import names_of
 
 if TYPE_CHECKING:
     from kvtier.connectors.sglang.linker import KVTierLinker as KVTierLinker
 
-_HOMES = {"KVTierLinker": "linker"}
-
 __all__ = ["KVTierLinker"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = names_of(__name__, {"KVTierLinker": "linker"})

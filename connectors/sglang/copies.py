@@ -1,4 +1,4 @@
-"""Pages of one rank's device pool and the blocks of one cache: offload, load, and what is under way.
+"""Copies between the pages of one rank's device pool and the blocks of one cache.
 
 Used from the scheduler's thread only. Nothing here waits, but for `landed` and `quiesce`, which are bounded.
 """
@@ -25,8 +25,8 @@ from kvtier.tiers.host.slot import Slot
 
 @dataclass(slots=True)
 class PageOffload:
-    """Pages on their way to G2, and what became of them. Completions are told in the order of submission; one for every
-    call, since all ranks must tell equally many."""
+    """Pages on their way to G2, and their outcome. Completions come in the order of submission, one per call, since all
+    ranks must have equally many."""
 
     chain: Sequence[BlockKey]
     slots: dict[tuple[int, int], Slot] = field(default_factory=dict)  # by (number, generation), under way
@@ -55,7 +55,7 @@ class PageCopies:
         self.cache = cache
         self._manager = cache.manager
         arena = self._manager.host.arena
-        # A mapping of its own: it must outlive the cache's while a copy flies.
+        # A mapping of its own: it must outlive the cache's while a copy is under way.
         mapping = mmap.mmap(arena.fds()[0], arena.slots * arena.slot_bytes)
         self._engine = open_engine(
             pool.pages(),
@@ -73,7 +73,7 @@ class PageCopies:
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def offload(self, chain: Sequence[BlockKey], start: int, pages: Sequence[int], terms: Terms | ChainTerms) -> None:
-        """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them; its completion tells the outcome.
+        """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them; its completion has the outcome.
 
         Blocks that are here already cost nothing. Where G2 has no room the tail is left out, and the offload fails.
         """
@@ -97,7 +97,7 @@ class PageCopies:
         offload.whole = reached == stop
 
     def fail(self) -> None:
-        """Owe the tree a completion that says no, in its turn."""
+        """Add a completion that failed, in its turn."""
         self._offloads.append(PageOffload((), whole=False, over=True))
 
     def completed(self) -> int:
@@ -178,12 +178,12 @@ class PageCopies:
             lease.release()
 
     def quiesce(self) -> None:
-        """Wait, bounded, for what is under way, and forget completions that nobody will ask for."""
+        """Wait, bounded, for copies under way, and forget completions: none will be asked for."""
         self._engine.wait(list(self._by_ticket), self._wait_s)
         self._poll()
         self._offloads.clear()
 
     def close(self) -> None:
-        """Quiesce and let go of the device's pages. What still flies keeps its memory."""
+        """Quiesce and release the device's pages. A copy still under way keeps its memory."""
         self.quiesce()
         self._engine.close(self._wait_s)

@@ -4,10 +4,10 @@
         '{"backend_name": "kvtier", "module_path": "kvtier.connectors.sglang.hicache", "class_name": "KVTierStorage",
           "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "kvtier_config": "kvtier.yaml"}'
 
-For who keeps HiCache and its host tier; `kvtier.connectors.sglang` is the shorter way. Each page is copied once,
-between SGLang's host pool and G2, which is a small staging area here. SGLang calls from its own storage threads, so
-these calls may wait, up to the configuration's deadlines. Salts and extra keys seed the page hashes, so tenants never
-share; but who asked is not known here, and all pages lie in one scope. New weights are noticed as the linker does it.
+For set-ups that keep HiCache and its host tier; `kvtier.connectors.sglang` is the shorter way. Each page is copied
+once, between SGLang's host pool and G2, which is a small staging area here. SGLang calls from its own storage threads,
+so these calls may wait, up to the configuration's deadlines. Salts and extra keys seed the page hashes, so tenants
+never share; but the request is not known here, and all pages lie in one scope. New weights are noticed as there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 import kvtier
-from kvtier.connectors.common import Controls, Settings, engine_keys
+from kvtier.connectors.control import Controls
+from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.rotation import Rotation
+from kvtier.connectors.settings import Settings
 from kvtier.connectors.sglang.hooks import WeightsListener, install
-from kvtier.connectors.sglang.pool import engine_fields
+from kvtier.connectors.sglang.identity import Ranks, engine_fields
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
@@ -33,7 +36,7 @@ from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 
-_THEIRS = frozenset(
+_SGLANG_KEYS = frozenset(
     {
         "backend_name", "module_path", "class_name", "interface_v1", "hicache_storage_pass_prefix_keys", "tp_lcm_size",
         "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "allocator",
@@ -47,7 +50,7 @@ _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # sglang has no types
     """See the module. Opens its cache when SGLang registers the host pool; thread-safe from then on.
 
-    Raises ConfigError or IdentityError for what would never work. Afterwards what fails is a miss, or a page not kept.
+    Raises ConfigError or IdentityError for a set-up that would never work. Later errors are misses, or refused pages.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -56,7 +59,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
             raise ConfigError(
                 "hicache-storage-backend-extra-config: interface_v1 must be set; kvtier serves no other way of calling"
             )
-        self._settings = Settings.parse({k: v for k, v in extra.items() if k not in _THEIRS}, ("metrics_port",))
+        self._settings = Settings.parse({k: v for k, v in extra.items() if k not in _SGLANG_KEYS}, ("metrics_port",))
         self._port = extra.get("metrics_port")
         if self._settings.config.security.salt == "deny":
             raise ConfigError("security.salt: deny cannot be kept below HiCache, which names no salts; use the linker")
@@ -117,11 +120,8 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
             layers=f"{pool.start_layer}:{pool.end_layer}",
             kv_heads=int(getattr(pool, "head_num", 1)),
             head_size=int(getattr(pool, "head_dim", 0) or 0),
-            rank=0 if mla else place.tp_rank,
-            ranks=1 if mla else place.tp_size,
-            tp=1 if mla else place.tp_size,
-            pp=place.pp_size,
             group="mla" if mla else "full",
+            **Ranks(place.tp_rank, place.tp_size, place.pp_size).fields(mla),
             **engine_fields(server, model_config, self._settings, str(pool.dtype).removeprefix("torch.")),
         )
 
@@ -151,17 +151,14 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
 
     # ── the zero-copy interface ─────────────────────────────────────────────────────────────────────────────
 
+    @falls_back_to(0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of `keys`, from the first on, are in some tier. Waits for lower tiers up to deadlines.lookup."""
         cache = self._cache
         if cache is None or not keys:
             return 0
         chain, start = self._chain(keys, extra_info)
-        try:
-            return max(0, cache.match(chain) - start)
-        except Exception:
-            log.exception("a look-up failed; the engine goes on without")
-            return 0
+        return max(0, cache.match(chain) - start)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Copy pages into the host pool, verified; true for the leading ones that are there by deadlines.get."""
@@ -179,7 +176,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         return [True] * done + [False] * (len(keys) - done)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Copy pages out of the host pool; true for those that are kept. Waits for room up to deadlines.put."""
+        """Copy pages out of the host pool; true for those that are stored. Waits for room up to deadlines.put."""
         cache, done = self._cache, 0
         if extra_info is not None and extra_info.prefix_keys is None:
             self._warn_of_prefixes()
@@ -195,7 +192,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         return [True] * done + [False] * (len(keys) - done)
 
     def _warn_of_prefixes(self) -> None:
-        """SGLang keeps the switch to itself, so that only its calls tell."""
+        """SGLang does not show the switch: only its calls do."""
         if not self._warned:
             self._warned = True
             log.error(
@@ -272,7 +269,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
             self._rotation.rotate()
 
     def flushed(self) -> None:
-        """The queues of the old weights' pages are empty now: what was stored of them meanwhile must not be found."""
+        """The queues of the old weights' pages are empty now: those stored meanwhile must not be found."""
         if self._stale and self._rotation is not None:
             self._stale = False
             self._rotation.rotate()
@@ -285,7 +282,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
                 cache.evict(tier)
 
     def close(self) -> None:
-        """Flush within deadlines.close, and let go. Idempotent."""
+        """Flush within deadlines.close, and close. Idempotent."""
         rotation, self._rotation = self._rotation, None
         if rotation is not None:
             rotation.close(2 * self._settings.config.deadlines.close)

@@ -1,18 +1,18 @@
-"""What SGLang does not tell a linker, taken from where it happens.
+"""Hooks into SGLang for events that its linker interface leaves out.
 
 A linker is handed page hashes beyond the device's prefix, without the pages before them, the request, its salt, or word
-of new weights. Small hooks, made with SGLang's own HookRegistry, tell a `LinkerListener`:
+of new weights. Small hooks, made with SGLang's own HookRegistry, call a `LinkerListener`:
 
-    match               whose prompt is being looked up, and which pages come before those on the device's edge
-    checkpoint          whose pages the tree is about to offload
+    match               the request whose prompt is looked up, and the pages before those on the device's edge
+    checkpoint          the request whose pages the tree is about to offload
     admission           may wait: a request whose blocks are on their way up is passed over until they are there
     release             the request is gone
-    results             what the last batch computed, and since when
+    results             the tokens that the last batch computed, and since when
     weights             changed in place
 
 SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
 process did not do so (SGLANG_PLUGINS names others) installs the hooks itself. They pass through for other linkers. A
-HiCacheStorage hears of new weights and of flushes, as an `WeightsListener`.
+HiCacheStorage is a `WeightsListener`: it is called for new weights and for flushes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.errors import ConfigError
 
 
 class WeightsListener(ABC):
-    """Who keeps blocks of the engine's weights. All calls come from the scheduler's thread; none may wait or raise."""
+    """Stores blocks of the engine's weights. All calls come from the scheduler's thread; none may wait or raise."""
 
     @abstractmethod
     def weights_change(self) -> None:
@@ -39,19 +39,19 @@ class WeightsListener(ABC):
 
 
 class LinkerListener(WeightsListener):
-    """A linker that wants to know."""
+    """A linker with the events of its requests."""
 
     @abstractmethod
-    def meet(self, req: Any, head: Callable[[], list[str]], agree: Callable[[bool], bool]) -> None:
+    def before_lookup(self, req: Any, head: Callable[[], list[str]], agree: Callable[[bool], bool]) -> None:
         """`lookup` comes next, for this request; `head()` are the page hashes on the device, from the first on. `agree`
         is true if its argument is on every rank; every rank must call it in the same place."""
 
     @abstractmethod
-    def own(self, req: Any | None) -> None:
-        """Offloads from now on are this request's; None: nobody's."""
+    def offloads_for(self, req: Any | None) -> None:
+        """Offloads from now on are of this request; None: of no request."""
 
     @abstractmethod
-    def place(self, head: list[str]) -> None:
+    def before_offload(self, head: list[str]) -> None:
         """`offload` comes next, of pages that follow these."""
 
     @abstractmethod
@@ -67,18 +67,18 @@ class LinkerListener(WeightsListener):
         """The request is finished or aborted."""
 
     @abstractmethod
-    def ran(self, batch: Any) -> None:
+    def batch_done(self, batch: Any) -> None:
         """A batch's results are there."""
 
 
-def _follower(wrapper: Any) -> LinkerListener | None:
+def _linker_of(wrapper: Any) -> LinkerListener | None:
     linker = getattr(wrapper, "cache_linker", None)
     return linker if isinstance(linker, LinkerListener) else None
 
 
 def _match(wrapper: Any, key: Any, req: Any, result: Any) -> None:
-    follower = _follower(wrapper)
-    if follower is None:
+    linker = _linker_of(wrapper)
+    if linker is None:
         return
     core, node = wrapper.cache.tree_core, result.last_device_node
 
@@ -87,40 +87,40 @@ def _match(wrapper: Any, key: Any, req: Any, result: Any) -> None:
             return []
         return [*core.get_prefix_hash_values(node), *core.get_hash_values(node)]
 
-    follower.meet(req, head, partial(_on_all_ranks, wrapper.cache))
+    linker.before_lookup(req, head, partial(_on_all_ranks, wrapper.cache))
 
 
 def _offload_node(wrapper: Any, node_id: Any, transfers: Any) -> None:
-    if (follower := _follower(wrapper)) is not None:
-        follower.place(wrapper.cache.tree_core.get_prefix_hash_values(node_id))
+    if (linker := _linker_of(wrapper)) is not None:
+        linker.before_offload(wrapper.cache.tree_core.get_prefix_hash_values(node_id))
 
 
 def _release_request(wrapper: Any, rid: str) -> None:
-    if (follower := _follower(wrapper)) is not None:
-        follower.forget(rid)
+    if (linker := _linker_of(wrapper)) is not None:
+        linker.forget(rid)
 
 
 def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, **arguments: Any) -> Any:
-    follower = _follower(cache.linker)
-    if follower is None:
+    linker = _linker_of(cache.linker)
+    if linker is None:
         return original(cache, req, **arguments)
-    follower.own(req)
+    linker.offloads_for(req)
     try:
         return original(cache, req, **arguments)
     finally:
-        follower.own(None)
+        linker.offloads_for(None)
 
 
 def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments: Any, **named: Any) -> Any:
     cache = adder.tree_cache
-    follower = _follower(getattr(cache, "linker", None))
-    if follower is None:
+    linker = _linker_of(getattr(cache, "linker", None))
+    if linker is None:
         return original(adder, req, *arguments, **named)
-    if follower.awaited(req.rid):
+    if linker.awaited(req.rid):
         return resolve_name("sglang.srt.managers.schedule_policy:AddReqResult").CONTINUE
     outcome = original(adder, req, *arguments, **named)
     if adder.can_run_list and adder.can_run_list[-1] is req:
-        follower.admitted(req)
+        linker.admitted(req)
     return outcome
 
 
@@ -133,27 +133,27 @@ def _on_all_ranks(cache: Any, answer: bool) -> bool:
 
 
 def _ran(_: Any, processor: Any, batch: Any, result: Any) -> None:
-    if (follower := _follower(getattr(getattr(processor, "tree_cache", None), "linker", None))) is not None:
-        follower.ran(batch)
+    if (linker := _linker_of(getattr(getattr(processor, "tree_cache", None), "linker", None))) is not None:
+        linker.batch_done(batch)
 
 
 def _flushed(_: Any, cache: Any) -> None:
-    if (owner := _owner(cache)) is not None:
-        owner.flushed()
+    if (listener := _listener_of(cache)) is not None:
+        listener.flushed()
 
 
-def _owner(cache: Any) -> WeightsListener | None:
-    """The linker of a tree, or what lies below its HiCache; SGLang's fault injector wraps the latter."""
+def _listener_of(cache: Any) -> WeightsListener | None:
+    """The linker of a tree, or the storage below its HiCache; SGLang's fault injector wraps the latter."""
     backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
-    for candidate in (_follower(getattr(cache, "linker", None)), backend, getattr(backend, "_backend", None)):
+    for candidate in (_linker_of(getattr(cache, "linker", None)), backend, getattr(backend, "_backend", None)):
         if isinstance(candidate, WeightsListener):
             return candidate
     return None
 
 
 def _weights(updater: Any, request: Any) -> None:
-    if (owner := _owner(getattr(updater.scheduler, "tree_cache", None))) is not None:
-        owner.weights_change()
+    if (listener := _listener_of(getattr(updater.scheduler, "tree_cache", None))) is not None:
+        listener.weights_change()
 
 
 def _resume(updater: Any, request: Any) -> None:
@@ -192,7 +192,7 @@ def register() -> None:
 
 
 def install() -> None:
-    """See to it that the hooks are in place in this process. Raises ConfigError that says what is in the way."""
+    """See to it that the hooks are in place in this process. Raises ConfigError that names the obstacle."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     for target, _, hook in _HOOKS:

@@ -4,17 +4,17 @@
     --unified-cache-external-linker-config '{"linker": "KVTierLinker", "linker_module_path": "kvtier.connectors.sglang",
         "linker_extra_config": {"kvtier_config": "kvtier.yaml"}}'
 
-SGLang keeps its radix tree and G1; kvtier owns G2 … G4. SGLang makes one linker in every rank's scheduler process, so
+SGLang owns its radix tree and G1, kvtier G2 … G4. SGLang makes one linker in every rank's scheduler process, so
 each rank has a manager of its own and its rank is in the namespace. Blocks are SGLang's pages, named by SGLang's own
 SHA-256 chain, which salts and extra keys seed.
 
-    lookup    G2 answers at once; what lies deeper is promoted meanwhile, and the request passed over until it is there
+    lookup    G2 answers at once; deeper blocks are promoted meanwhile, and the request passed over until they are there
               or its time is up (deadlines.get). So a load only ever copies verified bytes from host RAM.
     load      refused (the engine computes) unless every block is in G2 at that moment.
     offload   one copy per block that G2 lacks; restored pages come back here and cost a dictionary look-up.
 
-With several ranks, what they decide for themselves is put to a vote (waiting, loading) or comes out later (offloads
-complete, well or not), so that their trees stay alike.
+With several ranks, decisions that each makes for itself are put to a vote (waiting, loading) or reported later
+(offloads complete, well or not), so that their trees stay alike.
 
 Requests say {"kvtier": {"retention": "1h", …}} in their sampling parameters' `custom_params`.
 """
@@ -25,20 +25,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 import kvtier
-from kvtier.connectors.common import PrefillClock, Settings, engine_keys, weighs
+from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.rotation import Rotation
+from kvtier.connectors.settings import Settings, weighs_loads
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.hooks import LinkerListener, install
+from kvtier.connectors.sglang.identity import Ranks, namespace_of
 from kvtier.connectors.sglang.loads import PageLoads, Wanted
 from kvtier.connectors.sglang.metrics import EngineMetrics
-from kvtier.connectors.sglang.pool import Ranks, namespace_of, pool_of
+from kvtier.connectors.sglang.pool import pool_of
 from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
@@ -48,33 +51,14 @@ from kvtier.metrics import serve
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 ARGUMENTS = ("metrics_port", "recompute")
-_NONE = cast("tuple[QueuedRequest, Lease, list[int]] | None", None)
-
-
-def _degrades(fallback: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Whatever goes wrong in the cache is a miss or a refusal to the engine: its scheduler must not see exceptions."""
-
-    def decorate(verb: Callable[..., T]) -> Callable[..., T]:
-        @wraps(verb)
-        def guarded(*arguments: Any, **named: Any) -> T:
-            try:
-                return verb(*arguments, **named)
-            except Exception:
-                log.exception("%s failed; the engine goes on without", verb.__name__)
-                return fallback
-
-        return guarded
-
-    return decorate
 
 
 class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
     """See the module. Every method is called by the scheduler's thread of this rank.
 
-    Raises ConfigError or IdentityError at construction, which stops the engine's start, for what would never work.
+    Raises ConfigError or IdentityError at construction, which stops the engine's start, for a set-up that would never
+    work.
     """
 
     def __init__(
@@ -89,7 +73,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         install()
         extra = extra_config or {}
         self._settings = Settings.parse(extra, ARGUMENTS)
-        self._weighs = weighs(extra)  # whether loading is weighed against prefill
+        self._weighs_loads = weighs_loads(extra)  # against prefill
         self.forward_stream = forward_stream
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         _refuse(params)
@@ -99,15 +83,15 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self.layer_done_counter = LayerWiseLoadCounter(len(self._pool.tensors))
         self._wait_s = self._settings.config.deadlines.get
         self._order = self._ordering_stream()
-        self._visits = QueuedRequests(self._settings, self._pool.page)
+        self._requests = QueuedRequests(self._settings, self._pool.page)
         self._prefill = PrefillClock(self._computed, self._pool.page)
         self._stale = False  # weights changed, and the tree was not flushed since
-        self._meeting: tuple[Any, Callable[[], list[str]]] | None = None
+        self._looked_up: tuple[Any, Callable[[], list[str]]] | None = None
         self._agree: Callable[[bool], bool] = bool
-        self._owner: Any = None
+        self._offloading: Any = None
         self._head: list[str] = []
         self._loads = PageLoads(self.layer_done_counter, lambda: self._pages)
-        self._lost = 0  # offloads that the tree is owed the answer "failed" for, before all others
+        self._lost = 0  # offloads that are answered as failed, before all others
         self._events: Counter[str] = Counter()
         self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
         self._rotation.open()
@@ -151,14 +135,14 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         pages = self._pages
         sources = [
             self._events,
-            self._visits.events,
+            self._requests.events,
             self._loads.events,
             *([pages.events] if pages is not None else []),
         ]
         events: Counter[str] = Counter()
         for source in sources:
             events.update(dict(source))  # a copy at once: metrics are asked for on a thread of their own
-        return {"tokens_read": dict(self._visits.tokens_read), "events": {k: n for k, n in events.items() if n}}
+        return {"tokens_read": dict(self._requests.tokens_read), "events": {k: n for k, n in events.items() if n}}
 
     def _behind_writers(self, submit: Callable[[], int]) -> int:
         """Submit a copy out of the device's pages behind the forward that fills them."""
@@ -173,49 +157,49 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def meet(self, req: Any, head: Callable[[], list[str]], agree: Callable[[bool], bool]) -> None:
-        self._meeting, self._agree = (req, head), agree
-        if (visit := self._visits.of(req.rid)) is not None:
-            visit.waits = False  # unless the look-up says so, which does not come when the device has all of it by now
+    def before_lookup(self, req: Any, head: Callable[[], list[str]], agree: Callable[[bool], bool]) -> None:
+        self._looked_up, self._agree = (req, head), agree
+        if (queued := self._requests.of(req.rid)) is not None:
+            queued.waits = False  # unless the look-up says so, which does not come when the device has all of it by now
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """All restorable lengths, in pages after those on the device: 1 … what G2 has now."""
-        self._visits.arrive(rid)
+        self._requests.arrive(rid)
         return list(range(1, self._resident(rid, transfers) + 1))
 
-    @_degrades(0)
+    @falls_back_to(0)
     def _resident(self, rid: str, transfers: Sequence[Any]) -> int:
-        meeting, self._meeting = self._meeting, None
-        visit, pages = self._visits.arrive(rid), self._pages
-        visit.waits = False
-        if pages is None or meeting is None or meeting[0].rid != rid:
+        looked_up, self._looked_up = self._looked_up, None
+        queued, pages = self._requests.arrive(rid), self._pages
+        queued.waits = False
+        if pages is None or looked_up is None or looked_up[0].rid != rid:
             return 0
-        self._visits.place(visit, *meeting, _kv(transfers).keys, pages.cache)
-        return self._visits.resident(visit, pages.cache)
+        self._requests.update_chain(queued, *looked_up, _kv(transfers).keys, pages.cache)
+        return self._requests.resident(queued, pages.cache)
 
     def awaited(self, rid: str) -> bool:
-        visit = self._visits.of(rid)
-        if visit is None or visit.decided:
+        queued = self._requests.of(rid)
+        if queued is None or queued.decided:
             return False
-        visit.decided = self._agree(not visit.waits or time.monotonic() >= visit.until)
-        if not visit.decided:
+        queued.decided = self._agree(not queued.waits or time.monotonic() >= queued.until_s)
+        if not queued.decided:
             time.sleep(0)  # a scheduler with nothing else to do spins: let the promotion have the interpreter
-        return not visit.decided
+        return not queued.decided
 
-    @_degrades(None)
+    @falls_back_to(None)
     def admitted(self, req: Any) -> None:
-        meeting, self._meeting = self._meeting, None
-        head = meeting[1] if meeting is not None and meeting[0].rid == req.rid else None
+        looked_up, self._looked_up = self._looked_up, None
+        head = looked_up[1] if looked_up is not None and looked_up[0].rid == req.rid else None
         if self._pages is None:
-            self._visits.forget(req.rid)
+            self._requests.forget(req.rid)
         else:
-            self._visits.admit(req, head, self._pages.cache)
+            self._requests.admit(req, head, self._pages.cache)
 
     def forget(self, rid: str) -> None:
-        self._visits.forget(rid)
+        self._requests.forget(rid)
 
-    @_degrades(None)
-    def ran(self, batch: Any) -> None:
+    @falls_back_to(None)
+    def batch_done(self, batch: Any) -> None:
         mode, began = batch.forward_mode, batch.launch_ts
         # Mixed batches also decode, and those that were loaded for have waited.
         pure = mode.is_extend() and not mode.is_mixed() and batch.hicache_consumer_index < 0
@@ -224,7 +208,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
             self._metrics.update(self._engine_stats())
 
     def _computed(self, blocks: int, seconds: float) -> None:
-        if self._pages is not None and self._weighs:
+        if self._pages is not None and self._weighs_loads:
             self._pages.cache.manager.computed(blocks, seconds)
 
     # ── loading ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,71 +222,71 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
                 mine[1].release()
             return False
         assert mine is not None
-        visit, lease, numbers = mine
-        visit.lease = lease
+        queued, lease, numbers = mine
+        queued.lease = lease
         self._loads.add(Wanted(rid, lease, numbers))
         return True
 
-    @_degrades(_NONE)
+    @falls_back_to(None)
     def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[QueuedRequest, Lease, list[int]] | None:
-        transfer, visit, pages = _kv(transfers), self._visits.of(rid), self._pages
-        if visit is None or not visit.reads or pages is None:
+        transfer, queued, pages = _kv(transfers), self._requests.of(rid), self._pages
+        if queued is None or not queued.reads or pages is None:
             return None
         count = len(transfer.keys)
         numbers = _page_numbers(transfer.device_indices, self._pool.page)
-        lease = pages.cache.manager.pin(visit.chain[: visit.start + count], visit.start)
+        lease = pages.cache.manager.pin(queued.chain[: queued.start + count], queued.start)
         if len(lease) < count or len(numbers) != count:
             lease.release()
             return None
-        lease.tiers = visit.tiers(count)
-        return visit, lease, numbers
+        lease.tiers = queued.promoted.tiers(queued.start, count)
+        return queued, lease, numbers
 
     def start_layer_wise_loading(self) -> int:
-        """Start what is queued; -1 if nothing is. Errors are told by `finish_layer_wise_loading`."""
+        """Start what is queued; -1 if nothing is. `finish_layer_wise_loading` reports errors."""
         return self._loads.start()
 
-    @_degrades(False)
+    @falls_back_to(False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self._loads.finish(counter_index)
 
-    @_degrades(False)
+    @falls_back_to(False)
     def cancel_queued_load(self, rid: str) -> bool:
         return self._loads.cancel(rid)
 
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def own(self, req: Any | None) -> None:
-        self._owner = req
+    def offloads_for(self, req: Any | None) -> None:
+        self._offloading = req
 
-    def place(self, head: list[str]) -> None:
+    def before_offload(self, head: list[str]) -> None:
         self._head = head
 
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Copy a node's pages to G2 where it lacks them. False, on every rank alike: the request does not want it, or
-        there is none. What goes wrong after that is told by the completion; the tree will then ask again."""
+        there is none. Later errors are in the completion; the tree then asks again."""
         head, self._head = self._head, []
         transfer = _kv(transfers)
-        if self._owner is None or not transfer.keys:
+        if self._offloading is None or not transfer.keys:
             return False
-        control, scope = self._visits.control_of(self._owner)
+        control, scope = self._requests.control_of(self._offloading)
         if scope is None or not control.store:
             return False
         pages = self._pages
         if pages is None:
             self._lost += 1
             return True
-        owed = pages.outstanding()
+        before = pages.outstanding()
         try:
             chain = engine_keys(scope, [bytes.fromhex(page) for page in (*head, *transfer.keys)])
             numbers = _page_numbers(transfer.device_indices, self._pool.page)
             pages.offload(chain, len(head), numbers, control.chain_terms(self._pool.page))
         except Exception:
             log.exception("an offload of %d pages failed", len(transfer.keys))
-        if pages.outstanding() == owed:
+        if pages.outstanding() == before:
             pages.fail()
         return True
 
-    @_degrades(0)
+    @falls_back_to(0)
     def num_completed_offloads(self) -> int:
         return self._lost + (self._pages.completed() if self._pages is not None else 0)
 
@@ -314,41 +298,41 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @_degrades(None)
+    @falls_back_to(None)
     def weights_change(self) -> None:
         if self._settings.config.keep_on_reset:
             return
         self._stale = True
         self._rotate()
 
-    @_degrades(None)
+    @falls_back_to(None)
     def reset(self) -> None:
-        """The tree is being emptied: let transfers end, forget requests. Stored blocks stay."""
+        """The tree is being emptied: wait for copies, forget requests. Stored blocks stay."""
         self._quiesce()
 
-    @_degrades(None)
+    @falls_back_to(None)
     def flushed(self) -> None:
-        """If the weights changed since the last time, what was stored meanwhile may stand on a prefix of old ones."""
+        """If the weights changed since the last time, blocks stored meanwhile may follow a prefix of old ones."""
         if self._stale:
             self._stale = False
             self._rotate()
 
     def _quiesce(self) -> None:
-        self._visits.clear()
+        self._requests.clear()
         if self._pages is not None:
             self._pages.quiesce()
         self._loads.clear()
         self._lost = 0
 
     def _rotate(self) -> None:
-        self._visits.clear()
+        self._requests.clear()
         old = self._pages
         if old is not None:
-            self._lost += old.outstanding()  # before another thread closes it, which forgets them
+            self._lost += old.outstanding()  # before another thread closes it, and they are forgotten
             self._events.update(dict(old.events))
         self._rotation.rotate()
 
-    @_degrades(None)
+    @falls_back_to(None)
     def close(self) -> None:
         self._quiesce()
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
@@ -364,7 +348,7 @@ def _namespace(server_args: Any, settings: Settings, pool: Any) -> Namespace:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    ranks = Ranks(parallel.attn_tp_rank, parallel.attn_tp_size, parallel.pp_rank, parallel.pp_size)
+    ranks = Ranks(parallel.attn_tp_rank, parallel.attn_tp_size, parallel.pp_size)
     if ranks.pp > 1:
         raise IdentityError("pipeline parallelism: SGLang's linker cannot make its stages agree on a prefix; use pp 1")
     for name in ("attn_cp_size", "attn_dcp_size"):

@@ -31,31 +31,31 @@ class Wanted:
 
 
 class PageLoads:
-    """What is queued, and what flies. Owns the leases it is given until they are released."""
+    """Loads that are queued or under way. Owns their leases."""
 
     def __init__(self, counter: Any, pages: Callable[[], PageCopies | None]) -> None:
         """`counter` is SGLang's LayerWiseLoadCounter; `pages` has those of the moment, None while there are none."""
         self._counter = counter
         self._pages = pages
         self._queue: list[Wanted] = []
-        self._flying: dict[int, PageLoad] = {}
+        self._under_way: dict[int, PageLoad] = {}
         self.events: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._flying)
+        return len(self._queue) + len(self._under_way)
 
     def add(self, wanted: Wanted) -> None:
         self._queue.append(wanted)
 
     def cancel(self, rid: str) -> bool:
-        """Drop what is queued for a request; whether there was anything."""
+        """Drop the queued loads of a request; whether there were any."""
         dropped = [wanted for wanted in self._queue if wanted.rid == rid]
         self._queue = [wanted for wanted in self._queue if wanted.rid != rid]
         _release(dropped)
         return bool(dropped)
 
     def start(self) -> int:
-        """Start what is queued; the counter's index, -1 if nothing is. Errors are told by `finish`."""
+        """Start the queued loads; the counter's index, -1 if there are none. `finish` reports errors."""
         queue, self._queue = self._queue, []
         if not queue:
             return -1
@@ -64,7 +64,7 @@ class PageLoads:
             pages = self._pages()
             if pages is None:
                 raise RuntimeError("the cache is being replaced")
-            self._flying[index] = pages.load([(wanted.lease, wanted.pages) for wanted in queue])
+            self._under_way[index] = pages.load([(wanted.lease, wanted.pages) for wanted in queue])
             for layer in range(self._counter.num_layers):
                 self._counter.complete(index, layer)
         except Exception as error:
@@ -77,7 +77,7 @@ class PageLoads:
     def finish(self, index: int) -> bool:
         """Wait until nothing of that start writes any more; whether every page holds its block."""
         started = bool(self._counter.finish(index))
-        load = self._flying.pop(index, None)
+        load = self._under_way.pop(index, None)
         if load is None:
             return started
         pages = self._pages()
@@ -86,10 +86,10 @@ class PageLoads:
         return landed and started
 
     def clear(self) -> None:
-        """Forget all of it. What flies must have ended."""
+        """Forget all of it. Loads under way must have ended."""
         _release(self._queue)
         self._queue.clear()
-        self._flying.clear()
+        self._under_way.clear()
         self._counter.reset()
 
 

@@ -1,7 +1,7 @@
-"""What a transformers model is to a cache of its KV: shapes, identity, and what cannot be kept exactly.
+"""A transformers model as a cache of its KV sees it: shapes, identity, and models that are refused.
 
-Identity is taken from the live model, not from the path it was loaded from: what was merged, quantised or trained
-since then changes the bytes too.
+Identity is taken from the live model, not from the path it was loaded from: merging, quantisation and training since
+then change the bytes too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvtier.connectors.identity import canonical, rope_problem
 from kvtier.errors import IdentityError, InvalidRequest
 from kvtier.identity.namespace import Namespace
 
@@ -23,8 +24,7 @@ LAYOUT = "L2HND"
 
 _WHOLE_MODEL_BYTES = 256 << 20  # up to here every byte of every parameter is hashed
 _SAMPLE_BYTES = 64 << 10  # beyond, this much of each, at an offset drawn from its name
-_SIZE_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-# What says how a model was saved or is run, not what it computes.
+# Fields that say how a model was saved or is run, not what it computes.
 _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "output_attentions",
              "output_hidden_states", "return_dict", "architectures", "id2label", "label2id")  # fmt: skip
 
@@ -64,19 +64,15 @@ def check_layers(cache: Any) -> None:
 
 
 def probe(model: Any) -> KVShape:
-    """The shape of the model's KV, from one token run through it. Raises InvalidRequest for what cannot be kept."""
+    """The shape of the model's KV, from one token run through it. Raises InvalidRequest for models that are refused."""
     import torch
     from transformers import DynamicCache
 
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise InvalidRequest("an encoder-decoder model's KV depends on the encoder's input; only decoders are cached")
-    rope = _rope_types(getattr(config, "rope_parameters", None))
-    if rope & _SIZE_DEPENDENT_ROPE:
-        raise InvalidRequest(
-            f"RoPE of type {', '.join(sorted(rope))} rotates keys by the length of the whole prompt: a block's bytes "
-            "depend on what comes after it; run this model without kvtier"
-        )
+    if problem := rope_problem("transformers", getattr(config, "rope_parameters", None)):
+        raise InvalidRequest(problem)
     cache = DynamicCache(config=model.config)
     check_layers(cache)
     with torch.inference_mode():
@@ -122,7 +118,7 @@ def namespace_of(
         kv_heads=shape.kv_heads,
         head_size=shape.head_size,
         group=f"full:{attention}",
-        rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
+        rope=canonical(rope),
     )
 
 
@@ -163,12 +159,3 @@ def _parts(about: bytes, state: list[tuple[str, torch.Tensor]], whole: bool) -> 
             start = drawn % (flat.numel() - _SAMPLE_BYTES)
             flat = flat[start : start + _SAMPLE_BYTES]
         yield memoryview(flat.cpu().numpy())
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    """Every rope_type in a configuration's RoPE parameters, which may be nested by layer type."""
-    if not isinstance(parameters, dict):
-        return set()
-    nested = [_rope_types(value) for value in parameters.values()]
-    own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
-    return own.union(*nested)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -26,6 +27,8 @@ from weakref import WeakKeyDictionary
 from kvtier import cache as byte_cache
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, calibration_folder
+from kvtier.connectors.counters import tokens_by_tier
+from kvtier.connectors.runs import runs_of
 from kvtier.connectors.transformers.model import check_layers, namespace_of, probe
 from kvtier.errors import InvalidRequest, TierError
 from kvtier.hit import Hit
@@ -239,7 +242,7 @@ class PrefixCache:
                 return clean
 
     def _wait(self, deadline: float, seen: int) -> bool:
-        """Until there may be room below that there was not when `room.told` was `seen`; False at the deadline."""
+        """Until there may be room below that there was not at version `seen` of `space`; False at the deadline."""
         if self.clock.monotonic() >= deadline:
             return False
         return self.cache.submit(self.cache.manager.space.wait(deadline, seen)).result()
@@ -248,7 +251,8 @@ class PrefixCache:
         if not self._usable():
             return 0
         kept = 0
-        for run in _runs(self.pool.pick(limit, self.clock.monotonic(), ahead=ahead)):
+        picked = self.pool.pick(limit, self.clock.monotonic(), ahead=ahead)
+        for run in runs_of(picked, attrgetter("chain", "depth")):
             try:
                 there = 0 if self._lost else self._offload_run(run)
             except TierError as error:
@@ -347,7 +351,7 @@ class PrefixCache:
         )
 
     def _account(self, tiers: Sequence[str], tokens: int) -> None:
-        self.served.update({tier: blocks * self.block_tokens for tier, blocks in Counter(tiers).items()})
+        self.served.update(tokens_by_tier(tiers, self.block_tokens))
         self.served["recomputed"] += tokens - len(tiers) * self.block_tokens
 
     def _row(self, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
@@ -408,18 +412,6 @@ class PrefixCache:
 def _leading(arrived: Sequence[bool]) -> int:
     """How many copies arrived before the first that did not."""
     return next((index for index, good in enumerate(arrived) if not good), len(arrived))
-
-
-def _runs(picked: Sequence[Dirty]) -> Iterator[list[Dirty]]:
-    """Split into neighbours of one chain, in order."""
-    run: list[Dirty] = []
-    for dirty in picked:
-        if run and (dirty.chain is not run[-1].chain or dirty.depth != run[-1].depth + 1):
-            yield run
-            run = []
-        run.append(dirty)
-    if run:
-        yield run
 
 
 def _terms_of(life: Lifetime | None) -> Terms:

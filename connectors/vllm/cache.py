@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 import kvtier
 from kvtier.cache import Cache
 from kvtier.config import calibration_folder
-from kvtier.connectors.common import Settings
 from kvtier.connectors.rotation import Rotation
+from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.messages import ArenaHandle
 from kvtier.events import Events
 from kvtier.identity.namespace import Namespace
@@ -18,7 +18,7 @@ from kvtier.identity.namespace import Namespace
 class SchedulerCache:
     """At most one open cache and the handle of its arena. `current` is None while there is none.
 
-    The engine's thread never waits for a tier: what replaces the cache works on a thread of its own. Thread-safe.
+    The engine's thread never waits for a tier: the cache is replaced on a thread of its own. Thread-safe.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class SchedulerCache:
         *,
         computes: bool = False,
     ) -> None:
-        """`near`, `computes`: for `kvtier.open`. `events` hears of every cache's blocks."""
+        """`near`, `computes`: for `kvtier.open`. `events` collects the changes of every cache's blocks."""
         self._settings = settings
         self._near = near
         self._computes = computes
@@ -45,6 +45,11 @@ class SchedulerCache:
     @property
     def current(self) -> tuple[Cache, ArenaHandle] | None:
         return self._rotation.current
+
+    @property
+    def cache(self) -> Cache | None:
+        current = self.current  # one reading: another thread replaces it
+        return None if current is None else current[0]
 
     def open(self) -> None:
         """Attach to the tiers. Takes as long as populating the arena does. Raises ConfigError, FormatError."""
@@ -70,11 +75,10 @@ class SchedulerCache:
     def rotate(self) -> None:
         """The engine has new weights: nothing stored until now may be found again. Returns at once; until the
         new cache is open there is none."""
-        current = self.current
-        if current is not None and self._events is not None:
-            current[0].manager.subscribe(None)
+        if (cache := self.cache) is not None and self._events is not None:
+            cache.manager.subscribe(None)
         self._rotation.rotate()
 
-    def close(self, timeout: float) -> bool:
-        """Flush and let go, at most `timeout` seconds; False if that was not enough (the process's end does it)."""
-        return self._rotation.close(timeout)
+    def close(self, timeout_s: float) -> bool:
+        """Flush and close, at most `timeout_s`; False if that was not enough (the process's end does it)."""
+        return self._rotation.close(timeout_s)

@@ -1,11 +1,11 @@
-"""Which blocks of vLLM's pool hold KV that may be stored.
+"""Confirmation: which blocks of vLLM's pool hold KV that may be stored.
 
 A block is *confirmed* once the step that filled it has completed, and no failed load touched it or an earlier block
 of its request. vLLM names blocks when it plans a step, before anything is computed; it leaves blocks of failed
 loads, and what was computed after them, under valid names; and it frees named blocks of aborted requests while
-their forward still runs. So a name found in the pool is no evidence, and this module keeps its own:
+their forward still runs. So a name found in the pool is no evidence, and this module has its own:
 
-    step planned     → `cover`, `plan`: spans of tokens, told of when they complete a block
+    step planned     → `cover`, `plan`: spans of tokens, which are reported when they complete a block
     step completed   → `complete`: spans that continue trusted tokens make them grow, and full blocks are confirmed
     load failed      → `fail`: nothing planned until now counts for the requests it touched
 
@@ -25,7 +25,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.retention.ranges import ChainTerms
 
 Token = object
-"""What tells this tenancy of a block from the next: the pool's name object, compared by identity."""
+"""Names one use of a block, until the pool hands it out again: the pool's name object, compared by identity."""
 
 
 class Chain(list[BlockKey]):
@@ -49,9 +49,9 @@ class Track:
     trusted: int = 0  # leading tokens whose KV is computed or loaded, completed, and right
     load_begin: int = 0  # tokens load_begin … loaded-1 were brought by a load
     loaded: int = 0
-    confirmed: int = 0  # leading blocks that `complete` has told of
-    keep: bool = True  # whether its blocks may be stored, and up to which depth
-    keep_blocks: int = 1 << 62
+    confirmed: int = 0  # leading blocks that `complete` has reported
+    storable: bool = True  # whether its blocks may be stored, and how many of them
+    storable_blocks: int = 1 << 62
     life: int = 0  # changes when the engine takes all blocks away
     void_until: int = -1  # steps up to this one do not count
     open: int = -1  # tokens open … planned-1 were planned, one stretch, and are not in a span yet; -1: none were
@@ -59,8 +59,8 @@ class Track:
     due: int = -1  # tokens with which the next block is full
 
 
-class _Held(NamedTuple):
-    """The token of a block without a name: its request, as long as that keeps its blocks."""
+class _Unnamed(NamedTuple):
+    """The token of a block without a name: its request, as long as that has its blocks."""
 
     track: Track
     life: int
@@ -86,7 +86,7 @@ class Confirmed(NamedTuple):
 
 
 class BlockNames(Protocol):
-    """What the pool calls its blocks."""
+    """The pool's names of its blocks."""
 
     def tokens_of(self, blocks: Sequence[int]) -> list[Token | None]:
         """The current name object of each block; None where it has none."""
@@ -107,7 +107,7 @@ class Confirmer:
         self._tracks: dict[str, Track] = {}
         self._steps: deque[tuple[int, list[Span]]] = deque()
         self._spans: list[Span] = []  # of the step that is being planned
-        self._held: dict[int, Token] = {}
+        self._tokens: dict[int, Token] = {}  # by confirmed block
         self._last = -1
 
     def __len__(self) -> int:
@@ -124,19 +124,19 @@ class Confirmer:
         return self._tracks.pop(name, None)
 
     def place(self, track: Track, table: Sequence[int]) -> list[int]:
-        """The engine gave the request this whole block table. Returns blocks that lost what they held."""
+        """The engine gave the request this whole block table. Returns confirmed blocks that hold something else now."""
         if track.table and track.table != list(table[: len(track.table)]):
             self.displace(track)
         return self.extend(track, table[len(track.table) :])
 
     def extend(self, track: Track, blocks: Sequence[int]) -> list[int]:
-        """The engine appended blocks to the request's table. Returns blocks that lost what they held."""
+        """The engine appended blocks to the request's table. Returns confirmed blocks that hold something else now."""
         track.table.extend(blocks)
-        known = [block for block in blocks if block in self._held]
-        lasting = self.lasting(known, [self._held[block] for block in known])
+        known = [block for block in blocks if block in self._tokens]
+        lasting = self.lasting(known, [self._tokens[block] for block in known])
         stale = [block for block, lasts in zip(known, lasting, strict=True) if not lasts]
         for block in stale:
-            del self._held[block]
+            del self._tokens[block]
         return stale
 
     def displace(self, track: Track) -> None:
@@ -163,7 +163,7 @@ class Confirmer:
         track.due = (end // self.block_tokens + 1) * self.block_tokens
 
     def plan(self, step: int) -> None:
-        """What was covered since the last call is a step. Steps are numbered ascending and complete in this order."""
+        """The spans covered since the last call are a step. Steps are numbered ascending and complete in this order."""
         self._last = step
         self._steps.append((step, self._spans))
         self._spans = []
@@ -174,7 +174,7 @@ class Confirmer:
         if not bad:
             return
         for block in bad:
-            self._held.pop(block, None)
+            self._tokens.pop(block, None)
         under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
         for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
             index = next((i for i, block in enumerate(track.table) if block in bad), None)
@@ -221,7 +221,7 @@ class Confirmer:
         if tokens:
             fresh.append(Confirmed(track, start, track.table[start:index], tokens, True))
         track.trusted = max(track.trusted, index * size)
-        track.confirmed = max(track.confirmed, index)  # confirmed, and handed out, for somebody else
+        track.confirmed = max(track.confirmed, index)  # confirmed, and reported, for another request
         if track.load_begin <= track.trusted < track.loaded:
             track.trusted = track.loaded
             self._confirm(track, fresh)
@@ -233,30 +233,30 @@ class Confirmer:
             return
         tokens: list[Any]
         if self._names is None:
-            tokens = [_Held(track, track.life)] * len(blocks)
+            tokens = [_Unnamed(track, track.life)] * len(blocks)
         else:
             tokens = self._names.tokens_of(blocks)
             count = self._names.naming(tokens, track.chain[start:stop])
             del blocks[count:], tokens[count:]
-            self._held.update(zip(blocks, tokens, strict=True))
+            self._tokens.update(zip(blocks, tokens, strict=True))
         if blocks:
             fresh.append(Confirmed(track, start, blocks, tokens, False))
             track.confirmed += len(blocks)
 
     def lasting(self, blocks: Sequence[int], tokens: Sequence[Any]) -> list[bool]:
-        """Of each block, whether it still is in the tenancy it was confirmed in."""
+        """Of each block, whether it still is in the use in which it was confirmed."""
         if self._names is None:
             return [token.track.life == token.life for token in tokens]
         return list(map(is_, self._names.tokens_of(blocks), tokens))
 
-    def holds(self, block: int, token: Token) -> bool:
+    def lasts(self, block: int, token: Token) -> bool:
         """The same for one block."""
         return self.lasting((block,), (token,))[0]
 
     def token(self, block: int) -> Token | None:
-        """The tenancy in which the block was confirmed, if it lasts."""
-        token = self._held.get(block)
-        return token if token is not None and self.holds(block, token) else None
+        """The token under which the block was confirmed, if that use lasts."""
+        token = self._tokens.get(block)
+        return token if token is not None and self.lasts(block, token) else None
 
     def under_way(self, step: int) -> bool:
         """Whether some step up to this one has not completed."""

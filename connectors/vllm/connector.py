@@ -4,9 +4,9 @@
         "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kvtier_config": "kvtier.yaml"}}'
 
-The scheduler process holds the cache (`vllm_scheduler`), every worker copies (`vllm_worker`). This module only hands
-vLLM's calls to the two halves, and sees to it that no error of theirs reaches the engine's step: such a call is
-answered as if there were no cache. Settings: docs/vllm.md.
+The scheduler process has the cache (`scheduler`), every worker copies (`worker`). This module only passes vLLM's calls
+to the two halves. No error of theirs reaches the engine's step: such a call is answered as if there were no cache.
+Settings: docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.clock import SystemClock
-from kvtier.connectors.common import Controls, Scopes, Settings, guarded, seconds, weighs
+from kvtier.connectors.fallback import falls_back_to, or_fallback
+from kvtier.connectors.settings import Settings, seconds_of, weighs_loads
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import KVEvents
-from kvtier.connectors.vllm.identity import block_tokens_of, namespace_of, pages_of
+from kvtier.connectors.vllm.identity import block_tokens_of, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.messages import Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.connectors.vllm.worker import WorkerHalf, host_identity
@@ -56,23 +58,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         self._settings = Settings.parse(extra, ARGUMENTS)
         self._extra = extra
-        self._pages: CacheLayout = pages_of(vllm_config, kv_cache_config)
+        self._cache_layout: CacheLayout = cache_layout_of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
         self._stored: StepMeta | None = None
         if role == KVConnectorRole.WORKER:
-            self._worker = self._make_worker(self._pages)
+            self._worker = self._make_worker(self._cache_layout)
         elif getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") != "recompute":
             log.warning(
                 'kv_load_failure_policy is "fail": a block that cannot be copied in then fails its request; '
                 'set "recompute", so that it costs time only'
             )
 
-    def _make_worker(self, pages: CacheLayout) -> WorkerHalf:
-        return WorkerHalf(pages)
+    def _make_worker(self, cache_layout: CacheLayout) -> WorkerHalf:
+        return WorkerHalf(cache_layout)
 
-    # A cache is no delivery: what is not saved is computed again.
+    # A cache delivers nothing: a block that is not saved is computed again.
     @property
     def requires_kv_delivery(self) -> bool:
         return False
@@ -82,17 +84,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         ahead: int | str = config.offload.spill_ahead
         if ahead == "auto":
-            # What four steps can consume, at most a quarter of the pool.
-            ahead = min(4 * -(-tokens // block_tokens_of(self._kv_cache_config)), self._pages.blocks // 4)
+            # Blocks that four steps can consume, at most a quarter of the pool.
+            ahead = min(4 * -(-tokens // block_tokens_of(self._kv_cache_config)), self._cache_layout.blocks // 4)
         return ConnectorLimits(
-            lookup_deadline=seconds(extra, "lookup_deadline", config.deadlines.lookup),
+            lookup_deadline_s=seconds_of(extra, "lookup_deadline", config.deadlines.lookup),
             prefetch_s=config.deadlines.get,
-            flush_timeout=seconds(extra, "flush_timeout", 3.0),
-            ack_timeout=seconds(extra, "ack_timeout", 30.0),
+            flush_timeout_s=seconds_of(extra, "flush_timeout", 3.0),
+            ack_timeout_s=seconds_of(extra, "ack_timeout", 30.0),
             step_bytes=parse_size(extra.get("step_bytes", "64MiB")),
-            spill_ahead=int(ahead),
+            spill_ahead_blocks=int(ahead),
             decode=bool(extra.get("decode_blocks", True)),
-            weighs=weighs(extra),
+            weighs_loads=weighs_loads(extra),
         )
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────
@@ -103,7 +105,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """All workers have registered their tensors: name them, open the cache. Raises what makes a start fail."""
+        """All workers have registered their tensors: open the cache in their namespace. Raises ConfigError or
+        IdentityError, and the engine does not start."""
         ranks = {rank: shake for rank, shake in metadata.items() if isinstance(shake, Handshake)}
         here = host_identity()
         for rank, shake in ranks.items():
@@ -114,7 +117,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                     f"rank {rank} runs on {shake.host}, the scheduler on {here}: workers map the scheduler's memory, "
                     "so all ranks of one engine must share its host and PID namespace"
                 )
-        namespace = namespace_of(self._vllm_config, self._settings, self._pages, ranks)
+        namespace = namespace_of(self._vllm_config, self._settings, self._cache_layout, ranks)
         config = self._settings.config
         near = [shake.cpus for _, shake in sorted(ranks.items())]
         events = (
@@ -133,26 +136,24 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
         self._scheduler = SchedulerHalf(
             core,
-            Scopes(config),
-            Controls(config),
+            RequestReader(config),
             config.offload,
             self._limits(),
-            self._pages.ranks,
+            self._cache_layout.ranks,
             SystemClock(),
             events,
         )
         if self._pool is not None:
             self._scheduler.bind(self._pool)
 
+    @falls_back_to(None)
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
-            guarded(self._scheduler.arrive, request, fallback=None)
+            self._scheduler.arrive(request)
 
+    @falls_back_to((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None:
-            return 0, False
-        nothing: tuple[int | None, bool] = (0, False)
-        return guarded(self._scheduler.match, request, num_computed_tokens, fallback=nothing)
+        return (0, False) if self._scheduler is None else self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         half = self._scheduler
@@ -168,36 +169,35 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMeta(-1)
-        meta = guarded(self._scheduler.plan, scheduler_output, fallback=None)
+        meta = or_fallback(self._scheduler.plan, scheduler_output, fallback=None)
         return meta if meta is not None else StepMeta(-1, loads=self._scheduler.take_loads())
 
+    @falls_back_to(None)
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
-            guarded(self._scheduler.completed, connector_output, fallback=None)
+            self._scheduler.completed(connector_output)
 
+    @falls_back_to((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is None:
-            return False, None
-        nothing: tuple[bool, dict[str, Any] | None] = (False, None)
-        return guarded(self._scheduler.finish, request, fallback=nothing)
+        return (False, None) if self._scheduler is None else self._scheduler.finish(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
 
+    @falls_back_to(False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and guarded(self._scheduler.pending, fallback=False)
+        return self._scheduler is not None and self._scheduler.pending()
 
+    @falls_back_to(False)
     def reset_cache(self) -> bool | None:
-        return None if self._scheduler is None else guarded(self._scheduler.reset, fallback=False)
+        return None if self._scheduler is None else self._scheduler.reset()
 
+    @falls_back_to(None)
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        if self._scheduler is None:
-            return None
-        nothing: dict[str, int] = {}
-        news = guarded(self._scheduler.news, fallback=nothing)
-        return KVTierStats(data=news) if news else None
+        counted = self._scheduler.counted() if self._scheduler is not None else {}
+        return KVTierStats(data=counted) if counted else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
@@ -216,8 +216,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         if self._scheduler is None or not num_external_tokens:
             return {}
-        unknown: dict[str, int] = {}
-        tiers = guarded(self._scheduler.sources, request, fallback=unknown)
+        tiers = or_fallback(self._scheduler.sources, request, fallback=dict[str, int]())
         return compat.hit_sources(tiers) or {self._cache_hit_source: num_external_tokens}
 
     # ── worker ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,13 +227,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Sleep mode (called from 0.33 on).
 
+    @falls_back_to(None)
     def unregister_kv_caches(self) -> None:
         if self._worker is not None:
-            guarded(self._worker.suspend, fallback=None)
+            self._worker.suspend()
 
+    @falls_back_to(None)
     def restore_kv_caches(self) -> None:
         if self._worker is not None:
-            guarded(self._worker.resume, fallback=None)
+            self._worker.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self._worker is not None
@@ -245,7 +246,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         assert worker is not None and isinstance(meta, StepMeta)
         worker.start(meta.step)
         if meta.arena is not None:
-            guarded(worker.attach, meta.arena, fallback=None)
+            or_fallback(worker.attach, meta.arena, fallback=None)
         worker.load(meta.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -271,7 +272,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         assert worker is not None
         meta = self._connector_metadata
         self._store_once(meta)
-        guarded(worker.poll, fallback=None)
+        or_fallback(worker.poll, fallback=None)
         freed = set(meta.freed) if isinstance(meta, StepMeta) else set()
         return freed or None, worker.received() or None
 
@@ -284,8 +285,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):
             if half is not None:
-                guarded(half.close, fallback=None)
+                or_fallback(half.close, fallback=None)
 
+    @falls_back_to(())
     def take_events(self) -> Iterable[Any]:
-        nothing: list[Any] = []
-        return nothing if self._scheduler is None else guarded(self._scheduler.take_events, fallback=nothing)
+        return () if self._scheduler is None else self._scheduler.take_events()

@@ -2,8 +2,8 @@
 
     G2: medium CPU, LOCAL        G3: medium STORAGE, LOCAL        G4: medium STORAGE, REMOTE        ownership "kvtier"
 
-A BlockStored tells the tokens of its block and the block before it, as vLLM's own do, where the block's request was
-seen by this engine lately; else only its hash, with `block_size` 0, as vLLM's offloading does.
+A BlockStored names the tokens of its block and the block before it, as vLLM's own do, where this engine saw the block's
+request lately; else only its hash, with `block_size` 0, as vLLM's offloading does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Content:
 
 
 class KVEvents:
-    """Turns tiers' changes into vLLM's events. Used on the engine's thread; `events` may be told things on any."""
+    """Turns tiers' changes into vLLM's events. Used on the engine's thread; `events` may be written to on any."""
 
     def __init__(self, block_tokens: int, kind: str | None = None, known_max: int = _KNOWN_MAX) -> None:
         """`kind`: vLLM's name of the KV cache group's kind. The content of `known_max` blocks is remembered."""
@@ -61,7 +61,7 @@ class KVEvents:
             self._known.popitem(last=False)
 
     def clear(self) -> None:
-        """The engine has new weights: nothing told until now can be found any more."""
+        """The engine has new weights: no block reported until now can be found any more."""
         self.events.take()
         self._known.clear()
         self._cleared = True

@@ -1,12 +1,10 @@
-"""The namespace of a vLLM engine, read from its configuration; what cannot be named is refused at start.
+"""The namespace of a vLLM engine, read from its configuration, and the fingerprints of its adapters.
 
-Also the fingerprints of its adapters.
+Engines whose blocks no namespace can tell apart are refused at start.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import sys
@@ -14,12 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.common import Settings, adapter_of, model_name, weights_of
+from kvtier.connectors.identity import digest16, model_name, rope_of, weights_of
+from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.compat import hash_problem
 from kvtier.connectors.vllm.messages import Handshake
 from kvtier.connectors.vllm.worker import CacheLayout
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
+from kvtier.identity.weights import fingerprint
 
 HASH_VERSION = "vllm-1"
 """vLLM's hash chain H((parent, tokens, extra keys)): one form in all supported releases."""
@@ -28,8 +28,8 @@ _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _ADAPTERS_MAX = 4096
 
 
-def pages_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
-    """What the engine keeps per block. Raises IdentityError for models and set-ups that are not served."""
+def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
+    """Layers and bytes of a block. Raises IdentityError for models and set-ups that are not served."""
     _refuse_shapes(vllm_config.parallel_config)
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -85,82 +85,81 @@ def block_tokens_of(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def namespace_of(vllm_config: Any, settings: Settings, pages: CacheLayout, ranks: Mapping[int, Handshake]) -> Namespace:
+def namespace_of(
+    vllm_config: Any, settings: Settings, cache_layout: CacheLayout, ranks: Mapping[int, Handshake]
+) -> Namespace:
     """The identity of this engine's blocks. Reads the checkpoint. Raises IdentityError."""
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    if problem := hash_problem(cache.prefix_caching_hash_algo, bool(sys.flags.hash_randomization)):
-        raise IdentityError(problem)
-    if getattr(cache, "calculate_kv_scales", False):
-        raise IdentityError("calculate_kv_scales: scales computed at run time are not stored; use static ones")
+    fields = engine_fields(vllm_config, settings, randomised=bool(sys.flags.hash_randomization))
     shakes = [ranks[rank] for rank in sorted(ranks)]
-    if len(shakes) != pages.ranks or len({(s.layout, s.dtype, s.piece_bytes) for s in shakes}) != 1:
-        raise IdentityError(f"{pages.ranks} ranks with equal tensors are needed, got {shakes}")
-    pieces = 1 if pages.replicated else pages.ranks
+    if len(shakes) != cache_layout.ranks or len({(s.layout, s.dtype, s.piece_bytes) for s in shakes}) != 1:
+        raise IdentityError(f"{cache_layout.ranks} ranks with equal tensors are needed, got {shakes}")
+    pieces = 1 if cache_layout.replicated else cache_layout.ranks
     return Namespace(
-        model=model_name(model.model, settings.model),
-        weights=engine_weights(vllm_config, settings),
-        dtype=shakes[0].dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
-        layout=f"vllm:{pages.layout}:{short(list(pages.layers))}:{shakes[0].layout}",
-        block_tokens=int(cache.block_size),
+        model=model_name(vllm_config.model_config.model, settings.model),
+        dtype=fields["quantization"] or shakes[0].dtype,
+        layout=f"vllm:{cache_layout.layout}:{digest16(list(cache_layout.layers))}:{shakes[0].layout}",
+        block_tokens=int(vllm_config.cache_config.block_size),
         block_bytes=shakes[0].piece_bytes * pieces,
-        layers=f"0:{len(pages.layers)}",
+        layers=f"0:{len(cache_layout.layers)}",
         ranks_served=pieces,
-        tp=pages.ranks,
-        group="mla" if getattr(model, "use_mla", False) else "full",
-        quantization="" if cache.cache_dtype == "auto" else str(cache.cache_dtype),
-        scales="checkpoint" if str(cache.cache_dtype).startswith("fp8") else "",
-        rope=rope_of(model),
-        hash_algorithm=algorithm_of(cache.prefix_caching_hash_algo),
-        hash_version=HASH_VERSION,
+        tp=cache_layout.ranks,
+        **fields,
     )
 
 
-def engine_weights(vllm_config: Any, settings: Settings) -> str:
-    """The checkpoint, and what the engine makes of it before it computes with it."""
+def engine_fields(vllm_config: Any, settings: Settings, *, randomised: bool) -> dict[str, Any]:
+    """The fields of a namespace that say what the engine computes, whatever the shape of its blocks. `randomised`: the
+    interpreter's hashes are. Reads the checkpoint. Raises IdentityError for what cannot be named."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if problem := hash_problem(cache.prefix_caching_hash_algo, randomised):
+        raise IdentityError(problem)
+    kind = str(cache.cache_dtype)
+    if getattr(cache, "calculate_kv_scales", False) or "per_token" in kind:
+        raise IdentityError(
+            f"KV scales computed at run time (calculate_kv_scales, cache dtype {kind}) are not stored; use static ones"
+        )
+    return {
+        "weights": _weights(vllm_config, settings),
+        "group": "mla" if getattr(model, "use_mla", False) else "full",
+        "quantization": "" if kind == "auto" else kind,
+        "scales": "checkpoint" if kind.startswith("fp8") else "",
+        "rope": rope_of("vllm", model),
+        "hash_algorithm": _algorithm(cache.prefix_caching_hash_algo),
+        "hash_version": HASH_VERSION,
+    }
+
+
+def _weights(vllm_config: Any, settings: Settings) -> str:
+    """Fingerprint of the checkpoint and of the options by which the engine changes it before it computes."""
     model = vllm_config.model_config
-    made = {
+    options = {
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "overrides": str(getattr(model, "hf_overrides", None) or ""),
         "draft": str(getattr(vllm_config.speculative_config, "model", "") or ""),
     }
-    return f"{weights_of(settings, model.model, model.revision)}+{short(made)}"
+    return f"{weights_of(settings, model.model, model.revision)}+{digest16(options)}"
 
 
-def rope_of(model_config: Any) -> str:
-    """The parameters of the positions, which are in the keys."""
-    text = getattr(model_config, "hf_text_config", None) or model_config.hf_config
-    return _canonical({name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")})
-
-
-def algorithm_of(name: str) -> str:
+def _algorithm(name: str) -> str:
     """Plain sha256 hashes a pickle, whose bytes belong to a version of Python."""
     return name if "cbor" in name else f"{name}/python{'.'.join(platform.python_version_tuple()[:2])}"
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-
-
-def short(value: Any) -> str:
-    """A digest of plain data for a name."""
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()[:16]
 
 
 class Adapters:
     """Fingerprints of LoRA adapters by the id under which the engine loaded them.
 
-    The engine loads an adapter's files once per id, so an id keeps the fingerprint of its first sight. If the files
-    change afterwards nobody can tell which version an engine holds that also drops and reloads adapters: such an id
-    is not cached any more (load the new weights under a new id). Reads files on the caller's thread, a few KiB per
-    tensor at the first sight and one `stat` per file afterwards.
+    The engine loads an adapter's files once per id, so an id keeps its first fingerprint. If the files change
+    afterwards, which version the engine holds is unknown, since it drops and reloads adapters: such an id is not
+    cached any more (load the new weights under a new id). Reads files on the caller's thread, a few KiB per tensor the
+    first time and one `stat` per file afterwards.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], tuple[tuple[Any, ...], bytes | None]] = {}
 
     def of(self, request: Any | None) -> bytes | None:
-        """b"" without adapter; None where its weights cannot be named."""
+        """b"" without adapter; None where nothing names its weights."""
         if request is None:
             return b""
         path = getattr(request, "lora_path", "") or ""
@@ -178,7 +177,7 @@ class Adapters:
 
 def _fingerprint(path: str) -> bytes | None:
     try:
-        return adapter_of(path)
+        return fingerprint(path).encode("ascii")
     except (IdentityError, OSError):
         return None
 

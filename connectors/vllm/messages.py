@@ -1,4 +1,4 @@
-"""What vLLM's scheduler process and its workers tell each other, once per step.
+"""Messages between vLLM's scheduler process and its workers, once per step.
 
 All of it is plain data that pickles: numbers, bytes, tuples. Memory never travels; workers map the arena themselves.
 """

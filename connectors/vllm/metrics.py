@@ -14,11 +14,13 @@ from typing import Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvtier.connectors.counters import EVENTS, TOKENS_READ
+
 _READ = "tokens_read_"
 
 
 class KVTierStats(KVConnectorStats):
-    """Increments since the last report: `data` is name → count, plain numbers."""
+    """Growth since the last report: `data` is name → count, plain numbers."""
 
     data: dict[str, Any]
 
@@ -49,15 +51,9 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[prometheus_client.Counter]
         self._labels = per_engine_labelvalues
-        self._read = counter(
-            name="vllm:kvtier_tokens_read",
-            documentation="Prompt tokens read by kvtier, by tier.",
-            labelnames=[*labelnames, "tier"],
-        )
-        self._events = counter(
-            name="vllm:kvtier_events",
-            documentation="What happened to kvtier's blocks and lookups.",
-            labelnames=[*labelnames, "event"],
+        self._read, self._events = (
+            counter(name=f"vllm:{family.name}", documentation=family.help, labelnames=[*labelnames, family.label])
+            for family in (TOKENS_READ, EVENTS)
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -4,7 +4,7 @@
     it may be scheduled    → `match`: what lies in G2 now is pinned; None while promotion may still finish in time
     it has got blocks      → `allocated`: a load of the pinned slots
     a step is planned      → `plan`: loads and stores for the workers
-    a step has run         → `completed`: loads end, blocks are confirmed, stores are published or given up
+    a step has run         → `completed`: loads end, blocks are confirmed, stores are published or aborted
     it ends                → `finish`
 
 Called on the engine's one scheduler thread; nothing here waits.
@@ -19,37 +19,40 @@ from typing import Any
 from kvtier.cache import Cache
 from kvtier.clock import Clock
 from kvtier.config import Offload
-from kvtier.connectors.common import Controls, PrefillClock, Scopes, engine_keys
+from kvtier.connectors.counters import Growth
 from kvtier.connectors.feedback import Feedback
+from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.prefill_clock import PrefillClock
+from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
 from kvtier.connectors.vllm.events import KVEvents
-from kvtier.connectors.vllm.identity import Adapters
-from kvtier.connectors.vllm.loads import Fetched, Loads, RequestState
+from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import ArenaHandle, Load, StepMeta, WorkerMeta
+from kvtier.connectors.vllm.requests import RequestReader, RequestState
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 
 log = logging.getLogger(__name__)
 
 _LEASE_S = 1.0
 """How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
-_GIVE_BACK_S = 0.5
-"""How much longer than `flush_timeout` an idle engine steps where blocks are held that long: a step gives them back."""
+_RETURN_S = 0.5
+"""How much longer than `flush_timeout_s` an idle engine steps where blocks are held that long: a step returns them."""
 _LAUNCHED_MAX = 64
 """Steps whose answers are awaited at most; more would mean that they do not come."""
 
 
 class SchedulerHalf:
-    """See the module. Owns the bookkeeping of one engine; the cache itself belongs to `core`."""
+    """See the module. Owns the state of one engine's requests and blocks; the cache itself belongs to `core`."""
 
     def __init__(
         self,
         core: SchedulerCache,
-        scopes: Scopes,
-        controls: Controls,
+        reader: RequestReader,
         offload: Offload,
         limits: ConnectorLimits,
         ranks: int,
@@ -57,20 +60,17 @@ class SchedulerHalf:
         events: KVEvents | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._told: dict[str, int] = {}
+        self._growth: Growth[str] = Growth()
         self._core = core
         self._events = events
-        self._scopes = scopes
-        self._controls = controls
-        self._default = controls.parse(None).chain_terms(core.namespace.block_tokens).only
-        self._offload = offload
+        self._reader = reader
+        self._default = reader.controls.parse(None).chain_terms(core.namespace.block_tokens).only
         self._limits = limits
         self._clock = clock
         self._block_tokens = core.namespace.block_tokens
-        self._adapters = Adapters()
-        self._visits: dict[str, RequestState] = {}
+        self._requests: dict[str, RequestState] = {}
         self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
-        self._wishes = Feedback(self._block_tokens)
+        self._feedback = Feedback(self._block_tokens)
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers know
         self._idle_since: float | None = None
@@ -93,109 +93,107 @@ class SchedulerHalf:
 
     @property
     def _manager(self) -> Manager | None:
-        current = self._core.current
-        return None if current is None else current[0].manager
+        cache = self._core.cache
+        return None if cache is None else cache.manager
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, request: Any) -> None:
         """A request was queued."""
-        visit = self._visit(request)
-        current = self._core.current
-        if current is None or visit.prefetch is not None:
+        state = self._state_of(request)
+        cache = self._core.cache
+        if cache is None or state.promoted.future is not None:
             return
-        self._prefetch(current[0], visit, request)
-        if visit.scope is not None:
-            visit.pinning = self._wishes.pin(current[0], visit.scope, visit.control, self._prompt(visit))
+        self._prefetch(cache, state)
+        if state.scope is not None:
+            prompt = state.prompt(self._block_tokens)
+            state.pinning = self._feedback.pin(cache, state.scope, state.control, prompt)
 
-    def _prompt(self, visit: RequestState) -> list[BlockKey]:
-        return visit.track.chain[: visit.track.request.num_prompt_tokens // self._block_tokens]
-
-    def _visit(self, request: Any) -> RequestState:
+    def _state_of(self, request: Any) -> RequestState:
         name = request.request_id
-        visit = self._visits.get(name)
-        if visit is not None:
-            return visit
-        control = self._controls.parse(compat.control_of(request))
-        adapter = self._adapters.of(compat.adapter_of(request))
-        scope = None
-        if adapter is not None and not compat.holds_foreign_state(request):
-            scope = self._scopes.of(compat.salt_of(request), adapter, control.request)
+        state = self._requests.get(name)
+        if state is not None:
+            return state
+        control, scope = self._reader.read(request)
         track = Track(name, request, Chain((), control.chain_terms(self._block_tokens)))
-        track.keep = control.store and scope is not None
+        track.storable = control.store and scope is not None
         if not self._limits.decode:
-            track.keep_blocks = request.num_prompt_tokens // self._block_tokens
-        visit = RequestState(track, scope, control)
-        self._visits[name] = visit
+            track.storable_blocks = request.num_prompt_tokens // self._block_tokens
+        state = RequestState(track, scope, control)
+        self._requests[name] = state
         self._idle_since = None  # nobody asks `pending` while there are requests
         self._confirmer.start(track)
-        self._grow(visit)
-        return visit
+        self._grow(state)
+        return state
 
-    def _grow(self, visit: RequestState) -> None:
-        if visit.scope is not None:
-            chain = visit.track.chain
+    def _grow(self, state: RequestState) -> None:
+        if state.scope is not None:
+            chain = state.track.chain
             known = len(chain)
-            if hashes := compat.hashes_of(visit.track.request, known):
-                chain.extend(engine_keys(visit.scope, hashes))
+            if hashes := compat.hashes_of(state.track.request, known):
+                chain.extend(engine_keys(state.scope, hashes))
                 if self._events is not None:
-                    self._events.remember(visit.track.request, chain, known)
+                    self._events.remember(state.track.request, chain, known)
 
-    def _readable(self, visit: RequestState) -> int:
+    def _readable(self, state: RequestState) -> int:
         """Blocks that may be read: the last token is always computed."""
-        request = visit.track.request
-        if visit.scope is None or not visit.control.load or compat.unwanted(request):
+        request = state.track.request
+        if state.scope is None or not state.control.load or compat.unwanted(request):
             return 0
-        return int(min(len(visit.track.chain), (request.num_tokens - 1) // self._block_tokens))
+        return int(min(len(state.track.chain), (request.num_tokens - 1) // self._block_tokens))
 
-    def _prefetch(self, cache: Cache, visit: RequestState, request: Any) -> None:
-        manager, usable = cache.manager, self._readable(visit)
+    def _prefetch(self, cache: Cache, state: RequestState) -> None:
+        manager, usable = cache.manager, self._readable(state)
         if not manager.lower or not usable:
             return
-        chain = visit.track.chain[:usable]
+        chain = state.track.chain[:usable]
         start = self._pool.resident(chain) if self._pool is not None else 0
         if manager.prefix(chain[start:]) == usable - start:
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
-        visit.prefetch = cache.submit(_fetch(manager, chain, deadline, start))
+        state.promoted = Promoted(cache.submit(_promote(manager, chain, deadline, start)), start)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
-        visit = self._visit(request)
-        track = visit.track
+        state = self._state_of(request)
+        track = state.track
         if track.table:
             self._confirmer.displace(track)
-        self._grow(visit)
+        self._grow(state)
         manager = self._manager
-        start, usable = computed // self._block_tokens, self._readable(visit)
+        start, usable = computed // self._block_tokens, self._readable(state)
         now = self._clock.monotonic()
-        lease = visit.lease
-        if lease is not None and now < visit.lease_until and (visit.lease_start, visit.lease_usable) == (start, usable):
+        lease = state.lease
+        if (
+            lease is not None
+            and now < state.lease_until_s
+            and (state.lease_start, state.lease_usable) == (start, usable)
+        ):
             return len(lease) * self._block_tokens, len(lease) > 0  # it was asked for before, and got no blocks
-        visit.drop_lease()
+        state.drop_lease()
         if manager is None or start >= usable:
             return 0, False
-        if visit.prefetch is not None and not visit.prefetch.done():
-            if visit.ask_until is None:
-                visit.ask_until = now + self._limits.lookup_deadline
-            if now < visit.ask_until:
+        if not state.promoted.done:
+            if state.wait_until_s is None:
+                state.wait_until_s = now + self._limits.lookup_deadline_s
+            if now < state.wait_until_s:
                 return None, False
             self.counters["lookups_late"] += 1
-        visit.asked = usable - start
+        state.asked = usable - start
         lease = manager.pin(track.chain[:usable], start)
-        visit.lease, visit.lease_start, visit.lease_usable, visit.lease_until = lease, start, usable, now + _LEASE_S
+        state.lease, state.lease_start, state.lease_usable, state.lease_until_s = lease, start, usable, now + _LEASE_S
         return len(lease) * self._block_tokens, len(lease) > 0
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine gave the request blocks, and expects `tokens` of them to be loaded."""
-        visit = self._visit(request)
+        state = self._state_of(request)
         table = compat.table_of(blocks)
         self._stores.taken(len(table))
-        self._stores.forget(self._confirmer.place(visit.track, table))
-        self._loads.promise(self._manager, visit, tokens // self._block_tokens)
+        self._stores.forget(self._confirmer.place(state.track, table))
+        self._loads.plan(self._manager, state, tokens // self._block_tokens)
 
     def refuse(self, request: Any, blocks: Any) -> None:
-        """Something went wrong after a load was promised: have the workers report it as failed, all of it."""
+        """`allocated` failed, and the request waits for its load: have the workers report all of it as failed."""
         self._loads.refuse(request.request_id, compat.table_of(blocks))
 
     def sources(self, request: Any) -> dict[str, int]:
@@ -224,7 +222,7 @@ class SchedulerHalf:
         confirmer.plan(self._step)
         meta = StepMeta(self._step, self._new_arena())
         if stores and (manager := self._manager) is not None:
-            meta.stores = stores.plan(manager, idle=not self._visits)
+            meta.stores = stores.plan(manager, idle=not self._requests)
         meta.freed = self._release_delayed()
         meta.loads = self.take_loads()
         # On a CPU the forward waits for the step's loads.
@@ -233,7 +231,7 @@ class SchedulerHalf:
         return meta
 
     def take_loads(self) -> list[Load]:
-        """Loads that were promised and not handed out yet: their requests wait for an answer, whatever happens."""
+        """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
         return self._loads.take()
 
     def _new_arena(self) -> ArenaHandle | None:
@@ -249,7 +247,7 @@ class SchedulerHalf:
         answers = meta if isinstance(meta, WorkerMeta) else None
         if bad := getattr(output, "invalid_block_ids", None):  # first: copies of these may be among the answers
             self._confirmer.fail(bad)
-            self._stores.spoil(bad)
+            self._stores.distrust(bad)
         if answers is None:
             return
         for job, ranks in answers.done.items():
@@ -262,22 +260,22 @@ class SchedulerHalf:
         while self._launched and self._launched[0][0] <= answers.step:
             _, tokens, began = self._launched.popleft()
             self._prefill.ran(tokens, began, now)
-        self._stores.give_up_on_silence(now)
+        self._stores.abort_overdue(now)
 
     def _computed(self, blocks: int, seconds: float) -> None:
-        if self._limits.weighs and (manager := self._manager) is not None:
+        if self._limits.weighs_loads and (manager := self._manager) is not None:
             manager.computed(blocks, seconds)
 
     def _known(self, track: Track) -> int:
-        visit = self._visits.get(track.name)
-        if visit is not None and visit.track is track:
-            self._grow(visit)
+        state = self._requests.get(track.name)
+        if state is not None and state.track is track:
+            self._grow(state)
         return int(track.request.num_tokens) - 1
 
     def _mark(self, confirmed: Confirmed) -> None:
         track, start, blocks, tokens, found = confirmed
-        count = track.keep_blocks - start
-        if not track.keep or count <= 0:
+        count = track.storable_blocks - start
+        if not track.storable or count <= 0:
             return
         blocks, tokens, chain = blocks[:count], tokens[:count], track.chain
         manager = self._manager
@@ -292,36 +290,35 @@ class SchedulerHalf:
 
     def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """The request is over. True: keep its blocks until its name comes back from the workers."""
-        visit = self._visits.pop(request.request_id, None)
-        if visit is None:
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
             return False, None
-        self._grow(visit)
-        visit.drop_lease()
-        if visit.prefetch is not None:
-            visit.prefetch.cancel()
+        self._grow(state)
+        state.drop_lease()
+        state.promoted.abandon()
         self._confirmer.finish(request.request_id)
-        told = self._told_of(visit)
-        return self._delay(visit), {"kvtier": told} if told else None
+        answer = self._answer_to(state)
+        return self._delay(state), {"kvtier": answer} if answer else None
 
-    def _told_of(self, visit: RequestState) -> dict[str, Any]:
-        """What the request's sender learns of it."""
-        if visit.scope is None:
-            return {"tokens_read": dict(visit.read)} if visit.read else {}
-        name = compat.public_name(visit.track.request)
-        return self._wishes.told(name, visit.scope, visit.control, self._prompt(visit), visit.read, visit.pinning)
+    def _answer_to(self, state: RequestState) -> dict[str, Any]:
+        """The answer to the request's sender."""
+        if state.scope is None:
+            return {"tokens_read": dict(state.read)} if state.read else {}
+        name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
+        return self._feedback.of(name, state.scope, state.control, prompt, state.read, state.pinning)
 
-    def _delay(self, visit: RequestState) -> bool:
+    def _delay(self, state: RequestState) -> bool:
         """Without names in the pool, blocks are only known as long as the request holds them: keep them until they
         are copied, at most a quarter of the pool and not long."""
-        pool, track = self._pool, visit.track
-        if pool is None or pool.caching or self._stores.stopped or not track.keep or not track.table:
+        pool, track = self._pool, state.track
+        if pool is None or pool.caching or self._stores.stopped or not track.storable or not track.table:
             return False
         held = sum(len(track.table) for track, _, _ in self._delayed.values())
         if 4 * (held + len(track.table)) > pool.blocks:
             self.counters["spill_lost"] += len(track.table)
             self._confirmer.displace(track)
             return False
-        self._delayed[track.name] = (track, self._step, self._clock.monotonic() + self._limits.flush_timeout)
+        self._delayed[track.name] = (track, self._step, self._clock.monotonic() + self._limits.flush_timeout_s)
         return True
 
     def _release_delayed(self) -> list[str]:
@@ -339,25 +336,21 @@ class SchedulerHalf:
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
         requests are held, and there is time for it. What is held keeps the engine from resetting its prefix cache."""
-        if self._visits:
+        if self._requests:
             return False
         now = self._clock.monotonic()
         if self._idle_since is None:
             self._idle_since = now
         idle = now - self._idle_since
         if self._delayed or self._loads:  # steps take the answers that give these blocks back to the engine
-            return idle < self._limits.flush_timeout + _GIVE_BACK_S
-        if idle >= self._limits.flush_timeout:
+            return idle < self._limits.flush_timeout_s + _RETURN_S
+        if idle >= self._limits.flush_timeout_s:
             return False
         return not self._stores.stopped and self._manager is not None and bool(self._stores)
 
-    def news(self) -> dict[str, int]:
-        """Counters that moved since the last call, and by how much."""
-        if self._told == self.counters:
-            return {}
-        moved = {name: count - self._told.get(name, 0) for name, count in self.counters.items()}
-        self._told = dict(self.counters)
-        return {name: count for name, count in moved.items() if count > 0}
+    def counted(self) -> dict[str, int]:
+        """Counters that grew since the last call, and by how much."""
+        return self._growth.since_last(self.counters)
 
     def take_events(self) -> list[Any]:
         """vLLM's KV events of the tiers' blocks since the last call."""
@@ -369,17 +362,17 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.clear()
         self._stores.clear()
-        for visit in self._visits.values():
-            visit.drop_lease()
-            visit.scope, visit.track.keep = None, False  # they run with blocks of both: nothing of them is kept
+        for state in self._requests.values():
+            state.drop_lease()
+            state.scope, state.track.storable = None, False  # they run with blocks of both: nothing of them is kept
         return True
 
     def close(self) -> None:
-        """Flush within `flush_timeout` and let go of the tiers."""
-        for visit in self._visits.values():
-            visit.drop_lease()
+        """Flush within `flush_timeout_s` and release the tiers."""
+        for state in self._requests.values():
+            state.drop_lease()
         self._loads.close()
-        self._core.close(self._limits.flush_timeout)
+        self._core.close(self._limits.flush_timeout_s)
 
     def check(self) -> None:
         """Assert the invariants of the parts."""
@@ -387,9 +380,8 @@ class SchedulerHalf:
         self._stores.check()
 
 
-async def _fetch(manager: Manager, chain: list[BlockKey], deadline: float, start: int) -> Fetched:
-    """Promote, and say what came of it. Leaves nothing pinned, however it ends: nobody may be there to
-    take a lease from a future that was cancelled; `match` pins when the request may run."""
+async def _promote(manager: Manager, chain: list[BlockKey], deadline: float, start: int) -> Lease:
+    """Promote, and release the lease: nobody may be there to take it from a future that was cancelled. It still says
+    where blocks were found; `match` pins when the request may run."""
     with await manager.promote(chain, deadline, start) as lease:
-        tiers = {depth: tier for depth, tier in enumerate(lease.tiers, start) if tier != "g2"}
-        return Fetched(start + len(lease), tiers, lease.miss)
+        return lease

@@ -1,8 +1,8 @@
-"""Blocks on their way from vLLM's pool into G2: which ones, when, and what becomes of the copies.
+"""Stores: blocks on their way from vLLM's pool into G2, from their confirmation to the end of their copies.
 
 A confirmed block is dirty until it is copied. A step's copies are those that will soon be handed out again (the head
 of the pool's free queue), then those that have been dirty for long. Copies take no reference: a copy is published
-only if the block still is in the tenancy in which it was confirmed, after all ranks have answered.
+only if the block still is in the use in which it was confirmed, after all ranks have answered.
 
 Called on the engine's one scheduler thread; nothing here waits.
 """
@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import attrgetter
 
 from kvtier.clock import Clock
 from kvtier.config import Offload
+from kvtier.connectors.runs import runs_of
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.confirm import Chain, Confirmer, Token
 from kvtier.connectors.vllm.messages import StepMoves
@@ -35,16 +37,16 @@ _PRESSED_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ConnectorLimits:
-    """Bounds of the connector. Times in seconds."""
+    """Bounds of the connector."""
 
-    lookup_deadline: float  # a request is kept waiting for promotion at most so long
-    prefetch_s: float  # a promotion that nobody waits for goes on at most so long
-    flush_timeout: float = 3.0  # an idle or stopping engine copies out at most so long
-    ack_timeout: float = 30.0  # a rank that leaves a copy unanswered longer has stopped answering
+    lookup_deadline_s: float  # a request waits for promotion at most so long
+    prefetch_s: float  # a promotion for which no request waits goes on at most so long
+    flush_timeout_s: float = 3.0  # an idle or stopping engine copies out at most so long
+    ack_timeout_s: float = 30.0  # a rank that leaves a copy unanswered longer has stopped answering
     step_bytes: int = 64 << 20  # copied out per step
-    spill_ahead: int = 64  # blocks at the head of the free queue that are kept copied
-    decode: bool = True  # blocks that were filled by decoding are kept, too
-    weighs: bool = True  # what would arrive later than prefill takes is computed
+    spill_ahead_blocks: int = 64  # at the head of the free queue: copied before they are handed out
+    decode: bool = True  # blocks that were filled by decoding are stored, too
+    weighs_loads: bool = True  # blocks that would arrive later than prefill takes are computed
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +75,7 @@ class _Storing:
 
     manager: Manager
     runs: list[_Copies]
-    since: float
+    since_s: float  # monotonic
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
     abandoned: bool = False
@@ -126,7 +128,7 @@ class Stores:
         for depth, block, token in zip(range(start, start + len(blocks)), blocks, tokens, strict=True):
             known = self._dirty.get(chain[depth])
             if known is not None:
-                if self._confirmer.holds(known.slot, known.token):
+                if self._confirmer.lasts(known.slot, known.token):
                     continue
                 self.forget((known.slot,))
             if self._dirty.at(block):
@@ -141,8 +143,8 @@ class Stores:
         """These blocks hold something else now."""
         self._counters["spill_lost"] += self._dirty.discard(blocks)
 
-    def spoil(self, bad: set[int]) -> None:
-        """These blocks hold something else than they should: neither they nor copies of them under way count."""
+    def distrust(self, bad: set[int]) -> None:
+        """These blocks are wrong: neither they nor copies of them under way count."""
         self.forget(sorted(bad))
         for work in self._storing.values():
             work.failed |= {position for position, block in enumerate(work.blocks()) if block in bad}
@@ -169,19 +171,23 @@ class Stores:
         by_age = self._offload.mode != "lazy" and now >= self._look_at
         near, aged = self._horizon_moved(pool), eager or by_age
         # With fewer free blocks than the horizon has, blocks in use come next: handed out as soon as they are free.
-        pressed = pool.caching and pool.free() < self.limits.spill_ahead
+        pressed = pool.caching and pool.free() < self.limits.spill_ahead_blocks
         if pressed and now >= self._look_at - self._grain + _PRESSED_S:
             aged = eager = True
         if not near and not aged:
             return []
         limit = max(1, self.limits.step_bytes // manager.host.block_bytes)
-        head = pool.head(self.limits.spill_ahead) if near else ()
+        head = pool.head(self.limits.spill_ahead_blocks) if near else ()
         before = (now if eager else now - self._offload.dirty_max_age) if aged else -math.inf
         picked = self._dirty.pick(head, limit, before)
         if len(picked) < limit:  # else there is more of it
             self._walked_free, self._taken = (pool.free(), 0) if near else (self._walked_free, self._taken)
             self._look_at = now + self._grain if aged else self._look_at
-        runs = [copies for run in _runs(picked) if (copies := self._reserve(manager, run)) is not None]
+        runs = [
+            copies
+            for run in runs_of(picked, attrgetter("chain", "depth"))
+            if (copies := self._reserve(manager, run)) is not None
+        ]
         if not runs:
             return []
         job = self._job()
@@ -193,7 +199,7 @@ class Stores:
     def _horizon_moved(self, pool: compat.EnginePool) -> bool:
         """Whether blocks may have come close to being handed out since the head of the free queue was last looked
         through: only once a quarter of what was covered then has been taken. Freed blocks join at the far end."""
-        return pool.caching and 4 * self._taken >= min(self.limits.spill_ahead, self._walked_free)
+        return pool.caching and 4 * self._taken >= min(self.limits.spill_ahead_blocks, self._walked_free)
 
     def _reserve(self, manager: Manager, run: list[Dirty]) -> _Copies | None:
         """Slots for those of a run that still are what they were and that G2 lacks."""
@@ -253,12 +259,12 @@ class Stores:
             manager.commit(run.chain, run.slots, run.generations)
             self._counters["blocks_stored"] += len(run.slots)
 
-    def give_up_on_silence(self, now: float) -> None:
-        """Copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
+    def abort_overdue(self, now_s: float) -> None:
+        """Abort copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
         overdue = next(iter(self._storing.values()), None)
-        if overdue is None or overdue.abandoned or now - overdue.since < self.limits.ack_timeout:
+        if overdue is None or overdue.abandoned or now_s - overdue.since_s < self.limits.ack_timeout_s:
             return
-        log.error("a rank has not answered a copy for %.0f s: nothing more is offloaded", self.limits.ack_timeout)
+        log.error("a rank has not answered a copy for %.0f s: nothing more is offloaded", self.limits.ack_timeout_s)
         self.stopped = True
         for work in self._storing.values():
             if not work.abandoned:
@@ -270,14 +276,3 @@ class Stores:
     def check(self) -> None:
         """Assert the invariants of the dirty list."""
         self._dirty.check()
-
-
-def _runs(picked: list[Dirty]) -> list[list[Dirty]]:
-    """Cut into runs of consecutive depths of one chain."""
-    runs: list[list[Dirty]] = []
-    for dirty in picked:
-        if runs and runs[-1][-1].chain is dirty.chain and runs[-1][-1].depth + 1 == dirty.depth:
-            runs[-1].append(dirty)
-        else:
-            runs.append([dirty])
-    return runs

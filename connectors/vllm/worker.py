@@ -23,7 +23,7 @@ import numpy as np
 
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
 from kvtier.errors import IdentityError, KVTierError
-from kvtier.kernels import copy, layout
+from kvtier.kernels import copy, engine, layout
 from kvtier.kernels.memory import populate
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What the engine says about its cache: layers in their order, and bytes per block of each."""
+    """The engine's description of its cache: layers in their order, and bytes per block of each."""
 
     layers: tuple[str, ...]
     page_bytes: tuple[int, ...]
@@ -52,32 +52,33 @@ class Described:
     shape: layout.Shape
     identity: str
     dtype: str
-    device: str
 
 
-def describe(pages: CacheLayout, tensors: Mapping[str, Any]) -> Described:
+def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described:
     """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for what cannot be
     told apart with certainty."""
-    missing = [name for name in pages.layers if name not in tensors]
+    missing = [name for name in cache_layout.layers if name not in tensors]
     if missing:
         raise IdentityError(f"layer {missing[0]} has no KV tensor of its own; such models are not served")
-    unit = math.gcd(*pages.page_bytes)
+    unit = math.gcd(*cache_layout.page_bytes)
     bases: list[int] = []
     inner: list[str] = []
     strides: set[int] = set()
     regions: dict[int, layout.Region] = {}
-    for name, page in zip(pages.layers, pages.page_bytes, strict=True):
+    for name, page in zip(cache_layout.layers, cache_layout.page_bytes, strict=True):
         tensor = tensors[name]
         if isinstance(tensor, (list, tuple)):
             raise IdentityError(f"layer {name} keeps its state in {len(tensor)} tensors; such models are not served")
-        size, split = tensor.element_size(), tensor.shape[0] // pages.blocks
-        if split < 1 or tensor.shape[0] % pages.blocks:
-            raise IdentityError(f"layer {name}: {tensor.shape[0]} rows do not divide among {pages.blocks} blocks")
+        size, split = tensor.element_size(), tensor.shape[0] // cache_layout.blocks
+        if split < 1 or tensor.shape[0] % cache_layout.blocks:
+            raise IdentityError(
+                f"layer {name}: {tensor.shape[0]} rows do not divide among {cache_layout.blocks} blocks"
+            )
         extents, steps = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
         run = 1 + sum((n - 1) * step for n, step in zip(extents, steps, strict=True))
         if run != math.prod(extents) or tensor.stride(0) * split * size < page or run * split * size > page:
             raise IdentityError(
-                f"layer {name}: a block is no single run of bytes in layout {pages.layout} (shape "
+                f"layer {name}: a block is no single run of bytes in layout {cache_layout.layout} (shape "
                 f"{tuple(tensor.shape)}, strides {tuple(tensor.stride())}); choose a layout with heads inside the "
                 "block, such as VLLM_KV_CACHE_LAYOUT=NHD"
             )
@@ -91,21 +92,21 @@ def describe(pages: CacheLayout, tensors: Mapping[str, Any]) -> Described:
     shape = layout.Shape.opaque(unit, len(bases))
     memory = layout.Paged(
         bases=np.array(bases, dtype=np.uint64)[:, None],
-        count=pages.blocks,
+        count=cache_layout.blocks,
         stride=strides.pop(),
         token=0,
         head=0,
         regions=tuple(sorted(regions.values(), key=lambda region: region.start)),
-        keep=tuple(tensors[name] for name in pages.layers),
+        keep=tuple(tensors[name] for name in cache_layout.layers),
     ).validate(shape)
-    first = tensors[pages.layers[0]]
+    first = tensors[cache_layout.layers[0]]
     kinds = sorted(set(inner))
-    identity = f"{len(pages.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
-    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."), first.device.type)
+    identity = f"{len(cache_layout.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
+    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."))
 
 
 def host_identity() -> str:
-    """What two processes share that can reach each other's /proc: machine, boot, PID namespace."""
+    """Machine, boot and PID namespace: equal for processes that can reach each other's /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
@@ -124,8 +125,8 @@ def map_arena(handle: ArenaHandle, rank: int) -> mmap.mmap:
 
 
 def fill_page_table(arena: mmap.mmap) -> threading.Thread:
-    """Have every page of it in this process's page table by and by, so that copies need not fault them one by one; a
-    step must not wait for it (a fifth of a second per GiB). Returns the thread that does it."""
+    """Map every page into this process's page table, so that copies need not fault them one by one. Returns the thread
+    that does it: a step must not wait (a fifth of a second per GiB)."""
 
     def fill() -> None:
         with contextlib.suppress(OSError):  # a kernel before 5.14: the copies pay
@@ -140,10 +141,10 @@ class WorkerHalf:
     """See the module. Used from the worker's one model thread; no call waits for a copy, but on a CPU `poll` makes
     them."""
 
-    def __init__(self, pages: CacheLayout) -> None:
-        self._pages = pages
-        self._piece = 0 if pages.replicated else pages.rank
-        self._writes = not pages.replicated or pages.rank == 0
+    def __init__(self, cache_layout: CacheLayout) -> None:
+        self._cache_layout = cache_layout
+        self._piece = 0 if cache_layout.replicated else cache_layout.rank
+        self._writes = not cache_layout.replicated or cache_layout.rank == 0
         self._described: Described | None = None
         self._refusal = "no KV tensors were registered"
         self._arena: mmap.mmap | None = None
@@ -159,7 +160,7 @@ class WorkerHalf:
     def register(self, tensors: Mapping[str, Any]) -> None:
         """The engine's KV tensors; held until `close`."""
         try:
-            self._described, self._refusal = describe(self._pages, tensors), ""
+            self._described, self._refusal = describe(self._cache_layout, tensors), ""
         except KVTierError as error:
             self._described, self._refusal = None, str(error)
 
@@ -168,7 +169,8 @@ class WorkerHalf:
         if found is None:
             return Handshake("", "", 0, host_identity(), os.getpid(), refusal=self._refusal)
         size, where = found.shape.block_bytes, host_identity()
-        return Handshake(found.identity, found.dtype, size, where, os.getpid(), _cpus_near(found))
+        tensor: Any = found.memory.keep[0]
+        return Handshake(found.identity, found.dtype, size, where, os.getpid(), engine.cpus_near(tensor.device))
 
     def attach(self, handle: ArenaHandle) -> None:
         """Use this arena from now on. Copies under way into an earlier one are cancelled and answered."""
@@ -177,13 +179,16 @@ class WorkerHalf:
         arena = map_arena(handle, self._piece)
         fill_page_table(arena)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
-        self._open = partial(open_engine, self._described, host, handle.copy_by, handle.calibration)
+        found, calibration = self._described, Path(handle.calibration) if handle.calibration else None
+        self._open = partial(
+            engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration
+        )
         self._engine = self._open()
         self._arena = arena
 
     def suspend(self) -> None:
-        """The engine is about to give the tensors' memory back (sleep). Copies under way are cancelled and answered;
-        later ones fail, until `resume`. Waits for those that the device has begun."""
+        """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
+        ones fail, until `resume`. Waits for those that the device has begun."""
         if self._engine is not None:
             clean = self._engine.close(_CLOSE_S)
             for ack in self._engine.poll():
@@ -233,7 +238,7 @@ class WorkerHalf:
             self._finish(moves, request, set(range(len(moves.blocks))))
 
     def poll(self) -> None:
-        """Move copies on and take note of what has ended."""
+        """Advance copies, and collect those that have ended."""
         if self._engine is not None:
             for ack in self._engine.poll():
                 self._take(ack)
@@ -277,24 +282,3 @@ class WorkerHalf:
 
     def close(self) -> None:
         self._detach()
-
-
-def _cpus_near(found: Described) -> frozenset[int]:
-    if found.device == "cpu":
-        return frozenset()
-    from kvtier.kernels import engine
-
-    tensor: Any = found.memory.keep[0]
-    return engine.cpus_near(tensor.device)
-
-
-def open_engine(device: Described, host: layout.Paged, copy_by: str, calibration: str = "") -> copy.CopyEngine:
-    """The copy engine for the device that the tensors lie on."""
-    if device.device == "cpu":
-        from kvtier.kernels import cpu
-
-        return cpu.open_engine(device.memory, host, device.shape)
-    from kvtier.kernels import engine
-
-    folder = Path(calibration) if calibration else None
-    return engine.open_engine(device.memory, host, device.shape, method=copy_by, calibration=folder)

@@ -1,19 +1,24 @@
-"""Requests as the second door into vLLM sees them: whose blocks they are, and what the tiers have of them."""
+"""Requests as vLLM's tiered offloading shows them: their scope and chain, and the search for their blocks."""
 
 from __future__ import annotations
 
 import concurrent.futures
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvtier.connectors.common import Control, engine_keys
+from kvtier.cache import Cache
+from kvtier.connectors.control import Control
 from kvtier.connectors.feedback import Pinning
+from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.promoted import Promoted
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
+from kvtier.manager.manager import Manager
 
 GROUP_BYTES = 4
 """vLLM's key of a chunk is a block hash and the number of its KV cache group."""
@@ -21,39 +26,50 @@ GROUP_BYTES = 4
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """What the tiers have of one request from depth `start` on: being promoted, then held by a lease until it was
-    copied out."""
+    """The tiers' blocks of one request from depth `start` on: being promoted, then pinned by `lease` until they were
+    copied out. `asked` blocks were looked for."""
 
     start: int
     asked: int
-    until: float
-    first: bool = True  # of its request: what was asked for is accounted once
-    promotion: concurrent.futures.Future[Lease] | None = None
+    until_s: float  # for the promotion; monotonic
+    first: bool  # of its request: what was asked for is recorded once
+    promoted: Promoted = field(default_factory=Promoted)
     lease: Lease | None = None
     last: int = -1  # the depth that vLLM asked for last
-    spent: bool = False
+    late: bool = False  # the promotion was not over in time
+    spent: bool = False  # nothing more is answered from it
     load: concurrent.futures.Future[None] | None = None  # the copy
     served: bool = False  # all of it succeeded
 
-    def leave(self) -> None:
-        """Wait for the promotion no longer; it goes on, and the next request may find what it brings."""
-        promotion, self.promotion = self.promotion, None
-        if promotion is not None:
-            promotion.add_done_callback(_let_go)
+    def begin(self, cache: Cache, chain: Sequence[BlockKey], deadline_s: float) -> None:
+        """Pin the blocks if all are in G2, else begin to promote them, until `deadline_s` at most."""
+        manager = cache.manager
+        lease = manager.pin(chain, self.start)
+        if len(lease) == self.asked or not manager.lower:
+            self.lease = lease
+        else:
+            lease.release()
+            work = manager.promote(tuple(chain), deadline_s, self.start, referenced=True)
+            self.promoted = Promoted(cache.submit(work), self.start)
+
+    def poll(self, manager: Manager, chain: Sequence[BlockKey], now_s: float) -> bool:
+        """Set `lease` if the promotion is over, or its time is up: then to the blocks that are in G2, and the promotion
+        goes on for the next request. False: neither yet."""
+        self.lease = self.promoted.lease()
+        if self.lease is None:
+            if not self.promoted.done and now_s < self.until_s:
+                return False
+            self.late = not self.promoted.done
+            self.promoted.abandon(cancel=False)
+            self.promoted, self.lease = Promoted(), manager.pin(chain, self.start)
+        return True
 
     def end(self) -> None:
-        """Let go of what it holds. The promotion's bytes stay in G2 if it was nearly done. Idempotent."""
-        promotion, self.promotion = self.promotion, None
-        if promotion is not None and not promotion.cancel():
-            promotion.add_done_callback(_let_go)
+        """Release its blocks. The promotion's bytes stay in G2 if it was nearly done. Idempotent."""
+        self.promoted.abandon()
         if self.lease is not None:
             self.lease.release()
         self.spent = True
-
-
-def _let_go(promotion: concurrent.futures.Future[Lease]) -> None:
-    if not promotion.cancelled() and promotion.exception() is None:
-        promotion.result().release()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +79,7 @@ class TierRequest:
     control: Control
     scope: Scope
     name: str = ""  # as its sender knows it
-    prompt: tuple[BlockKey, ...] = ()  # keys of its whole chunks; none: vLLM does not tell
+    prompt: tuple[BlockKey, ...] = ()  # keys of its whole chunks; none: unknown
     pinning: Pinning | None = None
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
     chain: list[BlockKey] = field(default_factory=list)

@@ -1,8 +1,8 @@
-"""Rows of vLLM's host cache, which its jobs name."""
+"""Rows of vLLM's host cache, as its jobs name them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from kvtier.tiers.protocol import Pieces
 
 
 class Rows:
-    """vLLM's host cache: row i holds one chunk, all layers and ranks. The memory is vLLM's; whoever is told a row may
-    use it until the job that named it is reported."""
+    """vLLM's host cache: row i holds one chunk, all layers and ranks. The memory is vLLM's; a row may be used until the
+    job that names it is reported."""
 
     def __init__(self, view: memoryview) -> None:
         """`view` is [rows, bytes], contiguous."""
@@ -41,7 +41,7 @@ class Rows:
             del whole
 
     def release(self) -> None:
-        """Let vLLM unmap its memory. Idempotent."""
+        """Allow vLLM to unmap its memory. Idempotent."""
         self._flat.release()
 
 
@@ -51,14 +51,3 @@ class Placed(NamedTuple):
     key: bytes
     depth: int
     row: int
-
-
-def runs_of(placed: Iterable[Placed]) -> list[list[Placed]]:
-    """In order of depth, cut into runs without gaps."""
-    runs: list[list[Placed]] = []
-    for item in sorted(placed, key=lambda item: item.depth):
-        if runs and runs[-1][-1].depth + 1 == item.depth:
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-    return runs

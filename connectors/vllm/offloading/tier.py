@@ -6,10 +6,10 @@
           "secondary_tiers": [{"type": "KVTierSecondaryTier", "module_path": "kvtier.connectors.vllm.offloading",
                                "kvtier_config": "kvtier.yaml"}]}}'
 
-vLLM copies between the GPU and its host cache, and asks this tier for what the host cache lacks. `tiers.g2` is the
-memory between the host cache and the lower tiers: a store is a copy into it, after which vLLM has its row back however
-slow the disk is; a load is a copy out of blocks that were verified and are pinned there, so nothing that hangs below
-ever touches vLLM's memory. Settings: docs/vllm.md.
+vLLM copies between the GPU and its host cache, and asks this tier for blocks that the host cache lacks. `tiers.g2` is
+the memory between the host cache and the lower tiers: a store is a copy into it, after which vLLM has its row back
+however slow the disk is; a load is a copy out of blocks that were verified and are pinned there, so nothing that hangs
+below ever touches vLLM's memory. Settings: docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
-from vllm.config import set_current_vllm_config
 from vllm.config.vllm import get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -41,15 +38,19 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtier.cache import Cache
 from kvtier.clock import SystemClock
-from kvtier.connectors.common import Controls, Scopes, Settings, engine_keys, guarded, seconds
+from kvtier.connectors.counters import EVENTS, TOKENS_READ, Growth, tokens_by_tier
+from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.feedback import Feedback
+from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.runs import runs_of
+from kvtier.connectors.settings import Settings, seconds_of
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import OWNERSHIP
-from kvtier.connectors.vllm.identity import Adapters
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
 from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, TierRequest
-from kvtier.connectors.vllm.offloading.rows import Placed, Rows, runs_of
+from kvtier.connectors.vllm.offloading.rows import Placed, Rows
+from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.events import Events
 from kvtier.identity.hashing import HASH_BYTES
@@ -59,42 +60,9 @@ from kvtier.tiers.host.slot import Slot
 log = logging.getLogger(__name__)
 
 ARGUMENTS = ("lookup_deadline", "flush_timeout", "store_wait")
-_TOKENS_READ, _EVENTS = "vllm:kvtier_tokens_read", "vllm:kvtier_events"
+_TOKENS_READ, _EVENTS = f"vllm:{TOKENS_READ.name}", f"vllm:{EVENTS.name}"
 _SEARCHES_MAX = 4  # per request; more would mean that its blocks push each other out of vLLM's host cache
 _LOCALITY = {"g3": Locality.LOCAL, "g4": Locality.REMOTE}
-
-
-class KVTierOffloadingConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector, which lets a tier see what it is not told by itself: the engine's whole configuration
-    while it is built (weights, quantisation, overrides), and of every request its salt, its adapter and its prompt. And
-    it hands what the tier has to say of a request to its sender."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        with set_current_vllm_config(vllm_config):
-            super().__init__(vllm_config, role, kv_cache_config)
-        manager = self.connector_scheduler.manager if self.connector_scheduler is not None else None
-        tiers = getattr(manager, "secondary_tiers", ())
-        self._tiers = [tier for tier in tiers if isinstance(tier, KVTierSecondaryTier)]
-
-    def on_new_request(self, request: Any) -> None:
-        for tier in self._tiers:
-            guarded(tier.meet, request, fallback=None)
-        super().on_new_request(request)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        told = self._told(request)
-        keep, params = super().request_finished(request, block_ids)
-        return keep, {**(params or {}), **told} or None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
-
-    def _told(self, request: Any) -> dict[str, Any]:
-        nothing: dict[str, Any] = {}
-        told = [told for tier in self._tiers if (told := guarded(tier.told, request, fallback=nothing))]
-        return {"kvtier": told[0]} if told else {}
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
@@ -113,13 +81,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """Opens the tiers. Raises ConfigError and IdentityError: the engine does not start, the message says why."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if "_offload_key_positions" not in ReqContext.__dataclass_fields__:
-            raise ConfigError("this vLLM does not tell its tiers where in a request a block lies; 0.31 and later do")
+            raise ConfigError("this vLLM does not say where in a request a block lies; 0.31 and later do")
         settings = Settings.parse(arguments, ARGUMENTS)
         config = settings.config
         engine = get_current_vllm_config_or_none()
-        self._meets = engine is not None  # every request is introduced
-        self._met = False
-        if config.security.salt == "deny" and not self._meets:
+        self._introduces = engine is not None  # KVTierOffloadingConnector introduces every request
+        self._introduced = False
+        if config.security.salt == "deny" and not self._introduces:
             raise ConfigError(
                 "security.salt is deny, but vLLM's OffloadingConnector does not tell a tier a request's salt (it is in "
                 "the block hashes, so salts share nothing either way); use kv_connector KVTierOffloadingConnector from "
@@ -127,23 +95,23 @@ class KVTierSecondaryTier(SecondaryTierManager):
             )
         namespace = tier_namespace(offloading_spec.config, engine, settings, self.block_size_bytes)
         self._group = int(offloading_spec.config.groups[0].group_id).to_bytes(GROUP_BYTES, "big")
-        self._lookup_s = seconds(arguments, "lookup_deadline", config.deadlines.lookup)
-        self._flush_s = seconds(arguments, "flush_timeout", 3.0)
-        self._store_wait_s = seconds(arguments, "store_wait", 1.0)
+        self._lookup_s = seconds_of(arguments, "lookup_deadline", config.deadlines.lookup)
+        self._flush_s = seconds_of(arguments, "flush_timeout", 3.0)
+        self._store_wait_s = seconds_of(arguments, "store_wait", 1.0)
         self._get_s = config.deadlines.get
-        self._controls, self._scopes = Controls(config), Scopes(config)
+        self._reader = RequestReader(config)
         self._block_tokens = namespace.block_tokens
         self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
-        self._adapters, self._wishes = Adapters(), Feedback(namespace.block_tokens)
+        self._feedback = Feedback(namespace.block_tokens)
         self._clock = SystemClock()
-        self._visits: dict[str, TierRequest] = {}
+        self._requests: dict[str, TierRequest] = {}
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._under_way: set[concurrent.futures.Future[None]] = set()
-        self._hurry = False  # somebody waits for the stores
+        self._hurry = False  # the engine waits for the stores
         self._loads = concurrent.futures.ThreadPoolExecutor(1, "kvtier-load")
         self._stores = concurrent.futures.ThreadPoolExecutor(1, "kvtier-store")
-        self.counters: Counter[tuple[str, str]] = Counter()  # (metric, label) → count, since the last report
-        self._told: Counter[tuple[str, str]] = Counter()
+        self.counters: Counter[tuple[str, str]] = Counter()  # (metric, label) → count
+        self._growth: Growth[tuple[str, str]] = Growth()
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
         alone = offloading_spec.config.parallel.world_size == 1  # then this is the worker's process, too
@@ -154,74 +122,67 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @property
     def _cache(self) -> Cache | None:
-        current = self._core.current
-        return None if current is None else current[0]
+        return self._core.cache
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def meet(self, request: Any) -> None:
-        """Who asks: called by KVTierOffloadingConnector before vLLM's own call, which does not say it."""
-        self._met = True
-        control = self._controls.parse(compat.control_of(request))
-        adapter = self._adapters.of(compat.adapter_of(request))
-        if adapter is None or compat.holds_foreign_state(request):
-            return
-        scope = self._scopes.of(compat.salt_of(request), adapter, control.request)
+    def introduce(self, request: Any) -> None:
+        """Called by KVTierOffloadingConnector before `on_new_request`, which names neither the request's salt nor its
+        adapter nor its prompt."""
+        self._introduced = True
+        control, scope = self._reader.read(request)
         if scope is None:
             return
         whole = request.num_prompt_tokens // self._block_tokens * self._hashes_per_chunk
         hashes = compat.hashes_of(request)[:whole]
         prompt = tuple(engine_keys(scope, hashes[self._hashes_per_chunk - 1 :: self._hashes_per_chunk]))
-        visit = self._visits[request.request_id] = TierRequest(control, scope, compat.public_name(request), prompt)
+        state = self._requests[request.request_id] = TierRequest(control, scope, compat.public_name(request), prompt)
         if (cache := self._cache) is not None:
-            visit.pinning = self._wishes.pin(cache, scope, control, prompt)
+            state.pinning = self._feedback.pin(cache, scope, control, prompt)
 
-    def told(self, request: Any) -> dict[str, Any]:
-        """What the sender of a request that has ended learns of it."""
-        visit = self._visits.get(request.request_id)
-        if visit is None:
+    def answer_to(self, request: Any) -> dict[str, Any]:
+        """The answer to the sender of a request that has ended."""
+        state = self._requests.get(request.request_id)
+        if state is None:
             return {}
-        return self._wishes.told(visit.name, visit.scope, visit.control, visit.prompt, visit.read, visit.pinning)
+        return self._feedback.of(state.name, state.scope, state.control, state.prompt, state.read, state.pinning)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        guarded(self._arrive, req_context, fallback=None)
+        or_fallback(self._arrive, req_context, fallback=None)
         return RequestOffloadingContext()
 
     def _arrive(self, context: ReqContext) -> None:
-        if self._meets:
-            if not self._met:
-                self._met = True
-                log.warning("nobody says whose requests these are, so none is cached: use KVTierOffloadingConnector")
+        if self._introduces:
+            if not self._introduced:
+                self._introduced = True
+                log.warning("requests come without their salts, so none is cached: use KVTierOffloadingConnector")
             return
-        params = context.kv_transfer_params
-        control = self._controls.parse(params.get("kvtier") if isinstance(params, dict) else None)
+        control, scope = self._reader.read(context)  # which has no salt and no adapter
         if control.pin is not None or control.compared_with:
-            log.warning("a pin or comparison is not heard under vLLM's own connector: use KVTierOffloadingConnector")
-        scope = self._scopes.of(None, b"", control.request)
+            log.warning("a pin or comparison is refused under vLLM's own connector: use KVTierOffloadingConnector")
         if scope is not None:
-            self._visits[context.req_id] = TierRequest(control, scope)
+            self._requests[context.req_id] = TierRequest(control, scope)
 
+    @falls_back_to(LookupResult.MISS)
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        return guarded(self._look, key, req_context, fallback=LookupResult.MISS)
-
-    def _look(self, key: bytes, context: ReqContext) -> LookupResult:
-        visit, cache = self._visits.get(context.req_id), self._cache
-        if visit is None or cache is None or visit.stale or not visit.control.load:
+        context = req_context
+        state, cache = self._requests.get(context.req_id), self._cache
+        if state is None or cache is None or state.stale or not state.control.load:
             return LookupResult.MISS
         depth = self._depth(key, context)
-        search = visit.search
+        search = state.search
         if search is not None and search.load is not None:
             if not search.load.done():
                 return LookupResult.RETRY
-            if search.served and visit.searches < _SEARCHES_MAX:
+            if search.served and state.searches < _SEARCHES_MAX:
                 search = None  # vLLM made room for what came by dropping other blocks of this very request
         if search is None:
-            search = visit.search = self._begin(cache, visit, visit.chain_of(context, self._block_tokens), depth)
+            search = self._search(cache, state, state.chain_of(context, self._block_tokens), depth)
         again, search.last = depth <= search.last, depth
         if search.spent or depth < search.start:
             return LookupResult.MISS
         # One answer for all blocks of a pass over the chain: vLLM would load what came during it, and miss the head.
-        if search.lease is None and not (again and self._settle(cache, visit, search)):
+        if search.lease is None and not (again and self._settled(cache, state, search)):
             return LookupResult.RETRY
         assert search.lease is not None
         return LookupResult.HIT if depth < search.start + len(search.lease) else LookupResult.MISS
@@ -232,89 +193,71 @@ class KVTierSecondaryTier(SecondaryTierManager):
             raise KVTierError("the engine does not say where in its request a block lies")
         return int(position) // self._block_tokens - 1
 
-    def _begin(self, cache: Cache, visit: TierRequest, chain: Sequence[BlockKey], start: int) -> Search:
-        """Pin what lies in G2, or have it promoted."""
-        manager, now = cache.manager, self._clock.monotonic()
-        search = Search(start, len(chain) - start, now + self._lookup_s, first=not visit.searches)
-        visit.searches += 1
-        lease = manager.pin(chain, start)
-        if len(lease) == search.asked or not manager.lower:
-            search.lease = lease
-        else:
-            lease.release()
-            work = manager.promote(tuple(chain), now + self._get_s, start, referenced=True)
-            search.promotion = cache.submit(work)
+    def _search(self, cache: Cache, state: TierRequest, chain: Sequence[BlockKey], start: int) -> Search:
+        now = self._clock.monotonic()
+        search = Search(start, len(chain) - start, now + self._lookup_s, first=not state.searches)
+        state.search, state.searches = search, state.searches + 1
+        search.begin(cache, chain, now + self._get_s)
         return search
 
-    def _settle(self, cache: Cache, visit: TierRequest, search: Search) -> bool:
-        """Whether it is known by now what was found; after the deadline, that is what lies in G2."""
-        promotion = search.promotion
-        assert promotion is not None
-        if promotion.done() and not promotion.cancelled() and promotion.exception() is None:
-            search.lease, search.promotion = promotion.result(), None
-        elif promotion.done() or self._clock.monotonic() >= search.until:
-            if not promotion.done():
-                self.counters[_EVENTS, "lookups_late"] += 1
-            search.leave()
-            search.lease = cache.manager.pin(visit.chain, search.start)
-        else:
+    def _settled(self, cache: Cache, state: TierRequest, search: Search) -> bool:
+        """Whether it is known by now what was found."""
+        if not search.poll(cache.manager, state.chain, self._clock.monotonic()):
             return False
+        assert search.lease is not None
+        self.counters[_EVENTS, "lookups_late"] += search.late
         if not len(search.lease) and search.first:
             cache.manager.count(search.lease, search.asked)
         return True
 
+    @falls_back_to(None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        guarded(self._scheduled, context, fallback=None)
-
-    def _scheduled(self, context: ScheduleEndContext) -> None:
-        for name in context.new_req_ids:  # it has got its blocks: what it did not take, it will not take any more
-            visit = self._visits.get(name)
-            if visit is not None and visit.search is not None and not visit.search.spent:
-                visit.search.end()
+        for name in context.new_req_ids:  # it has its blocks, and takes no more
+            self._end_unspent(self._requests.get(name))
         for name in context.preempted_req_ids:  # it starts anew
-            visit = self._visits.get(name)
-            if visit is not None and visit.search is not None:
-                visit.search.end()
-                visit.search, visit.searches = None, 0
+            state = self._requests.get(name)
+            if state is not None and state.search is not None:
+                state.search.end()
+                state.search, state.searches = None, 0
 
+    @falls_back_to(None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        visit = self._visits.pop(req_context.req_id, None)
-        if visit is not None and visit.search is not None and not visit.search.spent:
-            guarded(visit.search.end, fallback=None)
+        self._end_unspent(self._requests.pop(req_context.req_id, None))
 
+    def _end_unspent(self, state: TierRequest | None) -> None:
+        if state is not None and state.search is not None and not state.search.spent:
+            state.search.end()
+
+    @falls_back_to(None)
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """The request used these chunks where vLLM has them."""
-        guarded(self._touch, keys, req_context, fallback=None)
-
-    def _touch(self, keys: Collection[bytes], context: ReqContext) -> None:
-        visit, cache = self._visits.get(context.req_id), self._cache
-        if visit is None or cache is None or not keys:
+        state, cache = self._requests.get(req_context.req_id), self._cache
+        if state is None or cache is None or not keys:
             return
-        chain = visit.chain_of(context, self._block_tokens)
-        count = 1 + max(self._depth(key, context) for key in keys)
+        chain = state.chain_of(req_context, self._block_tokens)
+        count = 1 + max(self._depth(key, req_context) for key in keys)
         cache.manager.pin(chain[:count], count).release()
 
     # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Copy into vLLM's rows, on a thread, from the blocks that `lookup` found and pinned."""
-        visit = self._visits.get(job_metadata.req_context.req_id)
-        search = visit.search if visit is not None else None
+        state = self._requests.get(job_metadata.req_context.req_id)
+        search = state.search if state is not None else None
         if search is not None:
             search.spent = True
-        load = self._start(self._loads, job_metadata, lambda placed: self._load(visit, search, placed))
+        load = self._start(self._loads, job_metadata, lambda placed: self._load(state, search, placed))
         if search is not None:
             search.load = load
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Copy out of vLLM's rows into G2, on a thread; what lies deeper is written behind."""
-        visit = self._visits.get(job_metadata.req_context.req_id)
+        state = self._requests.get(job_metadata.req_context.req_id)
         chain: list[BlockKey] = []
-        if visit is not None and visit.control.store and not visit.stale:
-            context = job_metadata.req_context
-            nothing: list[BlockKey] = []
-            chain = list(guarded(visit.chain_of, context, self._block_tokens, fallback=nothing))
-        self._start(self._stores, job_metadata, lambda placed: self._store(visit, chain, placed))
+        if state is not None and state.control.store and not state.stale:
+            known = or_fallback(state.chain_of, job_metadata.req_context, self._block_tokens, fallback=chain)
+            chain = list(known)
+        self._start(self._stores, job_metadata, lambda placed: self._store(state, chain, placed))
 
     def _start(
         self,
@@ -326,8 +269,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
         def run() -> None:
             began = time.monotonic()
-            nothing: list[bytes] = []
-            good = guarded(lambda: move(self._placed(job)), fallback=nothing)
+            good = or_fallback(lambda: move(self._placed(job)), fallback=list[bytes]())
             self._results.put(
                 JobResult(
                     job.job_id,
@@ -348,10 +290,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         context = job.req_context
         return [Placed(key, self._depth(key, context), row) for key, row in zip(job.keys, rows, strict=True)]
 
-    def _load(self, visit: TierRequest | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
+    def _load(self, state: TierRequest | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
         """Returns the keys whose rows hold their block now."""
         cache = self._cache
-        if visit is None or search is None or search.lease is None or cache is None:
+        if state is None or search is None or search.lease is None or cache is None:
             return []
         lease, good, tiers = search.lease, [], []
         try:
@@ -365,24 +307,24 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 tiers.append(lease.tiers[index])
         finally:
             lease.release()
-        for tier, count in Counter(tiers).items():
-            visit.read[tier] += count * self._block_tokens
-            self.counters[_TOKENS_READ, tier] += count * self._block_tokens
+        tokens = tokens_by_tier(tiers, self._block_tokens)
+        state.read += tokens
+        self.counters.update({(_TOKENS_READ, tier): count for tier, count in tokens.items()})
         lease.tiers = tiers
         if search.first:
             cache.manager.count(lease, search.asked)
         search.served = len(good) == len(placed)
         return good
 
-    def _store(self, visit: TierRequest | None, chain: list[BlockKey], placed: list[Placed]) -> list[bytes]:
-        """Returns all keys: what kvtier does not keep is no failure of the job."""
+    def _store(self, state: TierRequest | None, chain: list[BlockKey], placed: list[Placed]) -> list[bytes]:
+        """Returns all keys: a block that finds no room is no failure of the job."""
         cache = self._cache
-        if visit is not None and cache is not None and chain:
-            for run in runs_of(placed):
+        if state is not None and cache is not None and chain:
+            for run in runs_of(sorted(placed, key=lambda item: item.depth), lambda item: (chain, item.depth)):
                 stop = run[-1].depth + 1
                 timeout = 0.0 if self._hurry else self._store_wait_s
                 with self._rows.read([item.row for item in run]) as buffers:
-                    taken = cache.put(chain[:stop], buffers, visit.control.request, start=run[0].depth, timeout=timeout)
+                    taken = cache.put(chain[:stop], buffers, state.control.request, start=run[0].depth, timeout=timeout)
                 self.counters[_EVENTS, "blocks_stored"] += taken
                 self.counters[_EVENTS, "stores_without_room"] += len(run) - taken
         return [item.key for item in placed]
@@ -401,32 +343,29 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._hurry = True
         concurrent.futures.wait(list(self._under_way))
         self._hurry = False
-        for visit in self._visits.values():
-            visit.stale = True
-            if visit.search is not None:
-                guarded(visit.search.end, fallback=None)
+        for state in self._requests.values():
+            state.stale = True
+            if state.search is not None:
+                or_fallback(state.search.end, fallback=None)
         self._core.rotate()
 
-    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return {
-            _TOKENS_READ: OffloadingCounterMetadata("Prompt tokens read by kvtier, by tier.", ("tier",)),
-            _EVENTS: OffloadingCounterMetadata("What happened to kvtier's blocks and lookups.", ("event",)),
+            f"vllm:{family.name}": OffloadingCounterMetadata(family.help, (family.label,))
+            for family in (TOKENS_READ, EVENTS)
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        moved = {name: count - self._told[name] for name, count in list(self.counters.items())}
-        self._told.update({name: count for name, count in moved.items() if count > 0})
         stats = OffloadingConnectorStats()
-        for (metric, label), count in moved.items():
-            if count > 0:
-                stats.increase_counter(metric, count, (label,))
+        for (metric, label), count in self._growth.since_last(self.counters).items():
+            stats.increase_counter(metric, count, (label,))
         return stats if not stats.is_empty() else None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What came to lie on the disk or in the object store, and what left it. vLLM adds the tokens it knows."""
+        """Blocks that came to the disk or the object store, or left it. vLLM adds the tokens it knows."""
         for change in self._events.take() if self._events is not None else ():
             if change.tier in _LOCALITY:
                 yield OffloadingEvent(
@@ -438,13 +377,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 )
 
     def shutdown(self) -> None:
-        """Finish the copies, flush within `flush_timeout`, and give vLLM's memory back."""
+        """Finish the copies, flush within `flush_timeout`, and allow vLLM to unmap its memory."""
         self._hurry = True
         for thread in (self._loads, self._stores):
             thread.shutdown(wait=True)
-        for visit in self._visits.values():
-            if visit.search is not None:
-                guarded(visit.search.end, fallback=None)
-        self._visits.clear()
+        for state in self._requests.values():
+            if state.search is not None:
+                or_fallback(state.search.end, fallback=None)
+        self._requests.clear()
         self._rows.release()
         self._core.close(self._flush_s)

@@ -46,7 +46,7 @@ def test_salts_and_wishes_of_requests_are_kept(bench: Any) -> None:
 
 def test_an_offload_of_nobody_is_refused(bench: Any) -> None:
     b = bench()
-    b.linker.place([])
+    b.linker.before_offload([])
     assert not b.linker.offload(b.transfer(keys_of(1), [1]))
 
 
@@ -74,7 +74,7 @@ def test_a_full_host_ram_fails_the_tail_of_an_offload(bench: Any) -> None:
     assert b.offload(keys[:blocks], list(range(1, blocks + 1)))
     b.settle()
     b.lookup("r", keys[:blocks])
-    with manager.pin(b.linker._visits.of("r").chain):  # every slot is in use
+    with manager.pin(b.linker._requests.of("r").chain):  # every slot is in use
         assert b.offload(keys_of(2, 1), [9, 10])
         assert b.settle() == [False]
     assert b.lookup("s", keys[:blocks]) == blocks

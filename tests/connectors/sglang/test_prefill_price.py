@@ -27,12 +27,12 @@ def test_only_batches_that_did_nothing_but_compute_prompts_tell_the_price(bench:
     b.linker._prefill._computed = lambda blocks, seconds: told.append(blocks)
     now = time.monotonic()
     for other in ({"forward_mode": ForwardMode.DECODE}, {"forward_mode": ForwardMode.MIXED}):
-        b.linker.ran(batch_of(8 * PAGE, now - 1, **other))
-    b.linker.ran(batch_of(8 * PAGE, now - 1, hicache_consumer_index=3))
-    b.linker.ran(batch_of(7 * PAGE, now - 1))  # too short to tell
-    b.linker.ran(SimpleNamespace())  # of a release that names things otherwise
+        b.linker.batch_done(batch_of(8 * PAGE, now - 1, **other))
+    b.linker.batch_done(batch_of(8 * PAGE, now - 1, hicache_consumer_index=3))
+    b.linker.batch_done(batch_of(7 * PAGE, now - 1))  # too short to tell
+    b.linker.batch_done(SimpleNamespace())  # of a release that names things otherwise
     assert told == []
-    b.linker.ran(batch_of(9 * PAGE, now - 1))
+    b.linker.batch_done(batch_of(9 * PAGE, now - 1))
     assert told == [9]
 
 
@@ -48,8 +48,8 @@ def test_what_prefill_costs_decides_what_is_loaded(bench: Any, monkeypatch: pyte
         cache.evict("g2")
         now = time.monotonic()
         for _ in range(40):
-            b.linker.ran(batch_of(8 * PAGE, now - seconds))
-            b.linker._prefill._free_at = 0.0  # as if the engine had been idle in between
+            b.linker.batch_done(batch_of(8 * PAGE, now - seconds))
+            b.linker._prefill._free_at_s = 0.0  # as if the engine had been idle in between
         assert b.until_promoted(f"r{seconds}", keys) == hit, seconds
         if not hit:
             b.linker.admitted(b.req(f"r{seconds}"))
@@ -61,10 +61,10 @@ def test_whether_loading_is_weighed_is_the_operators_choice(bench: Any) -> None:
     from kvtier.errors import ConfigError
 
     b = bench(more={"recompute": "never"})
-    b.linker.ran(batch_of(9 * PAGE, time.monotonic() - 1))
+    b.linker.batch_done(batch_of(9 * PAGE, time.monotonic() - 1))
     assert b.linker._pages.cache.manager.promoter.costs() is None
     b = bench()
-    b.linker.ran(batch_of(9 * PAGE, time.monotonic() - 1))
+    b.linker.batch_done(batch_of(9 * PAGE, time.monotonic() - 1))
     assert b.linker._pages.cache.manager.promoter.costs() is not None
     with pytest.raises(ConfigError, match="sometimes"):
         bench(more={"recompute": "sometimes"})

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvtier.connectors.promoted import Promoted
 from tests.connectors.sglang.support.linker_bench import PAGE, keys_of
 
 
@@ -56,12 +57,12 @@ def test_nobody_waits_for_what_the_device_has_by_now_or_beyond_its_time(bench: A
     b, keys = bench(), keys_of(3)
     for rid in ("r", "s"):
         b.lookup(rid, keys)
-        b.linker._visits.of(rid).promotion, b.linker._visits.of(rid).waits = Future(), True
+        b.linker._requests.of(rid).promoted, b.linker._requests.of(rid).waits = Promoted(Future()), True
         assert b.linker.awaited(rid)
-    b.linker.meet(b.req("r"), lambda: keys, b.vote)  # another request computed the same: no look-up comes
+    b.linker.before_lookup(b.req("r"), lambda: keys, b.vote)  # another request computed the same: no look-up comes
     assert not b.linker.awaited("r")
     assert b.linker.awaited("s")
-    b.linker._visits.of("s").until = time.monotonic()
+    b.linker._requests.of("s").until_s = time.monotonic()
     assert not b.linker.awaited("s")
 
 
@@ -110,12 +111,12 @@ def test_blocks_are_not_taken_before_it_is_known_where_they_came_from(bench: Any
     cache.flush()
     cache.evict("g2")
     b.lookup("r", keys)
-    visit = b.linker._visits.of("r")
-    promotion, visit.promotion = visit.promotion, Future()
+    state = b.linker._requests.of("r")
+    promotion, state.promoted.future = state.promoted.future, Future()
     wait([promotion], 10)  # all is in G2, and the promotion has not said so yet
-    assert b.lookup("r", keys) == 3 and visit.waits
-    visit.promotion.set_result(promotion.result())
-    assert b.lookup("r", keys) == 3 and not visit.waits
+    assert b.lookup("r", keys) == 3 and state.waits
+    state.promoted.future.set_result(promotion.result())
+    assert b.lookup("r", keys) == 3 and not state.waits
     b.linker.load("r", b.transfer(keys, [11, 12, 13]))
     b.linker.admitted(b.req("r"))
     assert b.run()
@@ -123,13 +124,13 @@ def test_blocks_are_not_taken_before_it_is_known_where_they_came_from(bench: Any
 
 
 def test_prompts_are_pinned_whether_they_are_looked_up_or_on_the_device(bench: Any) -> None:
-    b, keys, wish = bench(), keys_of(4), {"name": "manual", "ttl": "1h"}
+    b, keys, asked = bench(), keys_of(4), {"name": "manual", "ttl": "1h"}
     cache = b.linker._pages.cache
-    b.lookup("r", keys[2:], head=keys[:2], pin=wish)
+    b.lookup("r", keys[2:], head=keys[:2], pin=asked)
     b.linker.admitted(b.req("r"))
     known = b.req("s", pin={"name": "hot", "ttl": "1h"}, load=False)
     for req in (known, b.req("t")):  # no look-up comes
-        b.linker.meet(req, lambda: keys[:3], b.vote)
+        b.linker.before_lookup(req, lambda: keys[:3], b.vote)
         b.linker.admitted(req)
     for _ in range(100):
         if len(cache.pins.list()) == 2:
@@ -155,7 +156,7 @@ def test_answers_say_what_was_read_and_how_far_prompts_agree(bench: Any) -> None
     unknown = b.req("unknown", compared_with="first", salt="alice")
     told = []
     for req, chain in ((first, keys), (same, keys), (other, [*keys[:2], *keys_of(2, 1)]), (unknown, keys)):
-        b.linker.meet(req, list, b.vote)
+        b.linker.before_lookup(req, list, b.vote)
         if hits := len(b.linker.lookup(req.rid, b.transfer(chain))):
             b.linker.load(req.rid, b.transfer(chain[:hits], [5, 6, 7, 8][:hits]))
         b.linker.admitted(req)
@@ -167,7 +168,7 @@ def test_answers_say_what_was_read_and_how_far_prompts_agree(bench: Any) -> None
         {"tokens_read": {"g2": 2 * PAGE}, "same_tokens": 2 * PAGE},
         {"tokens_read": {}, "same_tokens": None},
     ]
-    b.linker.meet(first, list, b.vote)  # it was sent back to the queue, and comes again
+    b.linker.before_lookup(first, list, b.vote)  # it was sent back to the queue, and comes again
     b.linker.lookup("first", b.transfer(keys))
     b.linker.load("first", b.transfer(keys, [5, 6, 7, 8]))
     b.linker.admitted(first)

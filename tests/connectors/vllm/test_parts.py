@@ -17,10 +17,10 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 import torch
 
 from kvtier.config import Config
-from kvtier.connectors.common import Settings
+from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.compat import hash_problem
-from kvtier.connectors.vllm.identity import Adapters, namespace_of, pages_of
+from kvtier.connectors.vllm.identity import Adapters, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
 from kvtier.connectors.vllm.worker import CacheLayout, WorkerHalf, describe, fill_page_table, host_identity, map_arena
 from kvtier.errors import ConfigError, IdentityError
@@ -204,7 +204,7 @@ def test_models_that_are_not_served_are_refused_with_the_reason(
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16), layer_names=["a"])
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0, **parallel))
     with pytest.raises(IdentityError, match=said):
-        pages_of(vllm_config, SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=4))
+        cache_layout_of(vllm_config, SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=4))
 
 
 def test_scales_that_are_computed_at_run_time_are_refused() -> None:
@@ -217,7 +217,7 @@ def test_scales_that_are_computed_at_run_time_are_refused() -> None:
         vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0), cache_config=SimpleNamespace()
         )
-        return pages_of(vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4))
+        return cache_layout_of(vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4))
 
     with pytest.raises(IdentityError, match="computed at run time"):
         asked("FP8_PER_TOKEN_HEAD")
@@ -232,7 +232,7 @@ def test_vllms_own_kinds_are_told_apart() -> None:
         vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0), cache_config=SimpleNamespace()
         )
-        return pages_of(vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4))
+        return cache_layout_of(vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4))
 
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float16}
     assert asked(FullAttentionSpec(**shape)).page_bytes == (16 * 2 * 32 * 2 * 2,)
@@ -247,7 +247,7 @@ def test_vllms_own_kinds_are_told_apart() -> None:
 
 def test_scales_that_the_engine_calculates_are_refused() -> None:
     """An option of older releases."""
-    cache = SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", calculate_kv_scales=True)
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", cache_dtype="auto", calculate_kv_scales=True)
     with pytest.raises(IdentityError, match="calculate_kv_scales"):
         namespace_of(SimpleNamespace(cache_config=cache, model_config=None), Settings(Config()), pages(), {})
 
@@ -261,11 +261,11 @@ def test_how_far_ahead_of_reuse_blocks_are_copied(tokens: int, blocks: int, aske
     connector: Any = object.__new__(KVTierConnector)
     connector._settings = Settings(Config.parse({"offload": {"spill_ahead": asked}}))
     connector._extra = {}
-    connector._pages = pages(blocks)
+    connector._cache_layout = pages(blocks)
     connector._vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens))
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
-    assert connector._limits().spill_ahead == ahead
+    assert connector._limits().spill_ahead_blocks == ahead
 
 
 def test_ranks_that_cannot_map_the_arena_are_refused_with_the_reason() -> None:

@@ -101,17 +101,17 @@ class Bench:
         return [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=indices)]
 
     def offload(self, keys: list[str], pages: list[int], head: list[str] | None = None, **req: Any) -> bool:
-        self.linker.own(self.req("o", **req))
-        self.linker.place(head or [])
+        self.linker.offloads_for(self.req("o", **req))
+        self.linker.before_offload(head or [])
         queued: bool = self.linker.offload(self.transfer(keys, pages))
-        self.linker.own(None)
+        self.linker.offloads_for(None)
         return queued
 
     def settle(self) -> list[bool]:
         return [self.linker.pop_completed_offload() for _ in range(self.linker.num_completed_offloads())]
 
     def lookup(self, rid: str, keys: list[str], head: list[str] | None = None, **req: Any) -> int:
-        self.linker.meet(self.req(rid, **req), lambda: head or [], self.vote)
+        self.linker.before_lookup(self.req(rid, **req), lambda: head or [], self.vote)
         return len(self.linker.lookup(rid, self.transfer(keys)))
 
     def flush(self) -> None:
@@ -134,7 +134,7 @@ class Bench:
         """Blocks in G2 once nothing is on its way up any more."""
         for _ in range(400):
             hit = self.lookup(rid, keys)
-            if not self.linker._visits.of(rid).waits:
+            if not self.linker._requests.of(rid).waits:
                 return hit
             time.sleep(0.01)
         pytest.fail("the promotion does not end")

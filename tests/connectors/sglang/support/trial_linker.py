@@ -108,7 +108,7 @@ class TrialLinker(KVTierLinker):
         self._cache.check()
         assert self._pages is not None
         g2 = self._cache.stats()["g2"]
-        held = {"visits": len(self._visits), "loads": len(self._loads), "offloads": self._pages.outstanding()}
+        held = {"requests": len(self._requests), "loads": len(self._loads), "offloads": self._pages.outstanding()}
         wrong = {"other_blocks": self._witness.counts["other_blocks"]} if self._witness is not None else {}
         return {**held, "pinned": g2["pinned"], "quarantined": g2["quarantined"], **wrong}
 
@@ -129,9 +129,9 @@ class TrialLinker(KVTierLinker):
     def load(self, rid: str, transfers: Any) -> bool:
         queued = super().load(rid, transfers)
         if queued:
-            wanted, visit = self._loads._queue[-1], self._visits.of(rid)
-            digest, end = self._rotation.namespace.digest, visit.start + len(wanted.pages)
-            self._loading[rid] = [digest + key for key in visit.chain[visit.start : end]]
+            wanted, state = self._loads._queue[-1], self._requests.of(rid)
+            digest, end = self._rotation.namespace.digest, state.start + len(wanted.pages)
+            self._loading[rid] = [digest + key for key in state.chain[state.start : end]]
             for slot in wanted.lease.slots if self._scramble else ():
                 half = len(slot.pieces[0]) // 2
                 slot.pieces[0][:half] = bytes(slot.pieces[0][half:])

@@ -12,7 +12,7 @@ from tests.connectors.vllm.support.prompts import prompt, tokens
 
 pytestmark = pytest.mark.timeout(600)
 
-IDLE = {"visits": 0, "pinned": 0, "quarantined": 0}
+IDLE = {"requests": 0, "pinned": 0, "quarantined": 0}
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,13 @@ def test_wrong_bytes_would_be_noticed(engine: Any) -> None:
 
 def test_salts_share_nothing_and_senders_are_told(engine: Any) -> None:
     """vLLM's tiers do not hear of salts, pins and senders; under kvtier's offloading connector they do."""
-    wish = {"pin": {"name": "manual", "ttl": "1h"}}
-    cold = engine.generate(prompts=[prompt(7)], salt="one", control=wish)[0]
+    asked = {"pin": {"name": "manual", "ttl": "1h"}}
+    cold = engine.generate(prompts=[prompt(7)], salt="one", control=asked)[0]
     assert "refused" not in cold["told"]["pin"]
     assert engine.forget()
     assert engine.generate(prompts=[prompt(7)], salt="two")[0]["read"] == {}
     assert engine.forget()
-    warm = engine.generate(prompts=[prompt(7)], salt="one", control={**wish, "compared_with": cold["id"]})[0]
+    warm = engine.generate(prompts=[prompt(7)], salt="one", control={**asked, "compared_with": cold["id"]})[0]
     assert warm["tokens"] == cold["tokens"] and warm["told"]["same_tokens"] == 288
     assert warm["read"] == {"g2": 288}
     assert [blocks for name, blocks in engine.pins(count=1).items() if name.endswith("/manual")] == [9]

@@ -172,10 +172,10 @@ class Stack:
         self.cache.flush(10)
         self.cache.check()
         host = self.cache.stats()["g2"]
-        return {"visits": len(self.tier._visits), "pinned": host["pinned"], "quarantined": host["quarantined"]}
+        return {"requests": len(self.tier._requests), "pinned": host["pinned"], "quarantined": host["quarantined"]}
 
 
-IDLE = {"visits": 0, "pinned": 0, "quarantined": 0}
+IDLE = {"requests": 0, "pinned": 0, "quarantined": 0}
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_blocks_that_arrive_while_vllm_asks_wait_for_its_next_pass(make: Callabl
     stack.forget()
     context = stack.request(keys)
     assert [stack.manager.lookup(key, context) for key in keys[:3]] == [LookupResult.RETRY] * 3
-    promotion = stack.tier._visits[context.req_id].search.promotion
+    promotion = stack.tier._requests[context.req_id].search.promoted.future
     promotion.result(10)
     assert [stack.manager.lookup(key, context) for key in keys[3:]] == [LookupResult.RETRY] * 3
     assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.HIT_PENDING] * 6
@@ -395,7 +395,7 @@ def test_an_error_inside_the_tier_is_a_miss(make: Callable[..., Stack], monkeypa
     def broken(*arguments: Any) -> Any:
         raise RuntimeError("injected")
 
-    for name in ("_look", "_store", "_arrive", "_scheduled"):
+    for name in ("_search", "_depth", "_store", "_arrive", "_end_unspent"):
         with monkeypatch.context() as patch:
             patch.setattr(stack.tier, name, broken)
             assert stack.found(keys) in (0, 4)
@@ -415,7 +415,7 @@ def test_counters_reach_vllms_statistics_once(make: Callable[..., Stack]) -> Non
 
 
 def test_the_namespace_names_what_the_rows_hold(tmp_path: Path) -> None:
-    from kvtier.connectors.common import Settings
+    from kvtier.connectors.settings import Settings
 
     settings = Settings.parse({"kvtier_config": {}, "weights": "1"})
     base = tier_namespace(described(), None, settings, ROW)
@@ -435,7 +435,7 @@ def test_the_namespace_names_what_the_rows_hold(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_named_is_refused(tmp_path: Path) -> None:
-    from kvtier.connectors.common import Settings
+    from kvtier.connectors.settings import Settings
 
     with pytest.raises(IdentityError, match="KVTierOffloadingConnector"):
         tier_namespace(described(), None, Settings.parse({"kvtier_config": {}}), ROW)

@@ -119,7 +119,7 @@ class Faults:
 
     def spoil_if_placed(self, name: str, positions: list[int]) -> bool:
         """`spoil` for a request that runs and has computed or loaded these blocks."""
-        track = next((v.track for key, v in self.half._visits.items() if key.startswith(f"{name}-")), None)
+        track = next((v.track for key, v in self.half._requests.items() if key.startswith(f"{name}-")), None)
         running = {request.request_id for request in self.core.scheduler.running}
         if track is None or track.name not in running or max(positions) * 32 >= track.trusted:
             return False

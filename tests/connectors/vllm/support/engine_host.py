@@ -260,7 +260,7 @@ class Host(Faults):
         scheduler = self.core.scheduler
         held = scheduler.kv_cache_manager.block_pool
         return {
-            "visits": len(self.half._visits),
+            "requests": len(self.half._requests),
             "loading": len(self.half._loads),
             "storing": len(self.half._stores._storing),
             "dirty": len(self.half._stores._dirty),
@@ -279,7 +279,7 @@ class Host(Faults):
         return dict(self.half._core.namespace.fields())
 
     def _track(self, name: str) -> Any:
-        return next(visit.track for key, visit in self.half._visits.items() if key.startswith(name))
+        return next(state.track for key, state in self.half._requests.items() if key.startswith(name))
 
     def steps_until_placed(self, name: str) -> None:
         """Step until a request has blocks: it may wait for an answer from disk before."""
@@ -340,9 +340,9 @@ class Host(Faults):
 
     def prefetch_of(self, name: str) -> str:
         """State of a waiting request's promotion; kept for after its end."""
-        for key, visit in self.half._visits.items():
+        for key, state in self.half._requests.items():
             if key.startswith(name):
-                self._faults["prefetch"] = visit.prefetch
+                self._faults["prefetch"] = state.promoted.future
         future = self._faults.get("prefetch")
         return "none" if future is None else "cancelled" if future.cancelled() else "done" if future.done() else "runs"
 
@@ -372,7 +372,7 @@ class Host(Faults):
 
     def unfinished(self) -> list[str]:
         """Names of requests that have not ended."""
-        return [key.rpartition("-")[0] for key in self.half._visits]
+        return [key.rpartition("-")[0] for key in self.half._requests]
 
     def run_out(self) -> dict[str, list[int]]:
         """Step until all requests have ended. Returns what they sampled, by name."""

@@ -76,7 +76,7 @@ class TierHost(engine_host.Host):
             self.cache.flush(10)
             self.cache.check()
             host = self.cache.stats()["g2"]
-            found = {"visits": len(self.tier._visits), "pinned": host["pinned"], "quarantined": host["quarantined"]}
+            found = {"requests": len(self.tier._requests), "pinned": host["pinned"], "quarantined": host["quarantined"]}
             if not any(found.values()) or time.monotonic() > until:
                 return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 32
-IDLE = {"visits": 0, "loading": 0, "storing": 0, "dirty": 0, "pinned": 0, "quarantined": 0, "blocks_used": 0,
+IDLE = {"requests": 0, "loading": 0, "storing": 0, "dirty": 0, "pinned": 0, "quarantined": 0, "blocks_used": 0,
         "forgotten": 0}  # fmt: skip
 """What `engine.check()` says of an engine that has ended everything."""
 

@@ -1,0 +1,132 @@
+"""The `kvtier` parameter of a request: its terms, whether it reads and writes, what to pin, whom it shares with.
+
+{"retention": class, "ceiling": "g2" … "g4", "load": bool, "store": bool,
+ "ranges": [[start, stop, class], …], "pin": {"name": text, "ttl": "1h"}, "compared_with": request id}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtier.config import Config
+from kvtier.errors import InvalidRequest
+from kvtier.identity.keys import Scope, scope_of
+from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
+from kvtier.retention.terms import Depth, Terms
+from kvtier.units import parse_duration, shorten
+
+log = logging.getLogger(__name__)
+
+_KEYS = ("ceiling", "compared_with", "load", "pin", "ranges", "retention", "store")
+_ID_CHARS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PinRequest:
+    """The prompt is to be pinned under this name, for so many seconds."""
+
+    name: str
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One request's parameters. `compared_with` is the earlier request whose prompt it is compared with ("": none)."""
+
+    terms: Terms
+    load: bool = True
+    store: bool = True
+    ranges: tuple[TokenRange, ...] = ()
+    pin: PinRequest | None = None
+    compared_with: str = ""
+
+    @property
+    def request(self) -> RequestTerms:
+        """The terms with those of token ranges, for `Scopes.of`."""
+        return RequestTerms(self.terms, self.ranges)
+
+    def chain_terms(self, block_tokens: int) -> ChainTerms:
+        """The terms by depth, for `Manager.reserve`: once per request, however long it grows."""
+        return ChainTerms(self.request, block_tokens)
+
+
+class Controls:
+    """Reads the parameters of requests under one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self._classes = config.terms()
+        self._default_name = config.retention.default
+        self._default = Control(request_terms(None, self._classes, self._default_name).default)
+
+    def parse(self, raw: object) -> Control:
+        """Never raises: a request must not fail because of the cache. One whose parameters are wrong neither reads nor
+        stores, since its sender may have asked for less than the default keeps; a warning says why."""
+        if raw is None:
+            return self._default
+        try:
+            return self._parse(raw)
+        except InvalidRequest as error:
+            log.warning("a request is not cached: %s", error)
+            return replace(self._default, load=False, store=False)
+
+    def _parse(self, raw: object) -> Control:
+        if not isinstance(raw, Mapping):
+            raise InvalidRequest(f"kvtier parameters must be a mapping, got {shorten(raw)}")
+        if unknown := [key for key in raw if key not in _KEYS]:
+            raise InvalidRequest(f"kvtier.{shorten(unknown[0])} is unknown; known: {', '.join(_KEYS)}")
+        request = self._terms(raw)
+        switches = {name: raw.get(name, True) for name in ("load", "store")}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"kvtier.{name} must be true or false, got {shorten(value)}")
+        compared_with = raw.get("compared_with", "")
+        if not isinstance(compared_with, str) or len(compared_with) > _ID_CHARS_MAX:
+            raise InvalidRequest(f"kvtier.compared_with must be a request id, got {shorten(compared_with)}")
+        pin = _pin_request(raw["pin"]) if raw.get("pin") is not None else None
+        return Control(request.default, **switches, ranges=request.ranges, pin=pin, compared_with=compared_with)
+
+    def _terms(self, raw: Mapping[str, Any]) -> RequestTerms:
+        name, ranges, ceiling = raw.get("retention"), raw.get("ranges", ()), raw.get("ceiling")
+        if name is not None and not isinstance(name, str):
+            raise InvalidRequest(f"kvtier.retention must name a class, got {shorten(name)}")
+        if not isinstance(ranges, list | tuple):
+            raise InvalidRequest(f"kvtier.ranges must be a list of [start, stop, class], got {shorten(ranges)}")
+        request = request_terms(ranges, self._classes, name or self._default_name)
+        if ceiling is None:
+            return request
+        if ceiling not in ("g2", "g3", "g4"):
+            raise InvalidRequest(f"kvtier.ceiling must be g2, g3 or g4, got {shorten(ceiling)}")
+        depth = Depth[ceiling.upper()]
+        shallow = tuple(replace(r, terms=_at_most(r.terms, depth)) for r in request.ranges)
+        return RequestTerms(_at_most(request.default, depth), shallow)
+
+
+def _at_most(terms: Terms, ceiling: Depth) -> Terms:
+    return replace(terms, ceiling=min(terms.ceiling, ceiling))
+
+
+def _pin_request(raw: object) -> PinRequest:
+    if not isinstance(raw, Mapping) or set(raw) != {"name", "ttl"} or not all(isinstance(v, str) for v in raw.values()):
+        raise InvalidRequest(
+            'kvtier.pin must be {"name": text, "ttl": duration}, such as {"name": "manual", "ttl": "1h"}'
+        )
+    return PinRequest(raw["name"], parse_duration(raw["ttl"]))
+
+
+class Scopes:
+    """The scope of a request: only requests of one scope share blocks. Pure."""
+
+    def __init__(self, config: Config) -> None:
+        self._secret = config.scope_secret
+        self._deny = config.security.salt == "deny"
+
+    def of(self, salt: str | bytes | None, adapter: bytes, terms: Terms | RequestTerms) -> Scope | None:
+        """The scope, or None where the request may not be cached at all (no salt, and `security.salt: deny`). `terms`
+        are the whole request's (`Control.request`): an isolated class of a part isolates all of it."""
+        if salt is None and self._deny:
+            return None
+        request = RequestTerms(terms) if isinstance(terms, Terms) else terms
+        return scope_of(salt, adapter, request.isolated, secret=self._secret)

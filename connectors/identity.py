@@ -1,0 +1,128 @@
+"""Identity that all engines share: model, weights and adapters by content, the rotation in the keys, block keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import Config
+from kvtier.connectors.settings import Settings
+from kvtier.errors import IdentityError
+from kvtier.identity.hashing import HASH_BYTES
+from kvtier.identity.keys import BlockKey, Scope, make_keys
+from kvtier.identity.namespace import Namespace
+from kvtier.identity.weights import fingerprint
+
+_PROMPT_LENGTH, _MODEL_LENGTH = "the length of the whole prompt", "max_model_len"
+
+ROPE_TYPES: Mapping[str, Mapping[str, str]] = {
+    "dynamic": {"sglang": _PROMPT_LENGTH, "transformers": _PROMPT_LENGTH},
+    "longrope": {"sglang": _PROMPT_LENGTH, "transformers": _PROMPT_LENGTH, "vllm": _MODEL_LENGTH},
+}
+"""By type of RoPE and engine, what the rotation of a key depends on beside its position and the model's configuration.
+Types and engines that are not named: nothing. (vLLM computes dynamic RoPE once, for the model's own length.)"""
+
+
+def canonical(value: Any) -> str:
+    """Plain data as JSON, equal for equal data."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def digest16(value: Any) -> str:
+    """A digest of plain data for a name, in 16 hexadecimal digits."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
+
+
+def rope_of(engine: str, model_config: Any) -> str:
+    """The parameters of the rotation, which is in the keys, for a namespace. `model_config` is vLLM's or SGLang's.
+    Raises IdentityError where `rope_problem` names one."""
+    text = getattr(model_config, "hf_text_config", None) or model_config.hf_config
+    rope = {name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
+    if problem := rope_problem(engine, rope):
+        raise IdentityError(problem)
+    if _MODEL_LENGTH in _rope_dependences(engine, rope).values():
+        rope[_MODEL_LENGTH] = int(model_config.max_model_len)
+    return canonical(rope)
+
+
+def rope_problem(engine: str, rope: Any) -> str:
+    """Why keys with these RoPE parameters (a mapping, or None) cannot be cached; "" if they can."""
+    kinds = sorted(kind for kind, on in _rope_dependences(engine, rope).items() if on == _PROMPT_LENGTH)
+    if not kinds:
+        return ""
+    return (
+        f"RoPE of type {', '.join(kinds)} rotates keys by {_PROMPT_LENGTH}: a block's bytes depend on the tokens after "
+        "it; run this model without kvtier"
+    )
+
+
+def _rope_dependences(engine: str, rope: Any) -> dict[str, str]:
+    return {kind: on for kind in _rope_types(rope) if (on := ROPE_TYPES.get(kind, {}).get(engine))}
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Every type in RoPE parameters, which may be nested by layer type."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
+    return own.union(*(_rope_types(value) for value in parameters.values()))
+
+
+def model_name(model: str, given: str = "") -> str:
+    """A logical name: `given`, else a hub id as it is, else the last part of a path. Pure.
+
+    Two replicas that keep one checkpoint at different paths share; the weights' fingerprint tells two checkpoints of
+    one name apart.
+    """
+    if given:
+        return given
+    looks_like_path = model.startswith(("/", "./", "../", "~")) or Path(model).exists()
+    return (Path(model).name or "model") if looks_like_path else model
+
+
+def weights_of(settings: Settings, model: str, revision: str | None = None) -> str:
+    """Fingerprint of the weights that the engine loaded: the operator's id, else of the local directory or of the
+    hub snapshot. Reads a few MiB of the files (all of them with `weights: full`). Raises IdentityError."""
+    if settings.weights:
+        return f"id:{settings.weights}"
+    where = Path(model)
+    if not where.exists():
+        where = _snapshot(model, revision)
+    return fingerprint(where, settings.config.weights)
+
+
+def _snapshot(repo: str, revision: str | None) -> Path:
+    """Directory of a hub model that is in the local cache. Never goes to the network."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repo, "config.json", revision=revision)
+    except Exception as error:  # a foreign library's errors are not part of its contract
+        raise IdentityError(f"the weights of {repo!r} cannot be found: {error}; set the argument weights") from error
+    if not isinstance(found, str):
+        raise IdentityError(
+            f"the weights of {repo!r} are neither a directory nor in the hub's local cache; "
+            "set the connector argument weights to an id that changes with them"
+        )
+    return Path(found).parent
+
+
+def epoch_after_reset(config: Config, namespace: Namespace) -> Namespace:
+    """The namespace after the engine announced new weights in place: a random epoch that no other process shares,
+    or, with `keep_on_reset`, the same one."""
+    return namespace if config.keep_on_reset else namespace.rotated(secrets.token_hex(8))
+
+
+def engine_keys(scope: Scope, hashes: Sequence[bytes]) -> list[BlockKey]:
+    """An engine's own chain hashes under our scope. Pure. Raises IdentityError unless they have 32 bytes."""
+    for digest in hashes:
+        if len(digest) != HASH_BYTES:
+            raise IdentityError(
+                f"the engine's block hashes have {len(digest)} bytes, {HASH_BYTES} are needed: "
+                "choose a cryptographic one (sha256_cbor)"
+            )
+    return make_keys(scope, hashes)

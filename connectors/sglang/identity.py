@@ -1,0 +1,86 @@
+"""The namespace of one SGLang rank, read from the engine's configuration."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.connectors.identity import digest16, model_name, rope_of, weights_of
+from kvtier.connectors.settings import Settings
+from kvtier.connectors.sglang.pool import KVPools
+from kvtier.errors import IdentityError
+from kvtier.identity.namespace import Namespace
+
+HASH_ALGORITHM = "sglang-sha256"
+HASH_VERSION = "1"
+"""Of SGLang's page chain: sha256(parent ‖ tokens as u32), seeded with "sglang-cache-namespace-v1" for salts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank's place in the parallel run: attention tensor parallelism and the pipeline."""
+
+    tp_rank: int = 0
+    tp: int = 1
+    pp: int = 1
+
+    def fields(self, replicated: bool) -> dict[str, Any]:
+        """Fields of a namespace. `replicated` pools are equal on all tensor-parallel ranks, so theirs is rank 0 of 1
+        and they share the tiers below G2."""
+        rank, ranks = (0, 1) if replicated else (self.tp_rank, self.tp)
+        return {"rank": rank, "ranks": ranks, "tp": ranks, "pp": self.pp}
+
+
+def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPools, ranks: Ranks) -> Namespace:
+    """The identity of one rank's blocks. Reads the checkpoint. Raises IdentityError."""
+    replicated = pool.kind == "mla"
+    return Namespace(
+        layout=f"sglang:{'L' if replicated else 'L2'}NHD",
+        block_tokens=pool.page,
+        block_bytes=pool.block_bytes,
+        layers=f"{pool.layers[0]}:{pool.layers[1]}",
+        kv_heads=pool.shape.heads,
+        head_size=pool.shape.channels,
+        group=pool.kind,
+        **ranks.fields(replicated),
+        **engine_fields(server, model_config, settings, pool.dtype),
+    )
+
+
+def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str) -> dict[str, Any]:
+    """The fields of a namespace that say what the engine computes, whatever the shape of its pools. Reads the
+    checkpoint. Raises IdentityError for what cannot be named."""
+    if getattr(server, "speculative_algorithm", None):
+        raise IdentityError(
+            "speculative decoding keeps KV of a draft model that kvtier does not; start without it, or without kvtier"
+        )
+    quantized = dtype.startswith("float8")
+    return {
+        "model": model_name(server.model_path, settings.model),
+        "weights": _weights(server, model_config, settings),
+        "dtype": dtype,
+        "quantization": dtype if quantized else "",
+        "scales": _scales(server) if quantized else "",
+        "rope": rope_of("sglang", model_config),
+        "hash_algorithm": HASH_ALGORITHM,
+        "hash_version": HASH_VERSION,
+    }
+
+
+def _weights(server: Any, model_config: Any, settings: Settings) -> str:
+    """Fingerprint of the checkpoint and of the options by which the engine changes it before it computes."""
+    options = {
+        "dtype": str(model_config.dtype),
+        "load_format": str(server.load_format),
+        "quantization": str(server.quantization),
+        "overrides": str(server.json_model_override_args),
+    }
+    return f"{weights_of(settings, server.model_path, server.revision)}+{digest16(options)}"
+
+
+def _scales(server: Any) -> str:
+    """fp8 KV has static scales: from a file of their own, else from the checkpoint (or 1), which `weights` covers."""
+    path = getattr(server, "quantization_param_path", None)
+    return "checkpoint" if not path else hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,0 +1,61 @@
+"""Requests of vLLM: their parameters and scope, and their state between arrival and end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.config import Config
+from kvtier.connectors.control import Control, Controls, Scopes
+from kvtier.connectors.feedback import Pinning
+from kvtier.connectors.promoted import Promoted
+from kvtier.connectors.vllm import compat
+from kvtier.connectors.vllm.confirm import Track
+from kvtier.connectors.vllm.identity import Adapters
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.manager.lease import Lease
+
+
+class RequestReader:
+    """Reads from the engine's requests how they are cached."""
+
+    def __init__(self, config: Config) -> None:
+        self.controls = Controls(config)
+        self._scopes = Scopes(config)
+        self._adapters = Adapters()
+
+    def read(self, request: Any) -> tuple[Control, Scope | None]:
+        """The request's parameters, and its scope: None where it may not be cached. Reads files of new adapters."""
+        control = self.controls.parse(compat.control_of(request))
+        adapter = self._adapters.of(compat.adapter_of(request))
+        if adapter is None or compat.holds_foreign_state(request):
+            return control, None
+        return control, self._scopes.of(compat.salt_of(request), adapter, control.request)
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request. `scope` is None where it may not be cached; `lease` pins blocks from depth `lease_start` on."""
+
+    track: Track
+    scope: Scope | None
+    control: Control
+    promoted: Promoted = field(default_factory=Promoted)
+    pinning: Pinning | None = None
+    wait_until_s: float | None = None  # for the promotion; monotonic
+    lease: Lease | None = None
+    lease_start: int = 0
+    lease_usable: int = 0  # blocks that the request could have read when the lease was taken
+    lease_until_s: float = 0.0
+    asked: int = 0  # blocks beyond the engine's own hit, until their reading is recorded
+    read: Counter[str] = field(default_factory=Counter)  # tokens by tier
+
+    def prompt(self, block_tokens: int) -> list[BlockKey]:
+        """The keys of the prompt's whole blocks."""
+        return self.track.chain[: self.track.request.num_prompt_tokens // block_tokens]
+
+    def drop_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
