@@ -39,7 +39,7 @@ from kvtier.tiers.disk.records import SlotReservation
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.store import THREADS, Store
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.tiers.disk.write_txn import NewBlock, WriteTxn
 from kvtier.tiers.protocol import Loaded, Sealed, Stored, Target
 
 BATCH_BYTES = 32 << 20
@@ -347,9 +347,10 @@ async def _restart(folder: Path, blocks: int) -> dict[str, float]:
     return {"blocks": count, "open_s": opened - began, "first_hit_after_open_s": first - opened}
 
 
-def _enter(ledger: WriteTxn, names: Sequence[bytes], digest: bytes, life: Lifetime) -> None:
+def _enter(txn: WriteTxn, names: Sequence[bytes], digest: bytes, life: Lifetime) -> None:
     """Index entries without payload."""
     for name in names:
-        reservation = ledger.reserve(name, 4096, life, life.last_use)
+        block = NewBlock(name, 4096, life, digest=digest)
+        reservation = txn.reserve(block, life.last_use)
         assert isinstance(reservation, SlotReservation)
-        ledger.publish(reservation, name, 4096, 0, digest, life, life.last_use)
+        txn.publish(reservation, block, life.last_use)

@@ -1,4 +1,4 @@
-"""How a store's capacity is cut, and which slots nobody holds: inside one LMDB write transaction.
+"""Allocates segments and slots: in one LMDB write transaction, and ahead of this process's writes.
 
 A segment is cut into slots of one class when a class first needs it, hands out its never-used slots in order, and goes
 back to all classes once none of its slots is used. Classes take free slots before never-used ones.
@@ -7,7 +7,8 @@ back to all classes once none of its slots is used. Classes take free slots befo
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,13 @@ from kvtier.tiers.disk.records import (
     SEGMENTS,
     SLOT_ALIGN,
     SPARE,
+    Entry,
     Segment,
+    Slot,
+    SlotReservation,
     free_key,
-    free_parts,
+    free_prefix,
+    free_slot,
     number_key,
     number_of,
     rows,
@@ -63,18 +68,18 @@ class Segments:
 
     def __init__(self, txn: Any, geometry: Geometry, count: int, *, may_grow: bool) -> None:
         self.count = count
-        self.soon: int | None = None  # the segment that will be the next to be used, if that is not far
+        self.next: int | None = None  # the segment that will be the next to be used, if that is not far
         self._txn = txn
         self._geometry = geometry
         self._may_grow = may_grow
         self._changed: dict[int, Segment] = {}
-        # What was found out once in this transaction: every question to LMDB gives up the interpreter lock.
+        # Cached for this transaction: every call of LMDB gives up the interpreter lock.
         self._without_free: set[int] = set()  # classes without a free slot
         self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
-        self._grown_out = False  # no segment is left to be given to a class
+        self._exhausted = False  # no segment is left to be given to a class
 
     def save(self) -> None:
-        """Write what was kept in memory, all but `count`, which is the caller's to keep."""
+        """Write the changed segments; `count` is the caller's to write."""
         for number, segment in self._changed.items():
             self._txn.put(number_key(SEGMENTS, number), segment.encode())
 
@@ -82,14 +87,14 @@ class Segments:
         """A slot of the class that nobody holds, as (segment, slot)."""
         return self._take_free(slot_cls) or self._take_fresh(slot_cls)
 
-    def give(self, slot_cls: int, segment: int, slot: int) -> None:
-        """A slot is free again; a segment without any use goes back to all classes."""
-        record = self._record(segment)
-        self._changed[segment] = replace(record, used=record.used - 1)
-        self._txn.put(free_key(slot_cls, segment, slot), b"")
-        self._without_free.discard(slot_cls)
+    def give(self, held: Slot | Entry | SlotReservation) -> None:
+        """The slot of these is free again; a segment without any use goes back to all classes."""
+        record = self._record(held.segment)
+        self._changed[held.segment] = replace(record, used=record.used - 1)
+        self._txn.put(free_key(held.slot_class, held.segment, held.slot), b"")
+        self._without_free.discard(held.slot_class)
         if record.used == 1:
-            self._retire(segment)
+            self._retire(held.segment)
 
     def is_spare(self, segment: int) -> bool:
         """Whether no class uses the segment."""
@@ -97,8 +102,10 @@ class Segments:
 
     def resize(self, geometry: Geometry) -> None:
         """Cut the segments to another capacity. No slot beyond it may be held."""
-        for key in list(self._beyond(geometry)):
-            self._txn.delete(key)
+        for key, _ in list(rows(self._txn, FREE)):
+            free = free_slot(key)
+            if free.slot >= geometry.slots_of(free.segment, free.slot_class):
+                self._txn.delete(key)
         for number in range(self.count):
             record = self._record(number)
             if record.slot_class:
@@ -111,13 +118,6 @@ class Segments:
         self.count = min(self.count, geometry.segments)
         self._geometry = geometry
 
-    def _beyond(self, geometry: Geometry) -> Iterator[bytes]:
-        """Keys of free slots that the geometry has no room for."""
-        for key, _ in rows(self._txn, FREE):
-            slot_cls, segment, slot = free_parts(key)
-            if slot >= geometry.slots_of(segment, slot_cls):
-                yield key
-
     def _record(self, number: int) -> Segment:
         if number not in self._changed:
             self._changed[number] = Segment.decode(self._txn.get(number_key(SEGMENTS, number)))
@@ -125,33 +125,27 @@ class Segments:
 
     def _retire(self, segment: int) -> None:
         slot_cls = self._changed[segment].slot_class
-        for key in list(self._free_keys(slot_cls, segment)):
+        for key, _ in list(rows(self._txn, free_prefix(slot_cls, segment))):
             self._txn.delete(key)
         if self._filling(slot_cls) == segment:
             self._txn.delete(number_key(FILL, slot_cls))
             self._fill[slot_cls] = None
         self._changed[segment] = Segment(segment % self._geometry.parts, 0, 0, 0, 0)
         self._txn.put(number_key(SPARE, segment), b"")
-        self._grown_out = False
-
-    def _free_keys(self, slot_cls: int, segment: int) -> Iterator[bytes]:
-        for key, _ in rows(self._txn, FREE, free_key(slot_cls, segment, 0)):
-            if free_parts(key)[:2] != (slot_cls, segment):
-                return
-            yield key
+        self._exhausted = False
 
     def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
         if slot_cls in self._without_free:
             return None
-        key = next((key for key, _ in rows(self._txn, FREE, free_key(slot_cls, 0, 0))), None)
-        if key is None or free_parts(key)[0] != slot_cls:
+        key = next((key for key, _ in rows(self._txn, number_key(FREE, slot_cls))), None)
+        if key is None:
             self._without_free.add(slot_cls)
             return None
         self._txn.delete(key)
-        _cls, segment, slot = free_parts(key)
-        record = self._record(segment)
-        self._changed[segment] = replace(record, used=record.used + 1)
-        return segment, slot
+        free = free_slot(key)
+        record = self._record(free.segment)
+        self._changed[free.segment] = replace(record, used=record.used + 1)
+        return free.segment, free.slot
 
     def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
         number = self._filling(slot_cls)
@@ -164,7 +158,7 @@ class Segments:
         record = self._record(number)
         self._changed[number] = replace(record, fresh=record.fresh + 1, used=record.used + 1)
         if 2 * record.fresh >= record.slots and self.count < self._geometry.segments:
-            self.soon = self.count
+            self.next = self.count
         return number, record.fresh
 
     def _filling(self, slot_cls: int) -> int | None:
@@ -175,8 +169,8 @@ class Segments:
         return self._fill[slot_cls]
 
     def _grow(self, slot_cls: int) -> int | None:
-        """Give the class a segment that nobody uses."""
-        if not self._may_grow or self._grown_out:
+        """Give the class a segment that none uses."""
+        if not self._may_grow or self._exhausted:
             return None
         for key, _ in rows(self._txn, SPARE):
             if self._assign(number_of(key), slot_cls):
@@ -186,7 +180,7 @@ class Segments:
         if number < self._geometry.segments and self._assign(number, slot_cls):
             self.count += 1
             return number
-        self._grown_out = next(rows(self._txn, SPARE), None) is None and number >= self._geometry.segments
+        self._exhausted = next(rows(self._txn, SPARE), None) is None and number >= self._geometry.segments
         return None
 
     def _assign(self, number: int, slot_cls: int) -> bool:
@@ -194,3 +188,60 @@ class Segments:
         if slots:
             self._changed[number] = Segment(number % self._geometry.parts, slot_cls, slots, 0, 0)
         return slots > 0
+
+
+class ReservedSlots:
+    """This process's reservations that no write uses: kept for the next write, or to be freed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[SlotReservation] = []
+        self._returned: list[SlotReservation] = []
+
+    def wants(self, count: int) -> bool:
+        """Whether so many more may be kept, without keeping much of the store."""
+        return len(self._kept) < 2 * count
+
+    def add(self, reservations: Sequence[SlotReservation]) -> None:
+        """Keep these for the next write."""
+        with self._lock:
+            self._kept.extend(reservations)
+
+    def take(self, slot_cls: int, count: int, tick: int) -> list[SlotReservation]:
+        """`count` slots of the class, neighbours first; none if there are fewer.
+
+        They get one tick, the current one: blocks in them are neither colder than what was stored since they were
+        reserved, nor is a head colder than its tail.
+        """
+        with self._lock:
+            fit = sorted((r for r in self._kept if r.slot_class == slot_cls), key=lambda r: (r.segment, r.slot))
+            taken = fit[:count] if len(fit) >= count else []
+            serials = {one.serial for one in taken}
+            self._kept = [one for one in self._kept if one.serial not in serials]
+        return [replace(one, tick=tick) for one in taken]
+
+    def give_back(self, reservations: Sequence[SlotReservation]) -> None:
+        """Have these freed by the next transaction."""
+        with self._lock:
+            self._returned.extend(reservations)
+
+    def expire(self) -> None:
+        """Have those freed that were kept for a write which did not come."""
+        self.give_back(self.clear())
+
+    def clear(self) -> list[SlotReservation]:
+        """Keep none any more; returns what was kept."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+        return kept
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether some wait to be freed."""
+        return bool(self._returned)
+
+    def take_returned(self) -> list[SlotReservation]:
+        """Those to free now; the caller gives them back if it fails."""
+        with self._lock:
+            returned, self._returned = self._returned, []
+        return returned

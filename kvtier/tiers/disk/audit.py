@@ -9,78 +9,91 @@ from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
+    COUNTERS_KEY,
     FREE,
+    GEOMETRY_KEY,
     ORDER,
     RESERVED,
     SEGMENTS,
     SLOT_ALIGN,
     SPARE,
+    Counters,
     Entry,
     Segment,
+    Slot,
     SlotReservation,
-    free_parts,
+    free_slot,
     number_of,
     order_parts,
     rows,
 )
-from kvtier.tiers.disk.write_txn import COUNTERS, COUNTERS_KEY, GEOMETRY_KEY
 
 
 def audit(txn: Any) -> None:
     """Assert, in a read transaction, that every slot has exactly one use and that the counters count them.
 
-    - an entry has one line in `order`, and a line in `order` one entry
+    - an entry has one row in `order`, and a row in `order` one entry
     - no slot is held by two of: entries, reservations, the free list, the never-used rest of its segment
     - every slot handed out once is held by one of them: none is lost
     - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
     """
-    geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
-    _serial, _tick, blocks, size, segment_count = COUNTERS.unpack(txn.get(COUNTERS_KEY))
-    segments = {number_of(key): Segment.decode(raw) for key, raw in rows(txn, SEGMENTS)}
-    spare = {number_of(key) for key, _ in rows(txn, SPARE)}
-    assert set(segments) == set(range(segment_count)), "segment records and their counter disagree"
-    assert segment_count <= geometry.segments, "more segments than the capacity has room for"
-    held: dict[tuple[int, int], str] = {}
-    used: Counter[int] = Counter()
+    counters = Counters.decode(txn.get(COUNTERS_KEY))
+    holders = _Holders({number_of(key): Segment.decode(raw) for key, raw in rows(txn, SEGMENTS)})
+    _check_entries(txn, holders, counters)
+    for key, raw in rows(txn, RESERVED):
+        holders.add(SlotReservation.decode(key, raw), "a reservation")
+    used = Counter(segment for segment, _slot in holders.slots)
+    for key, _ in rows(txn, FREE):
+        holders.add(free_slot(key), "the free list")
+    _check_segments(txn, holders, counters, used)
 
-    def hold(segment: int, slot: int, slot_cls: int, holder: str) -> None:
-        place = (segment, slot)
-        assert place not in held, f"slot {place} is held by {held[place]} and {holder}"
-        record = segments[segment]
-        assert record.slot_class == slot_cls, f"slot {place} of {holder} has the wrong class"
-        assert slot < record.fresh, f"slot {place} of {holder} was never handed out"
-        held[place] = holder
 
-    counted = counted_bytes = 0
-    scopes: Counter[bytes] = Counter()
+class _Holders:
+    """The holder of each slot, as (segment, slot)."""
+
+    def __init__(self, segments: dict[int, Segment]) -> None:
+        self.segments = segments
+        self.slots: dict[tuple[int, int], str] = {}
+
+    def add(self, held: Slot | Entry | SlotReservation, holder: str) -> None:
+        place = (held.segment, held.slot)
+        assert place not in self.slots, f"slot {place} is held by {self.slots[place]} and {holder}"
+        record = self.segments[held.segment]
+        assert record.slot_class == held.slot_class, f"slot {place} of {holder} has the wrong class"
+        assert held.slot < record.fresh, f"slot {place} of {holder} was never handed out"
+        self.slots[place] = holder
+
+
+def _check_entries(txn: Any, holders: _Holders, counters: Counters) -> None:
+    blocks, scopes = 0, Counter[bytes]()
     for key, raw in rows(txn, BLOCKS):
         name = key[len(BLOCKS) :]
         entry = Entry.decode(name, raw)
-        hold(entry.segment, entry.slot, entry.slot_class, "an entry")
-        used[entry.segment] += 1
-        counted += 1
-        counted_bytes += entry.slot_class * SLOT_ALIGN
-        scopes[scope_in(name)] += entry.slot_class * SLOT_ALIGN
-        assert txn.get(entry.order_key()) == name, "an entry has no line in the order"
-    lines = 0
+        holders.add(entry, "an entry")
+        blocks += 1
+        scopes[scope_in(name)] += entry.slot_bytes
+        assert txn.get(entry.order_key()) == name, "an entry has no row in the order"
+    ordered = 0
     for key, name in rows(txn, ORDER):
-        assert txn.get(BLOCKS + name) is not None, f"a line in the order without a block: {order_parts(key)}"
-        lines += 1
-    assert lines == counted, f"{lines} lines in the order for {counted} blocks"
-    assert (counted, counted_bytes) == (blocks, size), f"counters say {blocks} blocks, {size} bytes"
+        assert txn.get(BLOCKS + name) is not None, f"a row in the order without a block: {order_parts(key)}"
+        ordered += 1
+    assert ordered == blocks, f"{ordered} rows in the order for {blocks} blocks"
+    counted = (counters.blocks, counters.slot_bytes)
+    assert (blocks, scopes.total()) == counted, f"{blocks} blocks, {scopes.total()} bytes, counted as {counted}"
     shares = shares_of(txn)
     assert shares is None or shares == scopes, "scopes hold other bytes than were counted"
-    for key, raw in rows(txn, RESERVED):
-        reservation = SlotReservation.decode(key, raw)
-        hold(reservation.segment, reservation.slot, reservation.slot_class, "a reservation")
-        used[reservation.segment] += 1
-    for key, _ in rows(txn, FREE):
-        slot_cls, segment, slot = free_parts(key)
-        hold(segment, slot, slot_cls, "the free list")
+
+
+def _check_segments(txn: Any, holders: _Holders, counters: Counters, used: Counter[int]) -> None:
+    geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
+    spare = {number_of(key) for key, _ in rows(txn, SPARE)}
+    segments = holders.segments
+    assert set(segments) == set(range(counters.segments)), "segment records and their counter disagree"
+    assert counters.segments <= geometry.segments, "more segments than the capacity has room for"
     for number, record in segments.items():
         assert record.used == used[number], f"segment {number} counts {record.used} uses of {used[number]}"
         assert (record.slot_class == 0) == (number in spare), f"segment {number} is both spare and in use, or neither"
         assert record.slots * record.slot_class * SLOT_ALIGN <= geometry.size_of(number)
         assert record.fresh <= record.slots
     handed_out = sum(record.fresh for record in segments.values())
-    assert len(held) == handed_out, f"{handed_out - len(held)} slots are lost"
+    assert len(holders.slots) == handed_out, f"{handed_out - len(holders.slots)} slots are lost"

@@ -1,4 +1,4 @@
-"""The directories of a G3 store: what makes them a store, and who may use them now.
+"""The directories of a G3 store: the marker of each, and the lock of the processes that use the store.
 
     PART/STORE.json     {"kind": "kvtier-g3", "format": 1, "uuid": …, "part": i, "parts": n}
     PART/slab/          segment files (kvtier.tiers.disk.slab)
@@ -6,7 +6,7 @@
                         its text names the boot and the pid namespace of the users
     PART 0/index/       the LMDB environment (kvtier.tiers.disk.index)
 
-LMDB tells dead readers by their process id, so all users must live in one pid namespace and on one kernel.
+LMDB recognizes dead readers by their process id, so all users must live in one pid namespace and on one kernel.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 
 from kvtier.errors import ConfigError, FormatError, TierError
 from kvtier.tiers.disk.owner import Owner
-from kvtier.tiers.disk.slab import sync_directory
-from kvtier.tiers.disk.write_txn import FORMAT
+from kvtier.tiers.disk.records import FORMAT
+from kvtier.tiers.fsync import sync_directory
 
 KIND = "kvtier-g3"
-# Neither file locks nor shared memory maps are to be trusted there.
+# Neither file locks nor shared memory maps can be trusted there.
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gpfs", "lustre",
@@ -53,7 +53,7 @@ class Marker:
 
 
 def read_marker(part: Path) -> Marker | None:
-    """What PART/STORE.json says; None if there is none or it is garbage. Raises FormatError if it is foreign."""
+    """PART/STORE.json; None if there is none or it is garbage. Raises FormatError if it is foreign."""
     try:
         raw: Any = json.loads((part / "STORE.json").read_bytes()[:4096])
     except (FileNotFoundError, ValueError):
@@ -122,7 +122,7 @@ def file_system_of(path: Path) -> str:
 
 
 class DirectoryLock:
-    """The right to use a store. Shared among processes; one alone may have it exclusively."""
+    """The lock of a store: shared by the processes that use it, or exclusive to one."""
 
     def __init__(self, part: Path) -> None:
         self._path = part / "LOCK"
@@ -134,7 +134,7 @@ class DirectoryLock:
         Raises TierError after `timeout_s`, or if the present users live in another pid namespace; ConfigError
         if the file cannot be made.
         """
-        note = f"{me.boot.hex()} {me.pid_namespace}\n".encode()
+        text = f"{me.boot.hex()} {me.pid_namespace}\n".encode()
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -143,11 +143,10 @@ class DirectoryLock:
         while True:
             if self._set(fcntl.F_WRLCK):
                 os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, note, 0)
+                os.pwrite(self._fd, text, 0)
                 return True
             if self._set(fcntl.F_RDLCK):
-                there = os.pread(self._fd, 4096, 0)
-                if there != note:
+                if os.pread(self._fd, 4096, 0) != text:
                     self.release()
                     raise TierError(
                         "g3",
@@ -162,7 +161,7 @@ class DirectoryLock:
             time.sleep(_POLL_S)
 
     def share(self) -> None:
-        """Let others in. Atomic: nobody can be alone in between."""
+        """From exclusive to shared. Atomic: no other process can be alone in between."""
         self._set(fcntl.F_RDLCK)
 
     def try_exclusive(self) -> bool:
@@ -178,15 +177,13 @@ class DirectoryLock:
     def _set(self, kind: int) -> bool:
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
-        except BlockingIOError:
-            return False
-        except PermissionError:
+        except (BlockingIOError, PermissionError):
             return False
         return True
 
 
 def move_aside(index: Path) -> Path:
-    """Rename a damaged index; an earlier one that was moved aside goes. Returns where it is now."""
+    """Rename a damaged index, replacing one that was moved aside earlier. Returns where it is now."""
     aside = index.with_name(index.name + ".damaged")
     if aside.exists():
         shutil.rmtree(aside)

@@ -1,25 +1,22 @@
-"""Entries that are dead: their terms ended, or a purge covers them. Nobody is served them, but they hold slots."""
+"""Entries that are expired or purged: they are never served, but they hold slots."""
 
 from __future__ import annotations
 
-from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.tiers.disk.index import Index
-from kvtier.tiers.disk.records import BLOCKS, SPAN, rows
-from kvtier.tiers.disk.write_txn import purged_until
+from kvtier.tiers.disk.records import BLOCKS, PURGED_KEY, SCOPED_BYTES, SPAN, rows, time_at
 
 ENTRIES_PER_STEP = 1024
-DEAD_FOR_S = 60.0  # so that who looks soon after still learns that it expired
-_SCOPED = NAMESPACE_BYTES + SCOPE_BYTES
+EXPIRED_FOR_S = 60.0  # so that a lookup soon after still finds that it expired
 
 
 class ExpiredScan:
-    """A walk over all entries of an index, some at a time, round and round. Not thread-safe."""
+    """A walk over all entries of an index, some at a time, again and again. Not thread-safe."""
 
     def __init__(self) -> None:
         self._next = BLOCKS
 
-    def step(self, index: Index, now: float) -> list[bytes]:
-        """Names of the dead among the next ENTRIES_PER_STEP entries. A read transaction of about a millisecond."""
+    def step(self, index: Index, wall_s: float) -> list[bytes]:
+        """Names of expired and purged blocks among the next ENTRIES_PER_STEP. A read transaction of about 1 ms."""
         found: list[bytes] = []
         purged: dict[bytes, float] = {}
         start, self._next = self._next, BLOCKS
@@ -28,12 +25,12 @@ class ExpiredScan:
                 if seen == ENTRIES_PER_STEP:
                     self._next = key
                     break
-                scoped = key[len(BLOCKS) : len(BLOCKS) + _SCOPED]
+                scoped = key[len(BLOCKS) : len(BLOCKS) + SCOPED_BYTES]
                 if scoped not in purged:
-                    purged[scoped] = purged_until(txn, scoped)
+                    purged[scoped] = time_at(txn, PURGED_KEY + scoped)
                 if len(raw) < SPAN.size:
-                    continue  # damage is for who reads it
-                ends, birth = SPAN.unpack_from(raw)
-                if ends < now - DEAD_FOR_S or birth <= purged[scoped]:
+                    continue  # damaged: left to the next read of it
+                ends, born = SPAN.unpack_from(raw)
+                if ends < wall_s - EXPIRED_FOR_S or born <= purged[scoped]:
                     found.append(key[len(BLOCKS) :])
         return found

@@ -1,47 +1,78 @@
 """The one thread of a process that takes a store's write lock.
 
-Whoever holds LMDB's write lock may be stopped for any time by a signal or a debugger, so nobody may wait for it
-but this thread. Jobs that came together are committed together.
+The process that holds LMDB's write lock may be stopped for any time by a signal or a debugger, so only this thread may
+wait for the lock. Jobs that came together are committed together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from kvtier.errors import TierTimeout
 from kvtier.tiers.disk.write_txn import WriteTxn
+
+T = TypeVar("T")
 
 JOBS_PER_COMMIT_MAX = 64
 
 
-class CommitJob:
+class CommitJob(Generic[T]):
     """Work for one transaction. `future` can be cancelled until the transaction has begun."""
 
     __slots__ = ("future", "work")
 
-    def __init__(self, work: Callable[[WriteTxn], Any]) -> None:
+    def __init__(self, work: Callable[[WriteTxn], T]) -> None:
         self.work = work
-        self.future: Future[Any] = Future()
+        self.future: Future[T] = Future()
+
+    async def result(self, timeout_s: float | None = None, undo: Callable[[T], object] = lambda _: None) -> T:
+        """The result of the work, once it is committed.
+
+        Raises TierError, TierFull, or TierTimeout after `timeout_s`. After a timeout or a cancellation the work is not
+        done, or, where it is too late for that, `undo` is called with its result, on the committing thread.
+        """
+        future = asyncio.wrap_future(self.future)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody else takes it
+        try:
+            await asyncio.wait({future}, timeout=timeout_s)
+        except asyncio.CancelledError:
+            self._abandon(undo)
+            raise
+        if not future.done():
+            self._abandon(undo)
+            raise TierTimeout("g3", "commit", "the index was not to be had within the deadline")
+        return future.result()
+
+    def _abandon(self, undo: Callable[[T], object]) -> None:
+        if not self.future.cancel():
+            self.future.add_done_callback(lambda done: undo(done.result()) if done.exception() is None else None)
+
+    def fail(self, error: Exception) -> None:
+        """Give those who wait an error instead of a result, unless it was cancelled."""
+        if not self.future.done() and (self.future.running() or self.future.set_running_or_notify_cancel()):
+            self.future.set_exception(error)
 
 
 class GroupCommit:
     """A queue of jobs and the thread that commits them.
 
-    `commit(jobs)` is called on that thread; it must settle every job's future or leave it to be settled later,
-    and must not raise. `idle()` is called there when nothing came for `idle_s`, and at the end; it says whether it has
-    more to do, and is called again soon then.
+    `commit(jobs)` is called on that thread; it gives every job's future its result or error and must not raise.
+    `idle()` is called there when no job came for `idle_s`, and at the end; it returns whether it has more to do, and is
+    called again soon then.
     """
 
     def __init__(
-        self, commit: Callable[[Sequence[CommitJob]], None], idle: Callable[[], bool], idle_s: float, name: str
+        self, commit: Callable[[Sequence[CommitJob[Any]]], None], idle: Callable[[], bool], idle_s: float, name: str
     ) -> None:
         self._commit = commit
         self._idle = idle
         self._idle_s = idle_s
-        self._queue: deque[CommitJob] = deque()
+        self._queue: deque[CommitJob[Any]] = deque()
         self._lock = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -49,7 +80,7 @@ class GroupCommit:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, work: Callable[[WriteTxn], Any]) -> CommitJob:
+    def submit(self, work: Callable[[WriteTxn], T]) -> CommitJob[T]:
         """Queue `work`. Never blocks; the callers' own bounds (leases, slots) bound the queue."""
         job = CommitJob(work)
         with self._lock:
@@ -66,7 +97,7 @@ class GroupCommit:
             self._lock.notify()
 
     def stop(self) -> None:
-        """Commit what is queued and end. Blocks until that is done, for as long as the write lock is not to be had."""
+        """Commit the queue and end. Blocks until that is done, for as long as another process holds the write lock."""
         with self._lock:
             self._stopping = True
             self._lock.notify()

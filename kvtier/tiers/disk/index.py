@@ -14,35 +14,41 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.eviction import SearchFloors
 from kvtier.tiers.disk.owner import Owner
-from kvtier.tiers.disk.records import BLOCKS, RESERVED, rows
-from kvtier.tiers.disk.slab import sync_directory
-from kvtier.tiers.disk.write_txn import (
-    COUNTERS,
+from kvtier.tiers.disk.records import (
+    BLOCKS,
     COUNTERS_KEY,
     FORMAT,
     FORMAT_KEY,
     GEOMETRY_KEY,
-    KEPT_KEY,
     NOTE_KEY,
     PURGED_KEY,
+    RESERVED,
+    RETAINED_KEY,
+    SCOPED_BYTES,
+    TIME,
     UUID_KEY,
-    WriteTxn,
-    purged_until,
+    Counters,
+    rows,
+    time_at,
 )
+from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.tiers.fsync import sync_directory
 
 if TYPE_CHECKING:
     import lmdb
 
+T = TypeVar("T")
+
 READERS_MAX = 1024
 MAP_BYTES_MIN = 16 << 20
-MAP_BYTES_PER_BLOCK = 2048  # an entry, its line in `order` and what B+tree pages leave empty: about a third of this
+MAP_BYTES_PER_BLOCK = 2048  # an entry, its row in `order` and the unused part of B+tree pages are a third of this
 _PAGE_HEADER_BYTES = 16
 _META = struct.Struct("<IIQQ48s48sQQ")
 _META_MAGIC = 0xBEEFC0DE
@@ -60,7 +66,7 @@ def map_bytes_for(blocks: int) -> int:
 
 
 def check_length(data: Path) -> None:
-    """Raise Unusable unless the file is at least as long as its meta pages say and as its map was made.
+    """Raise Unusable unless the file is at least as long as its meta pages and its map require.
 
     The layout of LMDB's meta pages (mdb.c, MDB_meta, format version 1): after a page header of 16 bytes, magic,
     version, address, map size, two database records of 48 bytes whose first field is the page size, last page
@@ -96,7 +102,7 @@ def _parse_meta(raw: bytes) -> tuple[int, int, int, int]:
 
 
 class Index:
-    """The books of one store, open. All verbs are thread-safe but `transact` and `close`."""
+    """The open index of one store. All verbs are thread-safe but `transact` and `close`."""
 
     def __init__(self, path: Path, env: lmdb.Environment, owner: Owner) -> None:
         self._path = path
@@ -124,7 +130,7 @@ class Index:
                 txn.put(FORMAT_KEY, FORMAT.to_bytes(4, "little"))
                 txn.put(UUID_KEY, uuid)
                 txn.put(GEOMETRY_KEY, geometry.encode())
-                txn.put(COUNTERS_KEY, COUNTERS.pack(0, 0, 0, 0, 0))
+                txn.put(COUNTERS_KEY, Counters().encode())
         finally:
             env.close()
         os.truncate(draft / "data.mdb", map_bytes)
@@ -138,7 +144,7 @@ class Index:
 
     @classmethod
     def attach(cls, path: Path, owner: Owner, *, alone: bool, map_bytes: int = 0) -> Index:
-        """Open what is there. `alone`: no other process uses it, so its lock file can be made anew, and its map
+        """Open an existing index. `alone`: no other process uses it, so its lock file can be made anew, and its map
         be enlarged to `map_bytes`.
 
         Raises Unusable for damage, FormatError for a foreign format, TierError if this process has it open.
@@ -163,7 +169,7 @@ class Index:
                 found = txn.get(FORMAT_KEY)
                 if found is None or txn.get(UUID_KEY) is None:
                     raise Unusable("it has no format record")
-                COUNTERS.unpack(txn.get(COUNTERS_KEY, default=b""))
+                Counters.decode(txn.get(COUNTERS_KEY, default=b""))
                 Geometry.decode(txn.get(GEOMETRY_KEY, default=b""))
             if int.from_bytes(found, "little") != FORMAT:
                 raise FormatError(
@@ -180,19 +186,26 @@ class Index:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Any]:
-        """A read transaction. Microseconds, please: it holds back the reuse of pages, and `close`."""
+        """A read transaction, to be ended within microseconds: it holds back the reuse of pages, and `close`."""
         with self._gate:
             if self._closed:
                 raise TierError("g3", "read index", "it is closed")
             with self._env.begin() as txn:
                 yield txn
 
-    def find_in_scope(self, scoped: bytes, names: Sequence[bytes]) -> tuple[float, list[bytes | None]]:
-        """The entries of `names` as they are stored (None where there is none), and the time of the tombstone of
-        the namespace ‖ scope that all of them share. Thread-safe; does not block."""
+    def find(self, names: Sequence[bytes]) -> list[tuple[bytes | None, float]]:
+        """Per name, its entry as it is stored (None where there is none) and the time of its scope's tombstone (-inf
+        where there is none). Does not block."""
+        found: list[tuple[bytes | None, float]] = []
+        scoped, purged_until = b"", float("-inf")
         with self.reading() as txn:
             get = txn.get
-            return purged_until(txn, scoped), [get(BLOCKS + name) for name in names]
+            for name in names:
+                if name[:SCOPED_BYTES] != scoped:
+                    scoped = name[:SCOPED_BYTES]
+                    purged_until = time_at(txn, PURGED_KEY + scoped)
+                found.append((get(BLOCKS + name), purged_until))
+        return found
 
     def uuid(self) -> bytes:
         """16 bytes that the store's parts share."""
@@ -200,18 +213,18 @@ class Index:
             return bytes(txn.get(UUID_KEY))
 
     def geometry(self) -> Geometry:
-        """How the capacity is cut."""
+        """How the capacity is cut into segments."""
         with self.reading() as txn:
             return Geometry.decode(txn.get(GEOMETRY_KEY))
 
     def usage(self) -> tuple[int, int]:
         """(blocks, slot bytes they occupy), of all namespaces."""
         with self.reading() as txn:
-            _serial, _tick, blocks, size, _segments = COUNTERS.unpack(txn.get(COUNTERS_KEY))
-        return blocks, size
+            counters = Counters.decode(txn.get(COUNTERS_KEY))
+        return counters.blocks, counters.slot_bytes
 
     def disk_bytes(self) -> int:
-        """What the sparse data file occupies."""
+        """Bytes that the sparse data file occupies."""
         return 512 * (self._path / "data.mdb").stat().st_blocks
 
     def has_reservations(self) -> bool:
@@ -223,17 +236,16 @@ class Index:
         """(scope, time) of every purge in the namespace."""
         prefix = PURGED_KEY + namespace
         with self.reading() as txn:
-            scopes = [key[len(prefix) :] for key, _ in rows(txn, prefix)]
-            return [(scope, purged_until(txn, namespace + scope)) for scope in scopes]
+            return [(key[len(prefix) :], TIME.unpack(raw)[0]) for key, raw in rows(txn, prefix)]
 
-    def kept(self, namespace: bytes) -> dict[bytes, float]:
-        """Keys of the namespace's kept blocks, and until when."""
-        prefix = KEPT_KEY + namespace
+    def retained(self, namespace: bytes) -> dict[bytes, float]:
+        """Keys of the namespace's retained blocks, and until when."""
+        prefix = RETAINED_KEY + namespace
         with self.reading() as txn:
-            return {key[len(prefix) :]: struct.unpack("<d", raw)[0] for key, raw in rows(txn, prefix)}
+            return {key[len(prefix) :]: TIME.unpack(raw)[0] for key, raw in rows(txn, prefix)}
 
-    def notes(self, name: bytes) -> dict[bytes, bytes]:
-        """The notes whose namespace ‖ text begins with `name`, by that whole name."""
+    def read_notes(self, name: bytes) -> dict[bytes, bytes]:
+        """Saved state whose namespace ‖ text begins with `name`, by that whole name."""
         with self.reading() as txn:
             return {key[len(NOTE_KEY) :]: bytes(raw) for key, raw in rows(txn, NOTE_KEY + name)}
 
@@ -242,28 +254,21 @@ class Index:
         with self.reading() as txn:
             audit(txn)
 
-    def transact(
-        self, work: Callable[[WriteTxn], object], *, may_grow: bool = True, started: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Run `work` in one durable write transaction. Blocks for as long as another process holds the lock.
-
-        `started` is called with the lock held; if it says False nothing is done. Raises lmdb.Error, after
-        which nothing of the transaction is visible, or what `work` raises.
-        """
+    def transact(self, work: Callable[[WriteTxn], T], *, may_grow: bool = True) -> T:
+        """Run `work` in one durable write transaction; returns its result. Blocks for as long as another process holds
+        the lock. Raises lmdb.Error or what `work` raises; then nothing of the transaction is visible."""
         try:
-            with self._env.begin(write=True) as txn:
-                if not started():
-                    txn.abort()
-                    return
-                ledger = WriteTxn(txn, self.owner, may_grow=may_grow, floors=self._floors)
-                work(ledger)
-                ledger.save()
+            with self._env.begin(write=True) as lmdb_txn:
+                txn = WriteTxn(lmdb_txn, self.owner, self._floors, may_grow=may_grow)
+                result = work(txn)
+                txn.save()
         except BaseException:
-            self._floors.clear()  # they tell of what will never have been
+            self._floors.clear()  # they count with changes that were never made
             raise
+        return result
 
-    def forget_dead_readers(self) -> None:
-        """Clear the reader slots of processes that died inside a read: they hold back the reuse of pages."""
+    def clear_dead_readers(self) -> None:
+        """Clear the reader slots of processes that ended inside a read: they hold back the reuse of pages."""
         with self._gate:
             if not self._closed:
                 self._env.reader_check()

@@ -1,8 +1,7 @@
-"""Threads that do block I/O: reads before writes, a bounded number of each, and no call left behind.
+"""Threads that do block I/O: reads before writes, a bounded number of each.
 
-What a device has been given it finishes before what comes later, so a read waits for all writes that are in flight
-when it comes. While there are reads, and for as long after the last as the next one may take to come, one write at a
-time is in flight: they wait for that one, and writes go on, slower.
+A device finishes the requests it has before later ones, so a read waits for all writes in flight. While reads are
+active, and for NEAR_S after the last, at most one write is in flight: reads wait for that one, and writes slow down.
 """
 
 from __future__ import annotations
@@ -16,49 +15,50 @@ from collections.abc import Callable, Sequence
 Work = Callable[[], None]
 
 NEAR_S = 0.005
-"""So long after a read another one is expected."""
+"""For so long after a read another one is expected."""
 
 
 class IOBatch:
-    """Some jobs handed to `IOScheduler` together. A job handles its own errors: it must not raise."""
+    """Jobs handed to `IOScheduler` together. A job handles its own errors: it must not raise."""
 
-    def __init__(self, jobs: Sequence[Work], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, jobs: Sequence[Work], cancel: Callable[[IOBatch], None]) -> None:
         self.jobs = deque(jobs)
         self._left = len(jobs)
-        self._loop = loop
-        self._done = loop.create_future()
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
         if not jobs:
             self._done.set_result(None)
 
     def finished(self, count: int) -> None:
-        """`count` jobs will not touch their memory any more. Called under the lanes' lock."""
+        """`count` jobs will not touch their memory any more. Called under the scheduler's lock."""
         self._left -= count
         if self._left == 0 and count:
             try:
                 self._loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed
                 pass
 
     def _wake(self) -> None:
         if not self._done.done():
             self._done.set_result(None)
 
-    async def wait(self, cancel: Callable[[IOBatch], None]) -> None:
-        """Until no job runs. A cancellation calls `cancel` and is raised when none runs any more."""
+    async def wait(self) -> None:
+        """Until no job runs. After a cancellation no further job starts; it is raised when none runs any more."""
         cancelled: asyncio.CancelledError | None = None
         while not self._done.done():
             try:
                 await asyncio.shield(self._done)
             except asyncio.CancelledError as error:
-                cancel(self)
+                self._cancel(self)
                 cancelled = error
         if cancelled is not None:
             raise cancelled
 
 
 class IOScheduler:
-    """`threads` threads; a free one takes the oldest read, else the oldest write if fewer than `writers_max` run, or,
-    while reads are near, if none runs. Threads start as they are needed."""
+    """`threads` threads; a free one takes the oldest read, else the oldest write if fewer than `writers_max` run or,
+    while reads are active, if none runs. Threads start as they are needed."""
 
     def __init__(self, threads: int, writers_max: int, name: str) -> None:
         self._threads_max = threads
@@ -72,28 +72,28 @@ class IOScheduler:
         self._writing = 0
         self._near_until = 0.0
         self._idle = 0
-        self._spare: Callable[[], bool] | None = None
+        self._idle_step: Callable[[], bool] | None = None
         self._threads: list[threading.Thread] = []
         self._stopping = False
 
     def read(self, jobs: Sequence[Work]) -> IOBatch:
-        """Run `jobs`; never blocks. Must be called on an event loop, which `IOBatch.wait` belongs to."""
+        """Run `jobs`; never blocks. Called on the event loop on which the batch is awaited."""
         return self._submit(self._reads, jobs)
 
     def write(self, jobs: Sequence[Work]) -> IOBatch:
         """Like `read`, after all reads."""
         return self._submit(self._writes, jobs)
 
-    def spare(self, step: Callable[[], bool]) -> None:
-        """Call `step` again and again while nothing is to be read or written, until it says False. It must not raise.
+    def when_idle(self, step: Callable[[], bool]) -> None:
+        """Call `step` repeatedly while nothing is to be read or written, until it returns False. It must not raise.
         Replaces an earlier one."""
         with self._lock:
-            self._spare = step
+            self._idle_step = step
             self._start(1)
             self._lock.notify()
 
     def _submit(self, queue: deque[IOBatch], jobs: Sequence[Work]) -> IOBatch:
-        batch = IOBatch(jobs, asyncio.get_running_loop())
+        batch = IOBatch(jobs, self._cancel)
         with self._lock:
             if jobs:
                 queue.append(batch)
@@ -107,8 +107,8 @@ class IOScheduler:
             self._threads.append(thread)
             thread.start()
 
-    def cancel(self, batch: IOBatch) -> None:
-        """Forget the jobs of `batch` that have not started."""
+    def _cancel(self, batch: IOBatch) -> None:
+        """Drop the jobs of `batch` that have not started."""
         with self._lock:
             count = len(batch.jobs)
             batch.jobs.clear()
@@ -137,8 +137,8 @@ class IOScheduler:
                 if taken is None:
                     if self._stopping:
                         return
-                    if self._spare is not None and not self._running:
-                        self._use_spare(self._spare)
+                    if self._idle_step is not None and not self._running:
+                        self._run_idle_step(self._idle_step)
                         continue
                     self._idle += 1
                     self._lock.wait()
@@ -162,7 +162,7 @@ class IOScheduler:
                         self._near_until = time.monotonic() + NEAR_S
                     batch.finished(1)
 
-    def _use_spare(self, step: Callable[[], bool]) -> None:
+    def _run_idle_step(self, step: Callable[[], bool]) -> None:
         """One step, without the lock. Counts as running: there is one at a time."""
         more = False
         self._running += 1
@@ -172,8 +172,8 @@ class IOScheduler:
         finally:
             self._lock.acquire()
             self._running -= 1
-            if not more and self._spare is step:
-                self._spare = None
+            if not more and self._idle_step is step:
+                self._idle_step = None
 
     def stop(self) -> None:
         """Let the threads end once nothing is queued, and wait for that."""

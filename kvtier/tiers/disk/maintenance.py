@@ -1,7 +1,7 @@
-"""Looking after a G3 store from outside: what is in it, is it whole, and what can go.
+"""Maintenance of a G3 store: inspect, verify, scrub, collect garbage.
 
-Works on a live store, beside the processes that use it, and on a dead one. Nothing here knows a namespace's model:
-it goes by what the index says.
+Works on a store in use, beside the processes that use it, and on one that is not. Goes by the index alone; knows no
+namespace's model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +23,18 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
-from kvtier.tiers.disk.records import BLOCKS, RESERVED, SLOT_ALIGN, Entry, SlotReservation, rows
+from kvtier.tiers.disk.records import (
+    BLOCKS,
+    FORMAT,
+    NAMESPACE_KEY,
+    RESERVED,
+    Entry,
+    SlotReservation,
+    rows,
+    same_write,
+)
 from kvtier.tiers.disk.store import Store
-from kvtier.tiers.disk.write_txn import FORMAT, NAMESPACE_KEY, WriteTxn
+from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
 CHUNK = 1024  # entries per transaction
@@ -36,12 +44,13 @@ CLOSE_TIMEOUT_S = 10.0
 DAMAGED_NAMES_MAX = 100
 
 Progress = Callable[[int, int], None]
-"""Called with (blocks done, blocks in all), now and then."""
+"""Called with (blocks done, blocks in all) after some blocks each."""
 
 
 @dataclass
 class Findings:
-    """What `verify` and `scrub` found. `damaged` names the first DAMAGED_NAMES_MAX blocks that failed, in short hex."""
+    """Result of `verify` and `scrub`. `damaged` names the first DAMAGED_NAMES_MAX blocks that failed, in short hex;
+    `books` is the check of the index."""
 
     blocks: int = 0
     bytes: int = 0
@@ -67,8 +76,8 @@ class Maintenance:
         self._clock = clock
 
     def inspect(self) -> dict[str, Any]:
-        """What the store holds, as plain values. Reads the index; no payload."""
-        store, now = self._store, self._clock.wall()
+        """The store's contents, as plain values. Reads the index; no payload."""
+        store, wall_s = self._store, self._clock.wall()
         index = store.index
         blocks: Counter[bytes] = Counter()
         held: Counter[bytes] = Counter()
@@ -83,8 +92,8 @@ class Maintenance:
                 unreadable += 1
                 continue
             blocks[namespace] += 1
-            held[namespace] += entry.slot_class * SLOT_ALIGN
-            expired[namespace] += not entry.life.servable(Depth.G3, now)
+            held[namespace] += entry.slot_bytes
+            expired[namespace] += not entry.life.servable(Depth.G3, wall_s)
             scopes.setdefault(namespace, set()).add(name[NAMESPACE_BYTES : NAMESPACE_BYTES + SCOPE_BYTES])
         with index.reading() as txn:
             fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in rows(txn, NAMESPACE_KEY)}
@@ -119,20 +128,25 @@ class Maintenance:
         }
 
     def verify(self, progress: Progress = lambda done, total: None) -> Findings:
-        """Check the books and read every block against its digest. Changes nothing."""
+        """Check the index and read every block against its digest. Changes nothing."""
         return self._read_all(progress, remove=False, bytes_per_s=None)
 
     def scrub(self, progress: Progress = lambda done, total: None, *, bytes_per_s: float | None = None) -> Findings:
-        """Like `verify`, at most `bytes_per_s` fast, and delete what is damaged."""
+        """Like `verify`, at most `bytes_per_s` fast, and delete the damaged blocks."""
         return self._read_all(progress, remove=True, bytes_per_s=bytes_per_s)
 
     def gc(self) -> dict[str, int]:
-        """Free what dead writers reserved, and delete blocks that are expired or purged. Returns counts."""
-        now = self._clock.wall()
+        """Free the slots of dead writers, and delete blocks that are expired or purged. Returns counts."""
+        wall_s = self._clock.wall()
+
+        def delete(txn: WriteTxn) -> tuple[int, bytes | None]:
+            return txn.drop_range(start, b"", CHUNK, lambda name, entry: not txn.is_servable(name, entry.life, wall_s))
+
         counts = {"reclaimed_slots": self._transact(WriteTxn.reclaim), "deleted_blocks": 0}
         following: bytes | None = b""
         while following is not None:
-            deleted, following = self._transact(partial(_sweep, start=following, now=now))
+            start = following
+            deleted, following = self._transact(delete)
             counts["deleted_blocks"] += deleted
         return counts
 
@@ -141,7 +155,7 @@ class Maintenance:
         began = time.monotonic()
         try:
             self._store.index.check()
-        except Exception as error:  # whatever damaged records make of the code that reads them
+        except Exception as error:  # damaged records make any code fail that reads them
             found.books = f"{type(error).__name__}: {error}"
         total, _size = self._store.index.usage()
         local = threading.local()
@@ -151,9 +165,9 @@ class Maintenance:
                 if item is not None:
                     chunk.append(item)
                 if chunk and (item is None or len(chunk) == 4 * READERS):
-                    verdicts = pool.map(lambda one: self._whole(one[0], one[1], local), chunk)
-                    for (name, raw), verdict in zip(chunk, verdicts, strict=True):
-                        self._note(found, name, raw, verdict, remove=remove)
+                    results = pool.map(lambda one: self._read(one[0], one[1], local), chunk)
+                    for (name, raw), result in zip(chunk, results, strict=True):
+                        self._record(found, name, raw, result, remove=remove)
                     chunk.clear()
                     progress(found.blocks, max(total, found.blocks))
                     if bytes_per_s:
@@ -161,47 +175,36 @@ class Maintenance:
         found.seconds = round(time.monotonic() - began, 3)
         return found
 
-    def _whole(self, name: bytes, raw: bytes, local: threading.local) -> int | Exception:
-        """Length of a block that is what its entry says, else why not."""
+    def _read(self, name: bytes, raw: bytes, local: threading.local) -> int | Exception:
+        """Length of a block that matches its entry, else why it does not."""
         try:
             entry = Entry.decode(name, raw)
-            padded = entry.slot_class * SLOT_ALIGN
-            if len(getattr(local, "buffer", b"")) < padded:
-                local.buffer = mmap.mmap(-1, padded)
-            view = memoryview(local.buffer)[:padded]
+            if len(getattr(local, "buffer", b"")) < entry.slot_bytes:
+                local.buffer = mmap.mmap(-1, entry.slot_bytes)
+            view = memoryview(local.buffer)[: entry.slot_bytes]
             with self._store.moving():
-                self._store.slab.read(entry.segment, entry.slot * padded, [view])
+                self._store.slab.read(entry.segment, entry.offset, [view])
             if not checksum.matches(entry.digest, [view[: entry.length]]):
                 raise CorruptError("the payload does not match its digest")
             return entry.length
         except (CorruptError, OSError) as error:
             return error
 
-    def _note(self, found: Findings, name: bytes, raw: bytes, verdict: int | Exception, *, remove: bool) -> None:
+    def _record(self, found: Findings, name: bytes, raw: bytes, result: int | Exception, *, remove: bool) -> None:
         found.blocks += 1
-        if isinstance(verdict, int):
-            found.bytes += verdict
+        if isinstance(result, int):
+            found.bytes += result
             return
-        if self._overtaken(name, raw):
+        ((current, _),) = self._store.index.find([name])
+        if current is None or not same_write(name, raw, current):  # removed or replaced while it was read
             found.raced += 1
             return
-        found.unreadable += not isinstance(verdict, CorruptError)
-        found.bad += isinstance(verdict, CorruptError)
+        found.unreadable += not isinstance(result, CorruptError)
+        found.bad += isinstance(result, CorruptError)
         if len(found.damaged) < DAMAGED_NAMES_MAX:
-            found.damaged.append(f"{name.hex()[:16]}…{name.hex()[-16:]}: {verdict}")
-        if remove and isinstance(verdict, CorruptError):
-            found.removed += self._transact(lambda ledger: ledger.condemn(name, raw))
-
-    def _overtaken(self, name: bytes, raw: bytes) -> bool:
-        """Whether the entry is another write's by now, or gone."""
-        with self._store.index.reading() as txn:
-            current = txn.get(BLOCKS + name)
-        if current is None:
-            return True
-        try:
-            return Entry.decode(name, current).serial != Entry.decode(name, raw).serial
-        except CorruptError:
-            return bool(current != raw)
+            found.damaged.append(f"{name.hex()[:16]}…{name.hex()[-16:]}: {result}")
+        if remove and isinstance(result, CorruptError):
+            found.removed += self._transact(lambda txn: txn.delete_corrupt(name, raw))
 
     def _entries(self) -> Iterator[tuple[bytes, bytes]]:
         """All names and raw entries, in chunks of one short read transaction each."""
@@ -222,25 +225,17 @@ class Maintenance:
     def _transact(self, work: Callable[[WriteTxn], T]) -> T:
         job = self._store.submit(work)
         try:
-            result: T = job.future.result(COMMIT_TIMEOUT_S)
+            return job.future.result(COMMIT_TIMEOUT_S)
         except TimeoutError:
             job.future.cancel()
             raise TierError("g3", "commit", f"another process held the index for {COMMIT_TIMEOUT_S} s") from None
-        return result
-
-
-def _sweep(ledger: WriteTxn, start: bytes, now: float) -> tuple[int, bytes | None]:
-    def doomed(name: bytes, entry: Entry) -> bool:
-        return not entry.life.servable(Depth.G3, now) or ledger.is_purged(name, entry)
-
-    return ledger.drop_range(start, b"", CHUNK, doomed)
 
 
 @contextmanager
 def looking_after(paths: Sequence[Path], clock: Clock, *, capacity: int | None = None) -> Iterator[Maintenance]:
-    """A caretaker of the store at `paths`, which must exist. With `capacity` the store is resized first, which
-    nobody else may use meanwhile. Raises FormatError, ConfigError or TierError."""
-    store = Store.visit(paths, capacity=capacity)
+    """Maintenance of the store at `paths`, which must exist. With `capacity`, in bytes, the store is resized first,
+    which no other process may use for that. Raises FormatError, ConfigError or TierError."""
+    store = Store.visit(paths, capacity_bytes=capacity)
     try:
         yield Maintenance(store, clock)
     finally:

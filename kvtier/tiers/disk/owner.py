@@ -1,13 +1,14 @@
-"""Who holds a reservation in a shared store, and whether it still lives.
+"""The owner of a reservation in a shared store, and whether it is alive.
 
 Age says nothing about a process that was stopped or swapped out; so a reservation is taken away only when its
-owner cannot write any more. Process ids repeat: the start time, the boot and the pid namespace tell two
-processes with one id apart.
+owner cannot write any more. Process ids repeat: the start time, the boot and the pid namespace distinguish two
+processes with the same id.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """One incarnation of one process: `epoch` tells two openings by one process apart."""
+    """One incarnation of one process: `epoch`, random per opening, distinguishes two openings by one process."""
 
     pid: int
     started: int  # clock ticks after boot, /proc/PID/stat field 22
@@ -28,13 +29,13 @@ class Owner:
     epoch: int
 
     @classmethod
-    def current(cls, epoch: int) -> Owner:
-        """This process. Raises OSError where /proc is not mounted."""
+    def current(cls) -> Owner:
+        """This process, with a new epoch. Raises OSError where /proc is not mounted."""
         started = _started(os.getpid())
         if started is None:
             raise OSError("cannot read /proc/self/stat")
         boot = bytes.fromhex((_PROC / "sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
-        return cls(os.getpid(), started, (_PROC / "self/ns/pid").stat().st_ino, boot, epoch)
+        return cls(os.getpid(), started, (_PROC / "self/ns/pid").stat().st_ino, boot, secrets.randbits(63))
 
     def encode(self) -> bytes:
         return _RECORD.pack(self.pid, self.started, self.pid_namespace, self.boot, self.epoch)
@@ -46,7 +47,7 @@ class Owner:
     def alive(self, seen_by: Owner) -> bool:
         """Whether this owner may still write. `seen_by` is the asking process.
 
-        All live users of a store share one pid namespace (kvtier.tiers.disk.directory sees to it), so an owner of
+        All live users of a store share one pid namespace (kvtier.tiers.disk.directory ensures it), so an owner of
         another namespace or boot is dead, and so is an earlier incarnation of the asking process.
         """
         if self.boot != seen_by.boot or self.pid_namespace != seen_by.pid_namespace:

@@ -1,13 +1,13 @@
-"""The next segment's file, written through before it is needed.
+"""The next segment's file, preallocated before it is needed.
 
-The first write to a block of a file costs the file system an entry in its own books: on ext4 puts into a new segment
-run at about half their later speed. So while nobody reads or writes, the file that follows is filled with zeros as
+The first write to each block of a new file costs extra metadata updates: on ext4 puts into a new segment run at about
+half their later speed. So while the disk is idle the next segment's file is filled with zeros as
 
     PART/slab/ahead
 
-and gets its own name when it is whole. Whoever needs the segment earlier makes the file on the spot and removes the
-draft's name, so what lies in `slab` is never more than the segments' files would be. One process at a time writes,
-under a lock; what a killed one leaves behind is the next one's.
+and gets its own name when it is whole. A process that needs the segment earlier makes the file on the spot and removes
+the draft's name, so `slab` never holds more than the segments' files would. One process at a time writes the draft,
+under a lock; the draft of a killed process is written anew by the next one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _STEPS_PER_SYNC = 64
 
 
 class Preallocator:
-    """Writes the file of one segment ahead, step by step. Not thread-safe. No verb raises: a segment that is not
-    written ahead is made when it is needed, or the volume says then what it lacks."""
+    """Preallocates the file of one segment, step by step. Not thread-safe. No verb raises: a segment that is not
+    preallocated is made when it is needed, and the volume's error shows then."""
 
     def __init__(self, parts: Sequence[Path], size_of: Callable[[int], int], calls: Calls) -> None:
         self._parts = [part / "slab" for part in parts]
@@ -46,12 +46,12 @@ class Preallocator:
         """Whether `step` has something to do."""
         return self._fd >= 0
 
-    def serves(self, segment: int) -> bool:
-        """Whether it is at this segment's file."""
-        return self.busy and self._segment == segment
+    def advance(self, segment: int) -> bool:
+        """Begin with the file of `segment`, or go on with it. Whether there is more to do. Blocks on the device."""
+        return self.step() if self.busy and self._segment == segment else self.start(segment)
 
     def start(self, segment: int) -> bool:
-        """Begin with the file of `segment`. False: it is there, another process is at it, or it cannot be."""
+        """Begin with the file of `segment`. False: it exists, another process preallocates it, or that failed."""
         self.stop()
         self._segment, self._done = segment, 0
         if self._path.exists():
@@ -68,7 +68,7 @@ class Preallocator:
             self._calls.allocate(self._fd, self._size_of(segment))
             self._zeros = memoryview(mmap.mmap(-1, WRITE_BYTES_MAX))
         except OSError as error:
-            log.info("g3: segment %d is not written ahead: %s", segment, error)
+            log.info("g3: segment %d is not preallocated: %s", segment, error)
             self.stop()
         return self.busy
 
@@ -84,12 +84,12 @@ class Preallocator:
             else:
                 self._finish()
         except OSError as error:
-            log.info("g3: segment %d is not written ahead: %s", self._segment, error)
+            log.info("g3: segment %d is not preallocated: %s", self._segment, error)
             self.stop()
         return self.busy
 
     def stop(self) -> None:
-        """Let go of what is not finished."""
+        """Discard an unfinished draft."""
         if self.busy:
             self._forget_name()
             self._close()
@@ -113,7 +113,7 @@ class Preallocator:
 
     def _owned(self) -> bool:
         """Whether the open file is a draft, and ours. It may have become a segment since its name was looked up, or
-        before, if whoever did that was killed between giving it one name and taking the other."""
+        before, if the process that renamed it was killed between link and unlink."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(self._fd)
@@ -135,12 +135,12 @@ class Preallocator:
             self._calls.fdatasync(self._fd)
 
     def _finish(self) -> None:
-        """By a link to this very file that replaces none; the one who made the segment's file meanwhile wins."""
+        """By a link to this very file that replaces none: a segment's file that was made meanwhile stays."""
         os.fsync(self._fd)
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(FileExistsError):
-                # By linkat, which `dst_dir_fd` makes of it: link does not follow the symbolic link in /proc.
+                # `dst_dir_fd` makes it linkat: link does not follow the symbolic link in /proc.
                 os.link(f"/proc/self/fd/{self._fd}", self._path.name, dst_dir_fd=folder)
             self.stop()
             os.fsync(folder)

@@ -1,10 +1,10 @@
-"""What each scope holds of a G3 store, counted inside one LMDB write transaction.
+"""Bytes of a G3 store per scope, counted in LMDB write transactions.
 
     meta key, after the "m"     value
     "shares"                    empty: scopes are counted in this store
     "shares" ‖ scope (16)       u64: slot bytes that the scope's blocks occupy, in all namespaces
 
-Counting begins when a process first bounds scopes, and goes on in every process that uses the store from then on.
+Counting begins when a process first bounds scopes; from then on every process that uses the store counts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import struct
 from collections import Counter
 from typing import Any
 
-from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
-from kvtier.tiers.disk.records import META, ORDER, SLOT_ALIGN, order_parts, rows
+from kvtier.identity.keys import NAMESPACE_BYTES
+from kvtier.tiers.disk.records import META, ORDER, SCOPED_BYTES, SLOT_ALIGN, order_parts, rows
 
 SHARES_KEY = META + b"shares"
 _BYTES = struct.Struct("<Q")
 
 
 def scope_in(name: bytes) -> bytes:
-    """The scope that a block's full name names. Pure."""
-    return name[NAMESPACE_BYTES : NAMESPACE_BYTES + SCOPE_BYTES]
+    """The scope in a block's full name. Pure."""
+    return name[NAMESPACE_BYTES:SCOPED_BYTES]
 
 
 class Shares:
@@ -35,7 +35,7 @@ class Shares:
         self._known: set[bytes] = set()
 
     def begin(self) -> None:
-        """Count what is there, unless that was done: reads the whole line to leave, once in a store's life."""
+        """Count the blocks there are, unless that was done: reads all of `order`, once in a store's life."""
         if self._counted:
             return
         for key, name in rows(self._txn, ORDER):
@@ -52,13 +52,13 @@ class Shares:
         return self._bytes[scope]
 
     def change(self, name: bytes, size: int) -> None:
-        """A block of so many slot bytes was stored; with a negative size, left."""
+        """A block of so many slot bytes was stored or, with a negative size, removed."""
         if self._counted:
             scope = scope_in(name)
             self._bytes[scope] = max(0, self.of(scope) + size)
 
     def save(self) -> None:
-        """Write what was counted."""
+        """Write the counts."""
         if self._counted and self._known:
             self._txn.put(SHARES_KEY, b"")
         for scope in self._known:
@@ -70,7 +70,7 @@ class Shares:
 
 
 def shares_of(txn: Any) -> dict[bytes, int] | None:
-    """Bytes by scope, as they are counted; None if they are not."""
+    """Bytes by scope as counted; None if they are not counted."""
     if txn.get(SHARES_KEY) is None:
         return None
     return {key[len(SHARES_KEY) :]: _BYTES.unpack(raw)[0] for key, raw in rows(txn, SHARES_KEY) if key != SHARES_KEY}

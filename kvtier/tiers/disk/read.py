@@ -1,98 +1,96 @@
-"""Blocks on their way from their slots into the caller's memory: entry, bytes, digest, and what a mismatch means."""
+"""Blocks on their way from their slots into the caller's memory: entry, bytes, digest.
+
+A block that fails its check is looked up again in a write transaction: if its entry is another write's by now, the read
+was overtaken and is repeated (RACED if that happens twice), else exactly that entry is deleted (CORRUPT).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvtier import checksum
 from kvtier.clock import Clock
-from kvtier.errors import CorruptError
-from kvtier.identity.keys import SCOPE_BYTES, BlockKey
+from kvtier.errors import CorruptError, TierTimeout
+from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.io_scheduler import Work
-from kvtier.tiers.disk.records import SLOT_ALIGN, SPAN, Entry, priority_in
-from kvtier.tiers.disk.slab import ShortIO
+from kvtier.tiers.disk.records import SPAN, Entry, priority_in
+from kvtier.tiers.disk.slab import ShortIO, neighbours
 from kvtier.tiers.disk.store import Store
-from kvtier.tiers.disk.write import neighbours
-from kvtier.tiers.disk.write_txn import renewed
+from kvtier.tiers.disk.touches import Touches, life_after
 from kvtier.tiers.protocol import Loaded, Miss, Target
 
 
 @dataclass(slots=True)
 class _Wanted:
     target: Target
-    key: BlockKey
     name: bytes
     raw: bytes = b""
     entry: Entry | None = None
     result: Loaded | Miss | None = None
-    suspect: bool = False
+    suspect: bool = False  # its entry or its bytes failed their check
 
 
 class ReadBatch:
-    """One `read`. In turn: `jobs`, which run on I/O threads; `suspects`, for the writer to look at; `judge`. What was
-    overtaken by a write is `pending` then, and a second turn reads it again."""
+    """One `read` of blocks of `chain` into `targets`."""
 
     def __init__(
         self, store: Store, namespace: bytes, chain: Sequence[BlockKey], targets: Sequence[Target], clock: Clock
     ) -> None:
         self._store = store
-        self._namespace = namespace
         self._clock = clock
-        self._blocks = [_Wanted(target, chain[target.index], namespace + chain[target.index]) for target in targets]
+        self._blocks = [_Wanted(target, namespace + chain[target.index]) for target in targets]
 
-    @property
-    def pending(self) -> bool:
-        """Whether there are blocks without a result."""
-        return any(block.result is None for block in self._blocks)
-
-    def results(self) -> list[Loaded | Miss]:
-        """What became of each target; RACED where writes were faster twice."""
+    async def run(self, deadline: float) -> list[Loaded | Miss]:
+        """Per target, its result. When it returns or raises no thread writes to a target. Raises TierError."""
+        for _ in range(2):
+            with self._store.moving():
+                await self._store.io.read(self._jobs(deadline)).wait()
+            await self._delete_corrupt(deadline)
+            if all(block.result is not None for block in self._blocks):
+                break
         return [block.result if block.result is not None else Miss.RACED for block in self._blocks]
 
-    def jobs(self, deadline: float) -> list[Work]:
-        """One job per run of neighbouring slots, for the pending blocks whose entries say that they can be read."""
-        pending = [block for block in self._blocks if block.result is None]
-        self._resolve(pending)
-        readable = [block for block in pending if block.entry is not None and block.result is None]
+    def _jobs(self, deadline: float) -> list[Work]:
+        """One job per run of neighbouring slots, for the blocks without a result whose entries can be read."""
+        wanted = [block for block in self._blocks if block.result is None]
+        self._resolve(wanted)
+        readable = [block for block in wanted if block.entry is not None and block.result is None]
         block_bytes = sum(map(len, readable[0].target.into)) if readable else 0
         return [partial(self._read, run, deadline) for run in neighbours(readable, _place_of, block_bytes)]
 
     def _resolve(self, blocks: Sequence[_Wanted]) -> None:
         """Fill in entries, or the reason why there is none to read."""
-        now = self._clock.wall()
-        for scope, places in by_scope([block.key for block in blocks], range(len(blocks))):
-            names = [blocks[place].name for place in places]
-            purged, found = self._store.index.find_in_scope(self._namespace + scope, names)
-            for place, raw in zip(places, found, strict=True):
-                block = blocks[place]
-                block.entry = None
-                if raw is None:
-                    block.result = Miss.ABSENT
-                    continue
-                block.raw = raw
-                try:
-                    entry = block.entry = Entry.decode(block.name, raw)
-                except CorruptError:
-                    block.suspect = True
-                    continue
-                block.result = why_not(self._store, block.name, raw, purged, now)
-                if block.result is None and entry.length != sum(map(len, block.target.into)):
-                    block.result = Miss.MISMATCH
+        wall_s = self._clock.wall()
+        found = self._store.index.find([block.name for block in blocks])
+        for block, (raw, purged_until) in zip(blocks, found, strict=True):
+            block.entry = None
+            if raw is None:
+                block.result = Miss.ABSENT
+                continue
+            block.raw = raw
+            try:
+                entry = block.entry = Entry.decode(block.name, raw)
+            except CorruptError:
+                block.suspect = True
+                continue
+            block.result = miss_of(block.name, raw, purged_until, self._store.touches, wall_s)
+            if block.result is None and entry.length != sum(map(len, block.target.into)):
+                block.result = Miss.MISMATCH
 
     def _read(self, run: Sequence[_Wanted], deadline: float) -> None:
         """On an I/O thread: neighbouring blocks by one call."""
         if self._clock.monotonic() > deadline:
-            _settle(run, Miss.LATE)
+            _set_results(run, Miss.LATE)
             return
         first = run[0].entry
         assert first is not None
         pieces = [piece for block in run for piece in block.target.into]
         try:
-            self._store.slab.read(first.segment, first.slot * first.slot_class * SLOT_ALIGN, pieces)
+            self._store.slab.read(first.segment, first.offset, pieces)
         except ShortIO:
             if len(run) > 1:
                 for block in run:
@@ -101,7 +99,7 @@ class ReadBatch:
                 run[0].suspect = True
             return
         except OSError:
-            _settle(run, Miss.ERROR)
+            _set_results(run, Miss.ERROR)
             return
         for block in run:
             entry = block.entry
@@ -111,50 +109,40 @@ class ReadBatch:
             else:
                 block.suspect = True
 
-    def suspects(self) -> list[tuple[bytes, bytes]]:
-        """(name, entry as it was read) of blocks whose entry or bytes failed their check."""
-        return [(block.name, block.raw) for block in self._blocks if block.suspect]
-
-    def judge(self, verdicts: Sequence[bool] | None) -> None:
-        """What the writer found of `suspects`: True, the entry was damaged and is gone; False, it is another one by
-        now. None: it did not come to it in time."""
-        for number, block in enumerate([block for block in self._blocks if block.suspect]):
+    async def _delete_corrupt(self, deadline: float) -> None:
+        """Delete the suspects' entries, except those that are another write's by now."""
+        suspects = [block for block in self._blocks if block.suspect]
+        if not suspects:
+            return
+        job = self._store.submit(lambda txn: [txn.delete_corrupt(block.name, block.raw) for block in suspects])
+        try:
+            deleted = await job.result(max(0.0, deadline - self._clock.monotonic()))
+        except TierTimeout:
+            _set_results(suspects, Miss.LATE)
+            deleted = [False] * len(suspects)
+        for block, gone in zip(suspects, deleted, strict=True):
             block.suspect = False
-            if verdicts is None:
-                block.result = Miss.LATE
-            elif verdicts[number]:
+            if gone:
                 block.result = Miss.CORRUPT
 
 
-def why_not(store: Store, name: bytes, raw: bytes, purged: float, now: float) -> Miss | None:
-    """Why a block with the entry `raw` may not be served at `now`, its scope having been purged until `purged`."""
-    ends, birth = SPAN.unpack_from(raw)
-    if birth <= purged:
+def miss_of(name: bytes, raw: bytes | None, purged_until: float, touches: Touches, wall_s: float) -> Miss | None:
+    """Why a block with the entry `raw` may not be served; None if it may. Its scope is purged until `purged_until`."""
+    if raw is None or len(raw) < SPAN.size:
+        return Miss.ABSENT
+    ends, born = SPAN.unpack_from(raw)
+    if born <= purged_until:
         return Miss.PURGED
-    if now <= ends and birth <= now + FUTURE_S:
+    if wall_s <= ends and born <= wall_s + FUTURE_S:
         return None
     try:  # it looks expired; but it may have uses that are not in the index yet
-        alive = renewed(Entry.decode(name, raw).life, store.touches.of(name)).servable(Depth.G3, now)
+        alive = life_after(Entry.decode(name, raw).life, touches.of(name)).servable(Depth.G3, wall_s)
     except CorruptError:
         alive = False
     return None if alive else Miss.EXPIRED
 
 
-def by_scope(chain: Sequence[BlockKey], wanted: Sequence[int]) -> Iterator[tuple[bytes, list[int]]]:
-    """Runs of `wanted` whose keys share a scope; in practice one."""
-    run: list[int] = []
-    scope = b""
-    for place in wanted:
-        if chain[place][:SCOPE_BYTES] != scope:
-            if run:
-                yield scope, run
-            scope, run = chain[place][:SCOPE_BYTES], []
-        run.append(place)
-    if run:
-        yield scope, run
-
-
-def _settle(run: Sequence[_Wanted], result: Miss) -> None:
+def _set_results(run: Sequence[_Wanted], result: Miss) -> None:
     for block in run:
         block.result = result
 

@@ -4,15 +4,26 @@
     b  blocks     namespace ‖ scope ‖ hash (80)                                Entry
     c  fill       class (big-endian)                                           key of the segment it fills
     f  free       class ‖ segment ‖ slot (big-endian)                          empty
-    m  meta       see kvtier.tiers.disk.write_txn                                      …
+    m  meta       see below                                                    …
     o  order      class ‖ rank ‖ 2^32-1-depth ‖ segment ‖ slot (big-endian)    name (80)
     r  reserved   segment ‖ slot (big-endian)                                  SlotReservation
     s  segments   segment (big-endian)                                         Segment
     v  spare      segment (big-endian)                                         empty
 
-(LMDB's named databases are not used: py-lmdb opens their handles under the write lock, which a stopped neighbour
-may hold.) `order` sorts by class, then by rank (priority, then tick), leaves before their parents. A class is a slot
-size in units of 4 KiB. Values are little-endian. `docs/format.md` describes the whole store.
+    meta key, after the "m"     value
+    "format"                    u32: FORMAT
+    "uuid"                      16 bytes, the same as in every part's STORE.json
+    "geometry"                  kvtier.tiers.disk.allocator.Geometry
+    "counters"                  Counters
+    "namespace" ‖ digest        the namespace's fields as JSON
+    "purged" ‖ digest ‖ scope   f64: the tombstone; blocks born until then are misses for ever
+    "kept" ‖ name (80)          f64: the block is retained, not evicted before that time
+    "note" ‖ digest ‖ text      saved state of a namespace's manager
+    "shares" …                  see kvtier.tiers.disk.quota
+
+LMDB's named databases are not used: py-lmdb opens their handles under the write lock, which a stopped process may hold.
+`order` sorts by class, then by rank (priority, then tick), leaves before their parents. A class is a slot size in units
+of 4 KiB. Values are little-endian. `docs/format.md` describes the whole store.
 """
 
 from __future__ import annotations
@@ -20,28 +31,34 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import CorruptError
+from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.owner import OWNER_BYTES, Owner
 
+FORMAT = 1
 SLOT_ALIGN = 4096
+SCOPED_BYTES = NAMESPACE_BYTES + SCOPE_BYTES
+"""The part of a block's name that says its namespace and scope."""
 _U32_MAX = 0xFFFF_FFFF
 _TICK_BITS = 56
 
 _BODY = struct.Struct(f"<ddQIIQIQ{DIGEST_BYTES}s{LIFETIME_BYTES}s")
 _CHECK = struct.Struct("<Q")
-_LINE = struct.Struct(">cIQIII")
+_ORDER = struct.Struct(">cIQIII")
 _FREE = struct.Struct(">cIII")
 _PLACE = struct.Struct(">cII")
 _NUMBER = struct.Struct(">cI")
 _SEGMENT = struct.Struct("<HIIII")
 _RESERVED = struct.Struct(f"<QQI{OWNER_BYTES}s")
+_COUNTERS = struct.Struct("<QQQQI")
+TIME = struct.Struct("<d")
 
 SPAN = struct.Struct("<dd")
 """The first two fields of an entry, (ends, born): all that a lookup needs."""
@@ -49,6 +66,10 @@ SPAN = struct.Struct("<dd")
 ENTRY_BYTES = _BODY.size + _CHECK.size
 
 BLOCKS, FILL, FREE, META, ORDER, RESERVED, SEGMENTS, SPARE = b"b", b"c", b"f", b"m", b"o", b"r", b"s", b"v"
+UUID_KEY, FORMAT_KEY = META + b"uuid", META + b"format"
+GEOMETRY_KEY, COUNTERS_KEY = META + b"geometry", META + b"counters"
+NAMESPACE_KEY, PURGED_KEY = META + b"namespace", META + b"purged"
+RETAINED_KEY, NOTE_KEY = META + b"kept", META + b"note"
 
 
 def rows(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
@@ -61,8 +82,14 @@ def rows(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, b
             yield key, value
 
 
+def time_at(txn: Any, key: bytes) -> float:
+    """The time stored under a key of "purged" or "kept"; -inf if there is none."""
+    raw = txn.get(key)
+    return float("-inf") if raw is None else float(TIME.unpack(raw)[0])
+
+
 def rank_of(priority: int, tick: int) -> int:
-    """Whose leaves first: what has the lower priority, then what was used longer ago. Pure."""
+    """Place in the order of eviction: the lower priority first, then the older tick. Pure."""
     return priority << _TICK_BITS | tick
 
 
@@ -79,6 +106,24 @@ def tick_in(rank: int) -> int:
 def slot_class(length: int) -> int:
     """The class of blocks of `length` bytes: their slot's size in units of SLOT_ALIGN. Pure."""
     return -(-length // SLOT_ALIGN)
+
+
+class Counters(NamedTuple):
+    """Of a whole store: the last serial and tick, blocks, bytes of their slots, segments in use."""
+
+    serial: int = 0
+    tick: int = 0
+    blocks: int = 0
+    slot_bytes: int = 0
+    segments: int = 0
+
+    def encode(self) -> bytes:
+        return _COUNTERS.pack(*self)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Counters:
+        """The inverse of `encode`. Raises struct.error."""
+        return cls(*_COUNTERS.unpack(raw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +147,15 @@ class Entry:
     def slot_class(self) -> int:
         return slot_class(self.length)
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot_class * SLOT_ALIGN
+
+    @property
+    def offset(self) -> int:
+        """Where the slot begins in its segment's file."""
+        return self.slot * self.slot_bytes
+
     def encode(self, name: bytes) -> bytes:
         """ENTRY_BYTES bytes, the last 8 of them XXH3-64 over `name` and the rest."""
         body = _BODY.pack(
@@ -122,18 +176,34 @@ class Entry:
         return cls(serial, segment, slot, length, depth, rank, digest, Lifetime.decode(life))
 
     def order_key(self) -> bytes:
-        """This block's place in the line to leave."""
-        return _LINE.pack(ORDER, self.slot_class, self.rank, _U32_MAX - self.depth, self.segment, self.slot)
+        """The key of its row in `order`."""
+        return _ORDER.pack(ORDER, self.slot_class, self.rank, _U32_MAX - self.depth, self.segment, self.slot)
+
+
+def same_write(name: bytes, raw: bytes, current: bytes) -> bool:
+    """Whether two encoded entries of a block are of one write: equal, or one is the other renewed. Pure."""
+    try:
+        return raw == current or Entry.decode(name, raw).serial == Entry.decode(name, current).serial
+    except CorruptError:
+        return False
+
+
+class Slot(NamedTuple):
+    """A place for a block: the `slot`-th one of a segment that is cut into slots of `slot_class`."""
+
+    slot_class: int
+    segment: int
+    slot: int
 
 
 def order_start(slot_cls: int) -> bytes:
     """The smallest order key of a class."""
-    return _LINE.pack(ORDER, slot_cls, 0, 0, 0, 0)
+    return _ORDER.pack(ORDER, slot_cls, 0, 0, 0, 0)
 
 
 def order_parts(key: bytes) -> tuple[int, int, int, int]:
     """(class, rank, segment, slot) of an order key."""
-    _table, slot_cls, rank, _depth, segment, slot = _LINE.unpack(key)
+    _table, slot_cls, rank, _depth, segment, slot = _ORDER.unpack(key)
     return slot_cls, rank, segment, slot
 
 
@@ -141,10 +211,14 @@ def free_key(slot_cls: int, segment: int, slot: int) -> bytes:
     return _FREE.pack(FREE, slot_cls, segment, slot)
 
 
-def free_parts(key: bytes) -> tuple[int, int, int]:
-    """(class, segment, slot) of a key of `free`."""
-    _table, slot_cls, segment, slot = _FREE.unpack(key)
-    return slot_cls, segment, slot
+def free_prefix(slot_cls: int, segment: int) -> bytes:
+    """The beginning of the keys of a segment's free slots."""
+    return _PLACE.pack(FREE, slot_cls, segment)
+
+
+def free_slot(key: bytes) -> Slot:
+    """The slot that a key of `free` names."""
+    return Slot(*_FREE.unpack(key)[1:])
 
 
 def number_key(table: bytes, number: int) -> bytes:
@@ -160,7 +234,7 @@ def number_of(key: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A slab file's use: `slots` of one class, of which the first `fresh` were handed out at least once and
+    """Use of one slab file: `slots` of one class, of which the first `fresh` were handed out at least once and
     `used` hold an entry or a reservation. `part` is the index of the path it lies in."""
 
     part: int
@@ -203,6 +277,11 @@ class SlotReservation:
         return int.from_bytes(raw[:8], "little")
 
     @property
-    def place(self) -> bytes:
-        """Key of `reserved`."""
+    def offset(self) -> int:
+        """Where the slot begins in its segment's file."""
+        return self.slot * self.slot_class * SLOT_ALIGN
+
+    @property
+    def key(self) -> bytes:
+        """The key of its row in `reserved`."""
         return _PLACE.pack(RESERVED, self.segment, self.slot)

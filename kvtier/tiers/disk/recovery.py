@@ -1,37 +1,152 @@
-"""Opening the index of a G3 store: attach to what can be used, make anew what cannot, touch nothing that is foreign."""
+"""Opens a G3 store: uses the index that is there, replaces one that is damaged, and touches nothing that is foreign."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
-import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
-from kvtier.tiers.disk.directory import Marker, move_aside, read_marker, write_marker
+from kvtier.tiers.disk.directory import DirectoryLock, Marker, move_aside, read_marker, write_marker
 from kvtier.tiers.disk.index import Index, Unusable, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
-from kvtier.tiers.disk.records import SLOT_ALIGN
+from kvtier.tiers.disk.slab import Slab, SystemCalls
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 log = logging.getLogger(__name__)
 
+LOCK_TIMEOUT_S = 5.0
 SEGMENT_BYTES_MAX = 1 << 30
 SEGMENT_BYTES_SMALL = 64 << 20  # below this a segment is cut smaller only if the capacity is
 
 
-def open_index(parts: Sequence[Path], capacity: int, slot_bytes: int, owner: Owner, *, alone: bool) -> Index:
-    """The index of a store whose lock the caller holds: what is there, or, if `alone`, a new one in its place.
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open store. The receiver closes the index, then releases the lock."""
+
+    parts: list[Path]
+    lock: DirectoryLock
+    index: Index
+
+
+def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opened:
+    """Open the store in these directories, or create it, and resize it if no other process uses it.
+
+    Takes back the slots of dead owners; replaces an index that is damaged. Blocks, for seconds at most. Raises
+    ConfigError, FormatError or TierError.
+    """
+    with _locked(parts) as (lock, owner, alone):
+        index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=alone)
+        if alone and not _take_back(index):
+            index.close()
+            log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
+            index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=True)
+        if alone:
+            _resize(parts, index, capacity_bytes)
+            lock.share()
+        elif capacity_bytes != index.geometry().capacity:
+            log.warning(
+                "g3: %s has a capacity of %d bytes, not %d, for as long as others use it",
+                parts[0], index.geometry().capacity, capacity_bytes,
+            )  # fmt: skip
+        return Opened(list(parts), lock, index)
+
+
+def visit(parts: Sequence[Path], capacity_bytes: int | None) -> Opened:
+    """Open a store that exists, as it is: nothing is created or repaired. With `capacity_bytes` it is resized, which no
+    other process may use it for. Blocks. Raises FormatError, ConfigError or TierError."""
+    markers = [read_marker(part) for part in parts]
+    for part, marker in zip(parts, markers, strict=True):
+        if marker is None:
+            raise FormatError(f"{part} is not a G3 store: it has no readable STORE.json")
+    if len({(marker.uuid, marker.parts) for marker in markers if marker}) > 1 or (
+        markers[0] is not None and markers[0].parts != len(parts)
+    ):
+        raise ConfigError(f"{', '.join(map(str, parts))}: not all parts of one store; give them all, in order")
+    with _locked(parts) as (lock, owner, alone):
+        if capacity_bytes is not None and not alone:
+            raise TierError("g3", "resize", f"{parts[0]} is in use by another process; stop it first")
+        index = Index.attach(parts[0] / "index", owner, alone=alone)
+        if capacity_bytes is not None:
+            _resize(parts, index, capacity_bytes)
+        lock.share()
+        return Opened(list(parts), lock, index)
+
+
+@contextlib.contextmanager
+def _locked(parts: Sequence[Path]) -> Iterator[tuple[DirectoryLock, Owner, bool]]:
+    """The store's lock, its holder and whether the lock is exclusive. If the body raises, the lock is released."""
+    import lmdb
+
+    owner = Owner.current()
+    lock = DirectoryLock(parts[0])
+    alone = lock.acquire(owner, LOCK_TIMEOUT_S)
+    try:
+        yield lock, owner, alone
+    except BaseException as error:
+        lock.release()
+        if isinstance(error, Unusable):
+            raise TierError("g3", "open", f"the index of {parts[0]} is unusable: {error}") from None
+        if isinstance(error, (OSError, lmdb.Error)):
+            raise TierError("g3", "open", str(error)) from error
+        raise
+
+
+def reopen(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, *, damaged: bool, alone: bool) -> Index:
+    """The index of a store whose lock this process still has, with a new owner. `damaged`: its tables are checked
+    first. Raises what `open_index` raises, Unusable, OSError or lmdb.Error."""
+    owner = Owner.current()
+    index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=alone)
+    if damaged:
+        try:
+            index.check()
+        except Exception as error:  # damaged records make any code fail that reads them
+            index.close()
+            if not alone:
+                raise Unusable("it is damaged, and other processes use it") from None
+            log.warning("g3: %s is damaged: %s; moved to %s", parts[0], error, move_aside(parts[0] / "index"))
+            index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=True)
+    return index
+
+
+def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owner: Owner, *, alone: bool) -> Index:
+    """The index of a store whose lock the caller holds: the existing one or, if `alone`, a new one in its place.
 
     Raises FormatError for what must not be touched, ConfigError for the wrong paths, TierError where damage cannot
-    be repaired because others use the store.
+    be repaired because other processes use the store.
     """
     markers = [read_marker(part) for part in parts]
+    known = _store_of(parts, markers)
+    path = parts[0] / "index"
+    map_bytes = map_bytes_for(capacity_bytes // slot_bytes)
+    index = None
+    try:
+        if path.exists() or not alone:
+            index = Index.attach(path, owner, alone=alone, map_bytes=map_bytes)
+    except Unusable as error:
+        if not alone:
+            raise TierError("g3", "open", f"{path} is unusable and other processes use it: {error}") from None
+        log.warning("g3: %s cannot be used: %s; moved to %s, the store starts empty", path, error, move_aside(path))
+    name = known or (index.uuid().hex() if index is not None else uuid.uuid4().hex)
+    if index is not None and name != index.uuid().hex():
+        found = index.uuid().hex()
+        index.close()
+        raise FormatError(
+            f"{path} belongs to the store {found}, but {parts[0]} to {name}; put the right index back, or remove it"
+        )
+    if alone:
+        for number, part in enumerate(parts):
+            if markers[number] is None:
+                write_marker(part, Marker(name, number, len(parts)))
+    return index or _create_index(parts, capacity_bytes, slot_bytes, name, owner)
+
+
+def _store_of(parts: Sequence[Path], markers: Sequence[Marker | None]) -> str | None:
+    """The uuid that the markers name, if any. Raises ConfigError or FormatError where they contradict the paths."""
     for number, marker in enumerate(markers):
         if marker is not None and (marker.part != number or marker.parts != len(parts)):
             raise ConfigError(
@@ -41,42 +156,22 @@ def open_index(parts: Sequence[Path], capacity: int, slot_bytes: int, owner: Own
     known = {marker.uuid for marker in markers if marker is not None}
     if len(known) > 1:
         raise FormatError(f"{', '.join(map(str, parts))} belong to different stores")
-    path = parts[0] / "index"
-    needed = map_bytes_for(capacity // slot_bytes)
-    index = None
-    try:
-        if path.exists() or not alone:
-            index = Index.attach(path, owner, alone=alone, map_bytes=needed)
-    except Unusable as error:
-        if not alone:
-            raise TierError("g3", "open", f"{path} is unusable and other processes use it: {error}") from None
-        log.warning("g3: %s cannot be used: %s; moved to %s, the store starts empty", path, error, move_aside(path))
-    name = next(iter(known), None)
-    if index is not None:
-        found = index.uuid().hex()
-        if name is not None and name != found:
-            index.close()
-            raise FormatError(
-                f"{path} belongs to the store {found}, but {parts[0]} to {name}; put the right index back, or remove it"
-            )
-        name = found
-    name = name or uuid.uuid4().hex
-    if alone:
-        for number, part in enumerate(parts):
-            if markers[number] is None:
-                write_marker(part, Marker(name, number, len(parts)))
-    if index is None:
-        for part in parts:
-            for file in (part / "slab").glob("*.slab"):
-                with contextlib.suppress(IsADirectoryError):
-                    file.unlink()
-        segment = min(SEGMENT_BYTES_MAX, max(capacity // 16, SEGMENT_BYTES_SMALL), capacity) // slot_bytes * slot_bytes
-        geometry = Geometry(capacity, max(segment, slot_bytes), len(parts))
-        index = Index.create(path, bytes.fromhex(name), geometry, needed, owner)
-    return index
+    return next(iter(known), None)
 
 
-def take_back(index: Index) -> bool:
+def _create_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, name: str, owner: Owner) -> Index:
+    """A new, empty index; segment files of an earlier one are removed."""
+    for part in parts:
+        for file in (part / "slab").glob("*.slab"):
+            with contextlib.suppress(IsADirectoryError):
+                file.unlink()
+    segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 16, SEGMENT_BYTES_SMALL), capacity_bytes)
+    geometry = Geometry(capacity_bytes, max(segment_bytes // slot_bytes, 1) * slot_bytes, len(parts))
+    map_bytes = map_bytes_for(capacity_bytes // slot_bytes)
+    return Index.create(parts[0] / "index", bytes.fromhex(name), geometry, map_bytes, owner)
+
+
+def _take_back(index: Index) -> bool:
     """Free the slots of dead owners. False: the index is damaged.
 
     A full or failing volume does not keep a store from being opened: it can be read, and the writer thread tries again.
@@ -87,23 +182,18 @@ def take_back(index: Index) -> bool:
         index.transact(WriteTxn.reclaim)
     except lmdb.Error as error:
         log.warning("g3: slots of ended processes are not free yet: %s", error)
-    except Exception:  # whatever damaged records make of the code that reads them
+    except Exception:  # damaged records make any code fail that reads them
         return False
     return True
 
 
-def probe(parts: Sequence[Path]) -> None:
-    """Write, sync and read a page in each part. Raises OSError."""
-    for part in parts:
-        path = part / "PROBE"
-        page = secrets.token_bytes(SLOT_ALIGN)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.pwrite(fd, page, 0) != len(page):
-                raise OSError(errno.EIO, "short write", str(path))
-            os.fdatasync(fd)
-            if os.pread(fd, SLOT_ALIGN, 0) != page:
-                raise OSError(errno.EIO, "reads back other bytes than were written", str(path))
-        finally:
-            os.close(fd)
-            path.unlink()
+def _resize(parts: Sequence[Path], index: Index, capacity_bytes: int) -> None:
+    """Cut a store that no other process uses: the index first, then the files. Completes an interrupted resize too."""
+
+    def resize(txn: WriteTxn) -> None:
+        txn.reclaim()
+        txn.resize(capacity_bytes)
+
+    if capacity_bytes != index.geometry().capacity:
+        index.transact(resize)
+    Slab(parts, index.geometry().size_of, SystemCalls()).cut()

@@ -1,7 +1,7 @@
 """Slab segments: files of fixed-size slots, read and written around the page cache.
 
     PART/slab/SSSSSSSS.slab      segment SSSSSSSS (hexadecimal); slot i starts at i × slot size
-    PART/slab/ahead              the next segment in the making (kvtier.tiers.disk.preallocate)
+    PART/slab/ahead              the next segment while it is preallocated (kvtier.tiers.disk.preallocate)
 
 A slot holds a block's bytes and nothing else: name, length and digest are in the index. So a block moves
 between the disk and the caller's memory in one `preadv` or `pwritev` over its ranks' pieces, without a copy,
@@ -22,18 +22,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 
 from kvtier.tiers.disk.records import SLOT_ALIGN
+from kvtier.tiers.fsync import sync_directory
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+T = TypeVar("T")
 
 DRAFT = "ahead"
 OPEN_FILES_MAX = 64
 WRITE_BYTES_MAX = 1 << 20
-"""Per system call. What a device has been given it finishes before a later read or sync: few small writes in flight
-keep it about as busy as many large ones, and what comes behind them waits a fraction as long."""
+"""Per system call. A device finishes the writes it has before a later read or sync: few small writes in flight keep it
+about as busy as many large ones, and a read behind them waits a fraction as long."""
+RUN_BYTES_MAX = 4 << 20  # neighbouring blocks are moved by one system call up to this size
 _IOV_MAX = 1024
 
 
@@ -53,7 +54,7 @@ class Calls(Protocol):
 
 
 class SystemCalls:
-    """The kernel's."""
+    """The kernel's calls."""
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -65,7 +66,7 @@ class SystemCalls:
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, length: int) -> None:
-        """Make the file `length` long and its blocks its own, so that a full volume shows now."""
+        """Make the file `length` long and allocate its blocks, so that a full volume shows now."""
         try:
             os.posix_fallocate(fd, 0, length)
         except OSError as error:
@@ -100,7 +101,7 @@ class Slab:
         self._local = threading.local()
 
     def path_of(self, segment: int) -> Path:
-        """Where the segment lies."""
+        """The segment's file."""
         return self._parts[segment % len(self._parts)] / f"{segment:08x}.slab"
 
     def read(self, segment: int, offset: int, pieces: Sequence[memoryview]) -> None:
@@ -130,7 +131,7 @@ class Slab:
             _whole(self._calls.pwritev, file.fd, [buffer], offset, WRITE_BYTES_MAX)
 
     def sync(self, segment: int) -> None:
-        """What `write` wrote into the segment before is durable when this returns. Raises OSError."""
+        """Make durable what `write` has written into the segment. Raises OSError."""
         with self._open(segment) as file:
             self._calls.fdatasync(file.fd)
 
@@ -142,7 +143,7 @@ class Slab:
                 (folder / DRAFT).unlink()
             for path in folder.glob("[0-9a-f]" * 8 + ".slab"):
                 if not stat.S_ISREG(path.lstat().st_mode):
-                    continue  # nobody's work of ours; reading and writing it fails, and says so
+                    continue  # foreign; reading and writing it fails
                 size = self._size_of(int(path.stem, 16))
                 if size == 0:
                     path.unlink()
@@ -150,7 +151,7 @@ class Slab:
                     os.truncate(path, size)
 
     def close(self) -> None:
-        """Let go of the files. No other call may run."""
+        """Close the files. No other call may run."""
         with self._lock:
             for file in self._files.values():
                 self._calls.close(file.fd)
@@ -205,14 +206,14 @@ class Slab:
             size = self._size_of(segment)
             if status.st_size < size:
                 with contextlib.suppress(OSError):
-                    (path.parent / DRAFT).unlink()  # too late for it
+                    (path.parent / DRAFT).unlink()  # the draft of this very segment comes too late
                 try:
                     self._calls.allocate(file.fd, size)
                 except OSError:
                     os.ftruncate(file.fd, status.st_size)  # give back the part that there was room for
                     raise
                 os.fsync(file.fd)
-            if segment not in self._named:  # whoever made the file may not have come to this yet
+            if segment not in self._named:  # the process that made the file may not have synced its name yet
                 sync_directory(path.parent)
                 self._named.add(segment)
         except BaseException:
@@ -221,13 +222,21 @@ class Slab:
         return file
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def neighbours(items: Sequence[T], place_of: Callable[[T], tuple[int, int]], block_bytes: int) -> Iterator[list[T]]:
+    """Runs of items whose places, as (segment, slot), follow one another, of up to RUN_BYTES_MAX; one by one where
+    slots have padding. Pure."""
+    run: list[T] = []
+    last = (-1, -1)
+    limit = 1 if block_bytes % SLOT_ALIGN else max(1, RUN_BYTES_MAX // max(1, block_bytes))
+    for item in sorted(items, key=place_of):
+        segment, slot = place_of(item)
+        if run and ((segment, slot) != (last[0], last[1] + 1) or len(run) == limit):
+            yield run
+            run = []
+        run.append(item)
+        last = segment, slot
+    if run:
+        yield run
 
 
 def _aligned(piece: memoryview) -> bool:
@@ -240,7 +249,7 @@ def _aligned(piece: memoryview) -> bool:
 def _whole(
     call: Callable[[int, Sequence[memoryview], int], int],
     fd: int,
-    pieces: Iterable[memoryview],
+    pieces: Sequence[memoryview],
     offset: int,
     most: int = sys.maxsize,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Uses of blocks on their way into the index: noted at any time, written with whatever transaction comes next."""
+"""Uses of blocks on their way into the index: recorded at any time, written with the next transaction."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ import itertools
 import threading
 from collections.abc import Sequence
 
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
+
 NAMES_MAX = 1 << 18
 NAMES_PER_COMMIT_MAX = 2048  # a transaction must not hold the lock for long
 USES_MAX = 16  # of one block between two transactions; the latest replaces the last
 
 
+def life_after(life: Lifetime, uses: Sequence[float]) -> Lifetime:
+    """`life` after uses at these times, in order; once it is over they do nothing. Pure."""
+    for wall_s in uses:
+        if not life.servable(Depth.G3, wall_s):
+            break
+        life = life.used(wall_s)
+    return life
+
+
 class Touches:
-    """Thread-safe. Past NAMES_MAX blocks the rest is forgotten: it costs them rank, not their bytes."""
+    """Uses by block name, in seconds since the epoch. Thread-safe. Past NAMES_MAX blocks further ones are dropped: that
+    costs them rank, not their bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new: dict[bytes, list[float]] = {}
-        self._overdue: dict[bytes, list[float]] = {}  # what the last transaction left for the next,
+        self._overdue: dict[bytes, list[float]] = {}  # left for the next transaction by the last one,
         self._tick = 0  # with the tick that they all get
 
-    def record(self, names: Sequence[bytes], now: float) -> None:
+    def record(self, names: Sequence[bytes], wall_s: float) -> None:
         """These blocks were used, heads of chains first."""
         with self._lock:
             for name in names:
@@ -28,20 +41,20 @@ class Touches:
                     return
                 uses = self._new.setdefault(name, [])
                 del uses[USES_MAX - 1 :]
-                uses.append(now)
+                uses.append(wall_s)
 
     def __bool__(self) -> bool:
         """Whether uses wait for a transaction."""
         return bool(self._new or self._overdue)
 
     def of(self, name: bytes) -> Sequence[float]:
-        """The uses of a block that wait."""
+        """The uses of a block that wait for a transaction."""
         with self._lock:
             return (*self._overdue.get(name, ()), *self._new.get(name, ()))
 
     def take(self, tick: int) -> tuple[dict[bytes, list[float]], int]:
-        """Up to NAMES_PER_COMMIT_MAX of them for the transaction of `tick`, the oldest first, and the tick that all get
-        which were waiting together: a chain's head must not get less than its tail."""
+        """Uses of up to NAMES_PER_COMMIT_MAX blocks for the transaction of `tick`, the oldest first, and their tick:
+        blocks that wait together get one, since a chain's head must not get less than its tail."""
         with self._lock:
             if not self._overdue:
                 self._overdue, self._new = self._new, {}

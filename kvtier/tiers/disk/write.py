@@ -1,62 +1,172 @@
-"""Reserved blocks on their way into their slots, and the runs of neighbours that one system call moves."""
+"""Blocks on their way from RAM into their slots: reserved, written, synced, published.
+
+A large write is taken for one of a stream: the transaction that publishes it also reserves slots for the next one, so
+that a stream of writes commits once per write, not twice.
+"""
 
 from __future__ import annotations
 
 import errno
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 from kvtier.clock import Clock
+from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.io_scheduler import Work
-from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation
+from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, SlotReservation, slot_class
+from kvtier.tiers.disk.slab import neighbours
 from kvtier.tiers.disk.store import Store
+from kvtier.tiers.disk.write_txn import NewBlock, WriteTxn
 from kvtier.tiers.protocol import Sealed, Stored
 
 T = TypeVar("T")
 
-RUN_BYTES_MAX = 4 << 20  # neighbouring blocks are moved by one system call up to this size
+STREAM_BYTES_MIN = 8 << 20  # from this size on a write reserves for the next one, too,
+STREAM_SHARE = 32  # unless it is more than this part of the capacity
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class WriteBatch:
-    """One `write` between reserving and publishing. `jobs` run on I/O threads; who finishes a segment syncs it.
-
-    `failed` tells, by place in the batch, what became of blocks that are not durable once all jobs are done.
-    """
+    """One `write` of blocks that have `block_bytes` each. `share_bytes`: as in `WriteTxn.publish`."""
 
     def __init__(
-        self, store: Store, blocks: Sequence[Sealed], held: Mapping[int, SlotReservation], clock: Clock
+        self,
+        store: Store,
+        namespace: bytes,
+        blocks: Sequence[Sealed],
+        clock: Clock,
+        *,
+        block_bytes: int,
+        share_bytes: int,
     ) -> None:
-        self.failed: dict[int, Stored] = {}
         self._store = store
-        self._blocks = blocks
-        self._held = held
         self._clock = clock
+        self._block_bytes = block_bytes
+        self._share_bytes = share_bytes
+        self._pieces = [block.pieces for block in blocks]
+        self._blocks = [
+            NewBlock(
+                namespace + block.key,
+                block_bytes,
+                block.life,
+                block.index,
+                block.digest,
+                None if block.parent is None else namespace + block.parent,
+                block.priority,
+            )
+            for block in blocks
+        ]
+        self._reserved: dict[int, SlotReservation] = {}  # by place in the batch
+        self._results: dict[int, Stored] = {}  # the same
         self._lock = threading.Lock()
 
+    async def run(self, deadline: float) -> list[Stored]:
+        """Per block, its result. When it returns or raises no thread reads a piece and no slot stays reserved.
+
+        Raises TierTimeout, TierFull or TierError.
+        """
+        try:
+            await self._reserve(deadline)
+            await self._store.io.write(self.jobs(deadline)).wait()
+            await self._publish(deadline)
+        finally:
+            self._store.give_back(list(self._reserved.values()))
+        return [self._results[place] for place in range(len(self._blocks))]
+
+    async def _reserve(self, deadline: float) -> None:
+        wall_s = self._clock.wall()
+        # Parents first: where room ends, the deepest blocks are refused.
+        places = sorted(range(len(self._blocks)), key=lambda place: self._blocks[place].depth)
+
+        def reserve(txn: WriteTxn) -> list[SlotReservation | Stored]:
+            return [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
+
+        def undo(slots: Sequence[SlotReservation | Stored]) -> None:
+            self._store.give_back([one for one in slots if isinstance(one, SlotReservation)])
+
+        slots = self._take_reserved(wall_s) or await self._commit(reserve, deadline, undo)
+        for place, slot in zip(places, slots, strict=True):
+            if isinstance(slot, SlotReservation):
+                self._reserved[place] = slot
+            else:
+                self._results[place] = slot
+
+    def _take_reserved(self, wall_s: float) -> Sequence[SlotReservation | Stored]:
+        """Slots that an earlier write reserved for this one; none if a transaction must decide about a block.
+
+        A block whose parent is in the batch is not looked up: where the parent is absent, it is absent too. If it is
+        there all the same, publishing finds it.
+        """
+        store = self._store
+        if not self._streams(len(self._blocks)):
+            return []
+        names = {block.name for block in self._blocks}
+        heads = [block.name for block in self._blocks if block.parent not in names]
+        purged: dict[bytes, float] = {}
+        for name, (raw, purged_until) in zip(heads, store.index.find(heads), strict=True):
+            if raw is not None:
+                return []
+            purged[name[:SCOPED_BYTES]] = purged_until
+        for block in self._blocks:
+            purged_until = purged.get(block.name[:SCOPED_BYTES], inf)
+            if not block.life.servable(Depth.G3, wall_s) or block.life.born <= purged_until:
+                return []
+        return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
+
+    def _streams(self, count: int) -> bool:
+        """Whether a write is so large that more like it will come, and small beside the store."""
+        size = count * slot_class(self._block_bytes) * SLOT_ALIGN
+        return STREAM_BYTES_MIN <= size <= self._store.geometry.capacity // STREAM_SHARE
+
+    async def _publish(self, deadline: float) -> None:
+        store, wall_s = self._store, self._clock.wall()
+        written = {place: slot for place, slot in self._reserved.items() if place not in self._results}
+        if not written:
+            return
+        count = len(written) if self._streams(len(written)) and store.reserved.wants(len(written)) else 0
+
+        def publish(txn: WriteTxn) -> tuple[list[Stored], list[SlotReservation]]:
+            results = [
+                txn.publish(slot, self._blocks[place], wall_s, self._share_bytes) for place, slot in written.items()
+            ]
+            return results, txn.reserve_slots(slot_class(self._block_bytes), count)
+
+        results, ahead = await self._commit(publish, deadline, lambda result: store.give_back(result[1]))
+        store.reserved.add(ahead)
+        for place, result in zip(written, results, strict=True):
+            self._results[place] = result
+            del self._reserved[place]
+
+    async def _commit(self, work: Callable[[WriteTxn], T], deadline: float, undo: Callable[[T], object]) -> T:
+        timeout_s = max(0.0, deadline - self._clock.monotonic())
+        return await self._store.submit(work).result(timeout_s, undo)
+
+    # Writing.
+
     def jobs(self, deadline: float) -> list[Work]:
-        """One job per run of neighbouring slots. A job that has not begun by the deadline fails its blocks."""
-        block_bytes = sum(map(len, self._blocks[0].pieces)) if self._blocks else 0
-        runs = list(neighbours(list(self._held), lambda place: self._place(place), block_bytes))
-        self._left = Counter(self._held[run[0]].segment for run in runs)
+        """One job per run of neighbouring slots, for I/O threads; the one that finishes a segment syncs it. A job that
+        has not begun by the deadline fails its blocks."""
+        runs = list(neighbours(list(self._reserved), self._place_of, self._block_bytes))
+        self._left = Counter(self._reserved[run[0]].segment for run in runs)
         return [partial(self._write, run, deadline) for run in runs]
 
-    def _place(self, place: int) -> tuple[int, int]:
-        return self._held[place].segment, self._held[place].slot
+    def _place_of(self, place: int) -> tuple[int, int]:
+        return self._reserved[place].segment, self._reserved[place].slot
 
     def _write(self, run: Sequence[int], deadline: float) -> None:
-        first = self._held[run[0]]
+        first = self._reserved[run[0]]
         try:
             if self._clock.monotonic() > deadline:
                 self._fail(run, Stored.FAILED)
             else:
-                pieces = [piece for place in run for piece in self._blocks[place].pieces]
-                self._store.slab.write(first.segment, first.slot * first.slot_class * SLOT_ALIGN, pieces)
+                pieces = [piece for place in run for piece in self._pieces[place]]
+                self._store.slab.write(first.segment, first.offset, pieces)
         except OSError as error:
-            self._fail(run, self._outcome(error))
+            self._fail(run, self._result_of(error))
         with self._lock:
             self._left[first.segment] -= 1
             last = self._left[first.segment] == 0
@@ -64,40 +174,26 @@ class WriteBatch:
             self._sync(first.segment)
 
     def _sync(self, segment: int) -> None:
-        written = [place for place, one in self._held.items() if one.segment == segment and place not in self.failed]
+        written = [
+            place for place, slot in self._reserved.items() if slot.segment == segment and place not in self._results
+        ]
         if not written:
             return
         try:
             self._store.slab.sync(segment)
         except OSError as error:
-            outcome = self._outcome(error)
-            self._fail(written, outcome)
-            if outcome is Stored.FAILED:
-                # A sync that failed says nothing about the next one: the store is opened anew.
+            result = self._result_of(error)
+            self._fail(written, result)
+            if result is Stored.FAILED:
+                # After a failed sync the next one proves nothing: the store is opened anew.
                 self._store.quarantine(f"fdatasync of segment {segment}: {error}")
 
-    def _fail(self, places: Sequence[int], outcome: Stored) -> None:
+    def _fail(self, places: Sequence[int], result: Stored) -> None:
         with self._lock:
-            self.failed.update(dict.fromkeys(places, outcome))
+            self._results.update(dict.fromkeys(places, result))
 
-    def _outcome(self, error: OSError) -> Stored:
+    def _result_of(self, error: OSError) -> Stored:
         if error.errno in _NO_ROOM:
             self._store.volume_full()
             return Stored.FULL
         return Stored.FAILED
-
-
-def neighbours(items: Sequence[T], place_of: Callable[[T], tuple[int, int]], block_bytes: int) -> Iterator[list[T]]:
-    """Items in neighbouring slots, up to RUN_BYTES_MAX together; one by one where slots have padding."""
-    run: list[T] = []
-    last = (-1, -1)
-    limit = 1 if block_bytes % SLOT_ALIGN else max(1, RUN_BYTES_MAX // max(1, block_bytes))
-    for item in sorted(items, key=place_of):
-        segment, slot = place_of(item)
-        if run and ((segment, slot) != (last[0], last[1] + 1) or len(run) == limit):
-            yield run
-            run = []
-        run.append(item)
-        last = segment, slot
-    if run:
-        yield run

@@ -10,8 +10,7 @@ import pytest
 
 from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import tier as disk_module
-from kvtier.tiers.disk import touches
+from kvtier.tiers.disk import touches, write
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
@@ -66,8 +65,8 @@ async def churn(path: Path, seed: int, *, parents: bool, steps: int = 120) -> tu
 
 def every_write_is_one_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it keeps slots for the next one."""
-    monkeypatch.setattr(disk_module, "STREAM_BYTES_MIN", BLOCK)
-    monkeypatch.setattr(disk_module, "STREAM_SHARE", 8)
+    monkeypatch.setattr(write, "STREAM_BYTES_MIN", BLOCK)
+    monkeypatch.setattr(write, "STREAM_SHARE", 8)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,7 +18,7 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import store as store_module
+from kvtier.tiers.disk import quarantine, store
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
@@ -33,9 +33,9 @@ CAPACITY = 12
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probe and rest a hundred times as often."""
-    monkeypatch.setattr(store_module, "PROBE_FIRST_S", 0.005)
-    monkeypatch.setattr(store_module, "IDLE_S", 0.005)
-    monkeypatch.setattr(store_module, "GROWTH_PAUSE_S", 0.02)
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+    monkeypatch.setattr(store, "IDLE_S", 0.005)
+    monkeypatch.setattr(store, "GROWTH_PAUSE_S", 0.02)
 
 
 class FailingCalls(SystemCalls):

@@ -37,8 +37,8 @@ async def test_inspect_tells_namespaces_scopes_and_room(tmp_path: Path) -> None:
         for live in (True, False):
             if not live:
                 await tier.close(clock.monotonic() + FAR_S)
-            with looking_after([path], clock) as caretaker:
-                seen = caretaker.inspect()
+            with looking_after([path], clock) as maintenance:
+                seen = maintenance.inspect()
             assert (seen["blocks"], seen["bytes"], seen["capacity_bytes"]) == (6, 6 * BLOCK, 16 * BLOCK)
             (one,) = seen["namespaces"]
             assert one["fields"] == NAMESPACE.fields()
@@ -51,14 +51,14 @@ async def test_verify_finds_and_scrub_removes(tmp_path: Path) -> None:
     async with opened(path, clock=clock) as tier:
         await put(tier, CHAIN)
         steps: list[tuple[int, int]] = []
-        with looking_after([path], clock) as caretaker:
-            assert caretaker.verify(lambda done, total: steps.append((done, total))).sound
+        with looking_after([path], clock) as maintenance:
+            assert maintenance.verify(lambda done, total: steps.append((done, total))).sound
             damage(path, 2)
-            found = caretaker.verify()
+            found = maintenance.verify()
             assert (found.blocks, found.bad, found.removed, found.sound) == (8, 1, 0, False)
-            found = caretaker.scrub()
+            found = maintenance.scrub()
             assert (found.bad, found.removed, found.raced) == (1, 1, 0)
-            assert caretaker.verify().sound
+            assert maintenance.verify().sound
         assert steps[-1] == (8, 8)
         assert await get(tier, CHAIN) == [True, True, Miss.ABSENT, *[True] * 5]
 
@@ -69,9 +69,9 @@ async def test_gc_deletes_what_is_expired(tmp_path: Path) -> None:
         await put(tier, CHAIN[:4], terms=Terms("short", ttl=60))
         await put(tier, CHAIN[4:])
         clock.advance(61)
-        with looking_after([path], clock) as caretaker:
-            assert caretaker.gc() == {"reclaimed_slots": 0, "deleted_blocks": 4}
-            assert caretaker.gc()["deleted_blocks"] == 0
+        with looking_after([path], clock) as maintenance:
+            assert maintenance.gc() == {"reclaimed_slots": 0, "deleted_blocks": 4}
+            assert maintenance.gc()["deleted_blocks"] == 0
         assert tier.usage().blocks == 4
 
 
@@ -80,9 +80,9 @@ async def test_resize_keeps_what_fits(tmp_path: Path, blocks: int) -> None:
     path, clock = tmp_path / "g3", VirtualClock()
     async with opened(path, clock=clock) as tier:
         await put(tier, CHAIN)
-    with looking_after([path], clock, capacity=blocks * BLOCK) as caretaker:
-        assert caretaker.verify().sound
-        assert caretaker.inspect()["capacity_bytes"] == blocks * BLOCK
+    with looking_after([path], clock, capacity=blocks * BLOCK) as maintenance:
+        assert maintenance.verify().sound
+        assert maintenance.inspect()["capacity_bytes"] == blocks * BLOCK
     assert sum(file.stat().st_size for file in slabs(path)) <= blocks * BLOCK
     async with opened(path, blocks, clock=clock) as tier:
         assert await get(tier, CHAIN) == [True] * min(8, blocks) + [Miss.ABSENT] * max(0, 8 - blocks)

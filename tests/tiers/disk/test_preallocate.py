@@ -1,4 +1,4 @@
-"""Segments written ahead: there before they are needed, never instead of what is there."""
+"""Preallocated segments: there before they are needed, and never in place of a file that is there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import recovery as opening
+from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.slab import DRAFT, Calls, Slab, SystemCalls
 from kvtier.tiers.protocol import Stored
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "slab"
 
 
-def ahead(folder: Path, calls: Calls | None = None) -> Preallocator:
+def preallocator(folder: Path, calls: Calls | None = None) -> Preallocator:
     return Preallocator([folder.parent], lambda segment: SEGMENT, calls or SystemCalls())
 
 
@@ -37,7 +37,7 @@ def finish(draft: Preallocator) -> None:
 
 
 def test_a_segment_gets_its_name_when_it_is_whole(folder: Path) -> None:
-    draft = ahead(folder)
+    draft = preallocator(folder)
     assert draft.start(1)
     assert [path.name for path in folder.iterdir()] == [DRAFT]
     finish(draft)
@@ -48,7 +48,7 @@ def test_a_segment_gets_its_name_when_it_is_whole(folder: Path) -> None:
 
 
 def test_who_needs_it_earlier_makes_it(folder: Path) -> None:
-    draft = ahead(folder)
+    draft = preallocator(folder)
     assert draft.start(1)
     assert draft.step()
     slab = Slab([folder.parent], lambda segment: SEGMENT, SystemCalls())
@@ -60,7 +60,7 @@ def test_who_needs_it_earlier_makes_it(folder: Path) -> None:
 
 
 def test_a_file_made_at_the_last_moment_is_not_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = ahead(folder)
+    draft = preallocator(folder)
     assert draft.start(1)
     fsync = os.fsync
 
@@ -76,7 +76,7 @@ def test_a_file_made_at_the_last_moment_is_not_replaced(folder: Path, monkeypatc
 
 
 def test_one_at_a_time(folder: Path) -> None:
-    first, second = ahead(folder), ahead(folder)
+    first, second = preallocator(folder), preallocator(folder)
     assert first.start(1)
     assert not second.start(1)
     first.stop()
@@ -87,7 +87,7 @@ def test_one_at_a_time(folder: Path) -> None:
 
 def test_what_a_killed_process_left_is_the_next_ones(folder: Path) -> None:
     (folder / DRAFT).write_bytes(b"x" * (2 * SEGMENT))
-    draft = ahead(folder)
+    draft = preallocator(folder)
     assert draft.start(3)
     finish(draft)
     assert (folder / "00000003.slab").read_bytes() == bytes(SEGMENT)
@@ -97,7 +97,7 @@ def test_a_draft_that_became_a_segment_is_left_alone(folder: Path) -> None:
     """Its writer was killed between giving it one name and taking the other."""
     (folder / "00000001.slab").write_bytes(b"x" * SEGMENT)
     (folder / DRAFT).hardlink_to(folder / "00000001.slab")
-    assert not ahead(folder).start(2)
+    assert not preallocator(folder).start(2)
     assert not (folder / DRAFT).exists()
     assert (folder / "00000001.slab").read_bytes() == b"x" * SEGMENT
 
@@ -110,9 +110,9 @@ def test_a_draft_that_becomes_a_segment_while_it_is_opened_is_left_alone(folder:
             (folder / "00000001.slab").write_bytes(b"x" * SEGMENT)
             return fd
 
-    first = ahead(folder)
+    first = preallocator(folder)
     assert first.start(1)
-    assert not ahead(folder, Slow()).start(2)
+    assert not preallocator(folder, Slow()).start(2)
     assert (folder / "00000001.slab").read_bytes() == b"x" * SEGMENT
 
 
@@ -131,8 +131,8 @@ def test_a_failure_leaves_nothing_behind(folder: Path, verb: str, monkeypatch: p
     assert not draft.busy
 
 
-async def test_a_store_writes_ahead_while_it_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_BYTES_SMALL", SEGMENT)
+async def test_an_idle_store_preallocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "SEGMENT_BYTES_SMALL", SEGMENT)
     path = tmp_path / "g3"
     chain = chain_of(NAMESPACE, 32)
     allocated: list[int] = []
@@ -161,7 +161,7 @@ async def test_a_store_writes_ahead_while_it_rests(tmp_path: Path, monkeypatch: 
 async def test_many_segments_under_churn_stay_within_the_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "SEGMENT_BYTES_SMALL", SEGMENT)
+    monkeypatch.setattr(recovery, "SEGMENT_BYTES_SMALL", SEGMENT)
     path = tmp_path / "g3"
     async with opened(path, 100, block_bytes=BLOCK, namespace=NAMESPACE) as tier:
         for seed in range(30):

@@ -17,10 +17,10 @@ from kvtier.identity.keys import SHARED, BlockKey, Scope, scope_of
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import eviction as order_module
-from kvtier.tiers.disk import write_txn as ledger_module
+from kvtier.tiers.disk import eviction, write_txn
 from kvtier.tiers.disk.quota import shares_of
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, put
 
@@ -57,7 +57,7 @@ def here(tier: DiskTier, keys: Sequence[BlockKey]) -> int:
 
 
 def counted(tier: DiskTier) -> dict[bytes, int] | None:
-    """Blocks by scope, as the store's books have them."""
+    """Blocks by scope, as the store counts them."""
     with tier._store.index.reading() as txn:
         found = shares_of(txn)
     return None if found is None else {scope: size // BLOCK for scope, size in found.items()}
@@ -101,7 +101,7 @@ async def test_the_last_of_a_scope_may_be_its_only_block(tmp_path: Path) -> None
         assert (here(tier, chain(1, 2, A)), here(tier, chain(2, 1, A))) == (0, 1)
 
 
-async def test_what_is_kept_is_not_given_up(tmp_path: Path) -> None:
+async def test_a_retained_block_is_not_given_up(tmp_path: Path) -> None:
     clock = VirtualClock()
     sure, first, second = chain(1, 6, A), chain(2, 4, A), chain(3, 4, A)
     async with shared(tmp_path / "g3", clock=clock) as tier:
@@ -112,7 +112,7 @@ async def test_what_is_kept_is_not_given_up(tmp_path: Path) -> None:
         assert (here(tier, sure), here(tier, first), here(tier, second)) == (6, 0, 4)
         clock.advance(61)
         await put(tier, first, parents=True)
-        assert here(tier, first) == 4 and here(tier, sure) < 6, "a promise that is over still held"
+        assert here(tier, first) == 4 and here(tier, sure) < 6, "retention that is over still held"
 
 
 async def test_a_use_keeps_a_block_from_being_given_up(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_a_scope_far_beyond_its_share_shrinks_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transaction must not hold the lock for long."""
-    monkeypatch.setattr(ledger_module, "YIELDS_MAX", 3)
+    monkeypatch.setattr(write_txn, "SCOPE_EVICTIONS_MAX", 3)
     async with shared(tmp_path / "g3", 0.0) as tier:
         for seed in range(3):
             await put(tier, chain(seed, 6, A), parents=True)
@@ -165,7 +165,7 @@ async def test_a_scope_counts_in_all_namespaces(tmp_path: Path) -> None:
 
 async def test_a_search_is_bounded_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scope's blocks lie behind many of others: what is not found now is refused now."""
-    monkeypatch.setattr(order_module, "SCAN_LINES_MAX", 4)
+    monkeypatch.setattr(eviction, "SCAN_ROWS_MAX", 4)
     async with shared(tmp_path / "g3") as tier:
         for seed in range(10):
             await put(tier, chain(seed, 1, B), parents=True)
@@ -180,18 +180,18 @@ async def test_a_search_is_bounded_and_goes_on(tmp_path: Path, monkeypatch: pyte
 async def test_what_a_failed_commit_found_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a scope's coldest block lies is remembered between transactions, but not from one that never was."""
     old = chain(1, SHARE, A)
-    save = ledger_module.Ledger.save
+    save = WriteTxn.save
     failed: list[int] = []
 
-    def save_but_once(ledger: ledger_module.Ledger) -> None:
-        save(ledger)
-        if ledger.evicted and not failed:
-            failed.append(len(ledger.evicted))
+    def save_but_once(txn: WriteTxn) -> None:
+        save(txn)
+        if txn.evicted and not failed:
+            failed.append(len(txn.evicted))
             raise lmdb.MapFullError("injected")
 
     async with shared(tmp_path / "g3") as tier:
         await put(tier, old, parents=True)
-        monkeypatch.setattr(ledger_module.Ledger, "save", save_but_once)
+        monkeypatch.setattr(WriteTxn, "save", save_but_once)
         assert await put(tier, chain(2, 1, A), parents=True) == [Stored.FULL]
         assert failed == [1] and here(tier, old) == SHARE and counted(tier) == {A: SHARE}
         assert await put(tier, chain(2, 1, A), parents=True) == [Stored.STORED]
@@ -199,7 +199,7 @@ async def test_what_a_failed_commit_found_is_found_again(tmp_path: Path, monkeyp
 
 
 class Sharing:
-    """Random writes, uses, promises and purges of three scopes by two namespaces at once."""
+    """Random writes, uses, retentions and purges of three scopes by two namespaces at once."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.rng = path, random.Random(seed)
@@ -228,7 +228,7 @@ class Sharing:
     async def step(self) -> None:
         number, keys = self.rng.choice(self.chains)
         tier = self.tiers[number]
-        verbs = {"write": 12, "touch": 6, "keep": 1, "let_go": 2, "evict": 1, "purge": 0.3, "read": 3}
+        verbs = {"write": 12, "touch": 6, "retain": 1, "release": 2, "evict": 1, "purge": 0.3, "read": 3}
         match self.rng.choices(list(verbs), list(verbs.values()))[0]:
             case "write":
                 start = sum(miss is None for miss in tier.peek(keys, range(len(keys))))
@@ -238,9 +238,9 @@ class Sharing:
                 self.outcomes.update(map(str, written))
             case "touch":
                 tier.touch(keys[: self.rng.randrange(len(keys) + 1)], self.clock.wall())
-            case "keep":
+            case "retain":
                 await tier.retain(keys[:2], self.clock.wall() + 20)
-            case "let_go":
+            case "release":
                 await tier.release_retained(keys[:2])
             case "evict":
                 await tier.evict(keys[len(keys) // 2 :])
@@ -274,5 +274,5 @@ async def test_scopes_race_for_their_shares(tmp_path: Path, seed: int) -> None:
 async def test_scopes_race_for_their_shares_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(order_module, "SCAN_LINES_MAX", 1 + seed % 3 * 20)
+    monkeypatch.setattr(eviction, "SCAN_ROWS_MAX", 1 + seed % 3 * 20)
     await Sharing(tmp_path / "g3", seed).run(600)

@@ -115,7 +115,7 @@ async def test_a_live_but_stopped_owner_keeps_its_slots(tmp_path: Path) -> None:
     """Reservations go by liveness, not by age."""
     from kvtier.tiers.disk.owner import Owner
 
-    me = Owner.current(1)
+    me = Owner.current()
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         started = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])

@@ -12,9 +12,7 @@ import pytest
 from kvtier.errors import ClosedError, ConfigError, TierError
 from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, chain_of, check_tier, sample_namespace, seal
-from kvtier.tiers.disk import expired as remains
-from kvtier.tiers.disk import store, touches
-from kvtier.tiers.disk import tier as disk
+from kvtier.tiers.disk import expired, quarantine, store, touches, write
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored, Target
@@ -227,7 +225,7 @@ async def test_a_forked_child_may_not_use_the_parents_tier(tmp_path: Path) -> No
 async def test_a_stream_of_writes_commits_once_each_and_gives_back_what_it_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "STREAM_BYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(write, "STREAM_BYTES_MIN", 4 * BLOCK)
     monkeypatch.setattr(store, "IDLE_S", 0.02)
     async with opened(tmp_path / "g3", 256) as tier:
         transact, count = Index.transact, []
@@ -272,9 +270,9 @@ async def test_churn_of_twenty_times_the_capacity_grows_nothing(tmp_path: Path) 
 
 
 async def test_the_dead_leave_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SEARCH_FIRST_S", 0.0)
-    monkeypatch.setattr(store, "SEARCH_EVERY_S", 0.0)
-    monkeypatch.setattr(remains, "ENTRIES_PER_STEP", 3)
+    monkeypatch.setattr(store, "SCAN_FIRST_S", 0.0)
+    monkeypatch.setattr(store, "SCAN_EVERY_S", 0.0)
+    monkeypatch.setattr(expired, "ENTRIES_PER_STEP", 3)
     clock = VirtualClock()
     short, kept, used, long = (chain_of(NAMESPACE, 4, seed) for seed in range(4))
     async with opened(tmp_path / "g3", clock=clock) as tier:
@@ -306,28 +304,28 @@ async def test_the_dead_leave_by_themselves(tmp_path: Path, monkeypatch: pytest.
 async def test_slots_kept_for_a_stream_are_not_those_of_a_store_that_was_opened_anew_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "STREAM_BYTES_MIN", 4 * BLOCK)
-    monkeypatch.setattr(store, "PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr(write, "STREAM_BYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.01)
     monkeypatch.setattr(store, "IDLE_S", 0.01)
     first, second, third = (chain_of(NAMESPACE, 4, seed) for seed in range(3))
     async with opened(tmp_path / "g3", 256) as tier:
         await put(tier, first)
-        kept = tier._store.stock.clear()
+        kept = tier._store.reserved.clear()
         assert len(kept) == 4, "the control: a stream keeps slots"
         tier._store.quarantine("a test")
-        tier._store.stock.add(kept)  # by a write whose commit came just before that
+        tier._store.reserved.add(kept)  # by a write whose commit came just before that
         for _ in range(500):
-            if tier._store._index is not None:
+            if tier._store._state.index is not None:
                 break
             await asyncio.sleep(0.01)
-        assert not tier._store.stock.clear(), "these slots may be another block's by now"
+        assert not tier._store.reserved.clear(), "these slots may be another block's by now"
         for chain in (second, third):
             assert await put(tier, chain) == [Stored.STORED] * 4
         assert [await get(tier, chain) for chain in (first, second, third)] == [[True] * 4] * 3
 
 
 async def test_a_stream_finds_what_is_there_without_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "STREAM_BYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(write, "STREAM_BYTES_MIN", 4 * BLOCK)
     chain = chain_of(NAMESPACE, 8)
     async with opened(tmp_path / "g3", 256) as tier:
         assert await put(tier, chain[:4], parents=True) == [Stored.STORED] * 4

@@ -22,7 +22,6 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.disk.store import Store
-from kvtier.tiers.disk.tier import check_store
 from kvtier.tiers.disk.worker import protocol
 from kvtier.tiers.disk.worker.process import ServerProcess
 from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, Window
@@ -268,6 +267,6 @@ class DiskWorkerClient:
         self._running("check")
         store = Store.visit(self._paths)
         try:
-            check_store(store)
+            store.check()
         finally:
             store.release(OPEN_S)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.tiers.disk.slab import sync_directory
+from kvtier.tiers.fsync import sync_directory
 from kvtier.tiers.objects.bucket.protocol import Stat
 
 _TEMPORARY = ".tmp-"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvtier.clock import SystemClock
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import write_txn as ledger_module
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
@@ -52,19 +52,19 @@ async def work(path: Path, seconds: float, seed: int) -> Counter[str]:
 
 
 def stop_inside_a_transaction() -> None:
-    save = ledger_module.Ledger.save
+    save = WriteTxn.save
     left = [3]  # not the first: opening has transactions too, under a lock that others wait for
 
-    def save_and_stop(self: ledger_module.Ledger) -> None:
+    def save_and_stop(self: WriteTxn) -> None:
         save(self)
         left[0] -= 1
         if left[0]:
             return
         print("stopped", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
-        ledger_module.Ledger.save = save  # type: ignore[method-assign]
+        WriteTxn.save = save  # type: ignore[method-assign]
 
-    ledger_module.Ledger.save = save_and_stop  # type: ignore[method-assign]
+    WriteTxn.save = save_and_stop  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

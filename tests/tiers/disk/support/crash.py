@@ -27,11 +27,10 @@ from typing import Any
 import numpy  # noqa: F401  (before the forks, so that no worker has to)
 
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import index as index_module
-from kvtier.tiers.disk import slab as slab_module
-from kvtier.tiers.disk import store as store_module
-from kvtier.tiers.disk import tier as disk_module
-from kvtier.tiers.disk import write_txn as ledger_module
+from kvtier.tiers.disk import recovery, write
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss
 from tests.tiers.disk.support.store import BLOCK, get, opened, put, slabs
 
@@ -72,49 +71,47 @@ def plant(point: str, hit: int) -> None:
 
         setattr(owner, verb, wrapped)
 
-    around(index_module.Index, "transact", "transact")
-    around(slab_module.Slab, "sync", "sync")
-    around(slab_module.Slab, "_attach", "attach")
-    around(store_module, "open_index", "open")
-    save = ledger_module.Ledger.save
+    around(Index, "transact", "transact")
+    around(Slab, "sync", "sync")
+    around(Slab, "_attach", "attach")
+    around(recovery, "open_index", "open")
+    save = WriteTxn.save
 
-    def save_then_pass(self: ledger_module.Ledger) -> None:
+    def save_then_pass(self: WriteTxn) -> None:
         save(self)
         pass_by("transact:saved")
 
-    ledger_module.Ledger.save = save_then_pass  # type: ignore[method-assign]
-    write = slab_module.Slab.write
+    WriteTxn.save = save_then_pass  # type: ignore[method-assign]
+    write_slab = Slab.write
 
-    def write_in_halves(self: slab_module.Slab, segment: int, offset: int, pieces: Any) -> None:
+    def write_in_halves(self: Slab, segment: int, offset: int, pieces: Any) -> None:
         pass_by("write:begin")
         if point == "write:half":
-            write(self, segment, offset, [pieces[0][: len(pieces[0]) // 2]])
+            write_slab(self, segment, offset, [pieces[0][: len(pieces[0]) // 2]])
             pass_by("write:half")
-        write(self, segment, offset, pieces)
+        write_slab(self, segment, offset, pieces)
         pass_by("write:end")
 
-    slab_module.Slab.write = write_in_halves  # type: ignore[method-assign]
+    Slab.write = write_in_halves  # type: ignore[method-assign]
 
 
 def publish_too_early() -> None:
     """The mistake that the order of a write is there to avoid."""
-    from kvtier.tiers.disk.write import WriteBatch
+    jobs = write.WriteBatch.jobs
 
-    jobs = WriteBatch.jobs
-
-    def jobs_later(self: WriteBatch, deadline: float) -> list[Any]:
+    def jobs_later(self: write.WriteBatch, deadline: float) -> list[Any]:
         for job in jobs(self, deadline):
             asyncio.get_running_loop().call_later(0.002, job)
         return []
 
-    WriteBatch.jobs = jobs_later  # type: ignore[method-assign]
+    write.WriteBatch.jobs = jobs_later  # type: ignore[method-assign]
 
 
 async def work(path: Path, seed: int, report: int, steps: int = 200) -> None:
     """Store, read, touch and evict until killed; say what is durable when it is, and what may go before it does."""
     rng = random.Random(seed)
     if seed % 2:  # every write counts as one of a stream: it reserves for the next one, too
-        disk_module.STREAM_BYTES_MIN, disk_module.STREAM_SHARE = 4 * BLOCK, 8
+        write.STREAM_BYTES_MIN, write.STREAM_SHARE = 4 * BLOCK, 8
     async with opened(path, CAPACITY) as tier:
 
         async def one(mine: list[int]) -> None:

@@ -1,0 +1,142 @@
+"""Quarantine: after an error that leaves the index or a file in doubt a store is out of use until it is opened anew."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.errors import TierError
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.records import SLOT_ALIGN
+
+log = logging.getLogger(__name__)
+
+PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
+FREE_BYTES_MIN = 1 << 20
+"""A commit that fails with less than this on the volume failed for want of room."""
+
+
+class Quarantine:
+    """A store's index while it is in use; while it is not, the reason, and when to probe. Thread-safe."""
+
+    def __init__(self, index: Index, path: Path) -> None:
+        self.index: Index | None = index  # None while quarantined
+        self.damaged = False  # whether the index must be checked before it is used again
+        self._path = path
+        self._reason = ""
+        self._stale: Index | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._moving = 0
+        self._probe_at = 0.0
+        self._probe_wait_s = PROBE_FIRST_S
+
+    def usable(self) -> Index:
+        """The index. Raises TierError while quarantined."""
+        index = self.index
+        if index is None:
+            raise self.error("use")
+        return index
+
+    def error(self, operation: str) -> TierError:
+        """The error of an operation that the quarantine prevents."""
+        return TierError("g3", operation, f"{self._path} is quarantined: {self._reason}")
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """While inside, blocks may be read from or written to slots: no probe is due. Raises TierError."""
+        with self._lock:
+            self.usable()
+            self._moving += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._moving -= 1
+
+    def begin(self, reason: str, *, damaged: bool = False) -> None:
+        """Take the store out of use, or renew the reason. Does nothing once it is closed."""
+        with self._lock:
+            if self._closed:
+                return
+            if self.index is not None:
+                self._probe_wait_s = PROBE_FIRST_S
+                log.warning("g3: %s: quarantined: %s", self._path, reason)
+            self._reason = reason
+            self.damaged |= damaged
+            self._probe_at = time.monotonic() + self._probe_wait_s
+            # The writer thread may be inside a transaction: it closes the index before it opens the next one.
+            self._stale, self.index = self.index or self._stale, None
+
+    def probe_due(self) -> bool:
+        """Whether to try to open the store now; if so, the old index is closed. Blocks move no more, and none begins to
+        while the store is quarantined."""
+        with self._lock:
+            if self.index or self._closed or self._moving or time.monotonic() < self._probe_at:
+                return False
+            stale, self._stale = self._stale, None
+        if stale is not None:
+            stale.close()
+        return True
+
+    def probe_failed(self, error: Exception) -> None:
+        """Wait twice as long before the next probe."""
+        with self._lock:
+            self._reason = str(error)
+            self._probe_wait_s = min(2 * self._probe_wait_s, PROBE_LAST_S)
+            self._probe_at = time.monotonic() + self._probe_wait_s
+
+    def end(self, index: Index) -> None:
+        """Take the store into use again, with a new index."""
+        with self._lock:
+            self.index, self._reason, self.damaged = index, "", False
+        log.warning("g3: %s: in use again", self._path)
+
+    def close(self) -> None:
+        """Close the index, for good. No transaction may run. Idempotent."""
+        with self._lock:
+            self._closed, self._reason = True, "it is closed"
+            index, self.index, self._stale = self.index or self._stale, None, None
+        if index is not None:
+            index.close()
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error of a transaction says that the index itself may be damaged. Pure."""
+    import lmdb
+
+    damage = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError)
+    return isinstance(error, damage) or not isinstance(error, (lmdb.Error, OSError))
+
+
+def is_full(path: Path) -> bool:
+    """Whether the volume has no room for a commit."""
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return False
+    return status.f_bavail * status.f_frsize < FREE_BYTES_MIN
+
+
+def probe(parts: Sequence[Path]) -> None:
+    """Write, sync and read a page in each part. Raises OSError."""
+    for part in parts:
+        path = part / "PROBE"
+        page = secrets.token_bytes(SLOT_ALIGN)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.pwrite(fd, page, 0) != len(page):
+                raise OSError(errno.EIO, "short write", str(path))
+            os.fdatasync(fd)
+            if os.pread(fd, SLOT_ALIGN, 0) != page:
+                raise OSError(errno.EIO, "reads back other bytes than were written", str(path))
+        finally:
+            os.close(fd)
+            path.unlink()
