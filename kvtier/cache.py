@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TIER_NAMES = ("g2", "g3", "g4")
-
 
 class _Face:
     """Shared by both faces: configuration, checks of arguments, and the pid that opened them."""
@@ -115,8 +113,9 @@ class _Face:
         return sum([await self.manager.purge(scope) for scope in scopes])
 
     def _tier_name(self, tier: str) -> str:
-        if tier not in _TIER_NAMES:
-            raise InvalidRequest(f"{tier!r} is not a tier; this cache has {', '.join(_TIER_NAMES)}")
+        names = (self.manager.host.name, *self.manager.lower)
+        if tier not in names:
+            raise InvalidRequest(f"{tier!r} is not a tier of this cache; it has {', '.join(names)}")
         return tier
 
     def account(self, request_id: str) -> Account | None:

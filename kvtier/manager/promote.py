@@ -7,7 +7,7 @@ tier has let go of their memory, and what then arrives verified is kept. Two req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.identity.keys import BlockKey
@@ -77,7 +77,10 @@ class Promoter:
         return where
 
     def computed(self, blocks: float, seconds: float) -> None:
-        """The engine computed this many blocks in this time: the estimate that loading is weighed against."""
+        """The engine computed this many blocks in this time: the estimate that loading is weighed against. A time of 0
+        is one that the clock could not tell: no estimate."""
+        if seconds <= 0:
+            return
         sample = seconds / max(blocks, 1e-9)
         old = self._compute_s_per_block
         self._compute_s_per_block = sample if old is None else old + _SMOOTHING * (sample - old)
@@ -132,11 +135,32 @@ class Promoter:
         """Bring the blocks at `loads[tier]` of `chain` into G2; answers for each by `deadline`.
 
         Every Slot in the result is pinned once, which the caller undoes, and not renewed: that is for who serves it.
-        Past the bound of abandoned loads nothing is started: NO_ROOM.
+        Past the bound of abandoned loads nothing is started: NO_ROOM. A load that is shared with an earlier request and
+        came too late for that one is tried again for this one.
         """
+        outcomes: dict[int, Outcome] = {}
+        try:
+            while loads:
+                shared = await self._load_once(chain, loads, deadline, outcomes)
+                late = {index for index in shared if outcomes[index] is Miss.LATE}
+                if not late or self._clock.monotonic() >= deadline:
+                    break
+                loads = {name: again for name, of in loads.items() if (again := [i for i in of if i in late])}
+        except asyncio.CancelledError:
+            self._unpin(outcomes)
+            raise
+        return outcomes
+
+    async def _load_once(
+        self,
+        chain: Sequence[BlockKey],
+        loads: Mapping[str, Sequence[int]],
+        deadline: float,
+        outcomes: dict[int, Outcome],
+    ) -> Collection[int]:
+        """Set the outcome of each load; returns the depths that earlier requests were loading."""
         mine: list[asyncio.Task[dict[int, Outcome]]] = []
         joined: dict[int, asyncio.Task[dict[int, Outcome]]] = {}
-        outcomes: dict[int, Outcome] = {}
         for name, indices in loads.items():
             reserved: list[tuple[int, Slot]] = []
             for index in indices:
@@ -156,19 +180,22 @@ class Promoter:
         except asyncio.CancelledError:
             for task in mine:
                 self._abandon(task)
-            self._unpin(outcomes)
             raise
         for task in mine:
             if task.done() and not task.cancelled():
                 outcomes.update(task.result())
             else:
                 self._abandon(task)
-        for index in joined:
+        for index, task in joined.items():
             outcomes[index] = self._pin(chain[index])
+            if outcomes[index] is Miss.ABSENT and task.done() and not task.cancelled():
+                loaded = task.result().get(index)
+                outcomes[index] = loaded if isinstance(loaded, Miss) else Miss.EVICTED
         for indices in loads.values():
             for index in indices:
-                outcomes.setdefault(index, Miss.LATE)
-        return outcomes
+                if index not in outcomes or outcomes[index] is Miss.PENDING:
+                    outcomes[index] = Miss.LATE
+        return joined
 
     def _reserve(self, chain: Sequence[BlockKey], index: int) -> Outcome:
         """A FILLING slot; or, where the block turned up meanwhile, its READY slot, pinned; or why neither."""

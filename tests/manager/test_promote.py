@@ -1,0 +1,77 @@
+"""Loads that several requests share, and estimates that no clock could tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+import kvtier
+from kvtier.clock import Clock, SystemClock
+from kvtier.identity.keys import BlockKey
+from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.protocol import Loaded, Miss, Target
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}})
+
+
+class Punctual(MemoryTier):
+    """A read takes `read_s`, and is LATE at its deadline."""
+
+    def __init__(self, clock: Clock, read_s: float) -> None:
+        super().__init__(NS, clock)
+        self.read_s = read_s
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        left = deadline - self._clock.monotonic()
+        await asyncio.sleep(min(max(left, 0.0), self.read_s))
+        return await super().read(chain, targets, deadline) if left > self.read_s else [Miss.LATE] * len(targets)
+
+
+async def test_a_patient_get_is_served_though_an_impatient_one_began_the_load() -> None:
+    clock = SystemClock()
+    chain = chain_of(NS, 8)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[Punctual(clock, 0.2)]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        impatient = asyncio.ensure_future(cache._get(chain, clock.monotonic() + 0.1, 0))
+        await asyncio.sleep(0.02)
+        patient = asyncio.ensure_future(cache._get(chain, clock.monotonic() + 10, 0))
+        with await impatient as hit:
+            assert len(hit.blocks) == 0 and hit.miss == "late"
+        with await patient as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
+        assert not any(slot.pins for slot in cache.manager.host.index.values())
+
+
+async def test_a_get_that_shares_a_load_is_told_why_it_failed() -> None:
+    clock = SystemClock()
+    chain = chain_of(NS, 8)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[Punctual(clock, 5.0)]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        gets = [asyncio.ensure_future(cache._get(chain, clock.monotonic() + 0.1, 0)) for _ in range(2)]
+        for get in gets:
+            with await get as hit:
+                assert len(hit.blocks) == 0 and hit.miss == "late"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9])
+async def test_a_time_that_no_clock_could_tell_makes_no_resident_block_a_miss(seconds: float) -> None:
+    chain = chain_of(NS, 5)
+    async with kvtier.aopen(CONFIG, NS, tiers=[MemoryTier(NS, SystemClock())]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        cache.computed(16, seconds)
+        async with cache.get(chain) as hit:
+            assert len(hit.blocks) == 5
+
+
+async def test_a_tier_that_is_not_there_cannot_be_emptied() -> None:
+    async with kvtier.aopen(CONFIG, NS, tiers=[MemoryTier(NS, SystemClock())]) as cache:
+        with pytest.raises(kvtier.InvalidRequest, match="it has g2, g3"):
+            await cache.evict("g4")
