@@ -15,9 +15,9 @@ from kvtier.clock import SystemClock
 from kvtier.config import G4, Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.retention.terms import Depth, Terms
-from kvtier.tiers.objects.bucket.conformance import SKEW_MAX_S, ConformanceReport, examine
+from kvtier.tiers.objects.bucket.conformance import SKEW_MAX_S, ConformanceReport, probe_conformance
 from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
-from kvtier.tiers.objects.bucket.protocol import RetryingBucket
+from kvtier.tiers.objects.bucket.retry import RetryingBucket
 
 RULE = "kvtier-backstop"
 _DAY_S = 86400.0
@@ -41,7 +41,8 @@ def exam_of(g4: G4) -> ConformanceReport:
         bucket, prefix = open_bucket(g4.url, g4.options, g4.client, clock, BucketLimits(concurrency=g4.concurrency))
         await bucket.start()
         try:
-            return await examine(RetryingBucket(bucket, attempts=2), prefix, clock, min(g4.concurrency, PARALLEL_MAX))
+            retrying = RetryingBucket(bucket, attempts=2)
+            return await probe_conformance(retrying, prefix, clock, min(g4.concurrency, PARALLEL_MAX))
         finally:
             await bucket.close()
 

@@ -51,7 +51,7 @@ class FaultyTier:
         self._random = random.Random(seed)
 
     def __getattr__(self, verb: str) -> Any:
-        """What only some tiers can (`Keeping`, `Pinning`, `Notebook` of the protocol), under faults of that verb."""
+        """The verbs of `Retaining`, `Pinning` and `Notebook`, where the tier has them, under faults of that verb."""
         if verb not in _OPTIONAL:
             raise AttributeError(verb)
         work = getattr(self.inner, verb)

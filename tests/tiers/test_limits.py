@@ -32,7 +32,7 @@ def test_no_rate_is_no_bound() -> None:
 
 def test_a_breaker_opens_probes_and_closes() -> None:
     clock = VirtualClock()
-    breaker = Breaker(clock, BreakerLimits(errors_max=3, rest_s=2, rest_s_max=8))
+    breaker = Breaker(clock, BreakerLimits(errors_max=3, open_s=2, open_s_max=8))
     for _ in range(2):
         breaker.failed()
     assert breaker.allows()
@@ -44,7 +44,7 @@ def test_a_breaker_opens_probes_and_closes() -> None:
     assert not breaker.allows(), "two probes at once"
     breaker.failed()
     clock.advance(3.9)
-    assert not breaker.allows(), "the rest did not double"
+    assert not breaker.allows(), "the open time did not double"
     clock.advance(0.2)
     assert breaker.allows()
     breaker.succeeded()
@@ -53,7 +53,7 @@ def test_a_breaker_opens_probes_and_closes() -> None:
 
 def test_a_probe_that_never_reports_does_not_lock_the_tier_out() -> None:
     clock = VirtualClock()
-    breaker = Breaker(clock, BreakerLimits(errors_max=1, rest_s=2, rest_s_max=8))
+    breaker = Breaker(clock, BreakerLimits(errors_max=1, open_s=2, open_s_max=8))
     breaker.failed()
     for _ in range(5):
         clock.advance(10)

@@ -27,7 +27,7 @@ from kvtier.testing.payload import chain_of, sample_namespace, seal
 from kvtier.tiers.objects.bucket.obstore import translated
 from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
 from kvtier.tiers.objects.frame import header_bytes_of
-from kvtier.tiers.objects.strides import ObjectNames
+from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Target
 
@@ -86,7 +86,7 @@ async def _measure(place: Place, client: Literal["s3fs", "obstore"], rounds: int
     bare, close_bare = await _bare(place, client)
     try:
         writes = await _fill(tiers[8], chains, namespace)
-        names = [ObjectNames(_prefix(place.url), namespace.digest).unit(chain[-1]) for chain in chains]
+        names = [ObjectNames(_prefix(place.url), namespace.digest).stride(chain[-1]) for chain in chains]
         for tier in tiers.values():
             for chain in chains:
                 await tier.lookup(chain, range(STRIDE), clock.monotonic() + _DEADLINE_S)

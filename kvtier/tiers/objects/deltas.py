@@ -1,4 +1,4 @@
-"""What replicas tell one another: small objects that list units as they are written.
+"""Deltas: small objects in which each replica lists the objects it wrote, so that the rest find them without probes.
 
     {prefix}/{namespace hex}/delta/{µs hex}-{replica hex}     named by its writer's wall time
 
@@ -7,11 +7,11 @@
     8      2     version (1)
     10     2     zero
     12     4     count of entries
-    …            for each unit: header length u32 ‖ etag length u16 ‖ last use f64 ‖ header without its zero end ‖ etag
+    …            per object: header length u32 ‖ etag length u16 ‖ last use f64 ‖ header without its zero end ‖ etag
     …      16    XXH3-128 of everything before
 
-All integers little-endian. Hints: whoever reads a unit verifies it. They are listed with start-after, from a little
-before the youngest name seen (writers' clocks differ), and deleted once every replica had time to read them.
+All integers little-endian. Hints only: a read verifies. They are listed with start-after, from OVERLAP_S before the
+youngest name seen, since writers' clocks differ, and deleted after KEEP_S.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_page
 from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
-from kvtier.tiers.objects.strides import ObjectNames
+from kvtier.tiers.objects.names import ObjectNames
 
 MAGIC = b"KVTDELTA"
 VERSION = 1
-DELTA_UNITS_MAX = 1024
+ENTRIES_MAX = 1024
 DELTA_BYTES_MAX = 8 << 20
 
 PUBLISH_S = 5.0
 POLL_S = 10.0
 OVERLAP_S = 120.0
-"""How far writers' clocks may differ before a delta is overlooked (and its units are found by probes)."""
+"""How far writers' clocks may differ before a delta is missed, and its objects are left to probes."""
 
 KEEP_S = 3600.0
 """Age at which a delta is deleted; a replica that opens later starts with probes."""
@@ -49,28 +49,28 @@ READS_MAX = 64
 
 UNREAD_MAX = 4096
 SLICE = 32
-"""Units of a delta that are taken in at once: a millisecond of the event loop."""
+"""Entries of a delta that are indexed in one turn of the event loop: about a millisecond."""
 
 _HEAD = struct.Struct("<8sHHI")
 _ENTRY = struct.Struct("<IHd")
 
 
-def encode(units: Sequence[ObjectEntry]) -> bytearray:
-    """At most DELTA_UNITS_MAX units as one delta. Pure."""
-    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(units)))
-    for unit in units:
-        header, etag = unit.frame.encode().rstrip(b"\0"), unit.etag.encode()
-        out += _ENTRY.pack(len(header), len(etag), unit.life.last_use) + header + etag
+def encode(entries: Sequence[ObjectEntry]) -> bytearray:
+    """At most ENTRIES_MAX entries as one delta. Pure."""
+    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(entries)))
+    for entry in entries:
+        header, etag = entry.frame.encode().rstrip(b"\0"), entry.etag.encode()
+        out += _ENTRY.pack(len(header), len(etag), entry.life.last_use) + header + etag
     return out + digest_of([out])
 
 
 def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
-    """The inverse, for units of `namespace`, one after another: some ten microseconds each. Raises CorruptError for
-    anything `encode` cannot have written."""
+    """The inverse, for objects of `namespace`, lazily: some ten microseconds each. Raises CorruptError for anything
+    `encode` cannot have written."""
     if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
         raise CorruptError("a delta that does not match its checksum")
     magic, version, zero, count = _HEAD.unpack_from(raw)
-    if magic != MAGIC or version != VERSION or zero or count > DELTA_UNITS_MAX:
+    if magic != MAGIC or version != VERSION or zero or count > ENTRIES_MAX:
         raise CorruptError("no delta of this version")
     view, offset = memoryview(raw)[:-DIGEST_BYTES], _HEAD.size
     for _ in range(count):
@@ -81,7 +81,7 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
         if header_length > HEADER_BYTES_MAX or offset > len(view) or not 0 <= used < 2**40:
             raise CorruptError("a delta entry with impossible fields")
         header = bytes(view[start : start + header_length])
-        # The zeros that were cut off: the header says itself, in the count of its blocks, how long it was.
+        # Restores the zeros that were cut off: the header has a count of its blocks, which fixes its length.
         blocks = int.from_bytes(header[10:12], "little")
         frame = decode(header.ljust(header_bytes_of(min(blocks, 1024)), b"\0"))
         if frame.namespace != namespace:
@@ -92,7 +92,7 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
 
 
 class Deltas:
-    """One replica's end: gathers what it writes, publishes it, and learns what others wrote."""
+    """One replica's deltas: collects and publishes its own, and reads those of the rest into the index."""
 
     def __init__(self, bucket: Bucket, names: ObjectNames, index: ObjectIndex, clock: Clock) -> None:
         self._bucket = bucket
@@ -106,35 +106,35 @@ class Deltas:
         self._youngest_us = 0
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unread: deque[Stat] = deque(maxlen=UNREAD_MAX)
-        self.learnt = 0
+        self.received = 0  # entries indexed from deltas
 
-    def add(self, unit: ObjectEntry) -> None:
-        """This replica wrote a unit. More than a delta's worth that could not be published is forgotten."""
-        self._pending.append(unit)
-        del self._pending[:-DELTA_UNITS_MAX]
+    def add(self, entry: ObjectEntry) -> None:
+        """This replica wrote an object. Of those not published only the last ENTRIES_MAX are kept."""
+        self._pending.append(entry)
+        del self._pending[:-ENTRIES_MAX]
 
     @property
     def pending(self) -> int:
-        """Units that others have not been told of."""
+        """Objects written and not published yet."""
         return len(self._pending)
 
     @property
     def publishing_due(self) -> bool:
         now = self._clock.monotonic()
-        return bool(self._pending) and (now - self._published >= PUBLISH_S or len(self._pending) > DELTA_UNITS_MAX // 2)
+        return bool(self._pending) and (now - self._published >= PUBLISH_S or len(self._pending) > ENTRIES_MAX // 2)
 
     async def publish(self) -> None:
-        """Tell the others. On failure the units stay pending. Raises TierError."""
-        units, self._pending = self._pending, []
-        if not units:
+        """Write the pending entries as a delta. On failure they stay pending. Raises TierError."""
+        entries, self._pending = self._pending, []
+        if not entries:
             return
         self._published = self._clock.monotonic()
         name = f"{self._names.deltas}{round(self._clock.wall() * 1e6):016x}-{self._replica}"
         try:
             self._remember(name)
-            await self._bucket.create(name, encode(units), self._clock.wall())
+            await self._bucket.create(name, encode(entries), self._clock.wall())
         except BaseException:
-            self._pending = [*units, *self._pending][-DELTA_UNITS_MAX:]
+            self._pending = [*entries, *self._pending][-ENTRIES_MAX:]
             raise
 
     @property
@@ -142,8 +142,8 @@ class Deltas:
         return bool(self._unread) or self._clock.monotonic() - self._polled >= POLL_S
 
     async def poll(self) -> None:
-        """Learn what others published: list it at most every POLL_S, read at most READS_MAX of it, youngest first. A
-        delta that cannot be read is skipped. Raises TierError if they cannot be listed."""
+        """List new deltas, at most every POLL_S, and index READS_MAX of them at most, youngest first. One that cannot
+        be read is skipped. Raises TierError if they cannot be listed."""
         now = self._clock.monotonic()
         if now - self._polled >= POLL_S:
             self._polled = now
@@ -156,26 +156,26 @@ class Deltas:
                         self._youngest_us = max(self._youngest_us, _stamp_us(stat.name))
                         self._unread.append(stat)
         for _ in range(min(len(self._unread), READS_MAX)):
-            await self._learn(self._unread.pop())
+            await self._read(self._unread.pop())
 
     def _remember(self, name: str) -> None:
         self._seen[name] = None
         while len(self._seen) > 16 * LIST_PAGE:
             self._seen.popitem(last=False)
 
-    async def _learn(self, stat: Stat) -> None:
+    async def _read(self, stat: Stat) -> None:
         raw = bytearray(stat.size)
         try:
             if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
                 return
-            for count, unit in enumerate(parse(raw, self._names.namespace)):
-                if self._index.get(unit.last) is None:
-                    self._index.put(unit)
-                    self.learnt += 1
+            for count, entry in enumerate(parse(raw, self._names.namespace)):
+                if self._index.get(entry.last) is None:
+                    self._index.put(entry)
+                    self.received += 1
                 if count % SLICE == SLICE - 1:
-                    await asyncio.sleep(0)  # look-ups share this loop
+                    await asyncio.sleep(0)  # lookups share this loop
         except (TierError, CorruptError):
-            pass  # probes will find what it would have told
+            pass  # probes find its objects
 
     async def sweep(self) -> int:
         """Delete deltas older than KEEP_S; returns how many."""

@@ -1,4 +1,4 @@
-"""Frame: self-describing bytes of one stride (1 … S consecutive blocks of a chain) outside RAM.
+"""Frame: the bytes of one stride (1 … S consecutive blocks of a chain) as an object, with a header that names them.
 
     offset size
     0      8     magic "KVTFRAME"
@@ -16,8 +16,8 @@
     …            zero up to header_bytes
     header_bytes count × block_bytes of payload
 
-All integers little-endian. The header's digest covers the digests of the blocks, so nothing in the frame
-is unchecked, and a reader that wants only some blocks reads the header and those ranges.
+All integers little-endian. The header's digest covers the digests of the blocks, so every byte of the frame is
+checked, and a reader of some blocks reads the header and their ranges only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEADER_BYTES_MAX = -(-(_FIXED.size + COUNT_MAX * _ENTRY_BYTES + DIGEST_BYTES) //
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The header of a frame. `hashes[i]` and `digests[i]` belong to the block at depth `depth + i`."""
+    """The header of a frame. `hashes[i]` and `digests[i]` are of the block at depth `depth + i`."""
 
     namespace: bytes
     scope: Scope
@@ -63,8 +63,13 @@ class Frame:
         """Length of the whole frame; any other length is damage."""
         return self.header_bytes + len(self.hashes) * self.block_bytes
 
+    @property
+    def keys(self) -> list[BlockKey]:
+        """The blocks' keys, in order."""
+        return [self.key(index) for index in range(len(self.hashes))]
+
     def key(self, index: int) -> BlockKey:
-        """The name of block `index`."""
+        """The key of block `index`."""
         return BlockKey(self.scope + self.hashes[index])
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
@@ -94,8 +99,8 @@ def header_bytes_of(count: int) -> int:
 def decode(raw: bytes | memoryview) -> Frame:
     """Parse and check a header from the first bytes of a frame (HEADER_BYTES_MAX are always enough).
 
-    Raises CorruptError for anything `Frame.encode` cannot have written, before allocating anything whose
-    size the bytes themselves declare. A foreign version is a CorruptError too: a miss, and rewritten.
+    Raises CorruptError for anything `Frame.encode` cannot have written, before allocating anything whose size the
+    bytes declare. A foreign version is a CorruptError too: a miss, and the object is rewritten.
     """
     view = memoryview(raw).cast("B")
     if len(view) < _FIXED.size:

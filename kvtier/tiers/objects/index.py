@@ -1,4 +1,4 @@
-"""What a replica knows of the bucket: an index of units it wrote, read or probed. Hints only; a read decides."""
+"""Index of the objects that this replica wrote, read, probed or found in deltas. Hints only: a read decides."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvtier.identity.keys import BlockKey, scope_of_key
+from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.frame import Frame
 
-UNITS_MAX = 200_000
-"""UnitIndex remembered, about 2 KiB each: 6 TiB of 32 MiB strides. Past it the longest unseen is forgotten."""
+ENTRIES_MAX = 200_000
+"""At about 2 KiB each. They stand for 6 TiB in 32 MiB strides; past it the least recently seen or used is dropped."""
 
 ABSENT_MAX = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
-    """One object as last seen. `life.last_use` includes uses here that the server has not been told of yet;
-    `renewed` is the one it knows. `seen`: monotonic time of the last proof that it is there."""
+    """One object as last seen. `life.last_use` includes uses by this replica that the bucket does not record yet;
+    `renewed` is the recorded one. `seen`: monotonic time of the last proof that the object is there."""
 
     frame: Frame
     size: int
@@ -44,153 +44,144 @@ class ObjectEntry:
         return len(self.frame.hashes)
 
     def holds(self, key: BlockKey, depth: int) -> bool:
-        """Whether the block `key` at `depth` of its chain is in here (a hash commits to all before it)."""
+        """Whether the block `key` at `depth` of its chain is in the object (a hash commits to all before it)."""
         index = depth - self.frame.depth
         return 0 <= index < self.blocks and self.frame.key(index) == key
 
 
 class ObjectIndex:
-    """The index, by first and by last block. Thread-safe; every verb takes microseconds."""
+    """Entries by first and by last block. Thread-safe; every verb takes microseconds."""
 
-    def __init__(self, units_max: int = UNITS_MAX) -> None:
+    def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
         self._lock = threading.Lock()
-        self._units_max = units_max
+        self._entries_max = entries_max
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
         self._by_first: dict[BlockKey, list[BlockKey]] = {}
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
-        self._touched: set[BlockKey] = set()
+        self._unrecorded: set[BlockKey] = set()
         self._blocks = 0
         self._bytes = 0
 
-    def put(self, unit: ObjectEntry) -> None:
-        """Learn of a unit, or of its new state. A use that only this replica knows of is kept."""
+    def put(self, entry: ObjectEntry) -> None:
+        """Add or replace an entry. A use that the bucket does not record yet is kept."""
         with self._lock:
-            last = unit.last
+            last = entry.last
             known = self._by_last.get(last)
             if known is not None:
-                if last in self._touched and known.frame.life.stamps == unit.frame.life.stamps:
-                    newer = max(known.life.last_use, unit.life.last_use)
-                    unit = replace(unit, life=Lifetime(newer, unit.life.stamps))
-                self._forget(last)
-            self._by_last[last] = unit
-            self._by_first.setdefault(unit.first, []).append(last)
-            self._blocks += unit.blocks
-            self._bytes += unit.size
+                if last in self._unrecorded and known.frame.life.stamps == entry.frame.life.stamps:
+                    newer = max(known.life.last_use, entry.life.last_use)
+                    entry = replace(entry, life=Lifetime(newer, entry.life.stamps))
+                self._remove(last)
+            self._by_last[last] = entry
+            self._by_first.setdefault(entry.first, []).append(last)
+            self._blocks += entry.blocks
+            self._bytes += entry.size
             self._absent.pop(last, None)
-            while len(self._by_last) > self._units_max:
+            while len(self._by_last) > self._entries_max:
                 oldest = next(iter(self._by_last))
-                self._forget(oldest)
-                self._touched.discard(oldest)
+                self._remove(oldest)
+                self._unrecorded.discard(oldest)
 
     def drop(self, last: BlockKey) -> None:
-        """The unit is not in the bucket any more."""
+        """The object is not in the bucket any more."""
         with self._lock:
-            self._forget(last)
-            self._touched.discard(last)
+            self._remove(last)
+            self._unrecorded.discard(last)
 
-    def _forget(self, last: BlockKey) -> None:
-        unit = self._by_last.pop(last, None)
-        if unit is None:
+    def _remove(self, last: BlockKey) -> None:
+        entry = self._by_last.pop(last, None)
+        if entry is None:
             return
-        lasts = self._by_first[unit.first]
+        lasts = self._by_first[entry.first]
         lasts.remove(last)
         if not lasts:
-            del self._by_first[unit.first]
-        self._blocks -= unit.blocks
-        self._bytes -= unit.size
+            del self._by_first[entry.first]
+        self._blocks -= entry.blocks
+        self._bytes -= entry.size
 
     def get(self, last: BlockKey) -> ObjectEntry | None:
-        """The unit whose last block is `last`."""
+        """The object whose last block is `last`."""
         with self._lock:
             return self._by_last.get(last)
 
     def find(self, first: BlockKey, key: BlockKey, depth: int) -> ObjectEntry | None:
-        """The longest known unit that begins with the block `first` and holds `key` at `depth` of the chain."""
+        """The longest known object that begins with the block `first` and holds `key` at `depth` of the chain."""
         with self._lock:
             best: ObjectEntry | None = None
             for last in self._by_first.get(first, ()):
-                unit = self._by_last[last]
-                if unit.holds(key, depth) and (best is None or unit.blocks > best.blocks):
-                    best = unit
+                entry = self._by_last[last]
+                if entry.holds(key, depth) and (best is None or entry.blocks > best.blocks):
+                    best = entry
             return best
 
-    def some(self, rng: random.Random) -> ObjectEntry | None:
-        """Any unit, by chance among those that were learnt of last; None if there is none."""
+    def sample(self, rng: random.Random) -> ObjectEntry | None:
+        """A random one of the 256 latest entries; None if there are none."""
         with self._lock:
             place = rng.randrange(min(len(self._by_last), 256)) if self._by_last else 0
             return next(islice(reversed(self._by_last.values()), place, None), None)
 
     def holding(self, keys: Iterable[BlockKey]) -> list[ObjectEntry]:
-        """All units that hold any of `keys`. Searches the whole index: for administration."""
+        """All entries that hold any of `keys`. Searches the whole index: for administration."""
         wanted = set(keys)
         with self._lock:
-            return [
-                unit
-                for unit in self._by_last.values()
-                if any(unit.frame.key(index) in wanted for index in range(unit.blocks))
-            ]
+            return [entry for entry in self._by_last.values() if not wanted.isdisjoint(entry.frame.keys)]
 
-    def in_scope(self, scope: bytes) -> list[ObjectEntry]:
-        """All units of a scope. Searches the whole index."""
-        with self._lock:
-            return [unit for last, unit in self._by_last.items() if scope_of_key(last) == scope]
-
-    def touch(self, keys: Iterable[BlockKey], now: float) -> None:
-        """Units whose last block is among `keys` were used, all of each: chains are used from their heads on. One of
-        which only the first blocks were used was not, or the others would outlive their terms. A dead one is not
-        revived."""
+    def touch(self, keys: Iterable[BlockKey], wall_s: float) -> None:
+        """Objects whose last block is among `keys` were used, with all their blocks: chains are used from their heads
+        on. One of which only the first blocks were used is left as it is, or its last blocks would outlive their
+        terms. An expired one is not revived."""
         with self._lock:
             for last in self._by_last.keys() & set(keys):
-                unit = self._by_last[last]
-                self._by_last[last] = replace(unit, life=unit.life.used(now))
+                entry = self._by_last[last]
+                self._by_last[last] = replace(entry, life=entry.life.used(wall_s))
                 self._by_last.move_to_end(last)
-                self._touched.add(last)
+                self._unrecorded.add(last)
 
-    def touched(self) -> list[ObjectEntry]:
-        """Units with uses that the server has not been told of."""
+    def unrecorded(self) -> list[ObjectEntry]:
+        """Entries with uses that the bucket does not record yet."""
         with self._lock:
-            return [self._by_last[last] for last in self._touched]
+            return [self._by_last[last] for last in self._unrecorded]
 
-    def told(self, last: BlockKey, used: float) -> None:
-        """The server knows of this unit's uses until `used`, or need not."""
+    def mark_recorded(self, last: BlockKey, used: float) -> None:
+        """The object's uses until `used` are recorded in the bucket, or need not be."""
         with self._lock:
-            unit = self._by_last.get(last)
-            if unit is None or unit.life.last_use <= used:
-                self._touched.discard(last)
+            entry = self._by_last.get(last)
+            if entry is None or entry.life.last_use <= used:
+                self._unrecorded.discard(last)
 
-    def miss(self, last: BlockKey, until: float) -> None:
-        """A probe found nothing to serve there: do not ask again before monotonic `until`."""
+    def put_absent(self, last: BlockKey, until_mono_s: float) -> None:
+        """A probe found nothing to serve there: `is_absent` says so until then."""
         with self._lock:
-            self._absent[last] = until
+            self._absent[last] = until_mono_s
             self._absent.move_to_end(last)
             while len(self._absent) > ABSENT_MAX:
                 self._absent.popitem(last=False)
 
-    def missing(self, last: BlockKey, now: float) -> bool:
+    def is_absent(self, last: BlockKey, mono_s: float) -> bool:
         """Whether a recent probe found nothing there."""
         with self._lock:
-            return self._absent.get(last, 0.0) > now
+            return self._absent.get(last, 0.0) > mono_s
 
     def clear(self) -> None:
         with self._lock:
             self._by_last.clear()
             self._by_first.clear()
             self._absent.clear()
-            self._touched.clear()
+            self._unrecorded.clear()
             self._blocks = self._bytes = 0
 
     def totals(self) -> tuple[int, int]:
-        """(blocks, bytes) of all known units."""
+        """(blocks, bytes) of all entries."""
         return self._blocks, self._bytes
 
     def check(self, stride: int) -> None:
         """Assert the index's invariants."""
         with self._lock:
-            units = list(self._by_last.values())
-            assert self._blocks == sum(unit.blocks for unit in units), "block count drifted"
-            assert self._bytes == sum(unit.size for unit in units), "byte count drifted"
-            assert sum(len(lasts) for lasts in self._by_first.values()) == len(units), "index halves disagree"
-            for last, unit in self._by_last.items():
-                assert unit.last == last and last in self._by_first[unit.first], "unit under another's name"
-                assert unit.frame.depth % stride == 0 and unit.blocks <= stride, "unit is no stride"
-            assert len(units) <= self._units_max and self._touched <= set(self._by_last), "index past its bounds"
+            entries = list(self._by_last.values())
+            assert self._blocks == sum(entry.blocks for entry in entries), "block count drifted"
+            assert self._bytes == sum(entry.size for entry in entries), "byte count drifted"
+            assert sum(len(lasts) for lasts in self._by_first.values()) == len(entries), "index halves disagree"
+            for last, entry in self._by_last.items():
+                assert entry.last == last and last in self._by_first[entry.first], "entry under another's name"
+                assert entry.frame.depth % stride == 0 and entry.blocks <= stride, "entry is no stride"
+            assert len(entries) <= self._entries_max and self._unrecorded <= set(self._by_last), "index past its bounds"

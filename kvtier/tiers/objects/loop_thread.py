@@ -43,10 +43,21 @@ class LoopThread:
         """Whether the loop runs, in this very process: a fork copies the object but not the thread."""
         return self._loop is not None and self._pid == os.getpid()
 
-    async def run(self, work: Coroutine[Any, Any, T], *, abandon: bool = False) -> T:
-        """Await `work` on the thread's loop. When the caller is cancelled, so is `work`, and this returns only after
-        `work` has ended: nothing it holds is in use afterwards. With `abandon` it returns at once, and `work` ends
-        when that loop comes to it: for what holds nothing of the caller's."""
+    async def run(self, work: Coroutine[Any, Any, T], budget_s: float | None = None) -> T:
+        """Await `work` on the thread's loop, for at most `budget_s`. When the caller is cancelled, so is `work`, and
+        this returns only after `work` has ended: it uses no memory of the caller any more. Raises TimeoutError or
+        ClosedError."""
+        try:
+            return await self._run(_bounded(work, budget_s), abandon=False)
+        finally:
+            work.close()  # in case it was cancelled before it began
+
+    async def run_or_abandon(self, work: Coroutine[Any, Any, T]) -> T:
+        """Like `run`, but a cancelled caller returns at once, and `work` ends when that loop comes to it: for work that
+        uses no memory of the caller."""
+        return await self._run(work, abandon=True)
+
+    async def _run(self, work: Coroutine[Any, Any, T], *, abandon: bool) -> T:
         loop = self._loop
         if loop is None or not self.usable:
             work.close()
@@ -75,23 +86,28 @@ class LoopThread:
                 result.exception()
             raise
 
-    def stop(self, timeout: float) -> None:
-        """Cancel what still runs and end the thread. Blocks up to `timeout` seconds. Idempotent."""
+    def stop(self, timeout_s: float) -> None:
+        """Cancel all tasks and end the thread. Blocks up to `timeout_s`. Idempotent."""
         loop, thread, self._loop = self._loop, self._thread, None
         if loop is None or thread is None or self._pid != os.getpid():
             return
 
         async def drain() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             loop.stop()
 
         asyncio.run_coroutine_threadsafe(drain(), loop)
-        thread.join(timeout)
+        thread.join(timeout_s)
         if not thread.is_alive():
             loop.close()
+
+
+async def _bounded(work: Coroutine[Any, Any, T], budget_s: float | None) -> T:
+    async with asyncio.timeout(budget_s):
+        return await work
 
 
 def _copy(task: asyncio.Task[T], result: asyncio.Future[T]) -> None:

@@ -1,9 +1,9 @@
-"""Named pins as objects: what is pinned is served and kept until its pin ends, whatever its other terms say.
+"""Named pins as objects: pinned blocks are served and kept until their pin ends, whatever their other terms.
 
     {prefix}/{namespace hex}/pins/{first 32 hex digits of SHA-256 of the name}
 
-One object per pin, the bytes of `pins.encode`. Every replica reads the pins as often as the tombstones. A purge
-ends what a pin keeps.
+One object per pin, the bytes of `kvtier.retention.pins.encode`. Every replica reads the pins as often as the
+tombstones. A purge ends the pins of its scope.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvtier.retention.pins import PINS_MAX, Pin
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.tiers.objects.index import ObjectEntry
-from kvtier.tiers.objects.strides import ObjectNames
+from kvtier.tiers.objects.names import ObjectNames
 
 PIN_BYTES_MAX = 16 << 20
 """One pin's object: about 300,000 blocks."""
 
 
 class SharedPins:
-    """The namespace's pins, as last read. `kept` says of a unit whether some pin keeps it."""
+    """The namespace's pins, as last read."""
 
     def __init__(self, bucket: Bucket, names: ObjectNames, clock: Clock) -> None:
         self._bucket = bucket
@@ -39,14 +39,12 @@ class SharedPins:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def kept(self, unit: ObjectEntry, now: float) -> bool:
-        """Whether a pin keeps a block of the unit at `now`: the unit ends inside a pinned chain, or the chain inside
-        the unit. Pure."""
-        if self._until.get(unit.last, 0.0) > now:
+    def cover(self, entry: ObjectEntry, wall_s: float) -> bool:
+        """Whether a pin holds a block of the object at `wall_s`: the object ends inside a pinned chain, or the chain
+        ends inside the object. Pure."""
+        if self._until.get(entry.last, 0.0) > wall_s:
             return True
-        return bool(self._ends) and any(
-            self._ends.get(unit.frame.key(index), 0.0) > now for index in range(unit.blocks)
-        )
+        return bool(self._ends) and any(self._ends.get(key, 0.0) > wall_s for key in entry.frame.keys)
 
     def list(self) -> list[Pin]:
         """The pins that have not ended, by name."""
@@ -54,7 +52,7 @@ class SharedPins:
         return sorted((pin for _, pin in self._known.values() if pin.until > now), key=lambda pin: pin.name)
 
     async def refresh(self) -> None:
-        """Read what changed. A pin that cannot be read is as if it were not there. Raises TierError."""
+        """Read new and changed pins. One that cannot be read does not count. Raises TierError."""
         found: list[Stat] = []
         async for page in self._bucket.list(self._names.pins):
             found += page
@@ -67,7 +65,7 @@ class SharedPins:
                 known[stat.name] = old
             elif (pin := await self._read(stat)) is not None:
                 known[stat.name] = (stat.etag, pin)
-        self._take(known)
+        self._set(known)
 
     async def _read(self, stat: Stat) -> Pin | None:
         if stat.size > PIN_BYTES_MAX:
@@ -81,7 +79,7 @@ class SharedPins:
             return None
         return pins[0] if len(pins) == 1 and self._name(pins[0].name) == stat.name else None
 
-    def _take(self, known: dict[str, tuple[str, Pin]]) -> None:
+    def _set(self, known: dict[str, tuple[str, Pin]]) -> None:
         until: dict[BlockKey, float] = {}
         ends: dict[BlockKey, float] = {}
         for _, pin in known.values():
@@ -98,14 +96,14 @@ class SharedPins:
             raise InvalidRequest(f"pin {pin.name!r}: {len(pin.chain)} blocks; one pin has 1 … {PIN_BYTES_MAX // 50}")
         name = self._name(pin.name)
         stat = await self._bucket.replace(name, raw, self._clock.wall(), None)
-        self._take({**self._known, name: (stat.etag if stat is not None else "", pin)})
+        self._set({**self._known, name: (stat.etag if stat is not None else "", pin)})
 
     async def delete(self, name: str) -> bool:
         """Whether there was such a pin. Raises TierError."""
         place = self._name(name)
         await self._bucket.delete(place)
         there = place in self._known
-        self._take({at: entry for at, entry in self._known.items() if at != place})
+        self._set({at: known for at, known in self._known.items() if at != place})
         return there
 
     async def purge(self, scope: Scope, before: float) -> None:
@@ -124,9 +122,9 @@ class SharedPins:
         await self._drop(ended)
         return len(ended)
 
-    async def _drop(self, ended: Sequence[str]) -> None:
-        await self._bucket.delete_many(ended)
-        self._take({at: entry for at, entry in self._known.items() if at not in ended})
+    async def _drop(self, objects: Sequence[str]) -> None:
+        await self._bucket.delete_many(objects)
+        self._set({at: known for at, known in self._known.items() if at not in objects})
 
     def _name(self, name: str) -> str:
         return f"{self._names.pins}{hashlib.sha256(name.encode()).hexdigest()[:32]}"

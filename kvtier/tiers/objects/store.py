@@ -1,7 +1,7 @@
-"""Single units in a bucket: read and verify, create or extend, renew, delete. `objects` knows chains, this does not.
+"""Single objects in a bucket: read and verify, create or extend, renew, delete. Chains are known above this.
 
-What fails its check is read a second time before it is taken for damage, and then deleted in exactly the version
-that was read. Everything that is learnt goes into the index.
+An object that fails its check is read a second time before it counts as damaged, and then deleted in exactly the
+version that was read. Every object seen goes into the index.
 """
 
 from __future__ import annotations
@@ -10,290 +10,275 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
-from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import SCOPE_BYTES, BlockKey, scope_of_key
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.open import BucketLimits
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, RetryingBucket, Stat
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat
+from kvtier.tiers.objects.bucket.retry import RetryingBucket
+from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.frame import COUNT_MAX, Frame, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
+from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.pins import SharedPins
-from kvtier.tiers.objects.strides import ObjectNames, runs
+from kvtier.tiers.objects.strides import runs
+from kvtier.tiers.objects.tombstones import Tombstones
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.rate_limiter import TokenBucket
 
 log = logging.getLogger(__name__)
 
 TRUST_S = 60.0
-"""How long the index alone may say "already there" to a writer."""
+"""How long the index alone may report an object as present to a writer."""
 
 REWRITES_MAX = 3
 RENEWALS = 4
-"""Renewals at once: a use that is recorded a little later is as good."""
+"""Parallel renewals: they are not urgent."""
 
 _SLICE = 500
 
 
 class ObjectStore:
-    """The units of one namespace, on one event loop and within `limits`; probes may be four times as many as
-    transfers. `tombstones`: scope → the time until which what it wrote is gone; its keeper keeps it fresh."""
+    """The objects of one namespace, on one event loop and within `limits`; probes may be four times as many as
+    transfers. `deltas`, `pins` and `tombstones` are kept fresh by the tier."""
 
     def __init__(
-        self,
-        bucket: RetryingBucket,
-        names: ObjectNames,
-        block_bytes: int,
-        stride: int,
-        clock: Clock,
+        self, bucket: RetryingBucket, names: ObjectNames, block_bytes: int, stride: int, clock: Clock,
         limits: BucketLimits,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.bucket = bucket
         self.names = names
-        self.index = ObjectIndex()
-        self.tombstones: dict[Scope, float] = {}
-        self.pins = SharedPins(bucket, names, clock)
-        self.announce: Callable[[ObjectEntry], None] = lambda unit: None
-        self._namespace = names.namespace
-        self._block_bytes = block_bytes
         self.stride = stride
+        self.index = ObjectIndex()
+        self.deltas = Deltas(bucket, names, self.index, clock)
+        self.pins = SharedPins(bucket, names, clock)
+        self.tombstones = Tombstones(bucket, names, clock)
+        self.renewed = 0
+        self._block_bytes = block_bytes
         self._clock = clock
-        self._gate = asyncio.Semaphore(limits.concurrency)
+        self._transfers = asyncio.Semaphore(limits.concurrency)
         self._probes = asyncio.Semaphore(4 * limits.concurrency)
         self._renewals = asyncio.Semaphore(RENEWALS)
-        unit_bytes = float(stride * block_bytes)
-        self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, unit_bytes))
-        self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, unit_bytes))
-        self._suspect: dict[BlockKey, None] = {}
-        self.renewed = 0
+        stride_bytes = float(stride * block_bytes)
+        self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, stride_bytes))
+        self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, stride_bytes))
+        self._overwrite: dict[BlockKey, None] = {}  # damaged objects: the next write is unconditional
 
-    def why_not(self, unit: ObjectEntry, now: float) -> Miss | None:
-        if self.purged(unit.frame.scope, unit.frame.life.born):
+    def miss_of(self, entry: ObjectEntry, wall_s: float) -> Miss | None:
+        """Why the object may not be served at `wall_s`; None if it may. Pure."""
+        if self.tombstones.cover(entry.frame.scope, entry.frame.life.born):
             return Miss.PURGED
-        alive = unit.life.servable(Depth.G4, now) or self.pins.kept(unit, now)
+        alive = entry.life.servable(Depth.G4, wall_s) or self.pins.cover(entry, wall_s)
         return None if alive else Miss.EXPIRED
 
-    def purged(self, scope: Scope, created: float) -> bool:
-        return created <= self.tombstones.get(scope, float("-inf"))
+    # -- headers --------------------------------------------------------------------------------------------------
 
-    async def header(self, keys: Sequence[BlockKey], first: int) -> ObjectEntry | None:
-        """Read and check the header of the unit that is to hold `keys` from depth `first` on.
-
-        None if it is not there, or was damaged (twice in a row) and has been condemned.
-        """
-        name = self.names.unit(keys[-1])
+    async def probe(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
+        """Read and check the header of the object that is to hold `keys` from `depth` on. None if it is not there, or
+        was damaged twice in a row, and then it is deleted. Raises TierError."""
         stat: Stat | None = None
         for _ in range(2):
             raw = bytearray(header_bytes_of(len(keys)))
             try:
                 async with self._probes:
-                    stat = await self.bucket.read(name, 0, [memoryview(raw)])
+                    stat = await self.bucket.read(self.names.stride(keys[-1]), 0, [memoryview(raw)])
                 if stat is None:
                     self.index.drop(keys[-1])
                     return None
-                unit = self._unit(raw, stat, keys, first)
+                entry = self._checked(decode(memoryview(raw)), stat, keys, depth)
             except CorruptError:
                 continue
-            self.index.put(unit)
-            return unit
-        await self._condemn(keys[-1], stat.etag if stat is not None else None)
+            self.index.put(entry)
+            return entry
+        await self._delete_corrupt(keys[-1], stat.etag if stat is not None else None)
         return None
 
-    def _unit(self, raw: bytearray, stat: Stat, keys: Sequence[BlockKey], first: int) -> ObjectEntry:
-        """The unit that a header describes. Raises CorruptError unless it is exactly the one that was asked for."""
+    async def inspect(self, last: BlockKey, size: int) -> ObjectEntry | None:
+        """Read the header of the object named by `last`, of which a listing gave the size; None if it is gone. Raises
+        CorruptError or TierError; changes neither bucket nor index."""
+        raw = bytearray(min(size, header_bytes_of(self.stride)))
+        async with self._probes:
+            stat = await self.bucket.read(self.names.stride(last), 0, [memoryview(raw)])
+        if stat is None:
+            return None
         frame = decode(memoryview(raw))
-        expected = (self._namespace, scope_of_key(keys[0]), first, self._block_bytes, len(keys))
-        if (frame.namespace, frame.scope, frame.depth, frame.block_bytes, len(frame.hashes)) != expected or any(
-            frame.key(index) != key for index, key in enumerate(keys)
-        ):
-            raise CorruptError("another unit's frame under this name")
+        keys = frame.keys
+        if keys[-1] != last:
+            raise CorruptError("another object's frame under this name")
+        return self._checked(frame, stat, keys, frame.depth)
+
+    async def is_purged(self, last: BlockKey, size: int) -> bool:
+        """Whether a tombstone covers the object; one that cannot be read counts as covered."""
+        known = self.index.get(last)
+        try:
+            entry = known if known is not None else await self.inspect(last, size)
+        except CorruptError:
+            return True
+        return entry is not None and self.tombstones.cover(entry.frame.scope, entry.frame.life.born)
+
+    def _checked(self, frame: Frame, stat: Stat, keys: Sequence[BlockKey], depth: int) -> ObjectEntry:
+        """The entry of an object with this header. Raises CorruptError unless it holds just `keys` from `depth` on."""
+        expected = (self.names.namespace, depth, self._block_bytes, list(keys))
+        if (frame.namespace, frame.depth, frame.block_bytes, frame.keys) != expected:
+            raise CorruptError("another object's frame under this name")
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
         used = frame.life.last_use if stat.used is None else stat.used
-        return ObjectEntry(
-            frame, stat.size, stat.etag, Lifetime(used, frame.life.stamps), used, self._clock.monotonic()
-        )
+        life = Lifetime(used, frame.life.stamps)
+        return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())
 
-    async def _condemn(self, last: BlockKey, etag: str | None) -> None:
-        """Delete the version that failed its check; the next write of this name does not ask what is there."""
-        log.warning("g4: unit %s failed its check twice and is deleted", last[SCOPE_BYTES:].hex()[:12])
-        self.index.drop(last)
-        self._suspect[last] = None
-        while len(self._suspect) > LIST_PAGE:
-            del self._suspect[next(iter(self._suspect))]
-        try:
-            await self.bucket.delete(self.names.unit(last), etag)
-        except TierError:
-            pass  # the write that is no longer conditional replaces it
+    def blocks_in(self, size: int) -> int:
+        """How many blocks an object of `size` bytes holds; 0 if it is no whole frame."""
+        guess = min(size // self._block_bytes, COUNT_MAX)
+        return next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * self._block_bytes == size), 0)
 
-    async def serve(
-        self, keys: Sequence[BlockKey], first: int, unit: ObjectEntry | None, positions: list[int],
-        targets: Sequence[Target], results: list[Loaded | Miss],
-    ) -> Miss | None:  # fmt: skip
-        """Read targets out of one unit. A Miss that holds for all of them, or None: `results` has each one's.
+    # -- reading --------------------------------------------------------------------------------------------------
 
-        What fails its check is read a second time, header included, before the object is condemned: the first
-        time may have been the network, or another replica's replacement between two requests.
+    async def read(
+        self, keys: Sequence[BlockKey], depth: int, entry: ObjectEntry | None, targets: Sequence[Target]
+    ) -> dict[int, Loaded | Miss]:
+        """Read `targets` out of the object that holds `keys` from `depth` on, with its header unless `entry` is given.
+        Returns the result of each by its depth; ABSENT for all if there is no such object. Raises TierError.
+
+        Blocks that fail their check are read again, header included, before the object is deleted: the cause may be
+        the network, or another replica's replacement between two requests.
         """
-        verdict: Miss | None = None
+        results: dict[int, Loaded | Miss] = {}
+        miss: Miss | None = None
         for attempt in range(2):
-            pending = positions
-            if attempt:
-                unit, pending = None, [p for p in positions if not isinstance(results[p], Loaded)]
+            pending = [target for target in targets if not isinstance(results.get(target.index), Loaded)]
+            known, entry = None if attempt else entry, None
             try:
-                unit = await self._fill(keys, first, unit, pending, targets)
+                entry = await self._fill(keys, depth, known, pending)
             except CorruptError:
-                verdict = Miss.CORRUPT
+                miss = Miss.CORRUPT
                 continue
-            if unit is None:
-                return Miss.ABSENT
-            verdict = self.why_not(unit, self._clock.wall())
-            if verdict is Miss.EXPIRED and not attempt:
+            except TierError:
+                if not results:
+                    raise
+                return results
+            miss = Miss.ABSENT if entry is None else self.miss_of(entry, self._clock.wall())
+            if miss is Miss.EXPIRED and not attempt:
                 continue  # another replica may have renewed it
-            if verdict is not None:
-                return verdict
-            bad = self._verify(unit, first, pending, targets, results)
-            if not bad:
-                return None
-            verdict = None
-        last = keys[-1]
-        await self._condemn(last, unit.etag if unit is not None else None)
-        return verdict
-
-    def _verify(
-        self, unit: ObjectEntry, first: int, pending: list[int], targets: Sequence[Target], results: list[Loaded | Miss]
-    ) -> bool:
-        """Compare what was read with the header's digests; whether any block failed."""
-        bad = False
-        for position in pending:
-            digest = unit.frame.digests[targets[position].index - first]
-            if checksum.matches(digest, targets[position].into):
-                results[position] = Loaded(digest, unit.life)
-            else:
-                results[position], bad = Miss.CORRUPT, True
-        return bad
+            if entry is None or miss is not None:
+                break
+            results |= _verified(entry, pending)
+            if Miss.CORRUPT not in results.values():
+                return results
+        else:
+            await self._delete_corrupt(keys[-1], entry.etag if entry is not None else None)
+        return {target.index: miss for target in targets} if miss is not None else results
 
     async def _fill(
-        self,
-        keys: Sequence[BlockKey],
-        first: int,
-        unit: ObjectEntry | None,
-        pending: list[int],
-        targets: Sequence[Target],
+        self, keys: Sequence[BlockKey], depth: int, entry: ObjectEntry | None, targets: Sequence[Target]
     ) -> ObjectEntry | None:
-        """Read the pending targets' bytes, and the header with them if it is not known. None: not there.
+        """Read the targets' bytes, unverified, and first the header if `entry` is not given. None: not there. An entry
+        that may not be served: nothing was read.
 
-        Blocks are read in runs of neighbours. All runs come from the version the header came from; if another one
-        has taken its place, CorruptError asks for a second look.
+        Neighbours are read in one request, all from the version of the header; CorruptError if another has replaced it.
         """
-        name = self.names.unit(keys[-1])
-        by_index = {targets[position].index: targets[position].into for position in pending}
-        spans = runs(sorted(by_index))
-        buffers = [[piece for index in range(*span) for piece in by_index[index]] for span in spans]
-        if unit is not None and self.why_not(unit, self._clock.wall()) is not None:
-            return unit
-        if unit is None:
+        name = self.names.stride(keys[-1])
+        into = {target.index: target.into for target in targets}
+        reads = [(span[0], [view for at in range(*span) for view in into[at]]) for span in runs(sorted(into))]
+        if entry is None:
             raw = bytearray(header_bytes_of(len(keys)))
-            head_first = bool(spans) and spans[0][0] == first
-            lead = [memoryview(raw), *(buffers[0] if head_first else ())]
-            stat = await self._get(name, 0, lead)
+            lead = reads.pop(0)[1] if reads and reads[0][0] == depth else []
+            stat = await self._get(name, 0, [memoryview(raw), *lead])
             if stat is None:
                 self.index.drop(keys[-1])
                 return None
-            unit = self._unit(raw, stat, keys, first)
-            self.index.put(unit)
-            if self.why_not(unit, self._clock.wall()) is not None:
-                return unit
-            if head_first:
-                spans, buffers = spans[1:], buffers[1:]
-        for span, into in zip(spans, buffers, strict=True):
-            stat = await self._get(name, unit.frame.span(span[0] - first, span[1] - first)[0], into)
+            entry = self._checked(decode(memoryview(raw)), stat, keys, depth)
+            self.index.put(entry)
+        if self.miss_of(entry, self._clock.wall()) is not None:
+            return entry
+        for first, views in reads:
+            stat = await self._get(name, entry.frame.span(first - depth, first - depth)[0], views)
             if stat is None:
                 self.index.drop(keys[-1])
                 return None
-            if stat.etag != unit.etag:
+            if stat.etag != entry.etag:
                 raise CorruptError("replaced between two reads")
-        return unit
+        return entry
 
     async def _get(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
-        async with self._gate:
-            await self._read_rate.take(sum(len(buffer) for buffer in into))
+        async with self._transfers:
+            await self._read_rate.take(sum(len(view) for view in into))
             return await self.bucket.read(name, start, into)
 
-    def acceptable(self, unit: Sequence[Sealed]) -> Sequence[Sealed]:
-        """The leading blocks that may lie in this tier: what follows one that may not would have no parent."""
-        now = self._clock.wall()
-        for count, block in enumerate(unit):
-            gone = self.purged(scope_of_key(block.key), block.life.born)
-            if gone or not block.life.servable(Depth.G4, now):
-                return unit[:count]
-        return unit
+    async def _delete_corrupt(self, last: BlockKey, etag: str | None) -> None:
+        """Delete the version that failed its check; the next write of this name overwrites any version."""
+        log.warning("g4: object %s failed its check twice and is deleted", last[SCOPE_BYTES:].hex()[:12])
+        self.index.drop(last)
+        self._overwrite[last] = None
+        while len(self._overwrite) > LIST_PAGE:
+            del self._overwrite[next(iter(self._overwrite))]
+        with contextlib.suppress(TierError):
+            await self.bucket.delete(self.names.stride(last), etag)
 
-    async def store(self, blocks: Sequence[Sealed]) -> Stored:
-        """Make one unit durable with at least these blocks' life. A tier's failure is FAILED."""
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def acceptable(self, blocks: Sequence[Sealed]) -> Sequence[Sealed]:
+        """The leading blocks that may lie in this tier: those behind one that may not would have no parent. Pure."""
+        wall_s = self._clock.wall()
+        for count, block in enumerate(blocks):
+            purged = self.tombstones.cover(scope_of_key(block.key), block.life.born)
+            if purged or not block.life.servable(Depth.G4, wall_s):
+                return blocks[:count]
+        return blocks
+
+    async def write(self, blocks: Sequence[Sealed]) -> Stored:
+        """Make one object of these blocks durable, with at least the life that they share. FAILED on a TierError."""
         try:
-            async with self._gate:
+            async with self._transfers:
                 await self._write_rate.take(len(blocks) * self._block_bytes)
-                return await self._admit(blocks)
+                return await self._write(blocks)
         except TierError:
             return Stored.FAILED
 
-    async def _admit(self, blocks: Sequence[Sealed]) -> Stored:
+    async def _write(self, blocks: Sequence[Sealed]) -> Stored:
         keys = [block.key for block in blocks]
-        first, last = blocks[0].index, keys[-1]
+        last = keys[-1]
         life = Lifetime.common([block.life for block in blocks])
         if not life.servable(Depth.G4, self._clock.wall()):
             return Stored.REFUSED
         known = self.index.find(keys[0], last, blocks[-1].index)
-        if known is not None and last not in self._suspect:
-            known = await self._still_there(known)
-            if known is not None and self.why_not(known, self._clock.wall()) is None and self._covers(known, life):
-                await self._use(known)
+        if known is not None and last not in self._overwrite:
+            if self._clock.monotonic() - known.seen > TRUST_S:
+                known = await self.probe(known.frame.keys, known.frame.depth)
+            if known is not None and self.miss_of(known, self._clock.wall()) is None and _covers(known, life):
+                await self._record_use(known)
                 return Stored.PRESENT
-        return await self._put(blocks, keys, first, life)
+        return await self._put(blocks, keys, life)
 
-    async def _still_there(self, unit: ObjectEntry) -> ObjectEntry | None:
-        if self._clock.monotonic() - unit.seen <= TRUST_S:
-            return unit
-        return await self.header([unit.frame.key(index) for index in range(unit.blocks)], unit.frame.depth)
-
-    def _covers(self, unit: ObjectEntry, life: Lifetime) -> bool:
-        """Whether whatever use `life` allows is allowed by the unit's stamps, last use apart."""
-        return all(any(old.covers(new) for old in unit.life.stamps) for new in life.stamps)
-
-    async def _use(self, unit: ObjectEntry) -> None:
-        """The unit was stored again: that is a use. It is there even if the server cannot be told of it now."""
-        now = self._clock.wall()
-        self.index.touch([unit.last], now)
-        if unit.life.renewal_time(unit.renewed, now) <= now:
-            with contextlib.suppress(TierError):
-                await self.renew(unit, now)
-
-    async def _put(self, blocks: Sequence[Sealed], keys: Sequence[BlockKey], first: int, life: Lifetime) -> Stored:
-        name, last = self.names.unit(keys[-1]), keys[-1]
-        frame = self._frame(blocks, life)
+    async def _put(self, blocks: Sequence[Sealed], keys: Sequence[BlockKey], life: Lifetime) -> Stored:
+        """Create the object, or replace the one that is there unless its life covers `life`."""
+        name, last = self.names.stride(keys[-1]), keys[-1]
+        hashes, digests = tuple(key[SCOPE_BYTES:] for key in keys), tuple(block.digest for block in blocks)
+        scope, depth = scope_of_key(last), blocks[0].index
+        frame = Frame(self.names.namespace, scope, depth, self._block_bytes, hashes, digests, life)
         data = _encode(frame, blocks)
         outcome = Stored.STORED
         for _ in range(REWRITES_MAX):
-            if last in self._suspect:
+            if last in self._overwrite:
                 stat = await self.bucket.replace(name, data, life.last_use, None)
-                self._suspect.pop(last, None)
+                self._overwrite.pop(last, None)
             else:
                 stat = await self.bucket.create(name, data, life.last_use)
             if stat is None:
-                there = await self.header(keys, first)
+                there = await self.probe(keys, depth)
                 if there is None:
-                    continue  # gone since, or condemned: then the next round does not ask
-                if self.why_not(there, self._clock.wall()) is None:
-                    if self._covers(there, life):
-                        await self._use(there)
+                    continue  # gone since, or deleted as corrupt: then the next round overwrites
+                if self.miss_of(there, self._clock.wall()) is None:
+                    if _covers(there, life):
+                        await self._record_use(there)
                         return Stored.PRESENT
-                    # The terms add up; the bytes become ours, since a frame holds one writer's.
+                    # Both lives apply; the bytes become ours, since a frame holds one writer's.
                     life = there.life.join(life, self._clock.wall())
                     frame, outcome = replace(frame, life=life), Stored.PRESENT
                     data = _encode(frame, blocks)
@@ -302,123 +287,107 @@ class ObjectStore:
                 break
         else:
             return Stored.FAILED
-        if self.purged(frame.scope, life.born):
+        if self.tombstones.cover(scope, life.born):
             await self.bucket.delete(name, stat.etag)
             return Stored.REFUSED
-        unit = ObjectEntry(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
-        self.index.put(unit)
-        self.announce(unit)
+        entry = ObjectEntry(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
+        self.index.put(entry)
+        self.deltas.add(entry)
         return outcome
 
-    def _frame(self, blocks: Sequence[Sealed], life: Lifetime) -> Frame:
-        return Frame(
-            self._namespace,
-            scope_of_key(blocks[0].key),
-            blocks[0].index,
-            self._block_bytes,
-            tuple(block.key[SCOPE_BYTES:] for block in blocks),
-            tuple(block.digest for block in blocks),
-            life,
-        )
+    # -- renewal --------------------------------------------------------------------------------------------------
 
-    async def renew_used(self) -> None:
-        """Tell the server of the uses that are worth a write by now; the others wait for their time. Raises TierError
-        if one could not be told; it comes again."""
-        now, due = self._clock.wall(), []
-        for count, unit in enumerate(self.index.touched()):
-            at = unit.life.renewal_time(unit.renewed, now)
-            if at <= now:
-                due.append(unit)
+    async def _record_use(self, entry: ObjectEntry) -> None:
+        """The object was stored again: that is a use, recorded in the bucket now or later."""
+        wall_s = self._clock.wall()
+        self.index.touch([entry.last], wall_s)
+        if entry.life.renewal_time(entry.renewed, wall_s) <= wall_s:
+            with contextlib.suppress(TierError):
+                await self.renew(entry, wall_s)
+
+    async def record_uses(self) -> None:
+        """Record the uses that are worth a write by now. Raises TierError if one could not be; it stays due."""
+        wall_s, due = self._clock.wall(), []
+        for count, entry in enumerate(self.index.unrecorded()):
+            at = entry.life.renewal_time(entry.renewed, wall_s)
+            if at <= wall_s:
+                due.append(entry)
             elif at == math.inf:
-                self.index.told(unit.last, math.inf)
+                self.index.mark_recorded(entry.last, math.inf)
             if count % _SLICE == _SLICE - 1:
-                await asyncio.sleep(0)  # look-ups share this loop
-        for failed in await asyncio.gather(
-            *(self.renew(unit, unit.life.last_use) for unit in due), return_exceptions=True
-        ):
+                await asyncio.sleep(0)  # lookups share this loop
+        renewals = (self.renew(entry, entry.life.last_use) for entry in due)
+        for failed in await asyncio.gather(*renewals, return_exceptions=True):
             if failed is not None:
                 raise failed
 
-    async def renew(self, unit: ObjectEntry, used: float) -> None:
-        """Tell the server of a use: by a copy of the object onto itself, or by writing it again."""
-        name = self.names.unit(unit.last)
+    async def renew(self, entry: ObjectEntry, used: float) -> None:
+        """Record a use: by a copy of the object onto itself, or by rewriting it. Raises TierError."""
         async with self._renewals:
             if self.bucket.renewable:
-                stat = await self.bucket.renew(name, unit.etag, used)
+                stat = await self.bucket.renew(self.names.stride(entry.last), entry.etag, used)
             else:
-                stat = await self._rewrite(unit, used)
-        if stat is None or stat.size != unit.size:
-            self.index.drop(unit.last)
+                stat = await self._rewrite(entry, used)
+        if stat is None or stat.size != entry.size:
+            self.index.drop(entry.last)
             return
         self.renewed += 1
-        self.index.put(replace(unit, etag=stat.etag, renewed=used))
-        self.index.told(unit.last, used)
+        self.index.put(replace(entry, etag=stat.etag, renewed=used))
+        self.index.mark_recorded(entry.last, used)
 
-    async def _rewrite(self, unit: ObjectEntry, used: float) -> Stat | None:
-        """The same payload under a header with the unit's present life; None if it is not there as it should be."""
-        data = bytearray(unit.size)
+    async def _rewrite(self, entry: ObjectEntry, used: float) -> Stat | None:
+        """Replace the header by one with the entry's life; None if this version is not there, or damaged."""
+        name, data = self.names.stride(entry.last), bytearray(entry.size)
         view = memoryview(data)
         try:
-            there = await self.bucket.read(self.names.unit(unit.last), 0, [view])
+            there = await self.bucket.read(name, 0, [view])
         except CorruptError:
             return None
-        if there is None or there.etag != unit.etag:
+        if there is None or there.etag != entry.etag:
             return None
-        for index, digest in enumerate(unit.frame.digests):
-            if not checksum.matches(digest, [view[slice(*unit.frame.span(index, index + 1))]]):
+        for index, digest in enumerate(entry.frame.digests):
+            if not checksum.matches(digest, [view[slice(*entry.frame.span(index, index + 1))]]):
                 return None
-        header = replace(unit.frame, life=unit.life).encode()
+        header = replace(entry.frame, life=entry.life).encode()
         data[: len(header)] = header
-        return await self.bucket.replace(self.names.unit(unit.last), data, used, unit.etag)
+        return await self.bucket.replace(name, data, used, entry.etag)
+
+    # -- deletion -------------------------------------------------------------------------------------------------
 
     async def delete(self, lasts: Sequence[BlockKey]) -> None:
+        """Delete the objects named by these blocks, whatever their version. Raises TierError."""
         for start in range(0, len(lasts), LIST_PAGE):
             some = lasts[start : start + LIST_PAGE]
             for last in some:
                 self.index.drop(last)
-            await self.bucket.delete_many([self.names.unit(last) for last in some])
+            await self.bucket.delete_many([self.names.stride(last) for last in some])
 
-    async def discard(self, unit: ObjectEntry) -> bool:
-        """Delete this very version of a unit; whether it was there."""
-        known = self.index.get(unit.last)
-        if known is not None and known.etag == unit.etag:
-            self.index.drop(unit.last)
+    async def delete_version(self, entry: ObjectEntry) -> bool:
+        """Delete an object in this very version; whether it was there. Raises TierError."""
+        known = self.index.get(entry.last)
+        if known is not None and known.etag == entry.etag:
+            self.index.drop(entry.last)
         async with self._renewals:
-            return await self.bucket.delete(self.names.unit(unit.last), unit.etag)
+            return await self.bucket.delete(self.names.stride(entry.last), entry.etag)
 
-    def blocks_in(self, size: int) -> int:
-        """How many blocks an object of `size` bytes holds; 0 if it is no whole frame."""
-        guess = min(size // self._block_bytes, COUNT_MAX)
-        return next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * self._block_bytes == size), 0)
 
-    async def header_of(self, last: BlockKey, size: int) -> ObjectEntry | None:
-        """The unit called by `last`, of which nothing else is known but its object's size; None if it is gone.
+def _verified(entry: ObjectEntry, targets: Sequence[Target]) -> dict[int, Loaded | Miss]:
+    """Compare the targets' bytes with the header's digests: Loaded or CORRUPT by depth."""
+    results: dict[int, Loaded | Miss] = {}
+    for target in targets:
+        digest = entry.frame.digests[target.index - entry.frame.depth]
+        matches = checksum.matches(digest, target.into)
+        results[target.index] = Loaded(digest, entry.life) if matches else Miss.CORRUPT
+    return results
 
-        Raises CorruptError, and condemns nothing.
-        """
-        raw = bytearray(min(size, header_bytes_of(self.stride)))
-        async with self._probes:
-            stat = await self.bucket.read(self.names.unit(last), 0, [memoryview(raw)])
-        if stat is None:
-            return None
-        frame = decode(memoryview(raw))
-        keys = [frame.key(index) for index in range(len(frame.hashes))]
-        if keys[-1] != last:
-            raise CorruptError("another unit's frame under this name")
-        return self._unit(raw, stat, keys, frame.depth)
 
-    async def covered(self, last: BlockKey, size: int) -> bool:
-        """Whether the unit is older than its scope's tombstone; what cannot be read is taken for it."""
-        known = self.index.get(last)
-        try:
-            unit = known if known is not None else await self.header_of(last, size)
-        except CorruptError:
-            return True
-        return unit is not None and self.purged(unit.frame.scope, unit.frame.life.born)
+def _covers(entry: ObjectEntry, life: Lifetime) -> bool:
+    """Whether the object's stamps allow every use that `life` allows."""
+    return all(any(old.covers(new) for old in entry.life.stamps) for new in life.stamps)
 
 
 def _encode(frame: Frame, blocks: Sequence[Sealed]) -> bytearray:
-    """The frame's bytes in memory of their own, so that a request that outlives its caller reads nothing of theirs."""
+    """The frame's bytes, in memory of their own: a request that outlives its caller must not read the caller's."""
     data = bytearray(frame.total_bytes)
     header = frame.encode()
     data[: len(header)] = header

@@ -1,8 +1,8 @@
-"""Deleting what nobody may be served any more: a page at a time, from a random place, without any lease.
+"""Deletes expired and purged objects: a page at a time, from a random place, without any lock.
 
-Every replica walks the namespace in the order of names, each from a place of its own and slowly; together they see
-everything. Deleting twice is harmless. What is deleted is the version that was found dead, so that a unit which is
-being written anew stays.
+Every replica walks the namespace in the order of names, slowly and from a place of its own; together they see
+everything. Deleting twice is harmless. Only the version that was found dead is deleted, so that an object which is
+being rewritten stays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
-from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.protocol import Miss
@@ -27,35 +26,32 @@ SWEEP_S = 60.0
 """Between two pages of one replica."""
 
 HEADERS_MAX = 200
-"""Headers read per page: what this replica does not know for alive."""
+"""Headers read per page: of objects that the index does not show to be alive."""
 
 AT_ONCE = 4
-"""Headers read at once: look-ups share the connections and the loop."""
+"""Headers read at once: lookups share the connections and the loop."""
 
 RENEW_S = 12 * 3600.0
-"""Age by the server's stamp at which a pinned unit is renewed: the bucket's rule may delete from two days on."""
+"""Age by the server's stamp at which a pinned object is renewed: the bucket's rule may delete from two days on."""
 
 GRACE_S = 60.0
-"""How long a unit must have been dead: another replica's clock may be behind."""
+"""How long an object must have been dead: another replica's clock may be behind."""
 
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweeper deleted since it was made."""
+    """Deleted by a sweeper since it was made."""
 
-    units: int = 0
+    objects: int = 0
     blocks: int = 0
     bytes: int = 0
-    deltas: int = 0
-    pins: int = 0
 
 
 class Sweeper:
     """One replica's share of the sweeping. Lives on the tier's event loop."""
 
-    def __init__(self, store: ObjectStore, deltas: Deltas, clock: Clock, rng: random.Random) -> None:
+    def __init__(self, store: ObjectStore, clock: Clock, rng: random.Random) -> None:
         self._store = store
-        self._deltas = deltas
         self._clock = clock
         self._random = rng
         self._cursor: str | None = None
@@ -67,61 +63,61 @@ class Sweeper:
         return self._clock.monotonic() >= self._next
 
     async def page(self, headers_max: int = HEADERS_MAX) -> bool:
-        """Sweep from the cursor on, at most one page and `headers_max` headers; whether the walk came to the end
-        of the namespace and begins anew. Raises TierError."""
+        """Sweep from the cursor on, at most one page and `headers_max` headers; returns whether the walk reached the
+        end of the namespace and starts over. Raises TierError."""
         self._next = self._clock.monotonic() + SWEEP_S * self._random.uniform(0.5, 1.5)
-        await self._store.pins.refresh()  # nothing is deleted by an old list of what is kept
-        root = self._store.names.root
+        await self._store.pins.refresh()  # with an old list a block pinned since would be deleted
         if self._cursor is None:
-            self._cursor = self._somewhere()
-        page = await first_page(self._store.bucket, root, self._cursor)
-        unknown = [(last, stat) for stat in page if (last := self._store.names.parse_unit(stat.name)) is not None]
-        await self._renew_kept(unknown)
-        unknown = [(last, stat) for last, stat in unknown if not self._alive(last)][:headers_max]
+            self._cursor = self._random_start()
+        page = await first_page(self._store.bucket, self._store.names.root, self._cursor)
+        strides = [(last, stat) for stat in page if (last := self._store.names.parse_stride(stat.name)) is not None]
+        await self._renew_pinned(strides)
+        unknown = [(last, stat) for last, stat in strides if not self._alive(last)][:headers_max]
         for start in range(0, len(unknown), AT_ONCE):
             some = unknown[start : start + AT_ONCE]
-            for unit in await asyncio.gather(*(self._sweep(last, stat.size) for last, stat in some)):
-                if unit is not None:
-                    self.swept.units += 1
-                    self.swept.blocks += unit.blocks
-                    self.swept.bytes += unit.size
+            for entry in await asyncio.gather(*(self._delete_dead(last, stat.size) for last, stat in some)):
+                if entry is not None:
+                    self.swept.objects += 1
+                    self.swept.blocks += entry.blocks
+                    self.swept.bytes += entry.size
         self._cursor = unknown[-1][1].name if len(unknown) == headers_max else page[-1].name if page else ""
         if not page:
-            self.swept.deltas += await self._deltas.sweep()
-            self.swept.pins += await self._store.pins.sweep()
+            await self._store.deltas.sweep()
+            await self._store.pins.sweep()
         return not page
 
-    async def _renew_kept(self, named: Sequence[tuple[BlockKey, Stat]]) -> None:
-        """A copy onto itself for what only a pin keeps, so that the bucket's own rule does not find it old."""
+    async def _renew_pinned(self, strides: Sequence[tuple[BlockKey, Stat]]) -> None:
+        """Copy objects that only a pin keeps onto themselves, so that the bucket's own rule does not find them old."""
         old = self._clock.wall() - RENEW_S
-        for last, stat in named if self._store.pins else ():
+        for last, stat in strides if self._store.pins else ():
             if stat.modified is None or stat.modified > old:
                 continue
-            unit = self._store.index.get(last)
-            if unit is None:
+            entry = self._store.index.get(last)
+            if entry is None:
                 with contextlib.suppress(CorruptError):
-                    unit = await self._store.header_of(last, stat.size)
-            now = self._clock.wall()
-            if unit is not None and self._store.pins.kept(unit, now) and not unit.life.servable(Depth.G4, now):
-                await self._store.renew(unit, unit.renewed)
+                    entry = await self._store.inspect(last, stat.size)
+            wall_s = self._clock.wall()
+            pinned = entry is not None and self._store.pins.cover(entry, wall_s)
+            if entry is not None and pinned and not entry.life.servable(Depth.G4, wall_s):
+                await self._store.renew(entry, entry.renewed)
 
-    def _somewhere(self) -> str:
-        """A random place among the scopes that this replica knows."""
+    def _random_start(self) -> str:
+        """A random place among the scopes in the index."""
         names = self._store.names
-        known = self._store.index.some(self._random)
+        known = self._store.index.sample(self._random)
         return f"{names.scope(known.frame.scope)}{self._random.randrange(256):02x}/" if known is not None else ""
 
     def _alive(self, last: BlockKey) -> bool:
         known = self._store.index.get(last)
-        return known is not None and self._store.why_not(known, self._clock.wall()) is None
+        return known is not None and self._store.miss_of(known, self._clock.wall()) is None
 
-    async def _sweep(self, last: BlockKey, size: int) -> ObjectEntry | None:
-        """Delete a unit that is dead by the header that is there now, in that very version: somebody may be writing it
-        anew. What cannot be read is left to whoever asks for it by name."""
+    async def _delete_dead(self, last: BlockKey, size: int) -> ObjectEntry | None:
+        """Delete an object that its present header shows to be dead, in that very version; returns it if so. One that
+        cannot be read is left to the next read of its name."""
         try:
-            unit = await self._store.header_of(last, size)
+            entry = await self._store.inspect(last, size)
         except CorruptError:
             return None
-        if unit is None or self._store.why_not(unit, self._clock.wall() - GRACE_S) not in (Miss.EXPIRED, Miss.PURGED):
+        if entry is None or self._store.miss_of(entry, self._clock.wall() - GRACE_S) not in (Miss.EXPIRED, Miss.PURGED):
             return None
-        return unit if await self._store.discard(unit) else None
+        return entry if await self._store.delete_version(entry) else None

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.ceph import CephRGW, missing
-from kvtier.testing.servers import RcloneS3, S3Server, SeaweedFS
+from kvtier.testing.servers import S3Server, SeaweedFS
+from tests.tiers.objects.support.ceph import CephRGW, missing
+from tests.tiers.objects.support.rclone import RcloneS3
 from tests.tiers.objects.support.replicas import Site
 from tests.tiers.objects.support.s3 import running, started
 
@@ -23,7 +24,7 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     absent = missing()
     if absent:
         # Debian packages, not Python's: nothing that `make setup` could have installed, so CI may lack them too.
-        pytest.skip(f"Ceph is not installed ({', '.join(absent)}); see kvtier/testing/ceph.py")
+        pytest.skip(f"Ceph is not installed ({', '.join(absent)}); see support/ceph.py")
     yield from started(CephRGW(tmp_path_factory.mktemp("ceph")))
 
 

@@ -13,7 +13,7 @@ from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.objects import deltas
 from kvtier.tiers.objects.frame import Frame
 from kvtier.tiers.objects.index import ObjectEntry
-from kvtier.tiers.objects.strides import ObjectNames
+from kvtier.tiers.objects.names import ObjectNames
 
 NS = sample_namespace(4096)
 CHAIN = chain_of(NS, 4, seed=1)
@@ -29,20 +29,20 @@ def sha(raw: bytes | bytearray) -> str:
 def test_names() -> None:
     names = ObjectNames("p", NS.digest)
     last = CHAIN[-1].hex()
-    assert names.unit(CHAIN[-1]) == f"p/{NS.digest.hex()}/{'0' * 32}/{last[32:34]}/{last[32:]}"
+    assert names.stride(CHAIN[-1]) == f"p/{NS.digest.hex()}/{'0' * 32}/{last[32:34]}/{last[32:]}"
     tombstone = names.tombstone(scope_of("tenant"), 1_800_000_000.5)
     assert tombstone == f"p/{NS.digest.hex()}/purged/{scope_of('tenant').hex()}-0006651728a02120"
 
 
-def test_a_unit_is_one_frame() -> None:
+def test_an_object_is_one_frame() -> None:
     raw = FRAME.encode() + b"".join(payload_of(key, 4096) for key in CHAIN)
     assert len(raw) == FRAME.total_bytes == 5 * 4096
     assert sha(raw) == "b289e0ab2947ba6a36a5c8cf"
 
 
 def test_a_delta() -> None:
-    unit = ObjectEntry(FRAME, FRAME.total_bytes, '"etag"', LIFE, LIFE.last_use, 0.0)
-    assert sha(deltas.encode([unit])) == "bd368dfc5bc07f6142261634"
+    entry = ObjectEntry(FRAME, FRAME.total_bytes, '"etag"', LIFE, LIFE.last_use, 0.0)
+    assert sha(deltas.encode([entry])) == "bd368dfc5bc07f6142261634"
 
 
 def test_a_pin() -> None:

@@ -1,4 +1,4 @@
-"""What replicas tell one another, and how they sweep together."""
+"""Replicas on one bucket: deltas, records of uses, sweeping, pins."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def named(site: Site, name: str, chain: Sequence[BlockKey], ttl: float) -> Pin:
     return Pin(name, tuple(chain), site.clock.wall(), site.clock.wall() + ttl)
 
 
-def units(site: Site) -> int:
+def strides(site: Site) -> int:
     return sum(p.is_file() and len(p.name) == 64 for p in site.root.rglob("*"))
 
 
-async def learn(site: Site, tier: ObjectTier) -> None:
-    """Let a replica read what others published: a look-up that finds nothing makes it, beside itself."""
+async def poll(site: Site, tier: ObjectTier) -> None:
+    """Let a replica read new deltas: a lookup that finds nothing starts it, in the background."""
     site.clock.advance(deltas.POLL_S + 1)
     await tier.lookup(chain_of(NS, S, seed=99), [0], site.deadline)
-    assert tier._lessons is not None
-    await tier._run(asyncio.wait_for(asyncio.shield(tier._lessons), 30))
+    assert tier._background.polling is not None
+    await tier._loop.run(asyncio.wait_for(asyncio.shield(tier._background.polling), 30))
 
 
-async def test_a_delta_tells_of_units_and_their_tails(site: Site) -> None:
+async def test_a_delta_lists_full_and_short_strides(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, 3 * S + 2)
     await store(site, one, chain)
     await one.flush(site.deadline)
-    await learn(site, two)
+    await poll(site, two)
     assert two.peek(chain, range(len(chain))) == [None] * len(chain)
     assert all(isinstance(r, Loaded) for r in await site.read(two, chain))
 
@@ -58,7 +58,7 @@ async def test_a_lookup_after_a_delta_needs_no_probe(site: Site) -> None:
         chain = chain_of(NS, 64 * S)
         await store(site, one, chain)
         await one.flush(site.deadline)
-        await learn(site, two)
+        await poll(site, two)
         before = server.requests.copy()
         assert await two.lookup(chain, range(len(chain)), site.deadline) == [None] * len(chain)
         assert not server.requests - before, "no probes"
@@ -67,7 +67,7 @@ async def test_a_lookup_after_a_delta_needs_no_probe(site: Site) -> None:
         site.tiers.clear()
 
 
-async def test_a_replica_that_was_not_told_finds_it_all_the_same(site: Site) -> None:
+async def test_a_replica_without_deltas_finds_it_all_the_same(site: Site) -> None:
     """The control: without deltas it takes probes."""
     with FaultyS3().running() as server:
         one = await site.replica("s3://bucket/p", options=server.options, client="obstore")
@@ -96,9 +96,9 @@ def test_deltas_survive_the_way_and_nothing_else_does() -> None:
 
     life = Lifetime.of(Terms("t", ttl=60), 1_800_000_000.0)
     frame = Frame(NS.digest, scope_of(None), 0, 4096, tuple(k[16:] for k in chain), (bytes(16),) * S, life)
-    unit = ObjectEntry(frame, frame.total_bytes, '"etag"', life, life.last_use, float("-inf"))
-    raw = deltas.encode([unit, unit])
-    assert list(deltas.parse(raw, NS.digest)) == [unit, unit]
+    entry = ObjectEntry(frame, frame.total_bytes, '"etag"', life, life.last_use, float("-inf"))
+    raw = deltas.encode([entry, entry])
+    assert list(deltas.parse(raw, NS.digest)) == [entry, entry]
     with pytest.raises(CorruptError):
         list(deltas.parse(raw, bytes(32)))
     rng = random.Random(3)
@@ -119,12 +119,12 @@ async def test_a_damaged_delta_is_skipped(site: Site) -> None:
     await one.flush(site.deadline)
     for path in site.root.rglob("delta/*"):
         path.write_bytes(b"junk")
-    await learn(site, two)
+    await poll(site, two)
     assert two.counters()["learnt_units"] == 0
     assert await two.lookup(chain, range(S), site.deadline) == [None] * S
 
 
-async def test_more_deltas_than_one_poll_reads_are_learnt_by_the_next(
+async def test_more_deltas_than_one_poll_reads_are_read_by_the_next(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deltas, "READS_MAX", 2)
@@ -133,20 +133,20 @@ async def test_more_deltas_than_one_poll_reads_are_learnt_by_the_next(
         await store(site, one, chain_of(NS, S, seed))
         site.clock.advance(1)
         await one.flush(site.deadline)
-    for learnt in (2, 4, 5):
-        await learn(site, two)
-        assert two.counters()["learnt_units"] == learnt
+    for received in (2, 4, 5):
+        await poll(site, two)
+        assert two.counters()["learnt_units"] == received
 
 
 async def test_what_another_replica_wrote_can_be_evicted_by_any_of_its_keys(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
-    doomed, kept = chain_of(NS, 2 * S, seed=1), chain_of(NS, S, seed=2)
-    await store(site, one, doomed)
+    evicted, kept = chain_of(NS, 2 * S, seed=1), chain_of(NS, S, seed=2)
+    await store(site, one, evicted)
     await store(site, one, kept)
-    assert await two.evict([doomed[1]]) == 1
-    assert units(site) == 2, "the unit with that block, its neighbours with it"
+    assert await two.evict([evicted[1]]) == 1
+    assert strides(site) == 2, "the object with that block, its neighbours with it"
     assert await two.evict(chain_of(NS, S, seed=3)) == 0
-    assert await two.evict(kept) == S and units(site) == 1
+    assert await two.evict(kept) == S and strides(site) == 1
 
 
 async def sweep_all(tier: ObjectTier) -> None:
@@ -157,7 +157,7 @@ async def sweep_all(tier: ObjectTier) -> None:
         while ends < 2:
             ends += await tier._sweeper.page()
 
-    await tier._run(walk())
+    await tier._loop.run(walk())
 
 
 async def test_replicas_sweep_what_is_dead_and_nothing_else(site: Site) -> None:
@@ -167,15 +167,15 @@ async def test_replicas_sweep_what_is_dead_and_nothing_else(site: Site) -> None:
     await store(site, one, short, ttl=300)
     await store(site, one, long)
     await store(site, one, tenant)
-    assert units(site) == 7
+    assert strides(site) == 7
     await sweep_all(two)
-    assert units(site) == 7, "nothing is dead yet"
+    assert strides(site) == 7, "nothing is dead yet"
     site.clock.advance(330)
     await sweep_all(two)
-    assert units(site) == 7, "a minute's grace for clocks that are behind"
+    assert strides(site) == 7, "a minute's grace for clocks that are behind"
     site.clock.advance(60)
     await sweep_all(two)
-    assert units(site) == 4
+    assert strides(site) == 4
     assert two._sweeper.swept.blocks == 3 * S
     assert all(isinstance(r, Loaded) for r in await site.read(two, long))
     assert set(await site.read(two, short)) == {Miss.ABSENT}
@@ -189,12 +189,12 @@ async def test_what_slipped_past_a_purge_is_swept(site: Site) -> None:
     site.clock.advance(1)
     await one.purge(tenant, site.clock.wall())
     assert await two.write(old, site.deadline) == [Stored.STORED] * S
-    assert units(site) == 1
+    assert strides(site) == 1
     await sweep_all(one)
-    assert units(site) == 0
+    assert strides(site) == 0
 
 
-async def test_a_renewed_unit_is_not_swept(site: Site) -> None:
+async def test_a_renewed_object_is_not_swept(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, S)
     await store(site, one, chain, ttl=300)
@@ -203,14 +203,14 @@ async def test_a_renewed_unit_is_not_swept(site: Site) -> None:
         one.touch(chain, site.clock.wall())
         await one.flush(site.deadline)
         await sweep_all(two)
-    assert units(site) == 1
+    assert strides(site) == 1
 
 
 async def heartbeat(tier: ObjectTier) -> None:
-    """What the manager does every few seconds, and the chores that it sets off."""
+    """As the manager does every few seconds, until the background work that it starts has ended."""
     await tier.tombstones()
-    assert tier._chores is not None
-    await tier._run(asyncio.wait_for(asyncio.shield(tier._chores), 30))
+    assert tier._background.writing is not None
+    await tier._loop.run(asyncio.wait_for(asyncio.shield(tier._background.writing), 30))
 
 
 async def test_uses_reach_the_server_without_a_flush(site: Site) -> None:
@@ -286,7 +286,7 @@ async def test_a_pin_keeps_what_would_expire_for_every_replica(site: Site) -> No
     site.clock.advance(8100)
     await sweep_all(two)
     assert not any(isinstance(r, Loaded) for r in await site.read(one, kept))
-    assert units(site) == 0 and await one.pins() == []
+    assert strides(site) == 0 and await one.pins() == []
 
 
 async def test_a_pin_can_be_extended_and_ended(site: Site) -> None:
@@ -338,7 +338,7 @@ async def test_a_pin_holds_what_is_stored_later_and_what_goes_on_behind_its_end(
     await store(site, one, chain, ttl=300)
     await store(site, one, aside, ttl=300)
     site.clock.advance(1000)
-    assert all(isinstance(r, Loaded) for r in await site.read(two, chain)), "both units hold pinned blocks"
+    assert all(isinstance(r, Loaded) for r in await site.read(two, chain)), "both objects hold pinned blocks"
     assert await site.read(two, aside) == [Miss.EXPIRED] * S
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic of strides: names, search rounds, and the life that blocks of one unit share."""
+"""Names of objects, the search for the end of a chain, and the life that blocks of one object share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth
 from kvtier.tiers.objects import strides
+from kvtier.tiers.objects.names import ObjectNames
 
 
 @pytest.mark.parametrize(
@@ -20,15 +21,15 @@ def test_a_stride_is_about_32_mib(block_bytes: int, stride: int) -> None:
 
 
 def test_names_parse_back_and_nothing_else_does() -> None:
-    names = strides.ObjectNames("some/prefix", bytes(range(32)))
+    names = ObjectNames("some/prefix", bytes(range(32)))
     last = BlockKey(bytes(range(16)) + bytes(range(100, 132)))
-    name = names.unit(last)
+    name = names.stride(last)
     assert name.startswith("some/prefix/" + bytes(range(32)).hex() + "/")
-    assert names.parse_unit(name) == last
+    assert names.parse_stride(name) == last
     tombstone = names.tombstone(Scope(b"s" * 16), 1_800_000_000.25)
     assert names.parse_tombstone(tombstone) == (Scope(b"s" * 16), 1_800_000_000.25)
     for wrong in (name[:-1], name + "0", name.replace("/64/", "/65/"), tombstone, "x", names.root + "a/b/c"):
-        assert names.parse_unit(wrong) is None
+        assert names.parse_stride(wrong) is None
     for wrong in (tombstone[:-1], name, names.tombstones, names.tombstones + "zz" * 16 + "-" + "0" * 16):
         assert names.parse_tombstone(wrong) is None
 
@@ -40,7 +41,7 @@ def test_two_rounds_find_the_end_of_any_prefix(count: int) -> None:
         low, high, rounds, probes = 0, count, 0, 0
         while low < high:
             points = strides.spread(low, high, width)
-            assert points[0] == low, "the first unknown unit is asked for itself"
+            assert points[0] == low, "the first unknown stride is asked for itself"
             low, high = strides.narrow(low, high, {point: point < there for point in points})
             rounds += 1
             probes += len(points)
@@ -57,7 +58,7 @@ def test_runs_of_neighbours() -> None:
     assert strides.runs([]) == []
 
 
-def test_a_unit_lives_only_while_each_of_its_blocks_may() -> None:
+def test_an_object_lives_only_while_each_of_its_blocks_may() -> None:
     long, short = Stamp(1000, 86400, None, Depth.G4), Stamp(1500, 300, 3600, Depth.G4)
     lives = [Lifetime(2000, (long,)), Lifetime(1900, (long, short)), Lifetime(1800, (short,))]
     life = Lifetime.common(lives)
@@ -67,13 +68,13 @@ def test_a_unit_lives_only_while_each_of_its_blocks_may() -> None:
     assert life.servable(Depth.G4, 2050), "and while all of them may, it does"
 
 
-def test_a_ceiling_of_one_block_is_the_units() -> None:
+def test_a_ceiling_of_one_block_is_the_objects() -> None:
     deep, shallow = Stamp(0, None, None, Depth.G4), Stamp(0, None, None, Depth.G3)
     life = Lifetime.common([Lifetime(0, (deep,)), Lifetime(0, (shallow,))])
     assert life.servable(Depth.G3, 1) and not life.servable(Depth.G4, 1)
 
 
-def test_a_tombstone_over_one_block_covers_its_unit() -> None:
+def test_a_tombstone_over_one_block_covers_its_object() -> None:
     old, new = Stamp(100, 500, None, Depth.G4), Stamp(900, 500, None, Depth.G4)
     assert Lifetime.common([Lifetime(900, (old,)), Lifetime(900, (new,))]).born == 100
     assert Lifetime(900, (old, new)).born == 900, "a block that was stored again after it is the new one"

@@ -48,7 +48,7 @@ async def test_a_cold_replica_reads_without_a_lookup(site: Site) -> None:
     assert loaded(await site.read(two, chain, [1, 3, 4, 2 * S])) == [True] * 4
 
 
-async def test_a_tail_is_found_after_the_last_full_stride(site: Site) -> None:
+async def test_a_short_stride_is_found_after_the_last_full_one(site: Site) -> None:
     one, two = await site.replica(), await site.replica()
     chain = chain_of(NS, 3 * S)
     await site.store(one, chain[: S + 2])
@@ -313,7 +313,7 @@ def _peek_in_child(tier: ObjectTier, answer: Connection) -> None:
         answer.send("refused")
 
 
-async def test_a_forked_child_is_told_so(site: Site) -> None:
+async def test_a_forked_child_is_refused(site: Site) -> None:
     tier = await site.replica()
     ours, theirs = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_peek_in_child, args=(tier, theirs))
@@ -323,9 +323,9 @@ async def test_a_forked_child_is_told_so(site: Site) -> None:
 
 
 async def test_transfers_keep_to_their_rates(site: Site) -> None:
-    """Ten units at five units per second take the better part of two seconds; one burst is free."""
-    unit_bytes = S * NS.block_bytes
-    limits = BucketLimits(read_rate=5.0 * unit_bytes, write_rate=5.0 * unit_bytes)
+    """Ten objects at five objects per second take the better part of two seconds; one burst is free."""
+    stride_bytes = S * NS.block_bytes
+    limits = BucketLimits(read_rate=5.0 * stride_bytes, write_rate=5.0 * stride_bytes)
     clock = site.clock = SystemClock()  # type: ignore[assignment]
     tier = ObjectTier(f"file://{site.root}", NS, clock=clock, stride=S, limits=limits)
     await tier.open()
@@ -349,7 +349,7 @@ async def test_a_lookup_waits_no_longer_than_its_budget_whatever_keeps_its_loop_
         time.sleep(2)
 
     bench_loop = asyncio.get_running_loop()
-    hogging = asyncio.create_task(tier._run(hog()))
+    hogging = asyncio.create_task(tier._loop.run(hog()))
     await held.wait()
     began = time.monotonic()
     assert await tier.lookup(chain, range(S), site.clock.monotonic() + 0.1) == [Miss.LATE] * S

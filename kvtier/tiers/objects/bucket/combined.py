@@ -1,4 +1,4 @@
-"""Two clients of one bucket: a fast one for bytes, and one that can say what the fast one has no words for."""
+"""Two clients of one bucket: one that is fast, and one for the requests that the fast one lacks."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 
 
 class CombinedBucket:
-    """`fast` for everything but copies onto themselves and deletions of one version, which are `able`'s.
+    """`primary` for everything but self-copies and deletions of one version, which go through `secondary`.
 
-    `able` is started when it is first needed: importing and connecting it takes longer than all a short life needs.
+    `secondary` is started at its first use: importing and connecting it takes longer than a short process runs.
     """
 
     renewable = True
 
-    def __init__(self, fast: Bucket, able: Bucket) -> None:
-        self._fast = fast
-        self._able = able
+    def __init__(self, primary: Bucket, secondary: Bucket) -> None:
+        self._primary = primary
+        self._secondary = secondary
         self._started = False
         self._starting = asyncio.Lock()
 
-    async def _ready(self) -> Bucket:
+    async def _connected(self) -> Bucket:
         async with self._starting:
             if not self._started:
-                await self._able.start()
+                await self._secondary.start()
                 self._started = True
-        return self._able
+        return self._secondary
 
     async def start(self) -> None:
-        await self._fast.start()
+        await self._primary.start()
 
     async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
-        return await self._fast.create(name, data, used)
+        return await self._primary.create(name, data, used)
 
     async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
-        return await self._fast.replace(name, data, used, etag)
+        return await self._primary.replace(name, data, used, etag)
 
     async def head(self, name: str) -> Stat | None:
-        return await self._fast.head(name)
+        return await self._primary.head(name)
 
     async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
-        return await self._fast.read(name, start, into)
+        return await self._primary.read(name, start, into)
 
     async def renew(self, name: str, etag: str, used: float) -> Stat | None:
-        return await (await self._ready()).renew(name, etag, used)
+        return await (await self._connected()).renew(name, etag, used)
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
-        bucket = self._fast if etag is None else await self._ready()
+        bucket = self._primary if etag is None else await self._connected()
         return await bucket.delete(name, etag)
 
     async def delete_many(self, names: Sequence[str]) -> None:
-        await self._fast.delete_many(names)
+        await self._primary.delete_many(names)
 
     def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
-        return self._fast.list(prefix, after)
+        return self._primary.list(prefix, after)
 
     async def close(self) -> None:
-        await self._fast.close()
+        await self._primary.close()
         if self._started:
             self._started = False
-            await self._able.close()
+            await self._secondary.close()

@@ -1,8 +1,8 @@
-"""Ranged GETs laid straight into the caller's memory, over plain HTTP and on URLs that a client library has signed.
+"""Ranged GETs read straight into the caller's memory, over plain HTTP and on URLs that a client library has signed.
 
-Between a socket and a buffer a client library copies two to four times and crosses threads; for a tier that moves
-gigabytes this is most of its CPU. So the bytes of blocks come this way, and everything else by the library: other
-verbs, small reads, TLS, proxies, and every answer that is not exactly the range that was asked for.
+Between a socket and a buffer a client library copies two to four times and crosses threads: most of the CPU of a tier
+that moves gigabytes. So blocks are read this way, and the library does everything else: other verbs, small reads, TLS,
+proxies, and every response that is not exactly the requested range.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from urllib.request import getproxies, proxy_bypass
 from kvtier.tiers.objects.bucket.protocol import TIER, Transient
 
 DIRECT_BYTES = 16 << 10
-"""Reads of at least so much are worth a URL of their own."""
+"""Reads of at least this size are worth a signed URL."""
 
 REFUSALS_MAX = 8
-"""After so many answers in a row that are the fault of this way, it is given up for REST_S."""
+"""After so many unusable responses in a row, only the library is used for REST_S."""
 
 REST_S = 300.0
 
 _HEAD_BYTES_MAX = 64 << 10
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
-_NOT_THE_WAYS_FAULT = frozenset({404, 408, 409, 429})
+_SERVER_ERRORS = frozenset({404, 408, 409, 429})
 
 SIGNED_S = 3600
-"""How long a signed URL holds; each is used once, at once, on clocks that may differ."""
+"""Validity of a signed URL. Each is used once, at once, but clocks may differ."""
 
 Headers = dict[str, str]
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether an endpoint speaks plain HTTP and no proxy stands before it. Pure, but for the proxies' settings, which
-    are the standard library's."""
+    """Whether an endpoint speaks plain HTTP and no proxy is set for it, by the standard library's settings."""
     parts = urlsplit(endpoint)
     return (
         parts.scheme == "http"
@@ -49,12 +48,12 @@ def reachable(endpoint: str) -> bool:
 
 
 def size_of(headers: Headers) -> int:
-    """The size of the whole object, by an answer of `DirectHTTP.get`."""
+    """The size of the whole object, from the headers of `DirectHTTP.get`."""
     return int(headers["content-range"].rpartition("/")[2])
 
 
 def answer_of(headers: Headers) -> dict[str, Any]:
-    """What botocore makes of the same headers, as far as a `Stat` needs it."""
+    """The headers as botocore would return them, as far as a `Stat` needs them."""
     prefix, modified = "x-amz-meta-", None
     with contextlib.suppress(TypeError, ValueError):
         modified = parsedate_to_datetime(headers.get("last-modified", ""))
@@ -67,17 +66,17 @@ def answer_of(headers: Headers) -> dict[str, Any]:
 
 
 class _Stale(Exception):
-    """The connection ended before it gave a single byte of an answer."""
+    """The connection ended before the first byte of a response."""
 
 
 class DirectHTTP:
-    """Connections to one server, on one event loop. `usable`: whether it is worth asking."""
+    """Connections to one server, on one event loop. `usable`: whether to ask it at all."""
 
     def __init__(self, connect_s: float, read_s: float) -> None:
-        """Seconds until a connection stands, and without a byte on one."""
+        """Time-outs: seconds to connect, and seconds without a byte."""
         self._connect_s = connect_s
         self._read_s = read_s
-        self._idle: list[_Line] = []
+        self._idle: list[_Connection] = []
         self._refusals = 0
         self._rests_until = 0.0
 
@@ -86,10 +85,10 @@ class DirectHTTP:
         return asyncio.get_running_loop().time() >= self._rests_until
 
     async def get(self, url: str, start: int, into: Sequence[memoryview]) -> Headers | None:
-        """Fill `into` with the object's bytes from `start` on; the answer's headers, names in lower case.
+        """Fill `into` with the object's bytes from `start` on; returns the response's headers, names in lower case.
 
-        None if the server gave another answer than these very bytes, whatever it was: ask it by the library. Raises
-        Transient. Nothing is written to `into` after this returns, raises or is cancelled.
+        None if the response is anything but these very bytes: ask again through the library. Raises Transient.
+        Nothing is written to `into` after this returns, raises or is cancelled.
         """
         parts = urlsplit(url)
         stop = start + sum(len(view) for view in into)
@@ -98,54 +97,54 @@ class DirectHTTP:
             f"Range: bytes={start}-{stop - 1}\r\n\r\n"
         ).encode("ascii")
         while self._idle:
-            line = self._idle.pop()
-            if line.alive:
+            connection = self._idle.pop()
+            if connection.alive:
                 try:
-                    return await self._ask(line, request, start, stop, into)
+                    return await self._ask(connection, request, start, stop, into)
                 except _Stale:
                     break  # the server had closed it meanwhile
-        line = await self._connect(parts.hostname or "", parts.port or 80)
+        connection = await self._connect(parts.hostname or "", parts.port or 80)
         try:
-            return await self._ask(line, request, start, stop, into)
+            return await self._ask(connection, request, start, stop, into)
         except _Stale:
-            raise Transient(TIER, "get", "closed without an answer") from None
+            raise Transient(TIER, "get", "closed without a response") from None
 
-    async def _connect(self, host: str, port: int) -> _Line:
+    async def _connect(self, host: str, port: int) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_s):
-                _, line = await asyncio.get_running_loop().create_connection(_Line, host, port)
+                _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, port)
         except (OSError, TimeoutError) as error:
             raise Transient(TIER, "connect", type(error).__name__) from None
-        return line
+        return connection
 
     async def _ask(
-        self, line: _Line, request: bytes, start: int, stop: int, into: Sequence[memoryview]
+        self, connection: _Connection, request: bytes, start: int, stop: int, into: Sequence[memoryview]
     ) -> Headers | None:
         try:
-            status, headers = await line.ask(request, start, stop, into, self._read_s)
+            status, headers = await connection.ask(request, start, stop, into, self._read_s)
         except BaseException:
-            line.abort()
+            connection.abort()
             raise
         if headers is None:
-            line.abort()
-            self._refusals += status < 500 and status not in _NOT_THE_WAYS_FAULT
+            connection.abort()
+            self._refusals += status < 500 and status not in _SERVER_ERRORS
             if self._refusals >= REFUSALS_MAX:
                 self._refusals, self._rests_until = 0, asyncio.get_running_loop().time() + REST_S
             return None
         self._refusals = 0
         if headers.get("connection", "").lower() == "close":
-            line.abort()
+            connection.abort()
         else:
-            self._idle.append(line)
+            self._idle.append(connection)
         return headers
 
     def close(self) -> None:
-        """Let go of all idle connections. Idempotent."""
+        """Close idle connections. Idempotent."""
         while self._idle:
             self._idle.pop().abort()
 
 
-class _Line(asyncio.BufferedProtocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection: one request at a time, its body received into the caller's views."""
 
     def __init__(self) -> None:
@@ -163,7 +162,7 @@ class _Line(asyncio.BufferedProtocol):
     async def ask(
         self, request: bytes, start: int, stop: int, into: Sequence[memoryview], read_s: float
     ) -> tuple[int, Headers | None]:
-        """Status and, if `into` is filled, headers. Raises _Stale or Transient; then the line must be aborted."""
+        """Status and, if `into` is filled, headers. Raises _Stale or Transient; then `abort` it."""
         assert self._transport is not None
         loop = asyncio.get_running_loop()
         self._filled = self._received = 0
@@ -181,7 +180,7 @@ class _Line(asyncio.BufferedProtocol):
             self._answer = None
 
     def _watch(self, received: int, read_s: float) -> None:
-        """Look again in `read_s` whether more than `received` bytes have come."""
+        """Check in `read_s` whether more than `received` bytes have come."""
         self._timer = asyncio.get_running_loop().call_later(read_s, self._look, received, read_s)
 
     def _look(self, received: int, read_s: float) -> None:
@@ -195,13 +194,13 @@ class _Line(asyncio.BufferedProtocol):
             self._answer.set_exception(error)
 
     def abort(self) -> None:
-        """Close at once; no view is written to any more."""
+        """Close at once; no buffer is written to any more."""
         self.alive = False
         self._views.clear()
         if self._transport is not None:
             self._transport.abort()
 
-    # -- what the transport calls -----------------------------------------------------------------------------------
+    # -- called by the transport -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -219,7 +218,7 @@ class _Line(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._received += nbytes
         if self._answer is None or self._answer.done():
-            self.abort()  # more than was announced, or an answer to nothing
+            self.abort()  # more than was announced, or a response to nothing
         elif self._headers is not None:
             self._advance(nbytes)
         else:
@@ -232,7 +231,7 @@ class _Line(asyncio.BufferedProtocol):
                 self._answer.set_result((0, None))
 
     def _begin(self, end: int) -> None:
-        """The head is whole: is the body what was asked for?"""
+        """The head is whole: check that the body is the range that was requested."""
         assert self._answer is not None
         status, headers = _parse(bytes(self._head[:end]))
         found = _RANGE.fullmatch(headers.get("content-range", ""))
@@ -259,7 +258,7 @@ class _Line(asyncio.BufferedProtocol):
             self.abort()
 
     def _advance(self, count: int) -> None:
-        """`count` bytes have come into the first view."""
+        """`count` bytes have been received into the first view."""
         assert self._answer is not None
         view = self._views.popleft()[count:]
         if len(view):

@@ -1,4 +1,4 @@
-"""Buckets in file systems of fsspec that have no client of their own here: its in-memory one, and any other."""
+"""Buckets in file systems of fsspec: its in-memory one, and any other that has no client of its own here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.tiers.objects.bucket.protocol import Stat
 
 
 class _FileSystem:
-    """What both have in common: a root, and no time of use that could be renewed."""
+    """A root, and no time of use that could be renewed."""
 
     renewable = False
 
@@ -27,10 +27,10 @@ class _FileSystem:
 
 
 class MemoryFiles(_FileSystem):
-    """Objects in fsspec's in-memory file system, which all of a process shares.
+    """Objects in fsspec's in-memory file system, which is one for the whole process.
 
-    Goes to its dict of files directly, since its file objects have one position for all readers. The dict's own
-    operations are atomic, which is what makes a create exclusive.
+    Uses its dict of files directly, since its file objects have one position for all readers. The dict's operations
+    are atomic, which makes a create exclusive.
     """
 
     def _file(self, name: str, data: bytearray) -> Any:
@@ -75,10 +75,10 @@ class MemoryFiles(_FileSystem):
 
 
 class AnyFiles(_FileSystem):
-    """Objects in whatever fsspec file system, through its blocking interface.
+    """Objects in any fsspec file system, through its blocking interface.
 
-    Best effort where that file system is: a create is exclusive if its `pipe_file(mode="create")` is, and versions
-    are compared by what `info` tells (ETag, or time and size).
+    Only as good as that file system: a create is exclusive if its `pipe_file(mode="create")` is, and versions are
+    compared by the ETag that `info` returns, or time and size.
     """
 
     def create(self, name: str, data: bytearray, used: float) -> Stat | None:

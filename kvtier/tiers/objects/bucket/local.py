@@ -17,7 +17,7 @@ _STALE_S = 3600.0
 
 
 class LocalFiles:
-    """Objects as files below `root`: whole, fsynced and linked into place, or not there at all.
+    """Objects as files below `root`, each fsynced and linked into place whole.
 
     The modification time of a file is the time of its last use; its ETag is inode, size and that time.
     """
@@ -43,7 +43,7 @@ class LocalFiles:
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                     raise
-                # No hard links here: two writers may then both succeed, with frames that are both whole.
+                # No hard links here: two writers may both succeed, each with a whole frame.
                 if final.exists():
                     return None
                 temporary.rename(final)
@@ -131,7 +131,7 @@ class LocalFiles:
             path.unlink(missing_ok=True)
 
     def _sweep_temporaries(self) -> None:
-        """What writers that died left behind, once it is old by the volume's own clock."""
+        """Delete files of writers that died, once they are old by the volume's own clock."""
         probe = self._root / f"{_TEMPORARY}{os.getpid()}-clock"
         probe.touch()
         now = probe.stat().st_ctime
@@ -146,7 +146,7 @@ class LocalFiles:
 
 
 def _ns(seconds: float) -> int:
-    # Through microseconds, so that a time survives the way to the volume and back unchanged.
+    # In whole microseconds, so that a time read back from the volume is the one written.
     return round(seconds * 1e6) * 1000
 
 
@@ -155,7 +155,7 @@ def _file_stat(name: str, stat: os.stat_result) -> Stat:
 
 
 def _make_directories(folder: Path, root: Path) -> None:
-    """mkdir -p that makes each new directory's entry durable."""
+    """mkdir -p, each new directory entry durable."""
     if folder == root or folder.is_dir():
         return
     _make_directories(folder.parent, root)

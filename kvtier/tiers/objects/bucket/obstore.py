@@ -1,8 +1,8 @@
 """S3, GCS and Azure through obstore: Rust's object_store, at a fraction of the CPU per byte.
 
-Its fsspec adapter drops conditions, versions and metadata, so this goes to the store behind it. It can delete
-only unconditionally and has no self-copy that changes metadata: s3fs lends both where it is installed
-(combined.py); else `delete` compares versions first, and the holder rewrites what it wants to renew.
+Its fsspec adapter drops conditions, versions and metadata, so this uses the store behind it. It can delete only
+unconditionally and has no self-copy that changes metadata: where s3fs is installed, those requests go through it
+(combined.py); else `delete` compares versions first, and the caller rewrites an object to renew it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from kvtier.tiers.objects.bucket.direct_http import (
     reachable,
     size_of,
 )
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, Sink, Stat, Transient
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient
 
 T = TypeVar("T")
-USED = "kvtier-used"
 _CHUNK = 4 << 20
 _DELETES = 16
 
-# s3fs's names for what both libraries know.
+# s3fs's names of options that both libraries have.
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token", "anon": "skip_signature"}
 
 
@@ -81,13 +80,13 @@ class ObstoreBucket:
                 client_options={
                     "allow_http": plain,
                     "connect_timeout": self._connect_timeout,
-                    # Of a whole request in object_store, so large enough for a stride on a slow line; stalls are
-                    # caught chunk by chunk below.
+                    # In object_store this bounds a whole request: long enough for a stride on a slow line. `read`
+                    # catches stalls chunk by chunk.
                     "timeout": 12 * self._read_timeout,
                 },
                 retry_config={"max_retries": 0, "retry_timeout": 12 * self._read_timeout},
                 credential_provider=credentials,
-                # Frames carry their own digests, and TLS guards the way; signing every byte costs more than sending it.
+                # Frames carry digests, and TLS guards the transfer; signing every byte costs more than sending it.
                 config={"unsigned_payload": not plain, **self._config},
             )
         except Exception as error:
@@ -138,7 +137,7 @@ class ObstoreBucket:
         except FileNotFoundError:
             return None
         except Exception as error:
-            # The library has one error for "range behind the end" and for a broken server.
+            # The library raises the same error for a range behind the end and for a broken server.
             there = await self.head(name)
             if there is not None and there.size < stop:
                 raise CorruptError(f"the object has {there.size} bytes, wanted up to {stop}") from None
@@ -146,14 +145,14 @@ class ObstoreBucket:
         size, (first, last) = answer.meta["size"], answer.range
         if size < stop or first > start:
             raise CorruptError(f"the object has {size} bytes, wanted up to {stop}")
-        sink = Sink(into, skip=start - first)
+        scatter = Scatter(into, skip=start - first)
         try:
-            async with asyncio.timeout(None) as patience:
+            async with asyncio.timeout(None) as stall:
                 stream = aiter(answer.stream(min_chunk_size=_CHUNK))
-                while not sink.full:
-                    patience.reschedule(asyncio.get_running_loop().time() + self._read_timeout_s)
+                while not scatter.full:
+                    stall.reschedule(asyncio.get_running_loop().time() + self._read_timeout_s)
                     chunk = await anext(stream)
-                    sink.feed(memoryview(chunk))
+                    scatter.feed(memoryview(chunk))
         except StopAsyncIteration:
             raise Transient(TIER, "get", f"body of {last - first} bytes shorter than announced") from None
         except TimeoutError:
@@ -182,12 +181,12 @@ class ObstoreBucket:
             except Exception as error:
                 if "non-partial response" not in str(error):
                     raise
-                # This server sends everything whatever it is asked for, which the library takes for a failure.
+                # This server ignores ranges and sends the whole object, which the library takes for a failure.
                 self._ranges = False
         return await self._store.get_async(name)
 
     async def renew(self, name: str, etag: str, used: float) -> Stat | None:
-        raise NotImplementedError("obstore has no copy onto itself: `renewable` is false, callers write again")
+        raise NotImplementedError("obstore has no copy onto itself: `renewable` is false, callers rewrite")
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
         if etag is not None:
@@ -213,7 +212,7 @@ class ObstoreBucket:
             raise _mapped("delete", error) from None
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
-        # object_store lists whole path segments; a prefix that ends inside one is filtered here.
+        # object_store lists whole path segments: filter by a prefix that ends inside one.
         folder = prefix.rpartition("/")[0]
         stream = aiter(self._store.list(folder or None, offset=after or None, chunk_size=LIST_PAGE))
         while True:
@@ -258,7 +257,7 @@ def _answered(name: str, headers: Headers) -> Stat:
 
 
 def _mapped(operation: str, error: Exception) -> TierError:
-    """What obstore's exception means here. Type names only: its messages carry URLs and servers' texts."""
+    """obstore's exception as ours. Type names only: its messages carry URLs and servers' texts."""
     from obstore import exceptions as obstore
 
     name = type(error).__name__

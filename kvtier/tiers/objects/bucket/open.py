@@ -1,4 +1,4 @@
-"""From a URL to a bucket: which library serves it, with which options."""
+"""Opens the bucket that a URL names: which library serves it, with which options."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 @dataclass(frozen=True, slots=True)
 class BucketLimits:
-    """What a tier may ask of a server: seconds until a connection stands, seconds without a byte, transfers at once
-    (a transfer holds one unit in memory), bytes per second each way (0: no bound)."""
+    """Bounds on requests to a server: seconds to connect, seconds without a byte, parallel transfers (each holds one
+    object in memory), bytes per second each way (0: no bound)."""
 
     connect_s: float = 3.0
     read_s: float = 10.0
@@ -36,7 +36,7 @@ def open_bucket(
 ) -> tuple[Bucket, str]:
     """The bucket that `url` names and the prefix inside it. Imports the library, makes no request.
 
-    Raises ConfigError naming the key at fault; never repeats an option's value or a URL's user part.
+    Raises ConfigError with the key at fault, never with an option's value or a URL's user part.
     """
     protocol, place = _split(url)
     if client not in ("auto", "s3fs", "obstore"):
@@ -104,7 +104,7 @@ def _file_system_class(protocol: str) -> Any:
 def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: BucketLimits) -> Bucket:
     """obstore if it is asked for, or if it is installed and knows all the options; else s3fs.
 
-    obstore has no copy that changes metadata and no conditional delete: where s3fs is installed too, it lends its.
+    Where s3fs is installed beside obstore, it does the requests that obstore lacks.
     """
     has = {name: importlib.util.find_spec(name) is not None for name in ("obstore", "s3fs")}
     if client != "s3fs":
@@ -116,8 +116,8 @@ def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, l
         if client == "obstore" and config is None:
             raise ConfigError("tiers.g4.options has some that only s3fs knows: remove them, or set client: s3fs")
         if has["obstore"] and config is not None:
-            fast = ObstoreBucket(bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
-            return CombinedBucket(fast, _s3fs(bucket, options, clock, limits)) if has["s3fs"] else fast
+            primary = ObstoreBucket(bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
+            return CombinedBucket(primary, _s3fs(bucket, options, clock, limits)) if has["s3fs"] else primary
     return _s3fs(bucket, options, clock, limits)
 
 

@@ -1,5 +1,5 @@
-"""S3 through s3fs: its options, credentials and session, and its aiobotocore client for what fsspec has no verb for
-(If-Match, self-copy, start-after, a body laid straight into the caller's buffers)."""
+"""S3 through s3fs: its options, credentials and session, and its aiobotocore client for requests that fsspec lacks
+(If-Match, self-copy, start-after, a body read into the caller's buffers)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, Sink, Stat, Transient
-
-USED = "kvtier-used"
-"""Object metadata: wall time of the last use that was recorded, in seconds."""
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient
 
 SKEW_S = 60.0
-"""How far a writer's clock may run ahead of the server's before its stamp is not believed."""
+"""How far a writer's clock may run ahead of the server's before its recorded use is capped."""
 
 _CHUNK = 1 << 20
 _TRANSIENT_CODES = frozenset(
@@ -32,7 +29,8 @@ _ABSENT = ("NoSuchKey", "404", "NotFound")
 
 
 class S3Bucket:
-    """One bucket. `options` go to s3fs as they are; time-outs, pool size and retries are set unless they say."""
+    """One bucket. `options` go to s3fs unchanged; time-outs, pool size and retries are set here unless they are in
+    `config_kwargs`."""
 
     renewable = True
 
@@ -53,9 +51,9 @@ class S3Bucket:
             "connect_timeout": connect_timeout_s,
             "read_timeout": read_timeout_s,
             "max_pool_connections": connections,
-            # One attempt: the holder of a total budget retries, not three layers below it.
+            # One attempt: RetryingBucket retries, within the caller's deadline.
             "retries": {"total_max_attempts": 1, "mode": "standard"},
-            # What a presigned URL is signed with, too; the older way of some regions is not known everywhere.
+            # Also for presigned URLs: not every server knows the older signature that some regions default to.
             "signature_version": "s3v4",
             # Frames carry their own checksums, checked end to end.
             "request_checksum_calculation": "when_required",
@@ -88,7 +86,7 @@ class S3Bucket:
         for operation in ("GetObject", "HeadObject", "PutObject", "CopyObject", "DeleteObject", "ListObjectsV2"):
             known = self._client.meta.service_model.operation_model(operation).input_shape.members
             self._extra[operation] = {key: value for key, value in extra.items() if key in known}
-        # Without a key there is nothing to sign with; further parameters of a GET would have to be headers.
+        # Without a key nothing can be signed; extra parameters of a GET would have to be headers.
         if not fs.anon and not self._extra["GetObject"] and reachable(self._client.meta.endpoint_url):
             self._direct = DirectHTTP(self._config["connect_timeout"], self._config["read_timeout"])
 
@@ -140,13 +138,13 @@ class S3Bucket:
             first, size = _content_range(answer)
             if size < stop or first > start:
                 raise CorruptError(f"the object has {size} bytes, wanted up to {stop}")
-            sink = Sink(into, skip=start - first)
+            scatter = Scatter(into, skip=start - first)
             try:
-                while not sink.full:
+                while not scatter.full:
                     chunk = await body.read(_CHUNK)
                     if not chunk:
                         raise Transient(TIER, "get", "body shorter than announced")
-                    sink.feed(memoryview(chunk))
+                    scatter.feed(memoryview(chunk))
             except TierError:
                 raise
             except Exception as error:
@@ -175,14 +173,14 @@ class S3Bucket:
             raise _mapped("copy", error) from None
         copied = answer.get("CopyObjectResult", {}).get("ETag", etag)
         there = await self.head(name)
-        # Some servers write the ETag of a copy without its quotes; the one of a read is what reads are compared with.
+        # Some servers return the ETag of a copy without its quotes; reads are compared with the one of `head`.
         same = there is not None and there.etag.strip('"') == copied.strip('"')
         return Stat(name, there.size, there.etag, used) if there is not None and same else None
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
         condition = {} if etag is None else {"IfMatch": etag}
         if etag is not None:
-            # Some servers (Ceph 16) take the condition and ignore it: what is plainly another version is not asked for.
+            # Some servers (Ceph 16) accept the condition and ignore it: do not delete what `head` shows to be another.
             there = await self.head(name)
             if there is None or there.etag.strip('"') != etag.strip('"'):
                 return False
@@ -218,7 +216,7 @@ class S3Bucket:
                 )
             except Exception as error:
                 raise _mapped("list", error) from None
-            # A server that ignores Prefix or StartAfter must not make us take others' objects for ours.
+            # A server may ignore Prefix or StartAfter: other objects must not be taken for ours.
             page = [
                 Stat(entry["Key"], entry["Size"], entry.get("ETag", ""), None, _stamp(entry.get("LastModified")))
                 for entry in answer.get("Contents", [])
@@ -241,7 +239,7 @@ class S3Bucket:
         return Stat(name, size, answer.get("ETag", ""), self._used(answer), _stamp(answer.get("LastModified")))
 
     def _used(self, answer: Mapping[str, Any]) -> float | None:
-        """The recorded use, but no later than the server's own stamp allows: age by the server's clock alone."""
+        """The recorded use, but no later than the object's age by the server's own clock allows."""
         try:
             used = float(answer.get("Metadata", {})[USED])
         except (KeyError, ValueError):
@@ -280,7 +278,7 @@ def _code(error: BaseException) -> str:
 
 
 def _mapped(operation: str, error: Exception) -> TierError:
-    """What a client's exception means here. Only codes and type names: messages may echo what was signed."""
+    """A client's exception as ours. Only codes and type names: messages may echo what was signed."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         code = _code(error)

