@@ -61,11 +61,6 @@ def user(text: str) -> str:
     return f"\n\nSkipper: {text}\n\nClerk: "
 
 
-def prompt_bytes_max(script: Script) -> int:
-    """Bytes of the longest conversation's last prompt, without the replies. Pure."""
-    return len(script.system) + max(sum(len(user(t)) for t in c.turns) for c in script.conversations)
-
-
 def shortened(script: Script, conversations: int, turns: int) -> Script:
     """The first `conversations` of it, `turns` turns each. Pure."""
     kept: Sequence[Conversation] = script.conversations[:conversations]

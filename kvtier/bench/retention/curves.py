@@ -40,12 +40,6 @@ class CapacityCurve:
     def percent(self, blocks: int) -> float:
         return 100 * self.hits(blocks) / self.references
 
-    def blocks_for(self, percent: float) -> int | None:
-        """The smallest capacity that serves at least this share of references; None if none does."""
-        wanted = percent / 100 * self.references
-        blocks = bisect_right(self._hits, wanted - 1e-9, 0, self.unique + 1)
-        return blocks if blocks <= self.unique else None
-
 
 class _Counts:
     """Sums over a growing range: a Fenwick tree (Fenwick, Software: Practice and Experience 1994)."""
