@@ -54,7 +54,7 @@ def page_lock(
 
 
 def page_unlock(driver: Driver, chunks: Iterable[Region]) -> None:
-    """Undo `page_lock`. No copy may be in flight. A chunk that the driver refuses stays locked until the process ends."""
+    """Undo `page_lock`. No copy may be in flight. A chunk that the driver refuses stays locked for good."""
     for chunk in chunks:
         try:
             driver.unregister(chunk.start)

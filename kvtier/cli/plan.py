@@ -21,7 +21,7 @@ BAR = 24
 
 
 def plan(
-    trace: Annotated[Path | None, typer.Option(help="A trace, as for `kvtier bench retention`.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A trace in a format that docs/policies.md lists.")] = None,
     sessions_per_hour: Annotated[float | None, typer.Option(help="Instead of a trace: sessions that start.")] = None,
     turns: Annotated[int, typer.Option(help="Requests of a session.")] = 10,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of its first request.")] = 2000,

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.retention.charts import duration
+from kvtier.bench.retention.curves import TtlCurve
 from kvtier.bench.retention.simulate import keys_of
 from kvtier.bench.retention.traces import Trace
 from kvtier.clock import SystemClock
@@ -132,6 +134,41 @@ def replay(trace: Trace, setup: Setup) -> Replayed:
     checked = sum(sum(one.tiers.values()) for one in served) * trace.block_tokens * setup.bytes_per_token
     spent = time.perf_counter() - began
     return Replayed(setup, tuple(served), trace.references, checked, killed_at, spent, stats, misses)
+
+
+def summary(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
+    """Figures of replays of `trace` that differ in their ttl alone, each under its ttl ("10m"). Pure."""
+    setup, exact = replays[0].setup, TtlCurve(trace)
+    block_bytes = trace.block_tokens * setup.bytes_per_token
+    out: dict[str, Any] = {
+        "references_replayed": replays[0].references,
+        "requests_replayed": len(replays[0].served),
+        "bytes_per_token": setup.bytes_per_token,
+        "block_bytes": block_bytes,
+        "kv_mb": round(trace.unique * block_bytes / 1e6, 1),
+        "g2_mb": round(setup.g2_bytes / 1e6, 1),
+        "g3_mb": round(setup.g3_bytes / 1e6, 1),
+        "g4": setup.g4_url and setup.g4_url.partition("://")[0],
+    }
+    for done in replays:
+        loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
+        out[duration(done.setup.ttl).replace(" min", "m").replace(" ", "")] = {
+            "prefill_left_percent": round(done.prefill_left_percent, 3),
+            "unbounded_percent": round(exact.prefill_left_percent(done.setup.ttl), 3),
+            "tiers_percent": done.tier_percent,
+            "missed_percent": {why: round(100 * n / done.references, 3) for why, n in done.misses.items()},
+            "dropped_by_last_process": done.stats["requests"]["dropped"],
+            "gb_checked": round(done.bytes_checked / 1e9, 3),
+            "wrong_bytes": 0,
+            "killed_before_request": done.killed_at,
+            "files_under_o_direct": done.stats["direct_files"],
+            "load_p50_ms": round(loads[len(loads) // 2], 3) if loads else None,
+            "load_p99_ms": round(loads[int(len(loads) * 0.99)], 3) if loads else None,
+            "seconds": round(done.seconds, 1),
+        }
+    if len(replays) > 1:
+        out["prefill_ratio"] = round(replays[-1].prefill_left_percent / replays[0].prefill_left_percent, 4)
+    return out
 
 
 def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> Iterator[Served | Mapping[str, Any]]:
