@@ -1,4 +1,4 @@
-"""`kvtier …`: one plain function per command, imported when it is called for.
+"""`kvtier …`: one plain function per command, imported only when it runs.
 
 COMMANDS is the table of them: a command's words, the function behind it, one line of help. The function's
 parameters are its options (`typer`); every command takes `--json` and then prints one JSON object. An error of
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT)
     except BrokenPipeError:
-        # The reader of our output has left (`kvtier … | head`): nothing is wrong, and nothing more can be said.
+        # The reader of our output has closed it (`kvtier … | head`): no error, and no place to write to.
         sys.stderr.close()
         sys.exit(0)
 
@@ -107,7 +107,7 @@ def renamed(words: Sequence[str]) -> str | None:
 
 
 def build(words: Sequence[str]) -> typer.Typer:
-    """The application that can run `words`: only the command that they name is imported, the rest are names."""
+    """The application that can run `words`: it imports the command that they name, the rest are names only."""
     import typer
 
     options: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}

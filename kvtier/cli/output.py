@@ -1,4 +1,4 @@
-"""What commands share: the `--json` option, one JSON object on standard output, tables for people."""
+"""Output of all commands: the `--json` option, one JSON object or tables on standard output, and records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def write_json(value: Mapping[str, Any]) -> None:
-    """One object, keys in the order given. Paths and other plain values become text."""
+    """One object, keys in the order given. Paths and other values become text."""
     json.dump(value, sys.stdout, indent=2, default=str)
     sys.stdout.write("\n")
 
@@ -37,7 +37,7 @@ def deliver(
 
 
 def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
-    """A table on standard output; figures to the right."""
+    """A table on standard output; numbers aligned right."""
     table = Table(*columns, title=title, title_justify="left", header_style="bold")
     listed = [list(row) for row in rows]
     for index, column in enumerate(table.columns):

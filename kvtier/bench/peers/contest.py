@@ -29,12 +29,12 @@ ENVIRONMENT = (
 
 
 class PeerFailed(KVTierError):
-    """A contender could not be run; the message says what was tried and what happened."""
+    """A contender could not be run; the message gives the attempt and its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What one engine did with a list of prompts."""
+    """One engine's answers to a list of prompts, and its work."""
 
     start_s: float
     seconds: float
@@ -54,7 +54,7 @@ class Contest:
     gpu_blocks: int
     host_blocks: int
     folder: Path
-    again: int = 30  # requests asked once more after the restart; 0: no restart
+    again: int = 30  # requests repeated after the restart; 0: no restart
     lmcache: Path | None = None  # an interpreter that has vLLM and LMCache
     progress: Callable[[str, int], None] = field(default=lambda name, done: None)  # contender, requests done
 
@@ -66,7 +66,7 @@ class Contest:
         replay: Callable[[Contest, str, Mapping[str, Any], Sequence[Sequence[int]]], Replay],
     ) -> dict[str, Any]:
         """Figures per contender. `arguments` are those of the engine that switch one on, with a directory of its own;
-        `replay` runs an engine. A contender that cannot be run has an entry that says why."""
+        `replay` runs an engine. A contender that cannot be run has an entry with the reason."""
         out: dict[str, Any] = {"without_any_cache": _figures(truth, truth)}
         for name in names:
             try:
@@ -82,7 +82,7 @@ class Contest:
                 out[name] = entry
             except PeerFailed as failure:
                 out[name] = {"not_run": str(failure)}
-            except KeyboardInterrupt:  # what was found in minutes is worth showing
+            except KeyboardInterrupt:  # minutes of measurement are worth showing
                 out |= {rest: {"not_run": "interrupted"} for rest in names if rest not in out}
                 break
         return out

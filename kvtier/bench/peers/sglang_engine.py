@@ -1,5 +1,5 @@
-"""One SGLang engine on a CPU that replays prompts one after another. Run by `kvtier.bench.peers.sglang`; what it reads
-and writes is what `kvtier.bench.peers.vllm_engine` does."""
+"""One SGLang engine on a CPU that replays prompts one after another. Run by `kvtier.bench.peers.sglang`; its input and
+output are those of `kvtier.bench.peers.vllm_engine`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvtier.bench.peers.vllm_engine import read_job
 from kvtier.testing import sglang_cpu
 
-if __name__ in ("__main__", "__mp_main__"):  # not where this is merely imported: it replaces what others need
+if __name__ in ("__main__", "__mp_main__"):  # not on import: it replaces modules that others need
     sglang_cpu.install()
 
 _CPU = {
@@ -26,7 +26,7 @@ def main() -> None:
     import sglang
 
     engine = sglang.Engine(**{**_CPU, **job["engine"]})
-    _ask(engine, [7] * 40, job)  # what a first request pays for being the first is nobody's
+    _ask(engine, [7] * 40, job)  # warm-up, not measured
     report(ready=time.monotonic() - began)
     computed = 0
     for prompt in job["prompts"]:
@@ -42,7 +42,7 @@ def main() -> None:
 def _ask(engine: Any, prompt: list[int], job: dict[str, Any]) -> tuple[Any, float]:
     """The last answer of a stream, which has all its tokens, and the time to the first.
 
-    The answers before it show a list that SGLang goes on extending: what it holds is not what had come by then.
+    The answers before it share one list that SGLang extends later, so its length says nothing about them.
     """
     began = time.monotonic()
     answers = engine.generate(input_ids=prompt, sampling_params=_sampling(job), stream=True)
@@ -55,7 +55,7 @@ def _ask(engine: Any, prompt: list[int], job: dict[str, Any]) -> tuple[Any, floa
 
 
 def _margins(engine: Any, prompt: list[int], job: dict[str, Any]) -> list[float]:
-    """By how much the best token was better than the second, per step."""
+    """Log-probability of the best token above the second, per step."""
     given = engine.generate(input_ids=prompt, sampling_params=_sampling(job), return_logprob=True, top_logprobs_num=2)
     out = []
     for step in given["meta_info"]["output_top_logprobs"]:

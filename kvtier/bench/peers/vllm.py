@@ -7,7 +7,7 @@
     lmcache        LMCache's server (MP) with its fs_native adapter, through LMCacheMPConnector
 
 All have as much host memory and the same disk. A slice of the trace is replayed one request after another; then the
-engine (and LMCache's server) end, start again, and the slice's last requests are asked once more. Each of the trace's
+engine (and LMCache's server) end, start again, and the slice's last requests are repeated. Each of the trace's
 blocks of 512 tokens stands for one block of the engine, so that a small model on a CPU can follow. Every request's
 tokens are compared with those of an engine without any cache.
 """
@@ -35,7 +35,7 @@ _ENGINE = Path(__file__).with_name("vllm_engine.py")
 
 def compare(contest: Contest, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Figures per contender. Starts engines one after another; blocks for minutes. A contender that cannot be run has
-    an entry that says why."""
+    an entry with the reason."""
     truth = _replay(contest, "oracle", {"enable_prefix_caching": False}, contest.prompts, margins=True)
     return contest.compare(names, truth, _transfer, _replay)
 
@@ -77,7 +77,7 @@ def _connector(kind: str, module: str | None, **extra: Any) -> dict[str, Any]:
 
 def _native(host: int, tier: Mapping[str, Any]) -> dict[str, Any]:
     return _connector(
-        "KVTierOffloadingConnector",  # vLLM's OffloadingConnector, which tells tiers what the engine runs
+        "KVTierOffloadingConnector",  # vLLM's OffloadingConnector with the engine's configuration for its tiers
         "kvtier.connectors.vllm.offloading",
         spec_name="CpuTieringSpec",
         spec_module_path="kvtier.connectors.vllm.offloading.cpu_spec",

@@ -3,8 +3,8 @@
     python vllm_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false}'
 
 Scheduler and worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which starts in a third of the time. An
-engine in a process of its own goes on stepping while it is idle and its connector has something to do; here that is
-done between two requests, for at most IDLE_S, and at the end for at most END_S, for every contender alike.
+engine in a process of its own goes on stepping while it is idle and its connector has work; here that happens between
+two requests, for at most IDLE_S, and at the end for at most END_S, for every contender alike.
 
 Imports vLLM and nothing of kvtier, so that an interpreter with another cache's packages can run it. Writes JSON lines:
 {"ready": seconds}, one {"tokens", "ttft_s", "cached", "margins"} per prompt, {"computed", "prompted"} at the end.
@@ -48,7 +48,7 @@ def main() -> None:
         temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False,
         logprobs=2 if job["margins"] else None,
     )  # fmt: skip
-    # What a first request pays for being the first is nobody's.
+    # Warm-up, not measured.
     llm.generate([{"prompt_token_ids": [7] * 40}], sampling, use_tqdm=False)
     before = _sources(llm)
     report(ready=time.monotonic() - began)
@@ -77,7 +77,7 @@ def _hide_attributes_of_llvmlite() -> None:
 
 
 def _idle(llm: Any, most_s: float) -> None:
-    """What an engine in its own process does when no request is left."""
+    """Step as an engine in its own process does while no request is left."""
     core = llm.llm_engine.engine_core.engine_core
     connector, until = core.scheduler.connector, time.monotonic() + most_s
     while connector is not None and time.monotonic() < until:
@@ -96,7 +96,7 @@ def _sources(llm: Any) -> dict[str, float]:
 
 
 def _margin(step: Any) -> float:
-    """By how much the best token was better than the second."""
+    """Log-probability of the best token above the second."""
     best = sorted((entry.logprob for entry in step.values()), reverse=True)
     return float(best[0] - best[1]) if len(best) > 1 else float("inf")
 

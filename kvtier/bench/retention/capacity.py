@@ -1,4 +1,4 @@
-"""Capacity planning: which tier sizes reach which hit rate, and which are worth their price."""
+"""Capacity planning: hit rates of tier sizes, and the sizes that are worth their price."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.bench.retention.worth import MONTH_S, Assumptions
 from kvtier.errors import InvalidRequest
 
 SSD_SHARE = 0.5
-"""Of the SSD's read bandwidth that the busiest hour may take; RAM is sized to keep below it."""
+"""Of the SSD's read bandwidth, for the busiest hour; RAM is sized to stay below it."""
 
 POINTS = 48
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -30,8 +30,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """`curve` over all sizes up to the footprint; `targets`: the size that serves a share of what could be served at
-    all; `sizes` and `cost` ($ per month): the stack that is advised."""
+    """`curve` over all sizes up to the footprint; `targets`: the size that serves a share of all references that can be
+    served; `sizes_gb` and `cost` ($ per month): the advised stack."""
 
     reachable_percent: float
     footprint_gb: float
@@ -134,7 +134,7 @@ def _sizes(unique: int) -> list[int]:
 
 RATES_BLOCK_TOKENS = 512
 REFERENCES_MAX = 2_000_000
-"""Of a workload made from rates: more sessions than that are a sample, and count for so many more."""
+"""Of a workload made from rates; above it a sample of the sessions stands for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Rates:
 
     @property
     def scale(self) -> float:
-        """How many sessions each one of `trace` stands for: 1, unless there are more than REFERENCES_MAX allow."""
+        """Sessions that each one of `trace` stands for: 1, unless there are more than REFERENCES_MAX allows."""
         return max(1.0, self.sessions_per_hour * self.hours / self._sessions_max)
 
     @property
@@ -162,7 +162,7 @@ class Rates:
     def trace(self, seed: int = 1) -> Trace:
         """Sessions at random over the time, pauses drawn from an exponential distribution. Deterministic.
 
-        Raises InvalidRequest for what cannot be, and for sessions too long to try a hundred of them.
+        Raises InvalidRequest for impossible rates, and for sessions so long that fewer than a hundred fit.
         """
         block_tokens = RATES_BLOCK_TOKENS
         for name in self.__slots__:

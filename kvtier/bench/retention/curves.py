@@ -84,10 +84,10 @@ def _distances(trace: Trace) -> Iterable[tuple[int, int]]:
 
 
 class Reuse:
-    """Every stretch of references that could be served from a cache: whose it is, how deep and how old.
+    """Every run of references that a cache could serve: its request, stack distance and age.
 
-    Arrays of equal length. `served` answers for any capacity and ttl at once; requests stay apart, so that a stack of
-    tiers, an hour of the day or a request's idle gap can be asked for.
+    Arrays of equal length. `served` answers for any capacity and ttl, per request, so that figures of a stack of tiers,
+    an hour of the day or an idle gap follow.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -145,7 +145,7 @@ class TtlCurve:
 
 
 def ceiling_hits(trace: Trace, blocks: int) -> int:
-    """What no policy exceeds: Belady's with bypass over single blocks (IBM Systems Journal 1966), offline."""
+    """Upper bound of any policy: Belady's with bypass over single blocks (IBM Systems Journal 1966), offline."""
     from heapq import heappop, heappush
 
     never = len(trace.requests)

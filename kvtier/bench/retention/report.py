@@ -86,8 +86,8 @@ def render(worth: Worth, origin: Mapping[str, Any], replayed: Mapping[str, Any] 
         f"As {html.escape(given.shape.name)} ({given.shape.bytes_per_token:,} bytes per token) that is "
         f"{trace['footprint_gb']:,} GB of KV.</p>",
         _headline(worth, points, longest),
-        "<h2>What is left to prefill, by how long idle KV is kept</h2>",
-        "<p>Sliding: every use renews. Capacity is not the limit here. Exact for this trace.</p>",
+        "<h2>Prefill left, by retention of idle KV</h2>",
+        "<p>Sliding: every use renews. Unbounded capacity. Exact for this trace.</p>",
         line(
             worth.ttl_points,
             {t: duration(t) for t in points},
@@ -174,7 +174,7 @@ def _waiting(worth: Worth) -> list[str]:
 
 
 def _money(worth: Worth) -> list[str]:
-    out = ["<h2>What it wears and what it costs</h2>"]
+    out = ["<h2>SSD wear and cost</h2>"]
     if worth.ssd:
         out.append(
             f"<p>The SSD takes {worth.ssd['written_gb_per_day']:,.0f} GB a day, "
@@ -227,7 +227,7 @@ def _footer(worth: Worth, origin: Mapping[str, Any]) -> str:
         f"<footer><p>Made by <code>{html.escape(str(origin.get('command', '')))}</code> at commit "
         f"<code>{html.escape(str(origin.get('commit', '')))}</code>, {html.escape(str(origin.get('date', '')))}, on "
         f"{html.escape(machine)}.</p><p>Hits are exact for the trace; times and money are modelled from the rates "
-        "named above and are assumptions to be replaced.</p></footer>"
+        "above; replace these assumptions by your own.</p></footer>"
     )
 
 

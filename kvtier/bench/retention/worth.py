@@ -1,7 +1,7 @@
-"""What a stack of tiers is worth on a trace: hits over the day, time to first token, SSD wear, break-even, cost.
+"""The value of a stack of tiers on a trace: hits over the day, time to first token, SSD wear, break-even, cost.
 
 Hits are exact for leaf-first LRU in every tier with write-through (`curves.py`). Times and money are
-modelled from the rates and prices given here, which are assumptions to be replaced by one's own:
+modelled from the rates and prices below; replace these assumptions by your own:
 
     time to first token = latency + Σ bytes per tier below G1 / its bandwidth + missing tokens / prefill rate
 """
@@ -40,12 +40,12 @@ class PricedTier:
 
 SPEEDS_GB_S: Mapping[str, float] = {"g1": 2000.0, "g2": 50.0, "g3": 6.0, "g4": 1.5}
 PRICES: Mapping[str, float] = {"g1": 0.0, "g2": 2.0, "g3": 0.08, "g4": 0.023}
-"""$ per GB and month: RAM and SSD over three years of use, object storage as listed by large clouds. G1 is there."""
+"""$ per GB and month: RAM and SSD over three years of use, object storage at list prices. G1 costs nothing extra."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Everything in a result that the trace does not say."""
+    """Inputs of a result that are not in the trace."""
 
     shape: CacheShape
     gpu_hour: float = 3.0  # $
@@ -78,7 +78,7 @@ class Worth:
         return 100 - sum(self.percent.values())
 
     def summary(self) -> dict[str, Any]:
-        """What tables and JSON show, rounded. Pure."""
+        """For tables and JSON, rounded. Pure."""
         return {
             "prefill_left_percent_kept_for": {duration(ttl): round(left, 3) for ttl, left in self.ttl_points},
             "served_percent": _rounded(self.percent),
@@ -176,7 +176,7 @@ def _gaps(
     block_bytes = trace.block_tokens * given.shape.bytes_per_token
     rate, latency = given.shape.prefill_tokens_s, given.latency_s
     loads = sum(
-        # What is in G1 is where it is needed.
+        # Blocks in G1 need no load.
         (p * block_bytes / (s.read_gb_s * 1e9) for s, p in zip(stores, by_tier, strict=True) if s.name != "g1"),
         start=np.zeros(len(asked)),
     )
@@ -198,7 +198,7 @@ def _gaps(
 
 
 def _ssd(trace: Trace, stores: Sequence[PricedTier], written_bytes: float, given: Assumptions) -> dict[str, float]:
-    """Every block that no tier has is written once, on creation."""
+    """Every block that no tier holds is written once, on creation."""
     disk = next((store for store in stores if store.name == "g3"), None)
     if disk is None:
         return {}
@@ -213,7 +213,7 @@ def _ssd(trace: Trace, stores: Sequence[PricedTier], written_bytes: float, given
 
 
 def _break_even(store: PricedTier, given: Assumptions) -> dict[str, float]:
-    """A tier pays if it delivers faster than the engine computes."""
+    """A tier pays off if it delivers faster than the engine computes."""
     needed = given.shape.bytes_per_token * given.shape.prefill_tokens_s / 1e9
     return {"needed_gb_s": needed, "read_gb_s": store.read_gb_s, "factor": store.read_gb_s / needed}
 

@@ -1,4 +1,4 @@
-"""What G4 costs over the library below it: throughput and CPU of reads on one S3 server.
+"""G4 against the library below it: throughput and CPU time of reads on one S3 server.
 
 All subjects of one round read the same objects, one after another, so that a slow minute hits all alike:
 

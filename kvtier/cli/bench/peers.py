@@ -33,7 +33,7 @@ Only = Annotated[str, typer.Option(help="Contenders, separated by commas; none: 
 LMCache = Annotated[Path | None, typer.Option(help="A Python interpreter that has vLLM and LMCache.")]
 SGLang = Annotated[Path | None, typer.Option(help="One that has SGLang; none: .venv-sglang here, or this one.")]
 Folder = Annotated[Path | None, typer.Option(help="Directory on the disk to use; none: the temporary one.")]
-Seed = Annotated[int, typer.Option(help="Selects the conversations of --trace.")]
+Seed = Annotated[int, typer.Option(help="Random seed that selects conversations of --trace.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Directory to write peers_ENGINE.json to.")]
 
 
