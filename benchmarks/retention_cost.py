@@ -25,7 +25,7 @@ def main(path: str) -> None:
             cost = policy_cost(trace, policy, capacity)
             results[f"{name} at {100 * fraction:g} %"] = {
                 "request_path_us_per_reference": round(cost.path_us, 3),
-                "learning_us_per_reference": round(cost.learn_us, 3),
+                "learning_us_per_reference": round(cost.train_us, 3),
             }
             print(name, fraction, results[f"{name} at {100 * fraction:g} %"], flush=True)
     for policy_name, fraction in (("lru", 0.05), ("lru", 0.01), ("gapduel", 0.01)):

@@ -21,7 +21,7 @@ from kvtier.kernels.layout import Paged, Region, Shape, of_arenas, of_pool
 from kvtier.kernels.memory import Progress, Reporter, node_cpus
 from kvtier.kernels.method import COUNTS, Method, Table, calibrate, load_table, parse, table_path
 from kvtier.kernels.mover import Lane, Moves, State
-from kvtier.kernels.page_lock import pin, unpin
+from kvtier.kernels.page_lock import page_lock, page_unlock
 from kvtier.kernels.plan import Planner
 
 log = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ def open_engine(
 def _pinned_mover(
     driver: Driver, device: Paged, host: Paged, shape: Shape, table: Table, method: Method | None, progress: Progress
 ) -> CudaMover:
-    chunks = pin(driver, host.regions, host.stride, progress=progress)
+    chunks = page_lock(driver, host.regions, host.stride, progress=progress)
     locked = replace(host, regions=chunks or host.regions)
-    release = partial(unpin, driver, chunks)
+    release = partial(page_unlock, driver, chunks)
     try:
         return CudaMover(driver, device, locked, shape, table, method=method, pageable=not chunks, on_close=release)
     except DeviceError:

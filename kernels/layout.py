@@ -25,9 +25,6 @@ from kvtier.errors import InvalidRequest
 Addresses = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 
-SLOT_ALIGNMENT = 4096
-"""Bytes that a host slot's stride is a multiple of, so that the same memory serves direct disk I/O."""
-
 
 class Order(StrEnum):
     """How tokens and heads nest inside a layer of a slot."""
@@ -233,11 +230,6 @@ def of_slots(arena: memoryview, slot_bytes: int, shape: Shape, order: Order = Or
         regions=_join([Region(held.ctypes.data, held.nbytes)]),
         keep=(held,),
     ).validate(shape)
-
-
-def slot_bytes_for(payload_bytes: int) -> int:
-    """The stride of slots that hold `payload_bytes`: rounded up to `SLOT_ALIGNMENT`."""
-    return -(-payload_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def _check_dims(dims: str, pairs: Sequence[Sequence[Any]], shape: Shape) -> None:

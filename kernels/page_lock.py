@@ -20,21 +20,21 @@ CHUNK_BYTES = 64 << 30
 """The most that one registration covers."""
 
 
-def pin(
+def page_lock(
     driver: Driver,
     regions: Sequence[Region],
     slot_bytes: int,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> tuple[Region, ...]:
-    """Page-lock host memory in chunks of whole slots. Returns the chunks, to be undone by `unpin`.
+    """Page-lock host memory in chunks of whole slots. Returns the chunks, to be undone by `page_unlock`.
 
     All or nothing: where the driver refuses a chunk, the ones before are released and the result is empty, with a
     warning. Copies then take the slower way through pageable memory, and stay right.
     """
     step = chunk_bytes // slot_bytes * slot_bytes
     if step < 1:
-        raise InvalidRequest(f"pin: a chunk of {chunk_bytes} bytes does not hold one slot of {slot_bytes}")
+        raise InvalidRequest(f"page_lock: a chunk of {chunk_bytes} bytes does not hold one slot of {slot_bytes}")
     chunks = list[Region]()
     done, total = 0, sum(region.nbytes for region in regions)
     for region in regions:
@@ -44,7 +44,7 @@ def pin(
                 driver.register(chunk.start, chunk.nbytes)
             except DeviceError as error:
                 log.warning("host memory stays pageable, copies are slower and may wait: %s (memlock limit?)", error)
-                unpin(driver, chunks)
+                page_unlock(driver, chunks)
                 return ()
             chunks.append(chunk)
             done += chunk.nbytes
@@ -53,8 +53,8 @@ def pin(
     return tuple(chunks)
 
 
-def unpin(driver: Driver, chunks: Iterable[Region]) -> None:
-    """Undo `pin`. No copy may be in flight. A chunk that the driver does not let go is left to the process's end."""
+def page_unlock(driver: Driver, chunks: Iterable[Region]) -> None:
+    """Undo `page_lock`. No copy may be in flight. A chunk that the driver refuses stays locked for good."""
     for chunk in chunks:
         try:
             driver.unregister(chunk.start)

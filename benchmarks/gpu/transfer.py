@@ -25,7 +25,7 @@ from kvtier.kernels.driver import KERNELS, CudaDriver, DeviceError
 from kvtier.kernels.engine import measurement
 from kvtier.kernels.layout import Paged, Region, Shape
 from kvtier.kernels.method import Method, Table, calibrate
-from kvtier.kernels.page_lock import pin, unpin
+from kvtier.kernels.page_lock import page_lock, page_unlock
 from kvtier.kernels.plan import Planner, Runs
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -57,11 +57,11 @@ class Bench:
             self.ordinal = torch.cuda.current_device()
             self._driver = CudaDriver(self.ordinal)
             started = time.perf_counter()
-            chunks = pin(self._driver, [Region(self.host.data_ptr(), nbytes)], 2 * MIB)
+            chunks = page_lock(self._driver, [Region(self.host.data_ptr(), nbytes)], 2 * MIB)
             if not chunks:
                 raise RuntimeError("this process may not page-lock memory: raise the memlock limit")
             self.figures["pin_gb_s"] = nbytes / (time.perf_counter() - started) / 1e9
-            self._release = partial(unpin, self._driver, chunks)
+            self._release = partial(page_unlock, self._driver, chunks)
             started = time.perf_counter()
             try:
                 self._driver.kernel(KERNELS[0])

@@ -1,1 +1,1 @@
-"""What `kvtier bench …` measures with."""
+"""Measurements behind `kvtier bench …` and `kvtier plan`."""

@@ -1,4 +1,4 @@
-"""A measurement as JSON that somebody else can judge: what was run, on which machine, at which commit."""
+"""A measurement as JSON, with its command, commit and machine, so that others can judge and repeat it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, RAM, kernel and Python of this machine; nothing that names it. Reads /proc."""
+    """CPU, cores, RAM, kernel and Python of this machine, without its name. Reads /proc."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -65,7 +65,7 @@ def summary(figures: Sequence[float]) -> dict[str, float]:
 
 
 def record(name: str, command: Sequence[str], results: Mapping[str, Any]) -> dict[str, Any]:
-    """`results` with what is needed to judge and repeat them."""
+    """`results` with command, commit, date and machine."""
     return {
         "benchmark": name,
         "command": shlex.join(_elsewhere(word) for word in command),
@@ -77,12 +77,12 @@ def record(name: str, command: Sequence[str], results: Mapping[str, Any]) -> dic
 
 
 def _elsewhere(word: str) -> str:
-    """An absolute path means nothing on another machine; its last name may."""
+    """An absolute path as its last name: the rest means nothing on another machine."""
     return Path(word).name if word.startswith("/") else word
 
 
 def save(entry: Mapping[str, Any], folder: Path) -> Path:
-    """Write a record to `folder`/NAME.json, replacing an earlier one, and return where. Blocks on the disk."""
+    """Write a record to `folder`/NAME.json, replacing an earlier one; returns the path. Blocks on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{entry['benchmark']}.json"
     path.write_text(json.dumps(entry, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`kvtier …`: one plain function per command, imported when it is called for.
+"""`kvtier …`: one plain function per command, imported only when it runs.
 
 COMMANDS is the table of them: a command's words, the function behind it, one line of help. The function's
 parameters are its options (`typer`); every command takes `--json` and then prints one JSON object. An error of
@@ -29,59 +29,92 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("demo", "kvtier.cli.demo:demo", "Show four tiers on a real model, over two processes."),
-    Command("config check", "kvtier.cli.config:check", "Say whether a configuration is right."),
+    Command("demo", "kvtier.cli.demo:demo", "Run the four tiers with a real model, over two processes."),
+    Command("config check", "kvtier.cli.config:check", "Validate a configuration file."),
     Command("config show", "kvtier.cli.config:show", "Print a configuration with all defaults, secrets hidden."),
-    Command("config schema", "kvtier.cli.config:schema", "Print every key, what it takes and what it means."),
+    Command("config schema", "kvtier.cli.config:schema", "Print every key with its type, default and meaning."),
     Command("doctor", "kvtier.cli.doctor:doctor", "Check this machine against a configuration, or explain misses."),
-    Command("bench index", "kvtier.cli.bench.index:index", "Cost per block of hashing, matching and the pool."),
-    Command("bench retention", "kvtier.cli.bench.retention:retention", "What keeping KV longer is worth on a trace."),
-    Command("inspect", "kvtier.cli.g3:inspect", "Show what a G3 directory holds."),
-    Command("verify", "kvtier.cli.g3:verify", "Read a G3 directory against its digests; change nothing."),
-    Command("scrub", "kvtier.cli.g3:scrub", "Verify a G3 directory and delete what is damaged."),
-    Command("gc", "kvtier.cli.g3:gc", "Free expired, purged and abandoned room of a G3 directory; resize it."),
-    Command("purge", "kvtier.cli.purge:purge", "Drop a tenant's blocks from every tier and replica."),
-    Command("bench peers", "kvtier.cli.bench.peers:peers", "What an engine computes with kvtier, and with others."),
-    Command("pin create", "kvtier.cli.pin:create", "Keep a prompt's blocks for a time, by name."),
-    Command("pin extend", "kvtier.cli.pin:extend", "Let a pin end later, or sooner."),
-    Command("pin delete", "kvtier.cli.pin:delete", "End a pin."),
-    Command("pin list", "kvtier.cli.pin:listing", "Show the pins of a namespace."),
-    Command("bench tiers", "kvtier.cli.bench.tiers:tiers", "Throughput and cost of a tier beside what it stands on."),
-    Command("g4 lifecycle", "kvtier.cli.g4:lifecycle", "The bucket rule that deletes what was missed."),
-    Command("plan", "kvtier.cli.plan:plan", "Which tier sizes reach which hit rate, and at what price."),
-    Command("top", "kvtier.cli.top:top", "Show what a running cache does."),
+    Command("g3 inspect", "kvtier.cli.g3:inspect", "Show the contents of a G3 store."),
+    Command("g3 verify", "kvtier.cli.g3:verify", "Check every block of a G3 store against its digest."),
+    Command("g3 scrub", "kvtier.cli.g3:scrub", "Verify a G3 store and delete damaged blocks."),
+    Command("g3 gc", "kvtier.cli.g3:gc", "Delete expired and purged blocks, free abandoned slots, or resize."),
+    Command("g4 lifecycle", "kvtier.cli.g4:lifecycle", "Print or set the bucket's lifecycle rule."),
+    Command("pin create", "kvtier.cli.pin:create", "Retain a prompt's blocks until a time, by name."),
+    Command("pin extend", "kvtier.cli.pin:extend", "Change when a pin ends."),
+    Command("pin delete", "kvtier.cli.pin:delete", "Delete a pin."),
+    Command("pin list", "kvtier.cli.pin:listing", "List the pins of a namespace."),
+    Command("purge", "kvtier.cli.purge:purge", "Delete a tenant's blocks from every tier and replica."),
+    Command("top", "kvtier.cli.top:top", "Show live metrics of a running cache."),
+    Command("plan", "kvtier.cli.plan:plan", "Compute hit rate and cost over tier sizes."),
+    Command("bench index", "kvtier.cli.bench.index:index", "Benchmark hashing, matching and the block pool."),
+    Command("bench tiers", "kvtier.cli.bench.tiers:tiers", "Benchmark a tier against the library and device below it."),
+    Command("bench peers", "kvtier.cli.bench.peers:peers", "Benchmark an engine with kvtier and with other caches."),
+    Command("bench retention simulate", "kvtier.cli.bench.retention:simulate", "Simulate a cache on a trace."),
+    Command("bench retention replay", "kvtier.cli.bench.retention:replay", "Replay a trace with real bytes."),
+    Command("bench retention report", "kvtier.cli.bench.retention:report", "Write an HTML report on a trace."),
+    Command("bench retention compare", "kvtier.cli.bench.retention:compare", "Compare eviction policies on a trace."),
 )
 
 GROUPS = {
-    "config": "Check, show and describe configurations.",
-    "bench": "Measure tiers, index, transfers and retention.",
-    "g4": "Look after object storage.",
-    "pin": "Keep named prompts, in the bucket or directory that processes share.",
+    "config": "Validate, print and describe configurations.",
+    "g3": "Inspect and maintain a G3 store, also while engines use it.",
+    "g4": "Maintain object storage.",
+    "pin": "Manage named pins in a shared bucket or directory.",
+    "bench": "Benchmark tiers, the index, engines and retention.",
+    "bench retention": "Measure what longer retention saves on a trace.",
 }
+
+RENAMED = {
+    "inspect": ("g3 inspect", "kvtier.cli.g3:inspect"),
+    "verify": ("g3 verify", "kvtier.cli.g3:verify"),
+    "scrub": ("g3 scrub", "kvtier.cli.g3:scrub"),
+    "gc": ("g3 gc", "kvtier.cli.g3:gc"),
+    "bench retention": ("bench retention simulate, replay or report", "kvtier.cli.bench.retention:retention"),
+}
+"""Old name: (present name, function). They work for one release and are in no help. An old name that is a group today
+is meant where options follow it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits the process; blocks as long as the command does."""
     words = list(sys.argv[1:] if argv is None else argv)
+    name, args = "kvtier", words
     try:
-        build(words)(args=words, prog_name="kvtier")
+        if old := renamed(words):
+            print(f"kvtier: `kvtier {old}` is now `kvtier {RENAMED[old][0]}`", file=sys.stderr)
+            name, args = f"kvtier {old}", words[len(old.split()) :]
+        build(words)(args=args, prog_name=name)
     except KVTierError as wrong:
         _report(wrong, as_json="--json" in words)
         sys.exit(USAGE_EXIT)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT)
     except BrokenPipeError:
-        # The reader of our output has left (`kvtier … | head`): nothing is wrong, and nothing more can be said.
+        # The reader of our output has closed it (`kvtier … | head`): no error, and no place to write to.
         sys.stderr.close()
         sys.exit(0)
 
 
+def renamed(words: Sequence[str]) -> str | None:
+    """The key of RENAMED that `words` begin with. Pure."""
+    for old in RENAMED:
+        typed = old.split()
+        rest = words[len(typed) :]
+        with_options = bool(rest) and rest[0].startswith("-") and rest[0] != "--help"
+        if [*words[: len(typed)]] == typed and (with_options or old not in GROUPS):
+            return old
+    return None
+
+
 def build(words: Sequence[str]) -> typer.Typer:
-    """The application that can run `words`: only the command that they name is imported, the rest are names."""
+    """The application that can run `words`: it imports the command that they name, the rest are names only."""
     import typer
 
     options: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
     root = typer.Typer(help="A tiered KV-cache offload block manager for LLM inference.", **options)
+    if old := renamed(words):
+        root.command()(_load(RENAMED[old][1]))
+        return root
 
     @root.callback(invoke_without_command=True)
     def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
@@ -91,18 +124,16 @@ def build(words: Sequence[str]) -> typer.Typer:
             print(installed("kvtier"))
             raise typer.Exit
 
-    groups: dict[str, typer.Typer] = {}
-    named = [word for word in words if not word.startswith("-")]
+    groups = {"": root}
+    for group, help in GROUPS.items():
+        groups[group] = typer.Typer(help=help, **options)
+        above, _, name = group.rpartition(" ")
+        groups[above].add_typer(groups[group], name=name)
+    named = " ".join(word for word in words if not word.startswith("-"))
     for command in COMMANDS:
-        *group, name = command.words.split()
-        app = root
-        if group:
-            if group[0] not in groups:
-                groups[group[0]] = typer.Typer(help=GROUPS[group[0]], **options)
-                root.add_typer(groups[group[0]], name=group[0])
-            app = groups[group[0]]
-        wanted = named[: len(group) + 1] == [*group, name]
-        app.command(name, help=command.help)(_load(command.target) if wanted else _absent)
+        group, _, name = command.words.rpartition(" ")
+        wanted = f"{named} ".startswith(f"{command.words} ")
+        groups[group].command(name, help=command.help)(_load(command.target) if wanted else _absent)
     return root
 
 

@@ -16,7 +16,7 @@ File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="FILE")]
 
 
 def check(file: File, json: Json = False) -> None:
-    """Say whether FILE is right; if not, what to write instead."""
+    """Validate FILE. An error names the key and what to write instead."""
     config = Config.load(file)
     tiers = _tiers(config)
     hints = hints_of(config)
@@ -30,7 +30,7 @@ def check(file: File, json: Json = False) -> None:
 
 
 def show(file: File, json: Json = False) -> None:
-    """Print FILE as kvtier reads it: all defaults filled in, secrets hidden."""
+    """Print FILE with all defaults filled in and secrets hidden."""
     values = Config.load(file).model_dump(mode="json")
     if json:
         write_json(values)
@@ -41,7 +41,7 @@ def show(file: File, json: Json = False) -> None:
 
 
 def schema(json: Json = False) -> None:
-    """Print every key, what it takes, its default and what it means; with --json as a JSON Schema."""
+    """Print every key with its type, default and meaning; with --json as a JSON Schema."""
     whole = Config.model_json_schema()
     if json:
         write_json(whole)
@@ -52,7 +52,7 @@ def schema(json: Json = False) -> None:
 
 
 def hints_of(config: Config) -> list[str]:
-    """What is allowed and yet probably not meant. Pure."""
+    """Settings that are valid but probably a mistake. Pure."""
     hints = []
     tiers = config.tiers
     if tiers.g3 is None and tiers.g4 is None:
@@ -62,7 +62,9 @@ def hints_of(config: Config) -> list[str]:
         and config.security.scope_secret is None
         and not tiers.g4.url.startswith(("file:", "memory:"))
     ):
-        hints.append("g4 is shared and security.scope_secret is not set: who can list the bucket can test for a salt")
+        hints.append(
+            "g4 is shared and security.scope_secret is not set: anyone who can list the bucket can test for a salt"
+        )
     if tiers.g3 is not None and tiers.g3.capacity < tiers.g2.capacity:
         hints.append("tiers.g3.capacity is below tiers.g2.capacity: the disk cannot hold what RAM holds")
     if tiers.g3 is not None and tiers.g3.write_rate is None and tiers.g3.write_budget is None:
@@ -81,12 +83,12 @@ def _tiers(config: Config) -> dict[str, str]:
 
 
 def _described(whole: dict[str, Any], defaults: Any, key: str) -> str:
-    """What one key takes, its default and its meaning, on two lines."""
+    """One key's type, default and meaning, on two lines."""
     section, value, default = whole, whole, defaults
     for word in key.split("."):
         value = section["additionalProperties"] if word == "*" else section["properties"][word]
         section = _resolve(whole, value)
-        # Below a section that is off there is no value to show, only the schema's default.
+        # Below a section that is off there is only the schema's default.
         default = default.get(word, value.get("default", "")) if isinstance(default, dict) else value.get("default", "")
     shown = "" if default in (None, "", {}) else f" (default {default})"
     return f"{key}: {_takes(whole, value)}{shown}\n    {value.get('description', '')}"

@@ -1,4 +1,4 @@
-"""`kvtier demo`: the four tiers on a real model, twice."""
+"""`kvtier demo`: the four tiers with a real model, in two processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Bucket = Annotated[
     str | None, typer.Option("--g4", metavar="URL", help="G4, such as s3://bucket/prefix, instead of a directory.")
 ]
 Endpoint = Annotated[str | None, typer.Option("--g4-endpoint", metavar="URL", help="Endpoint of an S3 server.")]
-Folder = Annotated[Path | None, typer.Option("--folder", help="Where to work; by default a temporary directory.")]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Working directory; none: a temporary one.")]
 
 
 def demo(
@@ -68,7 +68,7 @@ def _parent(folder: Path | None) -> Path | None:
 
 
 def _watched(job: Job) -> tuple[Act, Act]:
-    """Both processes, with a progress bar on standard error where somebody can see it."""
+    """Both processes, with a progress bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -118,16 +118,16 @@ def _verdict(act: Act) -> str:
     served, ttft, checks = summary["served_tokens"], summary["ttft_ms"], summary["checks"]
     total = sum(served.values())
     same = {True: "identical", False: "NOT identical"}
-    said = [
+    parts = [
         f"{total - served['recomputed']:,} of {total:,} prompt tokens were not computed",
         f"{checks['blocks_compared']:,} blocks restored, bytes {same[act.bytes_identical]}",
         f"tokens {same[act.tokens_identical]}",
     ]
     if ttft["hit"] is not None:
-        said.append(f"first token after {ttft['hit']:.0f} ms, recomputed {ttft['recompute']:.0f} ms (medians)")
+        parts.append(f"first token after {ttft['hit']:.0f} ms, recomputed {ttft['recompute']:.0f} ms (medians)")
     if checks["turns_parting_from_prefill"]:
-        said.append(
+        parts.append(
             f"{checks['turns_parting_from_prefill']} turns part from a full prefill at a near-tie (gap at most "
             f"{checks['largest_gap']:.2g}, tolerance {checks['gap_tolerance']:g})"
         )
-    return "; ".join(said) + "."
+    return "; ".join(parts) + "."

@@ -1,4 +1,4 @@
-"""`kvtier doctor`: what of this machine keeps a configuration from working, and why two stores do not share."""
+"""`kvtier doctor`: problems of this machine with a configuration, and reasons why two stores do not share blocks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Pair = Annotated[
     typer.Option(
         "--explain-namespace",
         metavar="A B",
-        help="Say which fields keep two namespaces apart; each is a JSON file of its fields, or a G3 directory.",
+        help="Show the fields that differ between two namespaces; each is a JSON file of fields, or a G3 directory.",
     ),
 ]
 File = Annotated[Path | None, typer.Argument(help="The YAML file.", metavar="[CONFIG]")]
 
 
 def doctor(file: File = None, explain_namespace: Pair = None, json: Json = False) -> None:
-    """Check this machine against CONFIG (default: the built-in configuration), or explain why stores do not share."""
+    """Check this machine against CONFIG (default: the built-in one), or explain why two stores do not share blocks."""
     if explain_namespace is not None:
         _explain(*explain_namespace, as_json=json)
         return
@@ -69,15 +69,15 @@ def read_namespaces(path: Path) -> list[Namespace]:
         return [read_namespace(path)]
     from kvtier.tiers.disk.maintenance import looking_after
 
-    with looking_after([path], SystemClock()) as caretaker:
-        held = [one["fields"] for one in caretaker.inspect()["namespaces"] if one["fields"]]
+    with looking_after([path], SystemClock()) as store:
+        held = [one["fields"] for one in store.inspect()["namespaces"] if one["fields"]]
     if not held:
         raise InvalidRequest(f"{path} holds no namespace yet")
     return [Namespace.parse(fields) for fields in held]
 
 
 def _explain(left: Path, right: Path, *, as_json: bool) -> None:
-    # Of directories, the two namespaces that are nearest: the others were never meant to share.
+    # Of directories, the two most similar namespaces: only these can have been meant to share.
     pairs = product(read_namespaces(left), read_namespaces(right))
     a, b = min(pairs, key=lambda pair: len(explain(*pair)))
     found = explain(a, b)

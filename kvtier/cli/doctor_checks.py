@@ -1,4 +1,4 @@
-"""What `kvtier doctor` looks at on this machine. Each check yields findings; none changes anything that stays."""
+"""The checks of `kvtier doctor`. Each yields findings; none leaves a change behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAM_SHARE = 0.8
 
 
 class Level(IntEnum):
-    """How bad a finding is: FAIL keeps a tier from working, WARN costs speed or safety."""
+    """Severity of a finding: FAIL keeps a tier from working, WARN costs speed or safety."""
 
     OK = 0
     WARN = 1
@@ -33,7 +33,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found about `subject`, and what to do about it."""
+    """A check's result about `subject`, and the remedy."""
 
     subject: str
     level: Level
@@ -74,7 +74,7 @@ def _memory(config: Config) -> Iterator[Finding]:
     if wanted > free:
         yield Finding("memory", Level.FAIL, detail, "set tiers.g2.capacity lower")
     elif wanted > free * RAM_SHARE:
-        yield Finding("memory", Level.WARN, detail, "leave room for the engine and the page cache")
+        yield Finding("memory", Level.WARN, detail, "leave memory for the engine and the page cache")
     else:
         yield Finding("memory", Level.OK, detail)
 
@@ -98,11 +98,11 @@ def _directory(path: Path, g3: G3) -> Iterator[Finding]:
     subject = f"g3 {path}"
     place = path if path.exists() else path.parent
     if not place.is_dir():
-        yield Finding(subject, Level.FAIL, f"{place} is not a directory", "make it, on a local SSD")
+        yield Finding(subject, Level.FAIL, f"{place} is not a directory", "create it, on a local SSD")
         return
     kind = file_system_of(place)
     if kind in NETWORK_FILE_SYSTEMS:
-        advice = "LMDB is not safe on network file systems: use a local disk, and tiers.g4 for what is shared"
+        advice = "LMDB is not safe on network file systems: use a local disk, and tiers.g4 for shared storage"
         yield Finding(subject, Level.FAIL, f"the file system is {kind}", advice)
         return
     try:
@@ -110,7 +110,7 @@ def _directory(path: Path, g3: G3) -> Iterator[Finding]:
             direct = _takes_direct_io(Path(probe.name))
     except OSError as wrong:
         yield Finding(
-            subject, Level.FAIL, f"cannot be written: {wrong.strerror}", "give the engine's user the right to"
+            subject, Level.FAIL, f"cannot be written: {wrong.strerror}", "give the engine's user write permission"
         )
         return
     stat = os.statvfs(place)
@@ -149,7 +149,9 @@ def _objects(config: Config) -> Iterator[Finding]:
     yield from (Finding(what, Level[level.upper()], found, advice) for what, level, found, advice in findings(g4))
     if config.security.scope_secret is None and scheme not in ("file", "memory"):
         advice = "set security.scope_secret, the same on every replica"
-        yield Finding("g4 scopes", Level.WARN, "without a secret, who can list the store can test for a salt", advice)
+        yield Finding(
+            "g4 scopes", Level.WARN, "without a secret, anyone who can list the store can test for a salt", advice
+        )
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (_python, _kernel, _memory, _descriptors, _disk, _objects)

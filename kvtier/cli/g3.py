@@ -1,4 +1,4 @@
-"""`kvtier inspect`, `verify`, `scrub` and `gc`: looking after a G3 store, live or dead."""
+"""`kvtier g3 …`: inspect and maintain a G3 store, in use or not."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from kvtier.tiers.disk.maintenance import Findings, Progress, looking_after
 from kvtier.units import parse_rate, parse_size
 
 Paths = Annotated[list[Path], typer.Argument(help="The store's path; all of them, in order, if it has several.")]
-Rate = Annotated[str | None, typer.Option("--rate", help="Read at most this fast, such as 200MiB/s.")]
-Resize = Annotated[str | None, typer.Option("--resize", help="Give the store this capacity; nobody else may use it.")]
+Rate = Annotated[str | None, typer.Option("--rate", help="Upper bound of the read rate, such as 200MiB/s.")]
+Resize = Annotated[
+    str | None, typer.Option("--resize", help="Change the capacity; no other process may use the store.")
+]
 
 
 def inspect(paths: Paths, json: Json = False) -> None:
-    """Show what a G3 store holds: capacity, namespaces, who writes to it. Reads the index, no payload."""
-    with looking_after(paths, SystemClock()) as caretaker:
-        found = caretaker.inspect()
+    """Show the capacity, namespaces and writers of a G3 store. Reads the index, no payload."""
+    with looking_after(paths, SystemClock()) as store:
+        found = store.inspect()
     if json:
         write_json(found)
         return
@@ -39,26 +41,26 @@ def inspect(paths: Paths, json: Json = False) -> None:
 
 
 def verify(paths: Paths, json: Json = False) -> None:
-    """Read every block of a G3 store against its digest, and check its books. Changes nothing."""
-    with looking_after(paths, SystemClock()) as caretaker, _progress(json) as progress:
-        found = caretaker.verify(progress)
+    """Check every block of a G3 store against its digest, and the index against itself. Changes nothing."""
+    with looking_after(paths, SystemClock()) as store, _progress(json) as progress:
+        found = store.verify(progress)
     _report(found, as_json=json)
 
 
 def scrub(paths: Paths, rate: Rate = None, json: Json = False) -> None:
-    """Like verify, and delete the blocks that are damaged."""
+    """Verify, and delete damaged blocks."""
     bytes_per_s = parse_rate(rate) if rate is not None else None
-    with looking_after(paths, SystemClock()) as caretaker, _progress(json) as progress:
-        found = caretaker.scrub(progress, bytes_per_s=bytes_per_s)
+    with looking_after(paths, SystemClock()) as store, _progress(json) as progress:
+        found = store.scrub(progress, bytes_per_s=bytes_per_s)
     _report(found, as_json=json)
 
 
 def gc(paths: Paths, resize: Resize = None, json: Json = False) -> None:
-    """Free what ended processes held, and delete expired and purged blocks."""
+    """Free the slots of ended processes; delete expired and purged blocks."""
     capacity = parse_size(resize) if resize is not None else None
-    with looking_after(paths, SystemClock(), capacity=capacity) as caretaker:
-        counts = caretaker.gc()
-        held = caretaker.inspect()
+    with looking_after(paths, SystemClock(), capacity=capacity) as store:
+        counts = store.gc()
+        held = store.inspect()
     result = {**counts, "blocks": held["blocks"], "bytes": held["bytes"], "capacity_bytes": held["capacity_bytes"]}
     if json:
         write_json(result)
@@ -79,7 +81,7 @@ def _report(found: Findings, *, as_json: bool) -> None:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress]:
-    """A bar on standard error, where somebody looks at it."""
+    """A progress bar on standard error, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return

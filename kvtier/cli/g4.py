@@ -30,11 +30,11 @@ _REACH = "check the URL, the endpoint, and the credentials in the client's chain
 _GRANT = "grant get, put, delete and list below the prefix, or see why the server refuses"
 
 File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="CONFIG")]
-Apply = Annotated[bool, typer.Option("--apply", help="Put the rule into the bucket, beside the rules that are there.")]
+Apply = Annotated[bool, typer.Option("--apply", help="Add the rule to the bucket and keep its other rules.")]
 
 
-def exam_of(g4: G4) -> ConformanceReport:
-    """Try the configured bucket out. Raises ConfigError or TierError; blocks for a minute at most."""
+def probe_bucket(g4: G4) -> ConformanceReport:
+    """Probe the configured bucket. Raises ConfigError or TierError; blocks for a minute at most."""
 
     async def run() -> ConformanceReport:
         clock = SystemClock()
@@ -52,7 +52,7 @@ def exam_of(g4: G4) -> ConformanceReport:
 def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
     """(subject, "ok" | "warn" | "fail", what was found, advice) about the bucket that `g4` names."""
     try:
-        exam = exam_of(g4)
+        exam = probe_bucket(g4)
     except (ConfigError, TierError) as error:
         yield "g4 reachable", "fail", str(error), _REACH
         return
@@ -85,11 +85,11 @@ def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
 
 
 def backstop(config: Config) -> dict[str, Any]:
-    """The one lifecycle rule that deletes what every sweeper missed, as S3 takes it.
+    """The lifecycle rule that deletes objects that every sweeper missed, in S3's form.
 
     A renewal makes a new version of the object, so its age by the server's stamp is the time since its last recorded
-    use; that is at most the longest ttl, or the longest max_age, plus half a ttl of not yet recorded uses.
-    Raises ConfigError if a class that reaches G4 has neither: then nothing may be deleted by age.
+    use: at most the longest ttl, or the longest max_age, plus half a ttl of uses not yet recorded.
+    Raises ConfigError if a class that reaches G4 has neither: no age makes its objects garbage.
     """
     g4 = config.tiers.g4
     if g4 is None or not g4.url.startswith(("s3://", "s3a://")):
@@ -117,7 +117,7 @@ def _longest(terms: Terms) -> float:
 
 
 def lifecycle(file: File, apply: Apply = False, json: Json = False) -> None:
-    """Print the lifecycle rule that deletes what every sweeper missed; `--apply` puts it into the bucket."""
+    """Print the lifecycle rule that deletes objects that every sweeper missed; `--apply` adds it to the bucket."""
     config = Config.load(file)
     rule = backstop(config)
     if apply:
@@ -135,7 +135,7 @@ def lifecycle(file: File, apply: Apply = False, json: Json = False) -> None:
 
 
 def _put_rule(g4: G4, rule: dict[str, Any]) -> None:
-    """Replace the rule of our name and keep all others. Raises TierError."""
+    """Replace the rule called RULE and keep the rest. Raises TierError."""
     import s3fs
 
     bucket = g4.url.partition("://")[2].partition("/")[0]
@@ -146,11 +146,9 @@ def _put_rule(g4: G4, rule: dict[str, Any]) -> None:
         except Exception as error:
             answer = getattr(error.__cause__ or error, "response", None) or {}
             if answer.get("Error", {}).get("Code") != "NoSuchLifecycleConfiguration":
-                raise  # what is there would be lost
+                raise  # the bucket's rules would be lost
             rules = []
-        others = [each for each in rules if each.get("ID") != RULE]
-        fs.call_s3(
-            "put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [*others, rule]}
-        )
+        kept = [each for each in rules if each.get("ID") != RULE]
+        fs.call_s3("put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [*kept, rule]})
     except Exception as error:
         raise TierError("g4", "lifecycle", type(error).__name__) from None

@@ -1,27 +1,43 @@
-"""What commands share: the `--json` option, one JSON object on standard output, tables for people."""
+"""Output of all commands: the `--json` option, one JSON object or tables on standard output, and records."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.bench.record import record, save
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 
 
 def write_json(value: Mapping[str, Any]) -> None:
-    """One object, keys in the order given. Paths and other plain values become text."""
+    """One object, keys in the order given. Paths and other values become text."""
     json.dump(value, sys.stdout, indent=2, default=str)
     sys.stdout.write("\n")
 
 
+def deliver(
+    name: str, results: dict[str, Any], show: Callable[[dict[str, Any]], None], folder: Path | None, *, as_json: bool
+) -> None:
+    """A measurement: its record into `folder`, if given, and as JSON or by `show` on standard output."""
+    entry = record(name, ["kvtier", *sys.argv[1:]], results)
+    if folder is not None:
+        save(entry, folder)
+    if as_json:
+        write_json(entry)
+    else:
+        show(results)
+
+
 def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
-    """A table on standard output; figures to the right."""
+    """A table on standard output; numbers aligned right."""
     table = Table(*columns, title=title, title_justify="left", header_style="bold")
     listed = [list(row) for row in rows]
     for index, column in enumerate(table.columns):

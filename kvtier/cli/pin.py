@@ -1,7 +1,7 @@
-"""`kvtier pin create|extend|delete|list`: prefixes that stay until a time, by name.
+"""`kvtier pin create|extend|delete|list`: prefixes that are retained until a time, by name.
 
-Where the configuration has a G4, pins are made in its bucket, and every replica that shares it learns of them; else in
-the G3 directory, for the processes that share that.
+With a G4 in the configuration, pins are stored in its bucket, for every replica that shares it; otherwise in the G3
+directory, for the processes that share that.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ Salt = Annotated[str | None, typer.Option("--salt", help="The tenant's salt; def
 def create(
     file: File, name: Name, namespace: Fields, tokens: Tokens, ttl: Ttl, salt: Salt = None, json: Json = False
 ) -> None:
-    """Keep the blocks of a prompt under NAME for --ttl: what is there, and what comes."""
+    """Retain the blocks of a prompt under NAME for --ttl, those stored now and those stored later."""
     config, fields = Config.load(file), read_namespace(namespace)
     ids = read_tokens(tokens)
     chain = [BlockKey(key) for key in chain_hashes(ids, fields, salt, secret=config.scope_secret)]
     if not chain:
         raise InvalidRequest(f"{tokens} has {len(ids)} tokens, which is no whole block of {fields.block_tokens}")
-    with _opened(config, fields) as place:
-        pin = place.create(name, chain, ttl, tokens=len(ids))
-        here = place.match(chain)
-    _tell(pin, f"{here} of its {len(chain)} blocks are there now", json, resident_blocks=here)
+    with _opened(config, fields) as pins:
+        pin = pins.create(name, chain, ttl, tokens=len(ids))
+        here = pins.match(chain)
+    _report(pin, f"{here} of its {len(chain)} blocks are there now", json, resident_blocks=here)
 
 
 def extend(file: File, name: Name, namespace: Fields, ttl: Ttl, json: Json = False) -> None:
-    """Let a pin end --ttl from now: later than it would, or sooner."""
-    with _opened(Config.load(file), read_namespace(namespace)) as place:
-        pin = place.extend(name, ttl)
-    _tell(pin, "extended", json)
+    """Set a pin to end --ttl from now, later or sooner than before."""
+    with _opened(Config.load(file), read_namespace(namespace)) as pins:
+        pin = pins.extend(name, ttl)
+    _report(pin, "extended", json)
 
 
 def delete(file: File, name: Name, namespace: Fields, json: Json = False) -> None:
-    """End a pin: from now on its blocks live as long as their terms say."""
-    with _opened(Config.load(file), read_namespace(namespace)) as place:
-        there = place.delete(name)
+    """Delete a pin: its blocks live as long as their terms allow."""
+    with _opened(Config.load(file), read_namespace(namespace)) as pins:
+        there = pins.delete(name)
     if json:
         write_json({"name": name, "deleted": there})
     else:
@@ -79,13 +79,13 @@ def delete(file: File, name: Name, namespace: Fields, json: Json = False) -> Non
 
 
 def listing(file: File, namespace: Fields, json: Json = False) -> None:
-    """Show all pins of a namespace."""
-    with _opened(Config.load(file), read_namespace(namespace)) as place:
-        pins = place.list()
+    """List all pins of a namespace."""
+    with _opened(Config.load(file), read_namespace(namespace)) as pins:
+        listed = pins.list()
     if json:
-        write_json({"pins": [_shown(pin) for pin in pins]})
+        write_json({"pins": [_shown(pin) for pin in listed]})
     else:
-        rows = [[pin.name, pin.blocks, pin.tokens, _date(pin.created), _date(pin.until)] for pin in pins]
+        rows = [[pin.name, pin.blocks, pin.tokens, _date(pin.created), _date(pin.until)] for pin in listed]
         write_table(["pin", "blocks", "tokens", "since", "until"], rows)
 
 
@@ -103,8 +103,8 @@ def read_tokens(path: Path) -> list[int]:
     return list(found)
 
 
-class _Place(Protocol):
-    """Where pins are made."""
+class _PinStore(Protocol):
+    """A tier that stores pins."""
 
     def create(self, name: str, keys: Sequence[BlockKey], ttl: str, *, tokens: int) -> PinInfo: ...
     def extend(self, name: str, ttl: str) -> PinInfo: ...
@@ -114,26 +114,26 @@ class _Place(Protocol):
 
 
 @contextmanager
-def _opened(config: Config, fields: Namespace) -> Iterator[_Place]:
+def _opened(config: Config, fields: Namespace) -> Iterator[_PinStore]:
     clock = SystemClock()
     bucket = next((tier for tier in lower_tiers(config, fields, clock) if isinstance(tier, ObjectTier)), None)
     if bucket is not None:
         with asyncio.Runner() as runner:
             runner.run(bucket.open())
             try:
-                yield _Bucket(bucket, runner, clock)
+                yield _BucketPins(bucket, runner, clock)
             finally:
                 runner.run(bucket.close(clock.monotonic() + LOOKUP_S))
         return
     if config.tiers.g3 is None:
         raise ConfigError("neither tiers.g4 nor tiers.g3 is set: a pin needs a tier that outlives the process")
-    # G2 belongs to a process, and this one holds nothing: one slot is enough.
+    # This process stores no blocks: one slot of G2 is enough.
     small = config.tiers.model_copy(update={"g2": G2(capacity=fields.block_bytes + 4096 * fields.ranks_served)})
     with open_cache(config.model_copy(update={"tiers": small}), fields) as cache:
-        yield _Directory(cache)
+        yield _DirectoryPins(cache)
 
 
-class _Directory:
+class _DirectoryPins:
     """A G3 directory: a cache's own pins."""
 
     def __init__(self, cache: Any) -> None:
@@ -141,7 +141,7 @@ class _Directory:
         self.delete, self.list, self.match = cache.pins.delete, cache.pins.list, cache.match
 
 
-class _Bucket:
+class _BucketPins:
     """A bucket, without a cache around it."""
 
     def __init__(self, tier: ObjectTier, runner: asyncio.Runner, clock: SystemClock) -> None:
@@ -179,11 +179,11 @@ class _Bucket:
         return PinInfo(pin.name, pin.created, pin.until, blocks, pin.tokens, blocks * self._tier.block_bytes, 0)
 
 
-def _tell(pin: PinInfo, what: str, as_json: bool, **more: Any) -> None:
+def _report(pin: PinInfo, outcome: str, as_json: bool, **more: Any) -> None:
     if as_json:
         write_json(_shown(pin) | more)
     else:
-        console().print(f"{pin.name}: {pin.blocks} blocks until {_date(pin.until)}; {what}")
+        console().print(f"{pin.name}: {pin.blocks} blocks until {_date(pin.until)}; {outcome}")
 
 
 def _shown(pin: PinInfo) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`kvtier plan`: which tier sizes reach which hit rate."""
+"""`kvtier plan`: hit rate and cost over tier sizes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BAR = 24
 
 
 def plan(
-    trace: Annotated[Path | None, typer.Option(help="A trace, as for `kvtier bench retention`.")] = None,
-    sessions_per_hour: Annotated[float | None, typer.Option(help="Instead of a trace: sessions that start.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A trace in a format that docs/policies.md lists.")] = None,
+    sessions_per_hour: Annotated[float | None, typer.Option(help="Instead of a trace: sessions per hour.")] = None,
     turns: Annotated[int, typer.Option(help="Requests of a session.")] = 10,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of its first request.")] = 2000,
-    shared_tokens: Annotated[int, typer.Option(help="Of these, equal in all sessions.")] = 1000,
-    turn_tokens: Annotated[int, typer.Option(help="Tokens by which each request is longer.")] = 800,
+    shared_tokens: Annotated[int, typer.Option(help="Tokens of it that all sessions share.")] = 1000,
+    turn_tokens: Annotated[int, typer.Option(help="Tokens that each request adds.")] = 800,
     pause: Annotated[str, typer.Option(help="Mean pause between requests of a session.")] = "2m",
     model: Annotated[
         str, typer.Option(help="Model shape: llama-3.1-8b, llama-3.1-70b or deepseek-v3.")
@@ -43,7 +43,7 @@ def plan(
     budget: Annotated[float | None, typer.Option(help="$ per month for G3 at most.")] = None,
     json: Json = False,
 ) -> None:
-    """Say which sizes of RAM and SSD serve how much of a workload, and which are worth their price."""
+    """Compute the hit rate of RAM and SSD sizes on a workload, and advise the sizes that are worth their price."""
     if (trace is None) == (sessions_per_hour is None):
         raise InvalidRequest("give --trace FILE or --sessions-per-hour N")
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`kvtier purge`: drop a tenant's blocks from the lower tiers, for every process and replica."""
+"""`kvtier purge`: delete a tenant's blocks from the lower tiers, for every process and replica."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Salt = Annotated[str | None, typer.Option("--salt", help="The tenant's salt; def
 
 
 def purge(file: File, namespace: Fields, salt: Salt = None, json: Json = False) -> None:
-    """Drop every block of SALT that was stored until now; running caches miss them within a minute."""
+    """Delete every block of SALT that was stored until now; running caches miss them within a minute."""
     fields = read_namespace(namespace)
     config = Config.load(file)
-    # G2 belongs to a process, and this one holds nothing: one slot is enough.
+    # This process stores no blocks: one slot of G2 is enough.
     small = config.tiers.model_copy(update={"g2": G2(capacity=fields.block_bytes + 4096 * fields.ranks_served)})
     with open_cache(config.model_copy(update={"tiers": small}), fields) as cache:
         count = cache.purge(salt)
     if json:
         write_json({"purged_blocks": count})
     else:
-        console().print(f"{count} blocks purged; what was stored until now stays a miss everywhere")
+        console().print(f"{count} blocks purged; every block stored until now is a miss everywhere")

@@ -1,4 +1,4 @@
-"""`kvtier top`: what a running cache does, from its metrics endpoint."""
+"""`kvtier top`: live figures of a running cache, from its metrics endpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TEXT_BYTES_MAX = 4 << 20
 WAIT_S_MAX = 5.0
 
 Url = Annotated[str, typer.Argument(help="The metrics endpoint.", metavar="[URL]")]
-Interval = Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")]
-Once = Annotated[bool, typer.Option("--once", help="Look once and exit.")]
+Interval = Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two readings.")]
+Once = Annotated[bool, typer.Option("--once", help="Read once and exit.")]
 
 Figures = dict[str, dict[str, float]]
 """Per tier ("" for requests): metric name without prefix, with its further label in brackets → figure."""
@@ -47,7 +47,7 @@ def top(
 
 
 def read_figures(url: str) -> Figures:
-    """What the endpoint says now. Waits at most WAIT_S_MAX. Raises InvalidRequest naming the URL."""
+    """The endpoint's present figures. Waits at most WAIT_S_MAX. Raises InvalidRequest naming the URL."""
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"{shorten(url)} is not an http URL, such as http://127.0.0.1:9400/metrics")
     try:
@@ -110,9 +110,9 @@ def _cells(now: dict[str, float], before: dict[str, float], interval: float) -> 
 
 def _title(now: Figures) -> str:
     requests = now.get("", {})
-    asked, served = requests.get("lookup_blocks", 0), requests.get("hit_blocks", 0)
-    share = f"{served / asked:.1%}" if asked else "none"
+    wanted, served = requests.get("lookup_blocks", 0), requests.get("hit_blocks", 0)
+    share = f"{served / wanted:.1%}" if wanted else "none"
     reasons = {name: figure for name, figure in requests.items() if name.startswith("miss_blocks[") and figure}
     worst = sorted(reasons.items(), key=lambda item: -item[1])[:3]
     why = ", ".join(f"{name.removeprefix('miss_blocks[').rstrip(']')} {figure:,.0f}" for name, figure in worst)
-    return f"{asked:,.0f} blocks asked for, {share} served" + (f"; misses: {why}" if why else "")
+    return f"{wanted:,.0f} blocks requested, {share} served" + (f"; misses: {why}" if why else "")

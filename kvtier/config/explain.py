@@ -1,4 +1,4 @@
-"""What to write instead: a configuration's faults as single lines that name key, value and remedy."""
+"""Errors of a configuration as single lines that name key, value and remedy."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _parts(annotation: Any) -> list[Any]:
 
 
 def explain(wrong: ValidationError, root: type[BaseModel], is_secret: Callable[[str], bool]) -> str:
-    """The faults of `wrong`, at most FAULTS_MAX, joined by semicolons. Values of secret keys are left out. Pure."""
+    """The errors in `wrong`, at most FAULTS_MAX, joined by semicolons. Values of secret keys are left out. Pure."""
     faults = wrong.errors(include_url=False)
-    # An unknown key is the likeliest cause of the others.
+    # An unknown key is the likeliest cause of the rest.
     faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")
     known = known_keys(root)
     lines = [

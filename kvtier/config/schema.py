@@ -1,10 +1,10 @@
-"""The configuration: one YAML file, frozen values, every key documented, every mistake named.
+"""The configuration: one YAML file, frozen values, every key documented, every error explained.
 
     cfg = Config.load("kvtier.yaml")      cfg = Config.parse({"version": 1, "tiers": {…}})
 
 Sizes are written `64GiB` (or bytes), times `24h`, rates `500MiB/s`. `${NAME}` takes a secret from the
 environment and is allowed in `security.scope_secret` and below `tiers.g4.options` only. This is the one place
-that reads the environment. Every fault raises ConfigError naming the full key, the value and the remedy.
+that reads the environment. Every error is a ConfigError that names the full key, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -13,168 +13,37 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SecretStr,
-    ValidationError,
-    WithJsonSchema,
-    field_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
 from kvtier.config.explain import explain
 from kvtier.config.strict_yaml import DEPTH_MAX, TEXT_BYTES_MAX, read_document
+from kvtier.config.values import (
+    PATH_CHARS_MAX,
+    PRICES,
+    CountOrAuto,
+    Duration,
+    Endurance,
+    Paths,
+    Prices,
+    Rate,
+    Secret,
+    Size,
+    Url,
+    Version,
+)
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.retention.terms import BUILTIN, Depth, Terms
-from kvtier.units import (
-    TEXT_CHARS_MAX,
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_endurance,
-    parse_rate,
-    parse_size,
-    shorten,
-)
+from kvtier.units import TEXT_CHARS_MAX, shorten
 
 G2_CAPACITY_DEFAULT = 256 << 20
 NAME_CHARS_MAX = 32
-PATH_CHARS_MAX = 4096
 CLASSES_MAX = 64
-SECONDS_MAX = 10 * 365 * 86400
-PRICES = {"put": 0.005, "get": 0.0004, "gb_month": 0.023}
-"""List prices of S3 Standard in us-east-1: dollars per 1,000 PUT, COPY and LIST requests, per 1,000 others, per GB
-and month."""
-PRICE_MAX = 1e6
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 _SHOWN_OPTIONS = frozenset({"anon", "endpoint", "endpoint_url", "region", "region_name", "skip_signature", "use_ssl"})
 _HIDDEN = "**********"
-
-
-def _duration(value: Any) -> float:
-    if not isinstance(value, str) or len(value) > TEXT_CHARS_MAX:
-        raise InvalidRequest(f"{shorten(value)} is not a duration; write a number with a unit, such as 24h")
-    seconds = parse_duration(value)
-    if not 0 < seconds <= SECONDS_MAX:
-        raise InvalidRequest(f"{shorten(value)} is out of range; a duration lies above 0 and at most 10 years")
-    return seconds
-
-
-def _text(value: Any, chars_max: int = PATH_CHARS_MAX) -> str:
-    if not isinstance(value, str) or not value.strip() or len(value) > chars_max or not value.isprintable():
-        raise InvalidRequest(f"{shorten(value)} is not a text of 1 … {chars_max} printable characters")
-    return value
-
-
-def _paths(value: Any) -> tuple[Path, ...]:
-    given = list(value) if isinstance(value, list | tuple) else [value]
-    if not 1 <= len(given) <= 64:
-        raise InvalidRequest("write one directory, or a list of 1 … 64, such as [/nvme0/kvtier, /nvme1/kvtier]")
-    paths = tuple(Path(_text(str(p) if isinstance(p, Path) else p)) for p in given)
-    if any(p.parts[:1] and p.parts[0].startswith("~") for p in paths):
-        raise InvalidRequest(f"{shorten(str(paths[0]))}: ~ is not expanded; write the full path, such as /nvme/kvtier")
-    if len(set(paths)) != len(paths):
-        raise InvalidRequest("the same directory is listed twice")
-    return paths
-
-
-def _url(value: Any) -> str:
-    url = _text(value, 2048)
-    scheme, found, rest = url.partition("://")
-    if not found or not re.fullmatch(r"[a-z0-9][a-z0-9+.-]*", scheme, re.ASCII) or "::" in url:
-        raise InvalidRequest(f"{shorten(url)} is not a URL; write one that fsspec knows, such as s3://bucket/prefix")
-    if "@" in rest.split("/", 1)[0]:
-        raise InvalidRequest(
-            "the URL carries credentials; leave them to the client's own chain or use tiers.g4.options"
-        )
-    if not rest.strip("/") and scheme != "memory":
-        raise InvalidRequest(f"{shorten(url)} names no bucket or directory; write one, such as s3://bucket/prefix")
-    if ".." in rest.split("/"):
-        raise InvalidRequest(f"{shorten(url)} leaves its own prefix with '..'; write the prefix itself")
-    return url.rstrip("/") if rest.strip("/") else url
-
-
-def _count_or_auto(value: Any) -> int | Literal["auto"]:
-    if value == "auto" or (type(value) is int and 1 <= value <= 2**20):
-        return value  # type: ignore[no-any-return]
-    raise InvalidRequest(f"{shorten(value)} is neither auto nor a count of blocks in 1 … {2**20}")
-
-
-def _prices(value: Any) -> dict[str, float]:
-    """Dollars by name, what is not named at its default."""
-    if not isinstance(value, Mapping) or not all(
-        name in PRICES and type(price) in (int, float) and 0 <= price <= PRICE_MAX for name, price in value.items()
-    ):
-        raise InvalidRequest(
-            f"{shorten(value)} is no list of prices; write dollars per 1,000 requests and per GB and month, such as "
-            f"{{put: {PRICES['put']}, get: {PRICES['get']}, gb_month: {PRICES['gb_month']}}}"
-        )
-    return PRICES | {name: float(price) for name, price in value.items()}
-
-
-def _secret(value: Any) -> SecretStr:
-    text = value.get_secret_value() if isinstance(value, SecretStr) else value
-    # 64 bytes is the longest key that BLAKE2b takes.
-    if not isinstance(text, str) or not 16 <= len(text) <= 64 or len(text.encode(errors="replace")) > 64:
-        raise InvalidRequest("a secret is a text of 16 … 64 bytes, such as ${KVTIER_SECRET}")
-    return SecretStr(text)
-
-
-def _version(value: Any) -> int:
-    if type(value) is not int or value != 1:
-        raise InvalidRequest(f"{shorten(value)} is not a version that this release reads; write 1")
-    return value
-
-
-def _schema(kind: str | list[str], example: object) -> WithJsonSchema:
-    return WithJsonSchema({"type": kind, "examples": [example]})
-
-
-Size = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    PlainSerializer(format_size, when_used="json"),
-    _schema(["string", "integer"], "64GiB"),
-]
-Rate = Annotated[
-    int,
-    BeforeValidator(parse_rate),
-    PlainSerializer(lambda rate: f"{format_size(rate)}/s", when_used="json"),
-    _schema("string", "500MiB/s"),
-]
-Prices = Annotated[dict[str, float], BeforeValidator(_prices), _schema("object", {"put": 0.005})]
-Duration = Annotated[
-    float,
-    BeforeValidator(_duration),
-    PlainSerializer(format_duration, when_used="json"),
-    _schema("string", "24h"),
-]
-Endurance = Annotated[
-    float,
-    BeforeValidator(parse_endurance),
-    PlainSerializer(lambda dwpd: f"{dwpd:g}DWPD", when_used="json"),
-    _schema("string", "3DWPD"),
-]
-CountOrAuto = Annotated[
-    int | Literal["auto"],
-    BeforeValidator(_count_or_auto),
-    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
-]
-Paths = Annotated[
-    tuple[Path, ...],
-    BeforeValidator(_paths),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
-Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": 1})]
-Url = Annotated[str, BeforeValidator(_url), _schema("string", "s3://bucket/prefix")]
-Secret = Annotated[SecretStr, BeforeValidator(_secret), _schema("string", "${KVTIER_SECRET}")]
 
 
 class _Section(BaseModel):
@@ -186,27 +55,21 @@ class _Section(BaseModel):
 class G1(_Section):
     """The GPU's block pool, where kvtier owns it."""
 
-    blocks: int = Field(
-        default=1024, ge=1, le=2**31, description="Blocks in the pool; ignored where an engine owns G1."
-    )
+    blocks: int = Field(default=1024, ge=1, le=2**31, description="Blocks in the pool; unused where an engine owns G1.")
 
 
 class G2(_Section):
     """The arena in host RAM."""
 
-    capacity: Size = Field(
-        default=G2_CAPACITY_DEFAULT, description="RAM for blocks, over all ranks that one manager serves."
-    )
+    capacity: Size = Field(default=G2_CAPACITY_DEFAULT, description="RAM for blocks, all ranks of a manager together.")
 
 
 class G3(_Section):
     """The local SSD. Absent: the tier is off."""
 
-    path: Paths = Field(description="Directory, or a list of them on several devices. Made if its parent exists.")
-    capacity: Size = Field(description="Bytes on disk that are never exceeded, over all paths together.")
-    write_rate: Rate | None = Field(
-        default=None, description="Upper bound of the write rate; none: as fast as the disk."
-    )
+    path: Paths = Field(description="Directory, or a list of them on several devices. Created if its parent exists.")
+    capacity: Size = Field(description="Upper bound of the bytes on disk, over all paths together.")
+    write_rate: Rate | None = Field(default=None, description="Upper bound of the write rate; none: the disk's.")
     write_budget: Endurance | None = Field(default=None, description="Drive writes per day: multiples of `capacity`.")
 
 
@@ -215,18 +78,13 @@ class G4(_Section):
 
     url: Url = Field(description="Any fsspec URL with a prefix of its own: s3://, gs://, file://, memory://.")
     client: Literal["auto", "s3fs", "obstore"] = Field(
-        default="auto", description="Client of s3://; auto: obstore if installed."
+        default="auto", description="For s3://; auto: obstore if installed."
     )
     stride: CountOrAuto = Field(default="auto", description="Blocks per object; auto: about 32 MiB.")
-    options: dict[str, Any] = Field(
-        default={}, repr=False, description="Passed to the client as they are; ${NAME} allowed."
-    )
+    options: dict[str, Any] = Field(default={}, repr=False, description="Options of the client; ${NAME} is allowed.")
     concurrency: int = Field(default=8, ge=1, le=1024, description="Requests in flight at once.")
-    read_rate: Rate | None = Field(default=None, description="Upper bound of bytes read per second; none: no bound.")
-    write_rate: Rate | None = Field(
-        default=None, description="Upper bound of bytes written per second; none: no bound."
-    )
-
+    read_rate: Rate | None = Field(default=None, description="Upper bound of the read rate; none: no bound.")
+    write_rate: Rate | None = Field(default=None, description="Upper bound of the write rate; none: no bound.")
     prices: Prices = Field(
         default=PRICES, description="List prices in dollars: put and get per 1,000 requests, gb_month per GB and month."
     )
@@ -246,52 +104,41 @@ class Tiers(_Section):
 
 
 class Offload(_Section):
-    """When blocks leave G1."""
+    """When blocks are copied out of G1, and which below G2."""
 
     mode: Literal["auto", "lazy", "eager"] = Field(
         default="auto",
         description="lazy: just ahead of reuse; eager: at once; auto: lazy where kvtier owns G1, else by age.",
     )
-    spill_ahead: CountOrAuto = Field(default="auto", description="Slots ahead of reuse that are kept copied.")
-    dirty_max_age: Duration = Field(
-        default=5.0, description="A confirmed block is copied out at this age at the latest."
-    )
+    spill_ahead: CountOrAuto = Field(default="auto", description="Copied slots to keep ahead of reuse.")
+    dirty_max_age: Duration = Field(default=5.0, description="Age at which a confirmed block is copied at the latest.")
     store_threshold: int = Field(
-        default=1, ge=1, le=1000, description="Requests that must have wanted a block before it is written below G2."
+        default=1, ge=1, le=1000, description="Requests for a block before it is written below G2."
     )
-    min_prefix: int = Field(
-        default=0, ge=0, le=2**31, description="Tokens that a prompt must have before any of it is written below G2."
-    )
+    min_prefix: int = Field(default=0, ge=0, le=2**31, description="Prompts of fewer tokens are not written below G2.")
     copy_by: Literal["auto", "dma", "direct", "staged"] = Field(
-        default="auto",
-        description="By what a GPU copies: its copy engine, a kernel, a kernel and staging memory; auto: as measured.",
+        default="auto", description="GPU copies by copy engine, by kernel, or by kernel and staging; auto: as measured."
     )
 
 
 class RetentionClass(_Section):
     """How long and how deep blocks of this class may live."""
 
-    ttl: Duration | None = Field(
-        default=None, description="Idle time after which a block is not served; every use renews."
-    )
-    max_age: Duration | None = Field(
-        default=None, description="Time since creation after which it is not served; never renewed."
-    )
+    ttl: Duration | None = Field(default=None, description="Idle time after which a block expires; every use renews.")
+    max_age: Duration | None = Field(default=None, description="Age at which a block expires; never renewed.")
     guarantee: bool = Field(default=False, description="Reserve its bytes until ttl ends.")
     ceiling: Literal["g1", "g2", "g3", "g4"] = Field(default="g4", description="Deepest tier it may be copied to.")
-    priority: int = Field(default=50, ge=0, le=100, description="Higher leaves later.")
-    isolate: bool = Field(default=False, description="Share with nobody outside the class.")
+    priority: int = Field(default=50, ge=0, le=100, description="Higher is evicted later.")
+    isolate: bool = Field(default=False, description="Do not share blocks with other classes.")
 
     @model_validator(mode="after")
     def _guarantee_ends(self) -> Self:
         if self.guarantee and self.ttl is None:
-            raise InvalidRequest(
-                ".guarantee: needs a ttl, or its bytes would be reserved for ever; set one, such as 1h"
-            )
+            raise InvalidRequest(".guarantee: needs a ttl, or its bytes stay reserved for ever; set one, such as 1h")
         return self
 
     def terms(self, name: str) -> Terms:
-        """The class as a value that state machines take."""
+        """The class as `Terms`. Pure."""
         ceiling = Depth[self.ceiling.upper()]
         return Terms(name, self.ttl, self.max_age, self.guarantee, ceiling, self.priority, self.isolate)
 
@@ -299,13 +146,13 @@ class RetentionClass(_Section):
 class Retention(_Section):
     """Retention classes beside the built-in in_memory, 5m, 1h and 24h."""
 
-    default: str = Field(default="24h", description="Class of requests that name none.")
+    default: str = Field(default="24h", description="Class of requests without one.")
     classes: dict[str, RetentionClass] = Field(default={}, description="Own classes by name.")
     quota: float | None = Field(
-        default=None, gt=0, le=1, description="Largest share of G2, and of G3, that one scope may fill; none: all."
+        default=None, gt=0, le=1, description="Share of G2 and of G3 per scope at most; none: all."
     )
     reserved: float = Field(
-        default=0.5, gt=0, le=1, description="Largest share of a tier that guarantees and named pins may reserve."
+        default=0.5, gt=0, le=1, description="Share of a tier that guarantees and named pins may reserve at most."
     )
 
     @model_validator(mode="after")
@@ -326,21 +173,21 @@ class Retention(_Section):
 
 
 class Deadlines(_Section):
-    """The longest that a call waits; what is late is a miss."""
+    """The longest wait of each call. A block that is not there in time is a miss."""
 
-    lookup: Duration = Field(default=0.2, description="Finding out how long a prefix is resident.")
-    get: Duration = Field(default=10.0, description="Reading a prefix, unless the call says otherwise.")
-    put: Duration = Field(default=10.0, description="Waiting for queue room in put(wait=True).")
-    flush: Duration = Field(default=60.0, description="Making everything accepted durable.")
-    close: Duration = Field(default=30.0, description="Flushing and letting go of everything.")
+    lookup: Duration = Field(default=0.2, description="Looking a prefix up.")
+    get: Duration = Field(default=10.0, description="Reading a prefix, unless the call has its own deadline.")
+    put: Duration = Field(default=10.0, description="Waiting for space in the queue, in put(wait=True).")
+    flush: Duration = Field(default=60.0, description="Making accepted blocks durable.")
+    close: Duration = Field(default=30.0, description="Flushing and closing every tier.")
 
 
 class Security(_Section):
     """Who may share blocks."""
 
-    scope_secret: Secret | None = Field(default=None, description="Key of the scope digest, the same on all replicas.")
+    scope_secret: Secret | None = Field(default=None, description="Key of the scope digest, equal on all replicas.")
     salt: Literal["shared", "deny"] = Field(
-        default="shared", description="Requests without a salt share blocks with each other, or are not cached at all."
+        default="shared", description="Requests without a salt: they share blocks with each other, or are not cached."
     )
 
 
@@ -349,19 +196,16 @@ class Config(_Section):
 
     version: Version = Field(default=1, description="Version of this file's format.")
     tiers: Tiers = Field(default=Tiers(), description="Where blocks may live.")
-    offload: Offload = Field(default=Offload(), description="When blocks leave G1.")
+    offload: Offload = Field(default=Offload(), description="When blocks are copied out of G1.")
     retention: Retention = Field(default=Retention(), description="How long blocks live.")
-    policy: Literal["auto", "lru", "gapduel"] = Field(
-        default="auto", description="Which block leaves when another wants in."
-    )
-    deadlines: Deadlines = Field(default=Deadlines(), description="Longest waits.")
+    policy: Literal["auto", "lru", "gapduel"] = Field(default="auto", description="Eviction policy.")
+    deadlines: Deadlines = Field(default=Deadlines(), description="The longest wait of each call.")
     security: Security = Field(default=Security(), description="Who may share blocks.")
     weights: Literal["auto", "full"] = Field(
-        default="auto", description="Fingerprint of the weights: hub commit or samples of every tensor, or all bytes."
+        default="auto",
+        description="Fingerprint of the weights: by hub commit or samples of every tensor, or by all bytes.",
     )
-    keep_on_reset: bool = Field(
-        default=False, description="Keep serving old blocks after an engine announced new weights."
-    )
+    keep_on_reset: bool = Field(default=False, description="Serve old blocks after an engine announced new weights.")
 
     @classmethod
     def load(cls, path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
@@ -397,8 +241,8 @@ class Config(_Section):
 
 
 def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Where what was measured of this machine's devices is kept: below the user's cache folder (XDG base directories).
-    Reads `environ` (default: the process's). None for a user who has no such folder."""
+    """The folder for measurements of this machine's devices, below the user's cache folder (XDG base directories).
+    Reads `environ` (default: the process's). None for a user without one."""
     environ = os.environ if environ is None else environ
     caches = Path(environ.get("XDG_CACHE_HOME") or "")
     if not caches.is_absolute():
@@ -411,7 +255,7 @@ def _is_secret(key: str) -> bool:
 
 
 def _substitute(value: Any, key: str, environ: Mapping[str, str], depth: int) -> Any:
-    """`value` with `${NAME}` replaced where secrets may stand. Copies, so the caller's mapping stays its own."""
+    """A copy of `value` with `${NAME}` replaced where secrets may stand."""
     if depth > DEPTH_MAX:
         raise ConfigError(f"{key[:TEXT_CHARS_MAX]}: nested deeper than {DEPTH_MAX} levels")
     if isinstance(value, Mapping):
@@ -438,7 +282,7 @@ def _join(key: str, name: object) -> str:
 
 
 def _redacted(key: str, value: Any) -> Any:
-    """Credentials are not told from other options by name: only what is surely none is shown."""
+    """A name does not tell whether an option is a credential: only what cannot be one is shown."""
     if isinstance(value, dict):
         return {k: _redacted(k, v) for k, v in value.items()}
     if isinstance(value, list):

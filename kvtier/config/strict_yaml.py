@@ -1,8 +1,8 @@
-"""A YAML text as plain values, read so that no text can do more than be refused.
+"""A YAML text as plain values, safe for any input: hostile text is refused.
 
 A subset of YAML 1.2: mappings with text keys, sequences, and the scalars null, true, false, integers, decimal
 floats and text. Anchors, aliases, tags, duplicate keys and several documents are errors: the first three make
-small texts large or run code, the others make a reader wrong about what applies. One pass over the parser's
+small texts large or run code, the last two make it unclear which value applies. One pass over the parser's
 events, no recursion.
 """
 

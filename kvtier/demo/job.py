@@ -1,4 +1,4 @@
-"""What one process of the demo is to do, and what it reports of a turn: values that travel as JSON."""
+"""The job of one process of the demo, and its report of a turn: values that travel as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIERS = ("g1", "g2", "g3", "g4")
 class Job:
     """`folder` holds G3, the reference and the prompts; `g4` is a URL with a prefix of its own.
 
-    The first process follows the script; the second takes up its last turns again (`resume`).
+    The first process follows the script; the second repeats the last turns (`resume`).
     """
 
     folder: str
@@ -29,10 +29,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn: where its prompt's tokens came from, how long the first token took, what the comparisons said.
+    """One turn: the tiers that served its prompt, times to the first token, results of the comparisons.
 
-    `tokens_same`: as after an in-memory hit at the same boundary. `gap`: 0.0 if also as after a full prefill, else
-    how close the two best logits were where they part.
+    `tokens_same`: as after an in-memory hit at the same boundary. `gap`: 0.0 if also as after a full prefill, else the
+    gap of the two best logits where they part.
     """
 
     conversation: str

@@ -1,4 +1,4 @@
-"""What the demo compares with: every stored block's bytes, kept outside kvtier, and the model's own answers.
+"""The demo's reference: every stored block's bytes, held outside kvtier, and the model's own answers.
 
     bytes     restored blocks = blocks as they were stored
     tokens    after a restored prefix = after the same prefix from this reference: an in-memory hit at the same boundary
@@ -29,7 +29,7 @@ class Reference:
         self._blocks: dict[bytes, dict[bytes, bytes]] = {}
 
     def cut(self, cache: Any, count: int) -> list[bytes]:
-        """The bytes of a cache object's first blocks, cut out without kvtier's help."""
+        """The bytes of a cache object's first blocks, cut without kvtier's code."""
         import torch
 
         out, size = [], self.block_tokens
@@ -40,12 +40,12 @@ class Reference:
         return out
 
     def add(self, keys: Sequence[bytes], blocks: Iterable[bytes]) -> None:
-        """These bytes were handed to kvtier under these names."""
+        """Record the bytes that were stored under these keys."""
         for key, block in zip(keys, blocks, strict=True):
             self._blocks.setdefault(key, {})[digest_of([block])] = block
 
     def holds(self, key: bytes, block: bytes) -> bool:
-        """Whether exactly these bytes were stored under this name."""
+        """Whether exactly these bytes were stored under this key."""
         return self._blocks.get(key, {}).get(digest_of([block])) == block
 
     def prefix(self, keys: Sequence[bytes], like: Sequence[bytes], config: Any) -> Any:
@@ -80,7 +80,7 @@ class Reference:
 
 
 def parting_gap(tokens: Sequence[int], full: Sequence[int], logits: Sequence[Any]) -> float:
-    """How close the full prefill's two best logits are where `tokens` first differ from its own; 0.0 if they do not.
+    """Gap of the full prefill's two best logits where `tokens` first differ from its own; 0.0 if they do not.
 
     `logits[i]` are those that chose full[i]. Pure.
     """

@@ -52,7 +52,7 @@ class DemoRun:
         same_bytes = all(map(reference.holds, keys[:restored], blocks[:restored]))
         prefixes.store(output, cache, attention_mask=output.new_ones(output.shape))
         reference.add(keys[restored:], blocks[restored:])
-        prefixes.flush()  # a user thinks for longer than this takes
+        prefixes.flush()  # a user's pause is longer than this
         mine = output[0, len(history) :].tolist()
         in_memory, _, _ = self._generate(ids, reference.prefix(keys[:restored], blocks[:restored], config))
         begin = time.perf_counter()
@@ -136,8 +136,8 @@ def play(
     subject = models.build(job.seed) if job.model is None else models.load(Path(job.model))
     script = scripts.shortened(scripts.read(), job.conversations, job.turns)
     opening = subject.encode(script.system)
-    said = [[subject.encode(scripts.user(text)) for text in c.turns] for c in script.conversations]
-    longest = len(opening) + max(sum(map(len, c)) + job.new_tokens * len(c) for c in said)
+    user_turns = [[subject.encode(scripts.user(text)) for text in c.turns] for c in script.conversations]
+    longest = len(opening) + max(sum(map(len, c)) + job.new_tokens * len(c) for c in user_turns)
     shape = probe(subject.model)
     reference = Reference(shape, BLOCK_TOKENS)
     folder = Path(job.folder)
@@ -158,7 +158,7 @@ def play(
             if tamper is not None:
                 tamper(prefixes)
             if not job.resume:
-                prompts[number] = prompts[number] + said[number][spoken[number]]
+                prompts[number] = prompts[number] + user_turns[number][spoken[number]]
                 spoken[number] += 1
             last[number] = list(prompts[number])
             turn, reply = replay.turn(names[number], prompts[number])
@@ -170,7 +170,7 @@ def play(
         served = {tier: prefixes.served[tier] for tier in (*TIERS, "recomputed")}
         stats = prefixes.stats()
         if job.resume and not job.g4.startswith("file:"):
-            prefixes.cache.evict("g4")  # the demo's own prefix of somebody's bucket
+            prefixes.cache.evict("g4")  # a prefix of the demo's own
     sizes = {"g1": config.tiers.g1.blocks, "g2": config.tiers.g2.capacity // reference.block_bytes}
     return {"served": served, "gap": subject.gap, "block_bytes": reference.block_bytes, "blocks": sizes, "stats": stats}
 

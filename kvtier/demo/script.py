@@ -1,8 +1,8 @@
-"""Who says what, and in which order: the conversations shipped beside this file, and the turns of both processes.
+"""The demo's conversations, shipped beside this file, and the order of their turns in both processes.
 
-The order gives every tier something to do. Conversations open in pairs of turns, so that the second finds the first
-in G1; all come back once; then they come back in reverse, so that each has been idle for longer than the one before,
-and lies deeper.
+The order makes every tier serve. Conversations open with two turns, so that the second finds the first in G1; all
+continue once; then they continue in reverse, so that each has been idle for longer than the one before and lies in a
+deeper tier.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtier.errors import FormatError
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A name and what the user says, turn by turn."""
+    """A name and the user's turns."""
 
     name: str
     turns: tuple[str, ...]
@@ -48,7 +48,7 @@ def parse(text: str) -> Script:
 
 
 def order(conversations: int, turns: int) -> list[int]:
-    """Which conversation speaks next, in the first process; each `turns` times. Pure."""
+    """The conversation of each turn of the first process; each conversation comes `turns` times. Pure."""
     everyone = range(conversations)
     out = [number for number in everyone for _ in range(min(2, turns))]
     for turn in range(2, turns):
@@ -59,11 +59,6 @@ def order(conversations: int, turns: int) -> list[int]:
 def user(text: str) -> str:
     """A user's turn as the model reads it."""
     return f"\n\nSkipper: {text}\n\nClerk: "
-
-
-def prompt_bytes_max(script: Script) -> int:
-    """Bytes of the longest conversation's last prompt, without the replies. Pure."""
-    return len(script.system) + max(sum(len(user(t)) for t in c.turns) for c in script.conversations)
 
 
 def shortened(script: Script, conversations: int, turns: int) -> Script:

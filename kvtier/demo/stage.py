@@ -1,4 +1,4 @@
-"""The demo's two processes, one after the other, and the summary of what they reported. Imports no torch."""
+"""The demo's two processes, one after the other, and the summary of their reports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Watch = Callable[[str, Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One process: its turns' reports in order, and its last words."""
+    """One process: its turns' reports in order, and its final report."""
 
     turns: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def perform(job: Job, watch: Watch = lambda name, turn: None) -> tuple[Act, Act]:
-    """Run both processes. Blocks until they have ended. Raises KVTierError, with their last words, if one fails."""
+    """Run both processes. Blocks until they have ended. Raises KVTierError if one fails."""
     first = _process("first", job, watch)
     second = _process("second", replace(job, resume=True), watch)
     return first, second
@@ -128,5 +128,5 @@ def _listen(lines: Iterable[str], last_words: list[str]) -> None:
 
 
 def turns_in(jobs: Sequence[Job]) -> int:
-    """How many turns the processes will take together. Pure."""
+    """Turns of all processes together. Pure."""
     return sum(job.conversations if job.resume else job.conversations * job.turns for job in jobs)

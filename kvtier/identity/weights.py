@@ -56,7 +56,8 @@ def fingerprint(path: str | os.PathLike[str], mode: Mode = "auto") -> str:
     for file in files:
         _feed(digest, file.name.encode(), file.stat().st_size.to_bytes(8, "little"))
         if mode == "full":
-            _feed(digest, b"sha256", _whole(file))
+            with file.open("rb") as stream:
+                _feed(digest, b"sha256", hashlib.file_digest(stream, "sha256").digest())
         elif file.suffix == ".safetensors":
             _sample_tensors(digest, file)
         else:
@@ -113,16 +114,3 @@ def _read(stream: BinaryIO, start: int, length: int) -> bytes:
     if len(raw) != length:
         raise IdentityError(f"{stream.name} ends at {start + len(raw)}, expected {start + length}: truncated")
     return raw
-
-
-_whole_cache: dict[tuple[str, int, int, int], bytes] = {}
-
-
-def _whole(file: Path) -> bytes:
-    """SHA-256 of a file, remembered by path, size, mtime and inode for this process."""
-    stat = file.stat()
-    key = (str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-    if key not in _whole_cache:
-        with file.open("rb") as stream:
-            _whole_cache[key] = hashlib.file_digest(stream, "sha256").digest()
-    return _whole_cache[key]

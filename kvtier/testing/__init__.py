@@ -1,11 +1,11 @@
-"""What kvtier is tested with, public so that other tiers and connectors can be too.
+"""Test tools of kvtier, public for the tests of other tiers and connectors.
 
 MemoryTier      a tier in a dict, with a durable image: the model that real tiers are compared with
 FaultyTier      wraps a tier and fails, delays or damages by rule and seed
-VirtualClock    time that moves only when told to
+VirtualClock    time that moves only by `advance`
 payload_of      block bytes as a pure function of the key, so that any wrong byte shows
 check_tier      the contract of `kvtier.tiers.protocol.Tier` as a test suite
-Child           a program in a process of its own that is asked in JSON lines
+Child           a program in a process of its own that answers in JSON lines
 """
 
 from kvtier.testing.child import Child, ChildFailed

@@ -1,11 +1,11 @@
-"""A program in a process of its own that is asked in JSON lines, for engines that tests and benchmarks start once and
+"""A program in a process of its own that answers in JSON lines, for engines that tests and benchmarks start once and
 use often.
 
-    child = Child([sys.executable, "host.py"], start_s=60)     its first line says that it is ready
+    child = Child([sys.executable, "host.py"], start_s=60)     its first line: it is ready
     answer = child.ask({"do": "generate"}, 10)
 
-The program has two more arguments: descriptors to read orders from and to write answers to, so that what it and its
-libraries print disturbs nobody.
+The program has two more arguments: descriptors to read orders from and to write answers to, so that its own output and
+that of its libraries goes to a log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS_BYTES = 20_000
 
 
 class ChildFailed(AssertionError):
-    """It ended, or did not answer in time; the message has its last words."""
+    """It ended, or did not answer in time; the message has the end of its output."""
 
 
 class Child:
@@ -56,7 +56,7 @@ class Child:
             raise
 
     def ask(self, order: Any, timeout: float) -> Any:
-        """The answer to one order. A child that is too late is ended: what it said later would answer another. Raises
+        """The answer to one order. A late child is killed, or its answer would be taken for the next one's. Raises
         ChildFailed."""
         if self._orders.closed:
             raise ChildFailed("the child was ended before")
@@ -82,8 +82,8 @@ class Child:
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
 
-    def _failed(self, what: str) -> ChildFailed:
-        return ChildFailed(f"the child {what}; its last words:\n{self.last_words()}")
+    def _failed(self, how: str) -> ChildFailed:
+        return ChildFailed(f"the child {how}; its last words:\n{self.last_words()}")
 
     def last_words(self) -> str:
         """The end of what it printed."""

@@ -1,4 +1,4 @@
-"""Time that moves only when told to."""
+"""Time that moves only by `advance`."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class VirtualClock:
         self._monotonic += seconds
 
     def jump_wall(self, seconds: float) -> None:
-        """Set the wall clock forward or back, as an operator or NTP would; monotonic time does not notice."""
+        """Set the wall clock forward or back, as an operator or NTP would; monotonic time does not change."""
         self._wall += seconds

@@ -112,7 +112,7 @@ async def _present_again(tier: Tier, make: object, namespace: Namespace, clock: 
     blocks = seal(chain, range(len(chain)), tier.block_bytes, clock.wall())
     results = await tier.write(blocks, clock.monotonic() + _DEADLINE_S)
     assert all(r.durable for r in results), f"a block that is there is durable, got {results}"
-    assert tier.usage().blocks == before, "a second write of the same block took more room"
+    assert tier.usage().blocks == before, "a second write of the same block took more space"
 
 
 async def _other_names_miss(

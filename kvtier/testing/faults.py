@@ -1,4 +1,4 @@
-"""Faults by rule: what a sick tier does, on demand and from a seed."""
+"""Faults of a tier by rule, on demand and from a seed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _OPTIONAL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to calls of `verb` ("read", "write", "lookup", "*" …).
+    """A fault of calls of `verb` ("read", "write", "lookup", "*" …).
 
     `kind`: "error" raises TierError, "crash" raises a bare OSError, "hang" never returns, "slow" waits `seconds`
-    first, "linger" afterwards, "drop" answers ABSENT / FAILED without asking, "scribble" damages what was read after
-    its check.
-    `rate` of calls are hit, drawn from the tier's seed; after `times` hits (None: never) the fault is over.
+    first, "linger" afterwards, "drop" answers ABSENT / FAILED without the tier, "scribble" damages bytes after their
+    check. `rate` of calls are hit, drawn from the tier's seed; after `times` hits (None: never) the fault is over.
     """
 
     verb: str
@@ -38,7 +37,7 @@ class Fault:
 
 
 class FaultyTier:
-    """Wraps a tier and applies faults to its verbs. `faults` may be changed at any time: heal by clearing it."""
+    """Wraps a tier and applies faults to its verbs. `faults` may change at any time; clear it to heal."""
 
     def __init__(self, inner: Tier, faults: Sequence[Fault] = (), seed: int = 0) -> None:
         self.inner = inner
@@ -56,13 +55,13 @@ class FaultyTier:
             raise AttributeError(verb)
         work = getattr(self.inner, verb)
 
-        async def suffering(*args: Any) -> Any:
-            await self._suffer(verb)
+        async def faulted(*args: Any) -> Any:
+            await self._inject(verb)
             return await work(*args)
 
-        return suffering
+        return faulted
 
-    def _strike(self, verb: str) -> Fault | None:
+    def _draw(self, verb: str) -> Fault | None:
         for fault in self.faults:
             if fault.verb not in (verb, "*") or self._random.random() >= fault.rate:
                 continue
@@ -72,8 +71,8 @@ class FaultyTier:
             return fault
         return None
 
-    async def _suffer(self, verb: str) -> Fault | None:
-        fault = self._strike(verb)
+    async def _inject(self, verb: str) -> Fault | None:
+        fault = self._draw(verb)
         if fault is None:
             return None
         if fault.kind == "error":
@@ -87,11 +86,11 @@ class FaultyTier:
         return fault
 
     async def open(self) -> None:
-        await self._suffer("open")
+        await self._inject("open")
         await self.inner.open()
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
-        fault = self._strike("peek")
+        fault = self._draw("peek")
         if fault is not None and fault.kind in ("error", "crash"):
             raise TierError(self.name, "peek", "injected")
         if fault is not None and fault.kind == "drop":
@@ -99,13 +98,13 @@ class FaultyTier:
         return self.inner.peek(chain, wanted)
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
-        fault = await self._suffer("lookup")
+        fault = await self._inject("lookup")
         if fault is not None and fault.kind == "drop":
             return [Miss.ABSENT] * len(wanted)
         return await self.inner.lookup(chain, wanted, deadline)
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
-        fault = await self._suffer("read")
+        fault = await self._inject("read")
         if fault is not None and fault.kind == "drop":
             return [Miss.ABSENT] * len(targets)
         results = await self.inner.read(chain, targets, deadline)
@@ -117,7 +116,7 @@ class FaultyTier:
         return results
 
     async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
-        fault = await self._suffer("write")
+        fault = await self._inject("write")
         if fault is not None and fault.kind == "drop":
             return [Stored.FAILED] * len(blocks)
         return await self.inner.write(blocks, deadline)
@@ -126,19 +125,19 @@ class FaultyTier:
         self.inner.touch(keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
-        await self._suffer("evict")
+        await self._inject("evict")
         return await self.inner.evict(keys)
 
     async def purge(self, scope: Scope, before: float) -> int:
-        await self._suffer("purge")
+        await self._inject("purge")
         return await self.inner.purge(scope, before)
 
     async def tombstones(self) -> Mapping[Scope, float]:
-        await self._suffer("tombstones")
+        await self._inject("tombstones")
         return await self.inner.tombstones()
 
     async def flush(self, deadline: float) -> None:
-        await self._suffer("flush")
+        await self._inject("flush")
         await self.inner.flush(deadline)
 
     def usage(self) -> Usage:
@@ -148,7 +147,7 @@ class FaultyTier:
         self.inner.check()
 
     async def close(self, deadline: float) -> None:
-        await self._suffer("close")
+        await self._inject("close")
         await self.inner.close(deadline)
 
 

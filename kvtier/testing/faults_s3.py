@@ -25,7 +25,7 @@ _BODY_MAX = 1 << 30
 
 
 class S3Fault(StrEnum):
-    """What goes wrong with one request. The verb is carried out first only where the name says so."""
+    """A fault of one request. The verb is carried out first only where the name says so."""
 
     STATUS_500 = "500 InternalError"
     STATUS_502 = "502 with a proxy's HTML page"
@@ -50,10 +50,10 @@ class S3Fault(StrEnum):
     STALL_BODY = "half of the body, then silence"
     SLOW_BODY = "a body that drips"
     PARTIAL_BODY = "half of the body, then the connection closes"
-    SHORT_LENGTH = "Content-Length smaller than what was asked for"
+    SHORT_LENGTH = "Content-Length smaller than requested"
     WRONG_ETAG = "another version's ETag"
-    WRONG_RANGE = "other bytes than asked for, with their own Content-Range"
-    SHIFTED = "other bytes than asked for, claimed to be the right ones"
+    WRONG_RANGE = "other bytes than requested, with their own Content-Range"
+    SHIFTED = "other bytes than requested, labelled as the right ones"
     FLIPPED = "one bit of the body flipped"
     GARBAGE = "no HTTP at all"
 

@@ -25,11 +25,11 @@ class _Entry:
 
 @dataclass
 class MemoryStore:
-    """What survives a MemoryTier: share one between two tiers to model a restart or a second replica."""
+    """The durable part of a MemoryTier: share one between two tiers to model a restart or a second replica."""
 
     entries: dict[bytes, _Entry]
     tombstones: dict[bytes, float]
-    kept: dict[bytes, float] = field(default_factory=dict)
+    retained: dict[bytes, float] = field(default_factory=dict)
     notes: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
@@ -101,17 +101,17 @@ class MemoryTier:
             names = [self._namespace + key for key in keys if self._namespace + key in self.store.entries]
         for name in names:
             del self.store.entries[name]
-            self.store.kept.pop(name, None)
+            self.store.retained.pop(name, None)
         return len(names)
 
     async def purge(self, scope: Scope, before: float) -> int:
         self._usable()
         prefix = self._namespace + scope
         self.store.tombstones[prefix] = max(before, self.store.tombstones.get(prefix, 0.0))
-        doomed = [name for name in self.store.entries if name.startswith(prefix) and self._purged(name)]
-        for name in doomed:
+        matching = [name for name in self.store.entries if name.startswith(prefix) and self._purged(name)]
+        for name in matching:
             del self.store.entries[name]
-        return len(doomed)
+        return len(matching)
 
     async def tombstones(self) -> Mapping[Scope, float]:
         self._usable()
@@ -133,26 +133,26 @@ class MemoryTier:
                 if served is not None:
                     life = entry.life.keep_until(served, self.depth, now)
                     self.store.entries[name] = replace(entry, life=life)
-                self.store.kept[name] = until
+                self.store.retained[name] = until
         return done
 
     async def release_retained(self, keys: Sequence[BlockKey]) -> None:
         self._usable()
         for key in keys:
-            self.store.kept.pop(self._namespace + key, None)
+            self.store.retained.pop(self._namespace + key, None)
 
     async def retained(self) -> Mapping[BlockKey, float]:
         self._usable()
         cut = len(self._namespace)
-        kept = self.store.kept.items()
+        kept = self.store.retained.items()
         return {BlockKey(name[cut:]): until for name, until in kept if name.startswith(self._namespace)}
 
     async def drop_made_after(self, time: float) -> int:
         self._usable()
         entries = self.store.entries
-        doomed = [n for n, e in entries.items() if max(e.life.last_use, *(s.created for s in e.life.stamps)) > time]
+        matching = [n for n, e in entries.items() if max(e.life.last_use, *(s.created for s in e.life.stamps)) > time]
         return await self.evict(
-            [BlockKey(name[len(self._namespace) :]) for name in doomed if name.startswith(self._namespace)]
+            [BlockKey(name[len(self._namespace) :]) for name in matching if name.startswith(self._namespace)]
         )
 
     async def write_note(self, name: str, value: bytes | None) -> None:
@@ -227,7 +227,7 @@ class MemoryTier:
             return Stored.PRESENT
         if self._capacity_blocks and len(self.store.entries) >= self._capacity_blocks:
             now = self._clock.wall()
-            loose = [n for n in self.store.entries if self.store.kept.get(n, now) <= now]
+            loose = [n for n in self.store.entries if self.store.retained.get(n, now) <= now]
             if not loose:
                 return Stored.FULL
             del self.store.entries[min(loose, key=lambda n: self._coldness(self.store.entries[n]))]

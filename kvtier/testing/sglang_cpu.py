@@ -5,8 +5,8 @@
     sglang_cpu.install()     at module level of the main script, before sglang: every child process repeats that
 
 SGLang imports torchvision, triton (1 GB) and, off CUDA, one function of vllm at module level, on paths that a text-only
-CPU run never calls. What is installed stays. HiCache calls CUDA for page-locking its host pool and for copies; of the
-latter, the one of `hicache_io_backend="direct"` with `hicache_mem_layout="layer_first"` is done here with torch. Hide
+CPU run never calls. Installed packages are left as they are. HiCache calls CUDA for page-locking its host pool and for
+copies; the copy of `hicache_io_backend="direct"` with `hicache_mem_layout="layer_first"` is done here with torch. Hide
 GPUs from the process (CUDA_VISIBLE_DEVICES=) where there are some.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 
 def _none(name: str) -> bool:
-    """What even a stand-in has not: Python's own names, and triton's driver, since there is no device."""
+    """Names that a stand-in lacks: Python's own, and triton's driver, since there is no device."""
     return name.startswith("__") or name == "driver"
 
 
@@ -86,7 +86,7 @@ def install() -> None:
     for probe in ("is_torchvision_available", "is_torchvision_v2_available"):
         getattr(import_utils, probe, lambda: None)()
     packages = {name for name in ("torchvision", "triton") if _absent(name)}
-    if "vllm" not in sys.modules:  # also where it is installed: an engine inside an engine's process helps nobody
+    if "vllm" not in sys.modules:  # also where it is installed: no second engine in this process
         packages.add("vllm")
     sys.meta_path.insert(0, _StandIns(packages))
     _install_hicache()

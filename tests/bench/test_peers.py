@@ -11,18 +11,8 @@ import pytest
 
 from kvtier.bench.peers import sglang as peers_sglang
 from kvtier.bench.peers import vllm as peers
-from kvtier.bench.peers.vllm import (
-    BLOCK_TOKENS,
-    PROMPT_BLOCKS_MAX,
-    PeerFailed,
-    Replay,
-    Setting,
-    conversations,
-    differences,
-    prompts_of,
-    reusable,
-    slice_of,
-)
+from kvtier.bench.peers.contest import Contest, PeerFailed, Replay, differences
+from kvtier.bench.peers.prompts import BLOCK_TOKENS, PROMPT_BLOCKS_MAX, conversations, prompts_of, reusable, slice_of
 from kvtier.bench.retention.traces import load_trace
 from kvtier.errors import ConfigError, InvalidRequest
 
@@ -69,40 +59,41 @@ def test_other_tokens_are_wrong_unless_the_best_two_tied() -> None:
 def test_a_contender_that_cannot_run_says_why_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def replay(setting: Setting, name: str, more: Any, prompts: Any, margins: bool = False) -> Replay:
+    def replay(contest: Contest, name: str, more: Any, prompts: Any, margins: bool = False) -> Replay:
         if name == "native":
             raise PeerFailed("the engine ended: no such device")
         count = len(prompts)
         return Replay(1.0, 2.0, 10 * count, 33 * count, [[1]] * count, [0.1] * count, [[1.0]] * count)
 
     monkeypatch.setattr(peers, "_replay", replay)
-    setting = Setting(tmp_path, [[1] * 33] * 6, 80, 64, tmp_path, again=2)
-    out = peers.compare(setting)
+    contest = Contest(tmp_path, [[1] * 33] * 6, 80, 64, tmp_path, again=2)
+    out = peers.compare(contest)
     assert out["native"] == {"not_run": "the engine ended: no such device"}
     assert "--lmcache" in out["lmcache"]["not_run"]
     assert out["kvtier"]["computed_share"] == pytest.approx(10 / 33)
     assert out["kvtier"]["after_restart"]["requests"] == 2 and "after_restart" not in out["nothing"]
     assert all(out[name]["wrong_requests"] == 0 for name in ("nothing", "kvtier", "native+kvtier"))
 
-    def stop(setting: Setting, name: str, more: Any, prompts: Any, margins: bool = False) -> Replay:
+    def stop(contest: Contest, name: str, more: Any, prompts: Any, margins: bool = False) -> Replay:
         if name == "native":
             raise KeyboardInterrupt
-        return replay(setting, name, more, prompts, margins)
+        return replay(contest, name, more, prompts, margins)
 
     monkeypatch.setattr(peers, "_replay", stop)
-    out = peers.compare(replace(setting, folder=tmp_path / "again"))
+    out = peers.compare(replace(contest, folder=tmp_path / "again"))
     assert "computed_share" in out["kvtier"] and out["lmcache"] == out["native"] == {"not_run": "interrupted"}
     with pytest.raises(InvalidRequest, match="no-such"):
-        peers.compare(setting, ["no-such"])
+        peers.compare(contest, ["no-such"])
 
 
 def test_an_engine_that_dies_is_reported_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peers._ENGINE.is_file() and peers_sglang._ENGINE.is_file()
     script = tmp_path / "engine.py"
     said = "RuntimeError: out of luck\nException ignored in: __del__\nAttributeError: at the interpreter's end"
     script.write_text(f"import sys; sys.stdin.read(); sys.exit({said!r})")
     monkeypatch.setattr(peers, "_ENGINE", script)
     with pytest.raises(PeerFailed, match="out of luck"):
-        peers.compare(Setting(tmp_path, [[1] * 33], 80, 64, tmp_path))
+        peers.compare(Contest(tmp_path, [[1] * 33], 80, 64, tmp_path))
 
 
 @pytest.mark.parametrize("options", [{"engine": "llama"}, {"only": "nobody"}])
@@ -126,11 +117,11 @@ def test_the_command_writes_what_was_found(
             "ttft_s": [0.001 * i for i in range(count)], **more,
         }  # fmt: skip
 
-    def compare(setting: Setting, names: Any) -> dict[str, Any]:
-        setting.tell("kvtier", 1)
+    def compare(contest: Contest, names: Any) -> dict[str, Any]:
+        contest.progress("kvtier", 1)
         return {
-            "nothing": found(0.9, len(setting.prompts)),
-            "kvtier": found(0.6, len(setting.prompts), after_restart=found(0.5, setting.again)),
+            "nothing": found(0.9, len(contest.prompts)),
+            "kvtier": found(0.6, len(contest.prompts), after_restart=found(0.5, contest.again)),
             "lmcache": {"not_run": "no such interpreter"},
         }
 
@@ -151,10 +142,10 @@ def test_the_command_writes_what_was_found(
 
 
 def test_sglangs_contenders_differ_only_in_what_lies_below_them(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, [[1] * 33], 80, 64, tmp_path)
+    contest = Contest(tmp_path, [[1] * 33], 80, 64, tmp_path)
     told: dict[str, Any] = {}
     for name in peers_sglang.NAMES:
-        with peers_sglang._arguments(setting, name, tmp_path / name) as more:
+        with peers_sglang._arguments(contest, name, tmp_path / name) as more:
             told[name] = more
     assert told["nothing"] == {}
     assert told["kvtier"]["unified_cache_external_linker_config"]["linker"] == "KVTierLinker"
@@ -163,5 +154,5 @@ def test_sglangs_contenders_differ_only_in_what_lies_below_them(tmp_path: Path) 
     assert {k: v for k, v in file.items() if "backend" not in k and "ratio" not in k} == {
         k: v for k, v in ours.items() if "backend" not in k and "ratio" not in k
     }
-    with pytest.raises(InvalidRequest, match="nobody"), peers_sglang._arguments(setting, "nobody", tmp_path):
+    with pytest.raises(InvalidRequest, match="nobody"), peers_sglang._arguments(contest, "nobody", tmp_path):
         pass

@@ -6,11 +6,14 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.cli import COMMANDS, GROUPS, _load
+import kvtier
+from kvtier.cli import COMMANDS, GROUPS, RENAMED, _load
+from kvtier.testing import sample_namespace
 
 NAMES = [command.words for command in COMMANDS]
 
@@ -30,7 +33,29 @@ def test_each_command_has_help(run: Callable[..., Any], words: str) -> None:
 
 
 def test_groups_are_described() -> None:
-    assert {words.split()[0] for words in NAMES if " " in words} == set(GROUPS)
+    named = [words.split() for words in NAMES]
+    assert {" ".join(words[:depth]) for words in named for depth in range(1, len(words))} == set(GROUPS)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_runs_and_says_the_new_one(run: Callable[..., Any], old: str) -> None:
+    now, target = RENAMED[old]
+    assert now.partition(",")[0] in NAMES and old not in NAMES
+    assert inspect.signature(_load(target)).parameters["json"]
+    ran = run(*old.split(), "--no-such-option")
+    assert ran.status == 2 and f"`kvtier {old}` is now `kvtier {now}`" in ran.err.splitlines()[0]
+    shown = run(*old.split()[:-1], "--help")
+    assert (shown.status == 0 and f" {old.split()[-1]}  " not in shown.out) or old in GROUPS
+
+
+def test_an_old_name_gives_what_the_new_one_gives(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "kvtier.yaml").write_text(f"tiers: {{g3: {{path: {tmp_path}/g3, capacity: 1MiB}}}}\n")
+    with kvtier.open(kvtier.Config.load(tmp_path / "kvtier.yaml"), sample_namespace(4096)):
+        pass
+    for words in (["inspect"], ["verify"], ["scrub", "--rate", "1GiB/s"], ["gc"]):
+        old, new = (run(*group, *words, tmp_path / "g3", "--json") for group in ((), ("g3",)))
+        assert (old.status, old.json()) == (new.status, new.json()) and new.status == 0
+        assert old.err == f"kvtier: `kvtier {words[0]}` is now `kvtier g3 {words[0]}`\n" and not new.err
 
 
 def test_help_lists_every_command(run: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import COMMANDS, GROUPS
+from kvtier.cli import COMMANDS, GROUPS, renamed
 from kvtier.config import Config
 from kvtier.config.strict_yaml import read_document
 
@@ -41,10 +41,14 @@ def test_configurations_are_right(page: Path) -> None:
 def test_named_commands_exist(page: Path) -> None:
     known = {command.words for command in COMMANDS}
     text = page.read_text()
-    used = re.findall(r"^kvtier ([a-z][a-z ]*)|`kvtier ([a-z][a-z0-9 ]*)", text, re.M)
+    used = re.findall(r"^kvtier ([a-z][^\n]*)|`kvtier ([a-z][^`\n]*)", text, re.M)
     for words in (first or second for first, second in used):
         named = words.split()
-        wanted = " ".join(named[:2]) if named[0] in GROUPS else named[0]
+        assert renamed(named) is None, f"kvtier {words}: an old name"
+        depth = 1
+        while " ".join(named[:depth]) in GROUPS and depth < len(named):
+            depth += 1
+        wanted = " ".join(named[:depth])
         assert wanted in known or wanted in GROUPS, f"kvtier {wanted}"
 
 

@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from delayed import Delayed
 from random_copies import Walk
 from simulated_driver import COMPUTE, SimulatedDriver
 
@@ -17,10 +18,9 @@ from kvtier.kernels.copy import CopyEngine, CopyLimits, Lane, Moves, Outcome
 from kvtier.kernels.cuda import MAX_CTAS, CudaMover, _Scratch
 from kvtier.kernels.driver import DeviceError
 from kvtier.kernels.engine import open_engine
-from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import Order, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
 from kvtier.kernels.method import Method, Table
-from kvtier.kernels.page_lock import pin, unpin
+from kvtier.kernels.page_lock import page_lock, page_unlock
 
 SMALL = CopyLimits(chunk_bytes=128)
 NO_TABLE = Table("simulated", {})
@@ -332,17 +332,17 @@ def test_pinning_goes_in_chunks_of_whole_slots_and_is_all_or_nothing(kernel_libr
     driver = SimulatedDriver(kernel_library, Random(0))
     regions = [Region(4096, 960), Region(8192, 96)]
     seen: list[tuple[str, int, int]] = []
-    chunks = pin(driver, regions, 96, chunk_bytes=300, progress=lambda *step: seen.append(step))
+    chunks = page_lock(driver, regions, 96, chunk_bytes=300, progress=lambda *step: seen.append(step))
     assert [(chunk.start, chunk.nbytes) for chunk in chunks] == [
         (4096, 288), (4384, 288), (4672, 288), (4960, 96), (8192, 96),
     ]  # fmt: skip
     assert seen[-1] == ("register", 1056, 1056) and len(driver.registered) == 5
-    unpin(driver, chunks)
+    page_unlock(driver, chunks)
     assert not driver.registered
     driver.room_to_register = 2
-    assert pin(driver, regions, 96, chunk_bytes=300) == () and not driver.registered
+    assert page_lock(driver, regions, 96, chunk_bytes=300) == () and not driver.registered
     with pytest.raises(InvalidRequest):
-        pin(driver, regions, 301, chunk_bytes=300)
+        page_lock(driver, regions, 301, chunk_bytes=300)
 
 
 def test_an_engine_opens_pinned_and_falls_back_to_pageable_with_a_warning(

@@ -9,13 +9,13 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from delayed import Delayed
 from headless_driver import HeadlessDriver
 
 from kvtier.kernels.copy import CopyEngine, Lane, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import OUT_OF_MEMORY, CudaDriver, DeviceError
 from kvtier.kernels.engine import measurement
-from kvtier.kernels.faults import Delayed
 from kvtier.kernels.layout import of_arenas, of_pool
 from kvtier.kernels.method import COUNTS, Method, Table
 from kvtier.kernels.plan import Runs

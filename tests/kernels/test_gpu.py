@@ -17,16 +17,16 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from delayed import Delayed
 from random_copies import Walk
 
 from kvtier.kernels.copy import Ack, CopyEngine, CopyLimits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver
 from kvtier.kernels.engine import open_engine, open_pool_engine
-from kvtier.kernels.faults import Delayed
-from kvtier.kernels.layout import Order, Paged, Shape, of_arenas, of_pool, of_slots, of_tensors, slot_bytes_for
+from kvtier.kernels.layout import Order, Paged, Shape, of_arenas, of_pool, of_slots, of_tensors
 from kvtier.kernels.method import Method, Table, load_table, table_path
-from kvtier.kernels.page_lock import pin, unpin
+from kvtier.kernels.page_lock import page_lock, page_unlock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +39,10 @@ NO_TABLE = Table("", {})
 DEVICE = "cuda"
 SHORT_S = 4.0
 ITERATIONS = int(os.environ.get("KVTIER_GPU_ITERATIONS", "10000"))
+
+
+def slot_bytes_for(payload_bytes: int) -> int:
+    return -(-payload_bytes // 4096) * 4096
 
 
 def open_driver() -> CudaDriver:
@@ -57,7 +61,7 @@ def cuda_engine(
 ) -> CopyEngine:
     """An engine over registered memory; with `delay`, every copy is delayed by up to so many cycles."""
     driver = open_driver()
-    chunks = pin(driver, host.regions, host.stride)
+    chunks = page_lock(driver, host.regions, host.stride)
     assert chunks, "this process may not page-lock memory"
     seen = driver if delay is None else Delayed(driver, Random(delay), delay)
     mover = CudaMover(
@@ -67,7 +71,7 @@ def cuda_engine(
         shape,
         NO_TABLE,
         method=method,
-        on_close=partial(unpin, driver, chunks),
+        on_close=partial(page_unlock, driver, chunks),
     )
     return CopyEngine(mover, limits or CopyLimits())
 

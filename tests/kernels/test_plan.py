@@ -18,7 +18,6 @@ from kvtier.kernels.layout import (
     of_pool,
     of_slots,
     of_tensors,
-    slot_bytes_for,
 )
 from kvtier.kernels.plan import Planner, Runs
 
@@ -134,10 +133,6 @@ def test_channels_that_are_not_contiguous_are_refused() -> None:
     tensor = torch.zeros(5, 2, 4, 3, dtype=torch.float16).transpose(2, 3)
     with pytest.raises(InvalidRequest, match="contiguous"):
         of_tensors([tensor], "BNHC", shape)
-
-
-def test_slots_are_aligned_for_direct_disk_access() -> None:
-    assert [slot_bytes_for(n) for n in (1, 4096, 4097)] == [4096, 4096, 8192]
 
 
 def test_axis_orders_of_known_engines_are_accepted() -> None:

@@ -150,7 +150,7 @@ def test_a_promise_moves_down_and_ram_is_free_again() -> None:
         for seed in range(4):
             put(cache, list(chain_of(NS, 8, seed=seed)), retention=HOUR)
         cache.flush()
-        assert len(store.kept) == 32 and cache.manager.host.retained == 0
+        assert len(store.retained) == 32 and cache.manager.host.retained == 0
         flood(cache, 20)
         assert all(cache.match(list(chain_of(NS, 8, seed=seed))) == 8 for seed in range(4))
 
@@ -190,7 +190,7 @@ def test_a_pin_ends_while_nobody_runs() -> None:
     with opened(clock, tier()) as cache:
         assert served(cache, KEYS) == 0 and cache.pins.list() == []
         cache.flush()
-        assert not store.kept and not pin_notes(store)
+        assert not store.retained and not pin_notes(store)
 
 
 def test_a_damaged_note_costs_its_pin_only() -> None:
@@ -238,7 +238,7 @@ def test_a_sick_disk_keeps_nobody_from_pinning() -> None:
         tier.faults.clear()
         clock.advance(60)
         cache.flush()
-        assert pin_notes(store) == {"pin/a"} and len(store.kept) == 6
+        assert pin_notes(store) == {"pin/a"} and len(store.retained) == 6
 
 
 async def test_the_async_face_pins_too() -> None:

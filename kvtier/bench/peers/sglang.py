@@ -1,4 +1,5 @@
-"""What an SGLang engine with a small device pool still computes of a replayed conversation trace, by cache below it.
+"""Prompt tokens of a replayed conversation trace that an SGLang engine with a small device pool computes, by cache
+below it.
 
     nothing         SGLang's own radix tree alone
     kvtier          KVTierLinker over G2 and G3
@@ -18,48 +19,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.peers.vllm import (
-    BLOCK_BYTES,
-    BLOCK_TOKENS,
-    OUTPUT_TOKENS,
-    PROMPT_BLOCKS_MAX,
-    Replay,
-    Setting,
-    contest,
-    run_engine,
-)
+from kvtier.bench.peers.contest import OUTPUT_TOKENS, Contest, Replay
+from kvtier.bench.peers.prompts import BLOCK_BYTES, BLOCK_TOKENS, PROMPT_BLOCKS_MAX
 from kvtier.errors import InvalidRequest
 
 NAMES = ("nothing", "kvtier", "hicache", "hicache+kvtier")
-_ENGINE = Path(__file__).with_name("peers_sglang_engine.py")
+_ENGINE = Path(__file__).with_name("sglang_engine.py")
 _DISK = "4GiB"
 
 
-def compare(setting: Setting, python: Path, names: Sequence[str] = NAMES) -> dict[str, Any]:
+def compare(contest: Contest, python: Path, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Figures per contender. `python` is an interpreter that has SGLang and kvtier. Blocks for minutes."""
 
     def replay(
-        setting: Setting, name: str, more: Mapping[str, Any], prompts: Sequence[Sequence[int]], margins: bool = False
+        contest: Contest, name: str, more: Mapping[str, Any], prompts: Sequence[Sequence[int]], margins: bool = False
     ) -> Replay:
         engine = {
-            "model_path": str(setting.model), "page_size": BLOCK_TOKENS, "random_seed": 0,
-            "max_total_tokens": setting.gpu_blocks * BLOCK_TOKENS,
+            "model_path": str(contest.model), "page_size": BLOCK_TOKENS, "random_seed": 0,
+            "max_total_tokens": contest.gpu_blocks * BLOCK_TOKENS,
             "context_length": BLOCK_TOKENS * (PROMPT_BLOCKS_MAX + 4), "chunked_prefill_size": 512, **more,
         }  # fmt: skip
-        asked = {"engine": engine, "prompts": [list(p) for p in prompts], "tokens": OUTPUT_TOKENS, "margins": margins,
-                 "settle_s": 3.0}  # fmt: skip
-        return run_engine(
-            setting, name, ["CUDA_VISIBLE_DEVICES=", str(python), "-P", str(_ENGINE)], asked, len(prompts)
-        )
+        job = {"engine": engine, "prompts": [*map(list, prompts)], "tokens": OUTPUT_TOKENS, "margins": margins,
+               "settle_s": 3.0}  # fmt: skip
+        return contest.run_engine(name, ["CUDA_VISIBLE_DEVICES=", str(python), "-P", str(_ENGINE)], job)
 
-    truth = replay(setting, "oracle", {"disable_radix_cache": True}, setting.prompts, margins=True)
-    return contest(setting, names, truth, _arguments, replay)
+    truth = replay(contest, "oracle", {"disable_radix_cache": True}, contest.prompts, margins=True)
+    return contest.compare(names, truth, _arguments, replay)
 
 
 @contextmanager
-def _arguments(setting: Setting, name: str, folder: Path) -> Iterator[dict[str, Any]]:
+def _arguments(contest: Contest, name: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Arguments of the engine that switch a contender on."""
-    host, disk = setting.host_blocks, folder / "disk"
+    host, disk = contest.host_blocks, folder / "disk"
     if name == "nothing":
         yield {}
     elif name == "kvtier":
@@ -73,13 +64,13 @@ def _arguments(setting: Setting, name: str, folder: Path) -> Iterator[dict[str, 
             },
         }
     elif name == "hicache":
-        yield _hicache(setting, host, "file", {"file_storage_path": str(disk)})
+        yield _hicache(contest, host, "file", {"file_storage_path": str(disk)})
     elif name == "hicache+kvtier":
         where = {
             "backend_name": "kvtier", "module_path": "kvtier.connectors.sglang.hicache", "class_name": "KVTierStorage",
             "interface_v1": 1, "hicache_storage_pass_prefix_keys": True,
         }  # fmt: skip
-        yield _hicache(setting, host - host // 2, "dynamic", {**where, **_kvtier(host // 2, disk)})
+        yield _hicache(contest, host - host // 2, "dynamic", {**where, **_kvtier(host // 2, disk)})
     else:
         raise InvalidRequest(f"{name!r} is not a contender; known: {', '.join(NAMES)}")
 
@@ -90,10 +81,10 @@ def _kvtier(blocks: int, disk: Path) -> dict[str, Any]:
     return {"kvtier_config": config}
 
 
-def _hicache(setting: Setting, blocks: int, backend: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _hicache(contest: Contest, blocks: int, backend: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "enable_hierarchical_cache": True,
-        "hicache_ratio": blocks / setting.gpu_blocks,
+        "hicache_ratio": blocks / contest.gpu_blocks,
         "hicache_write_policy": "write_through",
         "hicache_io_backend": "direct",
         "hicache_mem_layout": "layer_first",

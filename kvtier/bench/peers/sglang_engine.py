@@ -1,15 +1,15 @@
-"""One SGLang engine on a CPU that replays prompts one after another. Run by `kvtier.bench.peers.sglang`; what it reads
-and writes is what `kvtier.bench.peers.vllm_engine` does."""
+"""One SGLang engine on a CPU that replays prompts one after another. Run by `kvtier.bench.peers.sglang`; its input and
+output are those of `kvtier.bench.peers.vllm_engine`."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from kvtier.bench.peers.vllm_engine import order
+from kvtier.bench.peers.vllm_engine import read_job
 from kvtier.testing import sglang_cpu
 
-if __name__ in ("__main__", "__mp_main__"):  # not where this is merely imported: it replaces what others need
+if __name__ in ("__main__", "__mp_main__"):  # not on import: it replaces modules that others need
     sglang_cpu.install()
 
 _CPU = {
@@ -21,42 +21,42 @@ _CPU = {
 
 
 def main() -> None:
-    asked, answer = order()
+    job, report = read_job()
     began = time.monotonic()
     import sglang
 
-    engine = sglang.Engine(**{**_CPU, **asked["engine"]})
-    _ask(engine, [7] * 40, asked)  # what a first request pays for being the first is nobody's
-    answer(ready=time.monotonic() - began)
+    engine = sglang.Engine(**{**_CPU, **job["engine"]})
+    _ask(engine, [7] * 40, job)  # warm-up, not measured
+    report(ready=time.monotonic() - began)
     computed = 0
-    for prompt in asked["prompts"]:
-        out, first_s = _ask(engine, prompt, asked)
+    for prompt in job["prompts"]:
+        out, first_s = _ask(engine, prompt, job)
         computed += len(prompt) - out["meta_info"]["cached_tokens"]
-        margins = _margins(engine, prompt, asked) if asked["margins"] else []
-        answer(tokens=out["output_ids"], ttft_s=first_s, cached=out["meta_info"]["cached_tokens"], margins=margins)
-    answer(computed=computed, prompted=sum(len(prompt) for prompt in asked["prompts"]))
-    time.sleep(asked["settle_s"])
+        margins = _margins(engine, prompt, job) if job["margins"] else []
+        report(tokens=out["output_ids"], ttft_s=first_s, cached=out["meta_info"]["cached_tokens"], margins=margins)
+    report(computed=computed, prompted=sum(len(prompt) for prompt in job["prompts"]))
+    time.sleep(job["settle_s"])
     engine.shutdown()
 
 
-def _ask(engine: Any, prompt: list[int], asked: dict[str, Any]) -> tuple[Any, float]:
+def _ask(engine: Any, prompt: list[int], job: dict[str, Any]) -> tuple[Any, float]:
     """The last answer of a stream, which has all its tokens, and the time to the first.
 
-    The answers before it show a list that SGLang goes on extending: what it holds is not what had come by then.
+    The answers before it share one list that SGLang extends later, so its length says nothing about them.
     """
     began = time.monotonic()
-    answers = engine.generate(input_ids=prompt, sampling_params=_sampling(asked), stream=True)
+    answers = engine.generate(input_ids=prompt, sampling_params=_sampling(job), stream=True)
     first = next(answers)
     first_s = time.monotonic() - began
     out = [first, *answers][-1]
-    if len(out["output_ids"]) != asked["tokens"]:
-        raise RuntimeError(f"{len(out['output_ids'])} tokens came, {asked['tokens']} were asked for")
+    if len(out["output_ids"]) != job["tokens"]:
+        raise RuntimeError(f"{len(out['output_ids'])} tokens came, {job['tokens']} were asked for")
     return out, first_s
 
 
-def _margins(engine: Any, prompt: list[int], asked: dict[str, Any]) -> list[float]:
-    """By how much the best token was better than the second, per step."""
-    given = engine.generate(input_ids=prompt, sampling_params=_sampling(asked), return_logprob=True, top_logprobs_num=2)
+def _margins(engine: Any, prompt: list[int], job: dict[str, Any]) -> list[float]:
+    """Log-probability of the best token above the second, per step."""
+    given = engine.generate(input_ids=prompt, sampling_params=_sampling(job), return_logprob=True, top_logprobs_num=2)
     out = []
     for step in given["meta_info"]["output_top_logprobs"]:
         best = sorted((entry[0] for entry in step), reverse=True)
@@ -64,8 +64,8 @@ def _margins(engine: Any, prompt: list[int], asked: dict[str, Any]) -> list[floa
     return out
 
 
-def _sampling(asked: dict[str, Any]) -> dict[str, Any]:
-    return {"max_new_tokens": asked["tokens"], "temperature": 0, "ignore_eos": True}
+def _sampling(job: dict[str, Any]) -> dict[str, Any]:
+    return {"max_new_tokens": job["tokens"], "temperature": 0, "ignore_eos": True}
 
 
 if __name__ == "__main__":

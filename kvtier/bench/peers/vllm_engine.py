@@ -1,10 +1,10 @@
 """One vLLM engine that replays prompts one after another, in a process of its own. Run by `kvtier.bench.peers.vllm`.
 
-    python peers_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false}'
+    python vllm_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false}'
 
 Scheduler and worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which starts in a third of the time. An
-engine in a process of its own goes on stepping while it is idle and its connector has something to do; here that is
-done between two requests, for at most IDLE_S, and at the end for at most END_S, for every contender alike.
+engine in a process of its own goes on stepping while it is idle and its connector has work; here that happens between
+two requests, for at most IDLE_S, and at the end for at most END_S, for every contender alike.
 
 Imports vLLM and nothing of kvtier, so that an interpreter with another cache's packages can run it. Writes JSON lines:
 {"ready": seconds}, one {"tokens", "ttft_s", "cached", "margins"} per prompt, {"computed", "prompted"} at the end.
@@ -23,48 +23,48 @@ from typing import Any
 IDLE_S, END_S = 0.5, 5.0
 
 
-def order() -> tuple[dict[str, Any], Callable[..., None]]:
-    """What is asked, from standard input, and the call that answers with a line on what was standard output. From now
-    on what this process prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
+def read_job() -> tuple[dict[str, Any], Callable[..., None]]:
+    """The job on standard input, and a function that writes one line of the report to standard output. From then on
+    all else that this process prints goes to standard error."""
+    lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-        answers.flush()
+    def report(**fields: Any) -> None:
+        lines.write(json.dumps(fields) + "\n")
+        lines.flush()
 
-    return json.load(sys.stdin), answer
+    return json.load(sys.stdin), report
 
 
 def main() -> None:
-    asked, answer = order()
+    job, report = read_job()
     began = time.monotonic()
-    if "LMCache" in str(asked["engine"].get("kv_transfer_config")):
+    if "LMCache" in str(job["engine"].get("kv_transfer_config")):
         _hide_attributes_of_llvmlite()
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**asked["engine"])
+    llm = LLM(**job["engine"])
     sampling = SamplingParams(
-        temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False,
-        logprobs=2 if asked["margins"] else None,
+        temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False,
+        logprobs=2 if job["margins"] else None,
     )  # fmt: skip
-    # What a first request pays for being the first is nobody's.
+    # Warm-up, not measured.
     llm.generate([{"prompt_token_ids": [7] * 40}], sampling, use_tqdm=False)
     before = _sources(llm)
-    answer(ready=time.monotonic() - began)
-    for prompt in asked["prompts"]:
+    report(ready=time.monotonic() - began)
+    for prompt in job["prompts"]:
         (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         _idle(llm, IDLE_S)
-        answer(
+        report(
             tokens=list(out.outputs[0].token_ids),
             ttft_s=out.metrics.first_token_latency,
             cached=out.num_cached_tokens or 0,
-            margins=[_margin(step) for step in out.outputs[0].logprobs] if asked["margins"] else [],
+            margins=[_margin(step) for step in out.outputs[0].logprobs] if job["margins"] else [],
         )
     after = _sources(llm)
-    answer(
+    report(
         computed=after.get("local_compute", 0) - before.get("local_compute", 0),
-        prompted=sum(len(prompt) for prompt in asked["prompts"]),
+        prompted=sum(len(prompt) for prompt in job["prompts"]),
     )
     _idle(llm, END_S)
     llm.llm_engine.engine_core.engine_core.shutdown()
@@ -77,7 +77,7 @@ def _hide_attributes_of_llvmlite() -> None:
 
 
 def _idle(llm: Any, most_s: float) -> None:
-    """What an engine in its own process does when no request is left."""
+    """Step as an engine in its own process does while no request is left."""
     core = llm.llm_engine.engine_core.engine_core
     connector, until = core.scheduler.connector, time.monotonic() + most_s
     while connector is not None and time.monotonic() < until:
@@ -96,7 +96,7 @@ def _sources(llm: Any) -> dict[str, float]:
 
 
 def _margin(step: Any) -> float:
-    """By how much the best token was better than the second."""
+    """Log-probability of the best token above the second."""
     best = sorted((entry.logprob for entry in step.values()), reverse=True)
     return float(best[0] - best[1]) if len(best) > 1 else float("inf")
 

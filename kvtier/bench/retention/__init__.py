@@ -1,1 +1,1 @@
-"""Traces of requests, replayed and simulated: the worth of keeping KV longer."""
+"""Traces of requests, replayed and simulated: the value of longer retention."""

@@ -1,4 +1,4 @@
-"""Tiers without bytes: what the simulator puts under the real manager."""
+"""Tiers without bytes, for the simulator to put under the real manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 
 BLOCK_BYTES = 4096
-"""What an empty block counts as, in a manager that counts bytes."""
+"""Size of an empty block to a manager that counts bytes."""
 
 _DIGEST = bytes(DIGEST_BYTES)
 
@@ -61,7 +61,7 @@ class EmptyTier:
         self._capacity = capacity
         self._clock = clock
         self._entries: dict[BlockKey, _Entry] = {}
-        self._uses: dict[float, list[BlockKey]] = {}  # by time; names used again since are passed over
+        self._uses: dict[float, list[BlockKey]] = {}  # by time; a key used again since is skipped
         self._times: list[float] = []  # heap of the keys of `_uses`
         self._coldest: tuple[float, list[BlockKey]] | None = None  # of those, sorted by depth
         self._evictions = 0
@@ -95,13 +95,13 @@ class EmptyTier:
         here = [key for key in keys if (entry := entries.get(key)) is not None and entry.last_use < now]
         for key in here:
             entries[key].last_use = now
-        self._note(here, now)
+        self._record_use(here, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
-        doomed = list(self._entries) if keys is None else [key for key in keys if key in self._entries]
-        for key in doomed:
+        matching = list(self._entries) if keys is None else [key for key in keys if key in self._entries]
+        for key in matching:
             del self._entries[key]
-        return len(doomed)
+        return len(matching)
 
     async def purge(self, scope: Scope, before: float) -> int:
         """A trace purges nothing."""
@@ -121,7 +121,7 @@ class EmptyTier:
         assert len(self._entries) <= self._capacity, "more blocks than the capacity"
 
     async def close(self, deadline: float) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
     def _why_not(self, key: BlockKey) -> Miss | None:
         entry = self._entries.get(key)
@@ -136,16 +136,16 @@ class EmptyTier:
         if entry is not None:
             life = entry.life.join(block.life, now)
             entry.stamps, entry.last_use = life.stamps, life.last_use
-            self._note([block.key], life.last_use)
+            self._record_use([block.key], life.last_use)
             return Stored.PRESENT
         if len(self._entries) >= self._capacity:
-            self._make_room()
+            self._evict_one()
         self._entries[block.key] = _Entry(block.index, block.life.stamps, block.life.last_use)
-        self._note([block.key], block.life.last_use)
+        self._record_use([block.key], block.life.last_use)
         self.written += 1
         return Stored.STORED
 
-    def _note(self, keys: Sequence[BlockKey], now: float) -> None:
+    def _record_use(self, keys: Sequence[BlockKey], now: float) -> None:
         if not keys:
             return
         if now not in self._uses:
@@ -155,8 +155,8 @@ class EmptyTier:
         if self._coldest is not None and self._coldest[0] >= now:
             self._coldest = None
 
-    def _make_room(self) -> None:
-        """Drop the deepest block of those used longest ago."""
+    def _evict_one(self) -> None:
+        """Evict the deepest block of those used longest ago."""
         while True:
             if self._coldest is None:
                 when = self._times[0]

@@ -1,9 +1,9 @@
-"""Capacity planning: which tier sizes reach which hit rate, and which are worth their price."""
+"""Capacity planning: hit rates of tier sizes, and the sizes that are worth their price."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.bench.retention.curves import Reuse
@@ -12,7 +12,7 @@ from kvtier.bench.retention.worth import MONTH_S, Assumptions
 from kvtier.errors import InvalidRequest
 
 SSD_SHARE = 0.5
-"""Of the SSD's read bandwidth that the busiest hour may take; RAM is sized to keep below it."""
+"""Of the SSD's read bandwidth, for the busiest hour; RAM is sized to stay below it."""
 
 POINTS = 48
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -30,8 +30,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """`curve` over all sizes up to the footprint; `targets`: the size that serves a share of what could be served at
-    all; `sizes` and `cost` ($ per month): the stack that is advised."""
+    """`curve` over all sizes up to the footprint; `targets`: the size that serves a share of all references that can be
+    served; `sizes_gb` and `cost` ($ per month): the advised stack."""
 
     reachable_percent: float
     footprint_gb: float
@@ -43,65 +43,85 @@ class CapacityPlan:
     reasons: tuple[str, ...]
 
 
+class _Workload:
+    """A trace under one ttl: blocks served and GPU-hours of the prefill that is left, by capacity in blocks."""
+
+    def __init__(self, trace: Trace, given: Assumptions, ttl: float, scale: float) -> None:
+        self.trace, self.ttl = trace, ttl
+        self.reuse = Reuse(trace)
+        self.sizes = _sizes(trace.unique)
+        self.block_gb = trace.block_tokens * given.shape.bytes_per_token / 1e9 * scale
+        self._served = {blocks: float(self.reuse.served(blocks, ttl).sum()) for blocks in (0, *self.sizes)}
+        days = max(trace.span_s, 1.0) / 86_400
+        self._block_hours = trace.block_tokens / given.shape.prefill_tokens_s * scale / 3600 / days
+
+    def percent(self, blocks: int) -> float:
+        return 100 * self._served[blocks] / self.trace.references
+
+    def gpu_hours(self, blocks: int) -> float:
+        """Per day."""
+        return (self.trace.references - self._served[blocks]) * self._block_hours
+
+    def point(self, blocks: int) -> Point:
+        percent = self.percent(blocks)
+        hours = self.gpu_hours(blocks)
+        return Point(round(blocks * self.block_gb, 3), round(percent, 3), round(100 - percent, 3), round(hours, 3))
+
+    def reaching(self, share: float) -> int:
+        """The smallest capacity that serves `share` of all that can be served."""
+        most = self._served[self.sizes[-1]]
+        return next(blocks for blocks in self.sizes if self._served[blocks] >= share * most)
+
+    def memory(self, disk: int, bandwidth: float) -> int:
+        """Blocks of RAM that keep reads from an SSD of `disk` blocks within `bandwidth` GB/s in the busiest hour."""
+        import numpy as np
+
+        hour = np.array([int(request.at // 3600) for request in self.trace.requests], dtype=np.int64)
+        length = min(3600.0, max(self.trace.span_s, 1.0))
+        whole = self.reuse.served(disk, self.ttl)
+        for blocks in self.sizes:
+            below = np.maximum(whole - self.reuse.served(blocks, self.ttl), 0)
+            if np.bincount(hour, weights=below).max() * self.block_gb / length <= bandwidth:
+                return min(blocks, disk)
+        return disk
+
+
 def plan_capacity(
     trace: Trace, given: Assumptions, ttl: float, budget: float | None = None, scale: float = 1.0
 ) -> CapacityPlan:
-    """The curve, and the sizes of G2 and G3 that cost least in all, or as much as `budget` ($ per month) allows.
+    """The curve, and the sizes of G2 and G3 with the lowest total cost, or the best that `budget` ($ per month) allows.
 
-    `scale`: how many sessions like it each one of the trace stands for. Seconds for millions of references. Raises
-    InvalidRequest for a budget that buys not one block.
+    `scale`: how many sessions each one of the trace stands for. Seconds for millions of references. Raises
+    InvalidRequest for a budget below the price of one block.
     """
-    reuse = Reuse(trace)
-    block_gb = trace.block_tokens * given.shape.bytes_per_token / 1e9 * scale
-    sizes = _sizes(trace.unique)
-    served = {blocks: float(reuse.served(blocks, ttl).sum()) for blocks in sizes}
-    most = served[sizes[-1]]
-    days = max(trace.span_s, 1.0) / 86_400
-    seconds = trace.block_tokens / given.shape.prefill_tokens_s * scale
-
-    def gpu_hours(blocks: int) -> float:
-        return (trace.references - served[blocks]) * seconds / 3600 / days
-
-    curve = tuple(
-        Point(
-            round(blocks * block_gb, 3),
-            round(100 * served[blocks] / trace.references, 3),
-            round(100 - 100 * served[blocks] / trace.references, 3),
-            round(gpu_hours(blocks), 3),
-        )
-        for blocks in sizes
-    )
-    targets = {
-        f"{100 * share:g}%": round(next(b for b in sizes if served[b] >= share * most) * block_gb, 1)
-        for share in TARGETS
-    }
+    load = _Workload(trace, given, ttl, scale)
     month = MONTH_S / 86_400 * given.gpu_hour
-    costs = {blocks: gpu_hours(blocks) * month + blocks * block_gb * given.ssd_price for blocks in sizes}
-    affordable = [b for b in sizes if budget is None or b * block_gb * given.ssd_price <= budget]
+    prices = {blocks: blocks * load.block_gb * given.ssd_price for blocks in load.sizes}
+    affordable = [blocks for blocks in load.sizes if budget is None or prices[blocks] <= budget]
     if not affordable:
-        raise InvalidRequest(f"a budget of {budget:g} $ a month buys not one block of {block_gb:.3f} GB")
-    disk = min(affordable, key=costs.__getitem__)
-    memory = _memory(trace, reuse, sizes, disk, ttl, block_gb, SSD_SHARE * given.ssd_read_gb_s)
-    why = [
+        raise InvalidRequest(f"a budget of {budget:g} $ a month buys not one block of {load.block_gb:.3f} GB")
+    disk = min(affordable, key=lambda blocks: load.gpu_hours(blocks) * month + prices[blocks])
+    memory = load.memory(disk, SSD_SHARE * given.ssd_read_gb_s)
+    reasons = (
         f"G3: {'within the budget, ' if budget is not None else ''}the size at which storage and the prefill that is "
         "left cost least together",
         f"G2: the smallest that keeps the busiest hour's reads below {100 * SSD_SHARE:g} % of an SSD of "
         f"{given.ssd_read_gb_s:g} GB/s",
-    ]
+    )
     return CapacityPlan(
-        reachable_percent=round(100 * most / trace.references, 3),
-        footprint_gb=round(trace.unique * block_gb, 1),
-        curve=curve,
-        targets=targets,
-        sizes_gb={"g2": round(memory * block_gb, 1), "g3": round(disk * block_gb, 1)},
-        hit_percent=round(100 * served[disk] / trace.references, 3),
+        reachable_percent=round(load.percent(load.sizes[-1]), 3),
+        footprint_gb=round(trace.unique * load.block_gb, 1),
+        curve=tuple(map(load.point, load.sizes)),
+        targets={f"{100 * share:g}%": round(load.reaching(share) * load.block_gb, 1) for share in TARGETS},
+        sizes_gb={"g2": round(memory * load.block_gb, 1), "g3": round(disk * load.block_gb, 1)},
+        hit_percent=round(load.percent(disk), 3),
         cost={
-            "gpu_nothing_kept": round(trace.references * seconds / 3600 / days * month, 2),
-            "gpu_left": round(gpu_hours(disk) * month, 2),
-            "g2": round(memory * block_gb * given.ram_price, 2),
-            "g3": round(disk * block_gb * given.ssd_price, 2),
+            "gpu_nothing_kept": round(load.gpu_hours(0) * month, 2),
+            "gpu_left": round(load.gpu_hours(disk) * month, 2),
+            "g2": round(memory * load.block_gb * given.ram_price, 2),
+            "g3": round(prices[disk], 2),
         },
-        reasons=tuple(why),
+        reasons=reasons,
     )
 
 
@@ -112,25 +132,9 @@ def _sizes(unique: int) -> list[int]:
     return sorted({max(1, min(unique, round(size))) for size in steps} | {unique})
 
 
-def _memory(
-    trace: Trace, reuse: Reuse, sizes: Sequence[int], disk: int, ttl: float, block_gb: float, bandwidth: float
-) -> int:
-    """Blocks of RAM that keep what the SSD has to deliver in the busiest hour within `bandwidth`, in GB/s."""
-    import numpy as np
-
-    hour = np.array([int(request.at // 3600) for request in trace.requests], dtype=np.int64)
-    length = min(3600.0, max(trace.span_s, 1.0))
-    whole = reuse.served(disk, ttl)
-    for blocks in sizes:
-        below = np.maximum(whole - reuse.served(blocks, ttl), 0)
-        if np.bincount(hour, weights=below).max() * block_gb / length <= bandwidth:
-            return min(blocks, disk)
-    return disk
-
-
 RATES_BLOCK_TOKENS = 512
 REFERENCES_MAX = 2_000_000
-"""Of a workload made from rates: more sessions than that are a sample, and count for so many more."""
+"""Of a workload made from rates; above it a sample of the sessions stands for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ class Rates:
 
     @property
     def scale(self) -> float:
-        """How many sessions each one of `trace` stands for: 1, unless there are more than REFERENCES_MAX allow."""
+        """Sessions that each one of `trace` stands for: 1, unless there are more than REFERENCES_MAX allows."""
         return max(1.0, self.sessions_per_hour * self.hours / self._sessions_max)
 
     @property
@@ -158,7 +162,7 @@ class Rates:
     def trace(self, seed: int = 1) -> Trace:
         """Sessions at random over the time, pauses drawn from an exponential distribution. Deterministic.
 
-        Raises InvalidRequest for what cannot be, and for sessions too long to try a hundred of them.
+        Raises InvalidRequest for impossible rates, and for sessions so long that fewer than a hundred fit.
         """
         block_tokens = RATES_BLOCK_TOKENS
         for name in self.__slots__:

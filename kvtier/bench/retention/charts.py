@@ -33,7 +33,7 @@ def _grid(top: float, unit: str, height: int = HEIGHT) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 600 → 10 min, 86400 → 24 h. Pure."""
+    """For readers: 600 → 10 min, 86400 → 24 h. Pure."""
     return f"{seconds / 60:g} min" if seconds < 3600 else f"{seconds / 3600:g} h"
 
 
@@ -42,7 +42,7 @@ def nice(value: float) -> float:
     if value <= 0:
         return 1.0
     power = 10.0 ** int(log10(value) if value >= 1 else log10(value) - 1)
-    steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10)  # a quarter of each is round enough to letter
+    steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10)  # a quarter of each is a round label
     return next(round(step * power, 9) for step in steps if step * power >= value - 1e-9)
 
 
@@ -68,7 +68,7 @@ def line(points: Sequence[tuple[float, float]], ticks: Mapping[float, str], labe
 
 
 def stacked(columns: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
-    """One column per entry, parts in percent stacked from below; at most 24 columns are lettered."""
+    """One column per entry, parts in percent stacked from below; at most 24 columns are labelled."""
     step = (WIDTH - LEFT - RIGHT) / max(1, len(columns))
     every = -(-len(columns) // 24)
     body = [_grid(100, " %")]

@@ -26,7 +26,7 @@ FIXED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
         "lru + 300 s·log2 f": lambda capacity: FrequencyLRU(capacity, 300.0),
     }
 )
-"""What GapDuel is measured against, beside leaf-first LRU: whichever of them is best at a size."""
+"""Baselines of GapDuel beside leaf-first LRU; its regret is against the best of them at each size."""
 
 
 def compare(
@@ -36,8 +36,8 @@ def compare(
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """Per capacity: percent of references hit by each policy, the ceiling, and GapDuel's regret in points.
 
-    LRU comes from one exact pass, the others are driven without a manager. Minutes for millions of references. What
-    `known` says of the fixed policies and the ceiling at a capacity is taken over: they have no state to differ in.
+    LRU comes from one exact pass, the rest are driven without a manager. Minutes for millions of references. Figures
+    of the fixed policies and the ceiling are taken from `known` where it has them: they are deterministic.
     """
     curve = CapacityCurve(trace)
     for fraction in fractions:

@@ -40,12 +40,6 @@ class CapacityCurve:
     def percent(self, blocks: int) -> float:
         return 100 * self.hits(blocks) / self.references
 
-    def blocks_for(self, percent: float) -> int | None:
-        """The smallest capacity that serves at least this share of references; None if none does."""
-        wanted = percent / 100 * self.references
-        blocks = bisect_right(self._hits, wanted - 1e-9, 0, self.unique + 1)
-        return blocks if blocks <= self.unique else None
-
 
 class _Counts:
     """Sums over a growing range: a Fenwick tree (Fenwick, Software: Practice and Experience 1994)."""
@@ -90,10 +84,10 @@ def _distances(trace: Trace) -> Iterable[tuple[int, int]]:
 
 
 class Reuse:
-    """Every stretch of references that could be served from a cache: whose it is, how deep and how old.
+    """Every run of references that a cache could serve: its request, stack distance and age.
 
-    Arrays of equal length. `served` answers for any capacity and ttl at once; requests stay apart, so that a stack of
-    tiers, an hour of the day or a request's idle gap can be asked for.
+    Arrays of equal length. `served` answers for any capacity and ttl, per request, so that figures of a stack of tiers,
+    an hour of the day or an idle gap follow.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -151,7 +145,7 @@ class TtlCurve:
 
 
 def ceiling_hits(trace: Trace, blocks: int) -> int:
-    """What no policy exceeds: Belady's with bypass over single blocks (IBM Systems Journal 1966), offline."""
+    """Upper bound of any policy: Belady's with bypass over single blocks (IBM Systems Journal 1966), offline."""
     from heapq import heappop, heappush
 
     never = len(trace.requests)

@@ -63,11 +63,11 @@ def draw_worth(worth: Worth, folder: Path, stem: str) -> list[Path]:
         ("ttft", -0.17, COLORS["g2"], "all tiers"),
         ("without", 0.17, "#8a9199", "VRAM only"),
     ):
-        low, middle, high = ([g[f"{kind}_p{n}_s"] for g in worth.gaps] for n in (10, 50, 90))
+        low, middle, high = ([g[f"{kind}_p{n}_s"] for g in worth.gaps.values()] for n in (10, 50, 90))
         rows = [place + down for place in places]
         axes.hlines(rows, low, high, color=color, alpha=0.35, linewidth=6, capstyle="round")
         axes.plot(middle, rows, "o", color=color, label=label)
-    axes.set_yticks(list(places), [g["gap"] for g in worth.gaps])
+    axes.set_yticks(list(places), list(worth.gaps))
     axes.set_xscale("log")
     axes.invert_yaxis()
     axes.grid(axis="x", color="#e3e4e0")

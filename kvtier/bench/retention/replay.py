@@ -1,10 +1,10 @@
-"""A trace replayed with real bytes: `kvtier.open` over G2, G3 and, if asked, G4, every byte checked.
+"""A trace replayed with real bytes: `kvtier.open` over G2, G3 and optionally G4, every byte checked.
 
-The wall clock is that of the trace, so retention means what it says while I/O takes the time it takes. KV is scaled:
+The wall clock is that of the trace, so blocks expire in the trace's time while I/O takes real time. KV is scaled:
 a block has `block_tokens` × `bytes_per_token` bytes that are a pure function of its key. A worker process serves
-requests; halfway it is killed (SIGKILL) and another goes on with the same directory, so what the second finds has
-been through the disk. A run has a namespace of its own, so nothing of an earlier one is found, and takes what it left
-in G4 away at its end.
+requests; halfway it is killed (SIGKILL) and another continues with the same directory, so every block that the second
+finds has been through the disk. A run has a namespace of its own, so it finds nothing of an earlier one, and deletes
+its objects from G4 at its end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.retention.charts import duration
+from kvtier.bench.retention.curves import TtlCurve
 from kvtier.bench.retention.simulate import keys_of
 from kvtier.bench.retention.traces import Trace
 from kvtier.clock import SystemClock
@@ -32,16 +34,16 @@ EPOCH_S = 1_800_000_000.0
 SILENCE_S_MAX = 120.0
 PATIENCE_S = 5.0
 G4_STRIDE = 16
-"""Blocks per object: as many as of 2 MiB blocks, which scaled ones would exceed by far."""
+"""Blocks per object, as many as for blocks of 2 MiB; for the small ones here `auto` would be far more."""
 TOUCHES_PER_TTL = 5
 FLUSH_S_MAX = 600.0
-"""Uses reach the disk every two seconds of real time, which the trace's time outruns: so the replay flushes this often
-in the time of the trace, or blocks used in RAM would seem idle to the disk."""
+"""The longest time of the trace between flushes. Uses reach the disk every two seconds of real time, in which the trace
+advances by hours: blocks used in RAM would look idle to the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where and how large. `ttl` in seconds of the trace; `kill` replaces the worker halfway; `run` names the run."""
+    """Location and sizes. `ttl` in seconds of the trace; `kill` replaces the worker halfway; `run` names the run."""
 
     folder: Path
     ttl: float
@@ -57,7 +59,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request: blocks found per tier, and how long it took to have their bytes at hand."""
+    """One request: blocks found per tier, and seconds to load them."""
 
     number: int
     tiers: Mapping[str, int]
@@ -134,6 +136,41 @@ def replay(trace: Trace, setup: Setup) -> Replayed:
     return Replayed(setup, tuple(served), trace.references, checked, killed_at, spent, stats, misses)
 
 
+def summary(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
+    """Figures of replays of `trace` that differ in their ttl alone, each under its ttl ("10m"). Pure."""
+    setup, exact = replays[0].setup, TtlCurve(trace)
+    block_bytes = trace.block_tokens * setup.bytes_per_token
+    out: dict[str, Any] = {
+        "references_replayed": replays[0].references,
+        "requests_replayed": len(replays[0].served),
+        "bytes_per_token": setup.bytes_per_token,
+        "block_bytes": block_bytes,
+        "kv_mb": round(trace.unique * block_bytes / 1e6, 1),
+        "g2_mb": round(setup.g2_bytes / 1e6, 1),
+        "g3_mb": round(setup.g3_bytes / 1e6, 1),
+        "g4": setup.g4_url and setup.g4_url.partition("://")[0],
+    }
+    for done in replays:
+        loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
+        out[duration(done.setup.ttl).replace(" min", "m").replace(" ", "")] = {
+            "prefill_left_percent": round(done.prefill_left_percent, 3),
+            "unbounded_percent": round(exact.prefill_left_percent(done.setup.ttl), 3),
+            "tiers_percent": done.tier_percent,
+            "missed_percent": {why: round(100 * n / done.references, 3) for why, n in done.misses.items()},
+            "dropped_by_last_process": done.stats["requests"]["dropped"],
+            "gb_checked": round(done.bytes_checked / 1e9, 3),
+            "wrong_bytes": 0,
+            "killed_before_request": done.killed_at,
+            "files_under_o_direct": done.stats["direct_files"],
+            "load_p50_ms": round(loads[len(loads) // 2], 3) if loads else None,
+            "load_p99_ms": round(loads[int(len(loads) * 0.99)], 3) if loads else None,
+            "seconds": round(done.seconds, 1),
+        }
+    if len(replays) > 1:
+        out["prefill_ratio"] = round(replays[-1].prefill_left_percent / replays[0].prefill_left_percent, 4)
+    return out
+
+
 def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> Iterator[Served | Mapping[str, Any]]:
     """Run one worker over requests start … stop-1; with `kill`, end it with SIGKILL after its last answer."""
     context = multiprocessing.get_context("spawn")
@@ -143,9 +180,9 @@ def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> I
     theirs.close()
     try:
         while True:
-            # In short waits: while the whole run is stopped (SIGSTOP), the worker cannot speak, and one wait passes.
+            # In short waits: while the whole run is stopped (SIGSTOP), the worker is too, and one wait passes.
             if not any(ours.poll(PATIENCE_S) for _ in range(int(SILENCE_S_MAX / PATIENCE_S))):
-                raise KVTierError(f"the replay's worker said nothing for {SILENCE_S_MAX:g} s")
+                raise KVTierError(f"the replay's worker was silent for {SILENCE_S_MAX:g} s")
             try:
                 answer = ours.recv()
             except EOFError:
@@ -167,7 +204,7 @@ def _work(trace: Trace, setup: Setup, start: int, stop: int, *, kill: bool) -> I
 
 
 def _worker(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: Connection) -> None:
-    """A process of its own: `_serve`, and what went wrong instead of None, a wrong byte as CorruptError."""
+    """The worker process: `_serve`, then instead of None an error: CorruptError for a wrong byte, else its text."""
     try:
         _serve(trace, setup, start, stop, kill, out)
     except CorruptError as wrong:
@@ -177,7 +214,7 @@ def _worker(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: 
 
 
 def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: Connection) -> None:
-    """Answers per request, then the statistics, then None. With `kill` it waits there for its end."""
+    """Sends a Served per request, then the statistics, then None. With `kill` it waits to be killed before that."""
     import kvtier
 
     clock, names = TraceWallClock(), keys_of(trace)
@@ -190,7 +227,7 @@ def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: C
     clock.at = trace.requests[start].at if start < stop else 0.0
     with kvtier.open(config, namespace, clock=clock) as cache:
         if lacking := {"g3", *(["g4"] if setup.g4_url else [])} - cache.stats().keys():
-            raise KVTierError(f"{', '.join(sorted(lacking))} could not be opened: a replay needs all that it is given")
+            raise KVTierError(f"{', '.join(sorted(lacking))} could not be opened: a replay needs all its tiers")
         flushed_at = trace.requests[start].at if start < stop else 0.0
         for number, request in islice(enumerate(trace.requests), start, stop):
             if request.at - flushed_at > min(setup.ttl / TOUCHES_PER_TTL, FLUSH_S_MAX):
@@ -198,7 +235,7 @@ def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: C
                 flushed_at = request.at
             clock.at = request.at
             chain = [names[block] for block in request.blocks]
-            out.send(_one(cache, number, chain, block_bytes))
+            out.send(_serve_one(cache, number, chain, block_bytes))
         out.send(cache.stats() | {"direct_files": _direct_files(setup.folder)})
         if kill:
             out.send(None)
@@ -210,7 +247,7 @@ def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: C
 
 
 def _direct_files(folder: Path) -> int:
-    """Files below `folder` that this process holds open with O_DIRECT, as the kernel tells it."""
+    """Files below `folder` that this process has open with O_DIRECT, by /proc."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -222,7 +259,7 @@ def _direct_files(folder: Path) -> int:
     return count
 
 
-def _one(cache: Any, number: int, chain: Sequence[BlockKey], block_bytes: int) -> Served:
+def _serve_one(cache: Any, number: int, chain: Sequence[BlockKey], block_bytes: int) -> Served:
     from kvtier.testing import payload_of
 
     began = time.perf_counter()

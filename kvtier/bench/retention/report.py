@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvtier.bench.retention.charts import duration, line, ranges, stacked
-from kvtier.bench.retention.replay import Replayed
 from kvtier.bench.retention.worth import PRICES, Worth
 
 TIER_NAMES = {"g1": "G1 VRAM", "g2": "G2 RAM", "g3": "G3 SSD", "g4": "G4 objects"}
@@ -72,8 +72,9 @@ def _keys(names: Sequence[str]) -> str:
     return f'<ul class="keys">{items}</ul>'
 
 
-def render(worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] = ()) -> str:
-    """The page. `origin`: command, commit and machine, as `kvtier.bench.record` gives them. Pure."""
+def render(worth: Worth, origin: Mapping[str, Any], replayed: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The page. `origin`: command, commit and machine, as `kvtier.bench.record` gives them; `replayed`: as
+    `kvtier.bench.retention.replay.summary` gives it. Pure."""
     trace, given = worth.trace, worth.assumptions
     points = dict(worth.ttl_points)
     longest, ten = max(points), 600.0
@@ -85,8 +86,8 @@ def render(worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] 
         f"As {html.escape(given.shape.name)} ({given.shape.bytes_per_token:,} bytes per token) that is "
         f"{trace['footprint_gb']:,} GB of KV.</p>",
         _headline(worth, points, longest),
-        "<h2>What is left to prefill, by how long idle KV is kept</h2>",
-        "<p>Sliding: every use renews. Capacity is not the limit here. Exact for this trace.</p>",
+        "<h2>Prefill left, by retention of idle KV</h2>",
+        "<p>Sliding: every use renews. Unbounded capacity. Exact for this trace.</p>",
         line(
             worth.ttl_points,
             {t: duration(t) for t in points},
@@ -95,7 +96,7 @@ def render(worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] 
         *_tiers(worth),
         *_waiting(worth),
         *_money(worth),
-        *_replayed(replays),
+        *_replayed(replayed),
         _footer(worth, origin),
     ]
     title = f"kvtier retention: {trace['name']}"
@@ -107,15 +108,17 @@ def render(worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] 
 
 
 def _headline(worth: Worth, points: Mapping[float, float], longest: float) -> str:
-    resumed = [g for g in worth.gaps if g["gap"] in ("10-60 min", "1-4 h")]
+    resumed = [gap for gap in ("10-60 min", "1-4 h") if gap in worth.gaps]
     figures = [
         _figure(f"{points[longest] / points[600.0]:.2f}×", f"prefill at {duration(longest)} against 10 min"),
         _figure(f"{100 - worth.prefill_left_percent:.1f} %", "served by this stack"),
     ]
     if resumed:
-        g = resumed[0]
+        g = worth.gaps[resumed[0]]
         figures.append(
-            _figure(f"{g['without_p50_s']:.2g} → {g['ttft_p50_s']:.2g} s", f"median first token after {g['gap']} idle")
+            _figure(
+                f"{g['without_p50_s']:.2g} → {g['ttft_p50_s']:.2g} s", f"median first token after {resumed[0]} idle"
+            )
         )
     if worth.ssd:
         figures.append(_figure(f"{worth.ssd['drive_writes_per_day']:.2g}", "drive writes per day on the SSD"))
@@ -129,10 +132,10 @@ def _tiers(worth: Worth) -> list[str]:
         for hour in worth.hours
     ]
     rows = [
-        (TIER_NAMES[s.name], s.size_bytes / 1e9, worth.percent[s.name], s.read_gb_s, float(b["factor"]))
-        for s, b in zip(worth.stores, worth.break_even, strict=True)
+        (TIER_NAMES[s.name], s.size_bytes / 1e9, worth.percent[s.name], s.read_gb_s, worth.break_even[s.name]["factor"])
+        for s in worth.stores
     ]
-    needed = float(worth.break_even[0]["needed_gb_s"])
+    needed = worth.break_even[names[0]]["needed_gb_s"]
     return [
         "<h2>Where the prompt came from, over time</h2>",
         f"<p>Hours since the start. Leaf-first LRU in every tier, written through on creation, retention "
@@ -147,14 +150,14 @@ def _tiers(worth: Worth) -> list[str]:
 
 def _waiting(worth: Worth) -> list[str]:
     rows = [
-        (g["gap"], (g["ttft_p10_s"], g["ttft_p50_s"], g["ttft_p90_s"]),
+        (gap, (g["ttft_p10_s"], g["ttft_p50_s"], g["ttft_p90_s"]),
          (g["without_p10_s"], g["without_p50_s"], g["without_p90_s"]))
-        for g in worth.gaps
+        for gap, g in worth.gaps.items()
     ]  # fmt: skip
     table = [
-        (g["gap"], g["requests"], g["reused_tokens_mean"], g["ttft_p50_s"], g["ttft_p90_s"], g["without_p50_s"],
-         g["without_p90_s"])
-        for g in worth.gaps
+        (gap, *(g[name] for name in ("requests", "reused_tokens_mean", "ttft_p50_s", "ttft_p90_s", "without_p50_s",
+                                     "without_p90_s")))
+        for gap, g in worth.gaps.items()
     ]  # fmt: skip
     if not rows:
         return []
@@ -171,7 +174,7 @@ def _waiting(worth: Worth) -> list[str]:
 
 
 def _money(worth: Worth) -> list[str]:
-    out = ["<h2>What it wears and what it costs</h2>"]
+    out = ["<h2>SSD wear and cost</h2>"]
     if worth.ssd:
         out.append(
             f"<p>The SSD takes {worth.ssd['written_gb_per_day']:,.0f} GB a day, "
@@ -198,27 +201,22 @@ def _money(worth: Worth) -> list[str]:
     return out
 
 
-def _replayed(replays: Sequence[Replayed]) -> list[str]:
-    if not replays:
+def _replayed(results: Mapping[str, Any]) -> list[str]:
+    runs = {kept: run for kept, run in results.items() if isinstance(run, Mapping)}
+    if not runs:
         return []
-    rows = []
-    for done in replays:
-        loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
-        rows.append(
-            (
-                duration(done.setup.ttl), done.prefill_left_percent,
-                ", ".join(f"{name} {share:.3g} %" for name, share in done.tier_percent.items()),
-                done.bytes_checked / 1e9, loads[len(loads) // 2] if loads else 0.0,
-                loads[int(len(loads) * 0.99)] if loads else 0.0, done.seconds,
-            )
-        )  # fmt: skip
-    setup = replays[0].setup
+    rows = [
+        (kept, run["prefill_left_percent"],
+         ", ".join(f"{name} {share:.3g} %" for name, share in run["tiers_percent"].items()),
+         run["gb_checked"], run["load_p50_ms"] or 0.0, run["load_p99_ms"] or 0.0, run["seconds"])
+        for kept, run in runs.items()
+    ]  # fmt: skip
+    killed = any(run["killed_before_request"] >= 0 for run in runs.values())
     return [
         "<h2>Replayed with real bytes</h2>",
-        f"<p>{replays[0].references:,} references through kvtier itself, KV scaled to {setup.bytes_per_token} bytes "
-        "per token, every byte compared"
-        + ("; the process was killed halfway and another went on." if setup.kill else ".")
-        + "</p>",
+        f"<p>{results['references_replayed']:,} references through kvtier itself, KV scaled to "
+        f"{results['bytes_per_token']} bytes per token, every byte compared"
+        f"{'; the process was killed halfway and another went on' if killed else ''}.</p>",
         _table(["Kept", "left to prefill %", "served", "GB checked", "load p50 ms", "load p99 ms", "seconds"], rows),
     ]
 
@@ -229,18 +227,16 @@ def _footer(worth: Worth, origin: Mapping[str, Any]) -> str:
         f"<footer><p>Made by <code>{html.escape(str(origin.get('command', '')))}</code> at commit "
         f"<code>{html.escape(str(origin.get('commit', '')))}</code>, {html.escape(str(origin.get('date', '')))}, on "
         f"{html.escape(machine)}.</p><p>Hits are exact for the trace; times and money are modelled from the rates "
-        "named above and are assumptions to be replaced.</p></footer>"
+        "above; replace these assumptions by your own.</p></footer>"
     )
 
 
 def write_report(
-    path: Path, worth: Worth, origin: Mapping[str, Any], replays: Sequence[Replayed] = (), *, pictures: bool = True
+    path: Path, worth: Worth, origin: Mapping[str, Any], replayed: Mapping[str, Any] = MappingProxyType({})
 ) -> list[Path]:
-    """Write the page to `path` and, with `pictures`, PNG files beside it; gives what was written. Blocks."""
+    """Write the page to `path` and PNG files beside it; returns what was written. Blocks. The rest as for `render`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(worth, origin, replays))
-    if not pictures:
-        return [path]
+    path.write_text(render(worth, origin, replayed))
     from kvtier.bench.retention.plots import draw_worth
 
     return [path, *draw_worth(worth, path.parent, path.stem)]

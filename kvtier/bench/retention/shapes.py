@@ -39,5 +39,7 @@ SHAPES: Mapping[str, CacheShape] = MappingProxyType(
 def shape_of(name: str) -> CacheShape:
     """The shape called `name`. Raises InvalidRequest that lists what exists."""
     if name not in SHAPES:
-        raise InvalidRequest(f"model {name!r} is not a known shape; known: {', '.join(SHAPES)}; or say bytes per token")
+        raise InvalidRequest(
+            f"model {name!r} is not a known shape; known: {', '.join(SHAPES)}; or give bytes per token"
+        )
     return SHAPES[name]

@@ -1,9 +1,9 @@
 """A trace replayed without bytes: the real manager, index, policy, terms and planner over a clock that is set.
 
-What is real: `kvtier.manager.manager.Manager` with G2's slots, leases, lifetimes and eviction, every policy of
-`kvtier.policies`, and over a stack of tiers planning, promotion and write-behind. What is not: memory (slots have no
-bytes), the media below G2, time (it is that of the trace, and nothing takes any). A request looks its chain up and
-stores what it lacked, in the same instant.
+Real: `kvtier.manager.manager.Manager` with G2's slots, leases, lifetimes and eviction, every policy of
+`kvtier.policies`, and over a stack of tiers planning, promotion and write-behind. Simulated: memory (slots have no
+bytes), the media below G2, time (that of the trace; nothing takes any). A request looks its chain up and stores the
+missing blocks in the same instant.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class TraceClock:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
-        """Housekeeping never falls due: it would be the only thing that moves by itself."""
+        """Never returns: housekeeping would be the only thing that happens by itself."""
         await asyncio.get_running_loop().create_future()
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedOutcome:
-    """What a replay found. `hits[i]`: prefix blocks that request i found."""
+    """Result of a simulation. `hits[i]`: prefix blocks that request i found."""
 
     references: int
     hits: tuple[int, ...]
@@ -72,7 +72,7 @@ class SimulatedOutcome:
 
 
 def keys_of(trace: Trace) -> list[BlockKey]:
-    """A name for each block of a trace. Pure."""
+    """A key for each block of a trace. Pure."""
     return [BlockKey(SHARED + number.to_bytes(HASH_BYTES, "big")) for number in range(trace.unique)]
 
 
@@ -128,7 +128,7 @@ class TierLevel:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """What goes below G2: blocks that `threshold` requests wanted, of prompts of at least `min_prefix` tokens."""
+    """Admission below G2: blocks that `threshold` requests wanted, of prompts of at least `min_prefix` tokens."""
 
     threshold: int = 1
     min_prefix: int = 0
@@ -144,7 +144,7 @@ ALL = Admit()
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where a stack served its references from, in percent of them, and blocks written into each tier."""
+    """Percent of references that each tier of a stack served, and blocks written into it."""
 
     references: int
     hit_percent: Mapping[str, float]
@@ -162,10 +162,9 @@ def simulate_stack(
 ) -> Split:
     """Replay `trace` over a stack of tiers, nearest first. Deterministic; some 15 µs per reference.
 
-    The manager owns all but `g1`, which is an engine's: leaf-first LRU over what a request named. (A single tier is
-    the manager's, whatever its name.) It looks up, plans,
-    promotes, stores and writes behind as it always does, over tiers without bytes that take no time: what a request
-    stores is in every tier before the next one comes. `policy` orders G2; deeper tiers keep to (last use, -depth).
+    `g1` is the engine's, with leaf-first LRU; the manager owns the rest (and a single tier, whatever its name). It
+    looks up, plans, promotes, stores and writes behind over tiers without bytes that take no time: a request's blocks
+    are in every tier before the next request. `policy` orders G2; lower tiers evict by (last use, -depth).
     """
     return asyncio.run(_Stack(trace, policy, levels, admit).run(terms))
 
@@ -214,7 +213,7 @@ class _Stack:
         return Split(references, MappingProxyType(shares), MappingProxyType(dict(self._written)), spent, cpu)
 
     async def _serve(self, chain: Sequence[BlockKey], terms: Terms) -> None:
-        """As a connector does: what G1 has, what the manager can bring, compute the rest, store it."""
+        """As a connector does: take G1's blocks, let the manager promote more, compute the rest, store it."""
         manager, deadline = self._manager, self._clock.now + STEP_S
         start = self._pool.prefix(chain, self._clock.now) if self._pool is not None else 0
         lease = manager.pin(chain, start)
@@ -224,14 +223,14 @@ class _Stack:
         self._served.update(self._nearest if name == manager.host.name else name for name in lease.tiers)
         if self._pool is not None:
             self._served["g1"] += start
-            self._written["g1"] += _bring(self._pool, chain, start, terms, self._clock.now)
-        await manager.flush(deadline)  # uses reach the lower tiers before what is stored makes room there
+            self._written["g1"] += _fill(self._pool, chain, start, terms, self._clock.now)
+        await manager.flush(deadline)  # uses reach the lower tiers before stored blocks evict there
         await self._store(chain, start + len(lease), terms, deadline)
         lease.release()
         manager.host.train()
 
     async def _store(self, chain: Sequence[BlockKey], start: int, terms: Terms, deadline: float) -> None:
-        """Head first, as far as slots go that nothing on its way down holds."""
+        """Head first, as far as there are slots."""
         manager, ours = self._manager, set(chain)
         while start < len(chain):
             slots, reached = manager.reserve(chain, start, len(chain), terms, ours.__contains__)
@@ -243,8 +242,8 @@ class _Stack:
             start = reached
 
 
-def _bring(pool: HostTier, chain: Sequence[BlockKey], have: int, terms: Terms, now: float) -> int:
-    """Renew what G1 has of a chain, take in what it lacks; gives the blocks taken in."""
+def _fill(pool: HostTier, chain: Sequence[BlockKey], have: int, terms: Terms, now: float) -> int:
+    """Renew the blocks of a chain in G1 and add the missing ones; returns how many were added."""
     pool.reference(chain, have, now)
     life, written = Lifetime.of(terms, now), 0
     ends = life.ends(Depth.G1)
@@ -266,40 +265,42 @@ def _bring(pool: HostTier, chain: Sequence[BlockKey], have: int, terms: Terms, n
 
 @dataclass(frozen=True, slots=True)
 class PolicyCost:
-    """CPU microseconds per block reference: on the request's path (reference, victim, insert, remove), and off it."""
+    """CPU microseconds per block reference: on the request's path (all verbs but `train`), and in `train`."""
 
     path_us: float
-    learn_us: float
+    train_us: float
     references: int
 
 
 def policy_cost(trace: Trace, policy: Policy, capacity: int) -> PolicyCost:
-    """What a policy costs with keys as an engine has them, 48 bytes each. Only its own verbs are timed."""
+    """CPU time of a policy with keys of 48 bytes, as an engine's. Only the policy's own calls are timed."""
     names = keys_of(trace)
     resident: set[BlockKey] = set()
-    path = learn = 0
+    path = train = 0
     clock = time.thread_time_ns
     for request in trace.requests:
         chain = [names[block] for block in request.blocks]
         hit = _resident(chain, resident)
         began = clock()
-        _refer(policy, chain, hit, request.at, resident, capacity)
+        _reference(policy, chain, hit, request.at, resident, capacity)
         ended = clock()
         policy.train()
         path += ended - began
-        learn += clock() - ended
-    return PolicyCost(path / trace.references / 1000, learn / trace.references / 1000, trace.references)
+        train += clock() - ended
+    return PolicyCost(path / trace.references / 1000, train / trace.references / 1000, trace.references)
 
 
 def drive(trace: Trace, policy: Policy, capacity: int) -> int:
-    """Prefix hits of a policy alone, without manager, slots or terms: what comparing many of them can afford."""
-    chains = cast("Sequence[list[BlockKey]]", [request.blocks for request in trace.requests])  # any hashable name does
+    """Prefix hits of a policy alone, without manager, slots or terms: fast enough to compare many."""
+    chains = cast(
+        "Sequence[list[BlockKey]]", [request.blocks for request in trace.requests]
+    )  # any hashable key will do
     resident: set[BlockKey] = set()
     hits = 0
     for request, chain in zip(trace.requests, chains, strict=True):
         hit = _resident(chain, resident)
         hits += hit
-        _refer(policy, chain, hit, request.at, resident, capacity)
+        _reference(policy, chain, hit, request.at, resident, capacity)
         policy.train()
     policy.check(resident)
     return hits
@@ -313,10 +314,10 @@ def _resident(chain: Sequence[BlockKey], resident: set[BlockKey]) -> int:
     return hit
 
 
-def _refer(
+def _reference(
     policy: Policy, chain: Sequence[BlockKey], hit: int, now: float, resident: set[BlockKey], capacity: int
 ) -> None:
-    """One request before a policy: all of it referenced, what it lacks taken in as far as the policy makes room."""
+    """One request to a policy: reference all of it, insert missing blocks as far as the policy names victims."""
     policy.reference(chain, hit, now)
     for key in chain[hit:]:
         if key in resident:

@@ -67,7 +67,7 @@ class Trace:
     def squeezed(self, span_s: float, seed: int) -> Trace:
         """The same sessions with their starts drawn anew, uniformly over `span_s`: more of them live at once.
 
-        Pauses inside a session stay what they were. Requests that belong to no session are a session each.
+        Pauses inside a session do not change. A request without a session is a session of its own.
         """
         rng = random.Random(seed)
         starts: dict[int, float] = {}
@@ -131,7 +131,7 @@ class _Names:
         return self._dense.setdefault(name, len(self._dense))
 
     def chain(self, parts: Sequence[Any], root: Any = None) -> list[int]:
-        """Names of blocks that are told apart only together with what came before them."""
+        """Names of blocks that are distinct only together with the blocks before them."""
         out: list[int] = []
         parent: Any = root
         for part in parts:
@@ -171,7 +171,7 @@ def _load_claude(path: Path) -> Trace:
     except InvalidRequest:
         raise
     except (OSError, EOFError, ValueError, BadZipFile) as wrong:
-        why = wrong if is_zipfile(path) else "it is no .npz archive"  # NumPy takes all else for a pickle, and says so
+        why = wrong if is_zipfile(path) else "it is no .npz archive"  # NumPy reports any other file as a pickle
         raise InvalidRequest(f"{path}: not a trace of arrays: {why}") from None
     for name, array in (("session", session), ("input_tokens", given), ("output_tokens", made)):
         if len(array) != len(t):

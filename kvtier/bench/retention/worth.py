@@ -1,7 +1,7 @@
-"""What a stack of tiers is worth on a trace: hits over the day, time to first token, SSD wear, break-even, cost.
+"""The value of a stack of tiers on a trace: hits over the day, time to first token, SSD wear, break-even, cost.
 
 Hits are exact for leaf-first LRU in every tier with write-through (`curves.py`). Times and money are
-modelled from the rates and prices given here, which are assumptions to be replaced by one's own:
+modelled from the rates and prices below; replace these assumptions by your own:
 
     time to first token = latency + Σ bytes per tier below G1 / its bandwidth + missing tokens / prefill rate
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from kvtier.bench.retention.charts import duration
 from kvtier.bench.retention.curves import Reuse, TtlCurve
 from kvtier.bench.retention.shapes import CacheShape
 from kvtier.bench.retention.traces import Trace
@@ -39,12 +40,12 @@ class PricedTier:
 
 SPEEDS_GB_S: Mapping[str, float] = {"g1": 2000.0, "g2": 50.0, "g3": 6.0, "g4": 1.5}
 PRICES: Mapping[str, float] = {"g1": 0.0, "g2": 2.0, "g3": 0.08, "g4": 0.023}
-"""$ per GB and month: RAM and SSD over three years of use, object storage as listed by large clouds. G1 is there."""
+"""$ per GB and month: RAM and SSD over three years of use, object storage at list prices. G1 costs nothing extra."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Everything in a result that the trace does not say."""
+    """Inputs of a result that are not in the trace."""
 
     shape: CacheShape
     gpu_hour: float = 3.0  # $
@@ -67,14 +68,32 @@ class Worth:
     ttl_points: tuple[tuple[float, float], ...]  # (seconds, prefill left in percent), unbounded capacity
     percent: Mapping[str, float]  # by tier
     hours: tuple[Mapping[str, float], ...]  # by tier, of each hour's references
-    gaps: tuple[Mapping[str, Any], ...]
+    gaps: Mapping[str, Mapping[str, float]]  # by the pause before a request: how many, and their times to first token
     ssd: Mapping[str, float] = field(default_factory=dict)
-    break_even: tuple[Mapping[str, float | str], ...] = ()
+    break_even: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by tier
     cost: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def prefill_left_percent(self) -> float:
         return 100 - sum(self.percent.values())
+
+    def summary(self) -> dict[str, Any]:
+        """For tables and JSON, rounded. Pure."""
+        return {
+            "prefill_left_percent_kept_for": {duration(ttl): round(left, 3) for ttl, left in self.ttl_points},
+            "served_percent": _rounded(self.percent),
+            "first_token_s_after_pause": _rounded(self.gaps),
+            "ssd": _rounded(self.ssd),
+            "break_even": _rounded(self.break_even),
+            "cost_per_month": _rounded(self.cost),
+            "hours": [_rounded(hour) for hour in self.hours],
+        }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def appraise(
@@ -101,7 +120,7 @@ def appraise(
         hours=_hours(trace, stores, by_tier, asked),
         gaps=_gaps(trace, stores, by_tier, asked, given),
         ssd=_ssd(trace, stores, missed_blocks * block_bytes, given),
-        break_even=tuple(_break_even(store, given) for store in stores),
+        break_even={store.name: _break_even(store, given) for store in stores},
         cost=_cost(trace, stores, reached[0].sum(), total.sum(), given),
     )
 
@@ -143,7 +162,7 @@ def _gaps(
     by_tier: Sequence[NDArray[np.float64]],
     asked: NDArray[np.float64],
     given: Assumptions,
-) -> tuple[Mapping[str, Any], ...]:
+) -> dict[str, dict[str, float]]:
     """Requests by the time since the blocks they go on from were used last; times to first token of each class."""
     import numpy as np
 
@@ -157,7 +176,7 @@ def _gaps(
     block_bytes = trace.block_tokens * given.shape.bytes_per_token
     rate, latency = given.shape.prefill_tokens_s, given.latency_s
     loads = sum(
-        # What is in G1 is where it is needed.
+        # Blocks in G1 need no load.
         (p * block_bytes / (s.read_gb_s * 1e9) for s, p in zip(stores, by_tier, strict=True) if s.name != "g1"),
         start=np.zeros(len(asked)),
     )
@@ -165,28 +184,21 @@ def _gaps(
     served = np.sum(by_tier, axis=0) * trace.block_tokens
     with_all = latency + loads + (tokens - served) / rate
     with_g1 = latency + (tokens - by_tier[0] * trace.block_tokens) / rate
-    out = []
+    out = {}
     for (low, high), name in zip(GAPS_S, GAP_NAMES, strict=True):
         these = (idle >= low) & (idle < high)
         if these.any():
-            out.append(
-                {
-                    "gap": name,
-                    "requests": int(these.sum()),
-                    "reused_tokens_mean": float(served[these].mean()),
-                    "ttft_p10_s": float(np.quantile(with_all[these], 0.1)),
-                    "ttft_p50_s": float(np.quantile(with_all[these], 0.5)),
-                    "ttft_p90_s": float(np.quantile(with_all[these], 0.9)),
-                    "without_p10_s": float(np.quantile(with_g1[these], 0.1)),
-                    "without_p50_s": float(np.quantile(with_g1[these], 0.5)),
-                    "without_p90_s": float(np.quantile(with_g1[these], 0.9)),
-                }
-            )
-    return tuple(out)
+            out[name] = {
+                "requests": int(these.sum()),
+                "reused_tokens_mean": float(served[these].mean()),
+                **{f"ttft_p{n}_s": float(np.quantile(with_all[these], n / 100)) for n in (10, 50, 90)},
+                **{f"without_p{n}_s": float(np.quantile(with_g1[these], n / 100)) for n in (10, 50, 90)},
+            }
+    return out
 
 
 def _ssd(trace: Trace, stores: Sequence[PricedTier], written_bytes: float, given: Assumptions) -> dict[str, float]:
-    """Every block that no tier has is written once, on creation."""
+    """Every block that no tier holds is written once, on creation."""
     disk = next((store for store in stores if store.name == "g3"), None)
     if disk is None:
         return {}
@@ -200,10 +212,10 @@ def _ssd(trace: Trace, stores: Sequence[PricedTier], written_bytes: float, given
     }
 
 
-def _break_even(store: PricedTier, given: Assumptions) -> dict[str, float | str]:
-    """A tier pays if it delivers faster than the engine computes."""
+def _break_even(store: PricedTier, given: Assumptions) -> dict[str, float]:
+    """A tier pays off if it delivers faster than the engine computes."""
     needed = given.shape.bytes_per_token * given.shape.prefill_tokens_s / 1e9
-    return {"tier": store.name, "needed_gb_s": needed, "read_gb_s": store.read_gb_s, "factor": store.read_gb_s / needed}
+    return {"needed_gb_s": needed, "read_gb_s": store.read_gb_s, "factor": store.read_gb_s / needed}
 
 
 def _cost(

@@ -1,4 +1,4 @@
-"""What a bucket of many strides costs: looking a prompt up, learning of others' strides, requests and their price."""
+"""A bucket of many strides: look-up time, time to read other replicas' deltas, requests and their price."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIKE_BYTES = 2 << 20
 WARM_TURNS = 200
 COLD_TURNS = 5
 DELAY_S = 0.25
-"""Added to every request to count round trips: long against what the server itself takes."""
+"""Added to every request to count round trips: long against the server's own time."""
 
 _DEADLINE_S = 600.0
 
@@ -38,8 +38,8 @@ _DEADLINE_S = 600.0
 def lookups(place: Place, strides: int) -> dict[str, Any]:
     """Fill a bucket with `strides` real objects of tiny blocks and look a prompt of 512 blocks up in it.
 
-    `learn`: a second replica takes in the first one's deltas. `warm`: by its index alone. `cold`: by a replica that
-    knows nothing, requests and round trips counted. Leaves the objects where they are.
+    `learn`: a second replica reads the first one's deltas. `warm`: by its index alone. `cold`: by a replica with an
+    empty index, requests and round trips counted. Leaves the objects in the bucket.
     """
     return asyncio.run(_lookups(place, strides))
 
@@ -72,7 +72,7 @@ async def _lookups(place: Place, strides: int) -> dict[str, Any]:
             "requests": summary([turn["requests"] for turn in cold]),
             "round_trips": await _round_trips(place, namespace, prompt),
         },
-        **await _learnt(place, namespace, prompt, chains * per_chain),
+        **await _by_index(place, namespace, prompt, chains * per_chain),
     }
 
 
@@ -96,7 +96,7 @@ async def _cold(place: Place, namespace: Namespace, prompt: Any) -> dict[str, fl
 
 
 async def _round_trips(place: Place, namespace: Namespace, prompt: Any) -> float:
-    """How many times DELAY_S a cold look-up takes when every request takes so much longer."""
+    """Time of a cold look-up in units of DELAY_S, which is added to every request."""
     tier = await _opened(place, namespace)
     _delayed(tier, DELAY_S)
     began = time.perf_counter()
@@ -107,25 +107,25 @@ async def _round_trips(place: Place, namespace: Namespace, prompt: Any) -> float
     return round(took / DELAY_S, 2)
 
 
-async def _learnt(place: Place, namespace: Namespace, prompt: Any, strides: int) -> dict[str, Any]:
+async def _by_index(place: Place, namespace: Namespace, prompt: Any, strides: int) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tier = await _opened(place, namespace)
     clock = SystemClock()
     deadline = clock.monotonic() + _DEADLINE_S
     began = time.perf_counter()
-    nobody = chain_of(namespace, STRIDE, seed=strides)
+    unknown = chain_of(namespace, STRIDE, seed=strides)
     late_ms = []
     while tier.counters()["learnt_units"] < strides and clock.monotonic() < deadline:
-        asked = time.perf_counter()
-        await tier.lookup(nobody, [0], clock.monotonic() + 0.2)
-        late_ms.append(1000 * (time.perf_counter() - asked))
+        started = time.perf_counter()
+        await tier.lookup(unknown, [0], clock.monotonic() + 0.2)
+        late_ms.append(1000 * (time.perf_counter() - started))
         await asyncio.sleep(0.1)
     learnt_s = time.perf_counter() - began
     warm_ms = []
     for _ in range(WARM_TURNS):
-        asked = time.perf_counter()
+        started = time.perf_counter()
         found = await tier.lookup(prompt, range(len(prompt)), clock.monotonic() + 1)
-        warm_ms.append(1000 * (time.perf_counter() - asked))
+        warm_ms.append(1000 * (time.perf_counter() - started))
         assert found == [None] * len(prompt)
     out = {
         "learn": {

@@ -7,8 +7,8 @@
     synced  raw writes that are as durable as puts: a sync per batch, IN_FLIGHT batches at a time
 
 The first fill, which allocates, is a figure of its own. Latency is that of one block at a time, without writes and
-beside puts that follow one another without a pause. How much CPU time the kernel takes to move the bytes shows in
-`raw`; what the digest takes is a figure of its own.
+beside continuous puts. `raw` shows the CPU time that the kernel takes to move the bytes; the digest has a figure of its
+own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One way through all blocks."""
+    """One pass over all blocks."""
 
     bytes_per_s: float
     cpu_s_per_gb: float
@@ -63,7 +63,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Gets:
-    """Single gets, one after another, and how fast was written beside them."""
+    """Single gets, one after another, and the rate of writes beside them."""
 
     milliseconds: Sequence[float]
     written_bytes_per_s: float
@@ -94,7 +94,7 @@ class Bench:
             end = min(len(self.arena), start + len(noise))
             self.arena[start:end] = noise[: end - start]
         self._generation = 0
-        # Room for what a stream of writes reserves ahead, so that a whole generation is there after its put.
+        # Space for slots that a stream of writes reserves, so that a whole generation is there after its put.
         capacity = self.total_bytes + 2 * IN_FLIGHT * self.batch_blocks * block_bytes
         self.tier = DiskTier([folder / "g3"], capacity, self._namespace, clock=self._clock)
 
@@ -137,7 +137,7 @@ class Bench:
         return self.pass_of(time.perf_counter() - began, time.process_time() - cpu)
 
     def pass_of(self, seconds: float, cpu_s: float) -> Pass:
-        """What a way through all blocks took."""
+        """Figures of one pass."""
         return Pass(self.total_bytes / seconds, cpu_s / (self.total_bytes / 1e9))
 
     async def put(self) -> Pass:
@@ -267,7 +267,7 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
             passes["put"].append(await bench.put())
             passes["raw_read"].append(await loop.run_in_executor(None, bench.raw_read))
             passes["get"].append(await bench.get())
-            # Between the reads at full rate and the single ones, which a device's budget for reads would slow down.
+            # Between reads at full rate and single ones, which a device that limits its read rate would slow down.
             passes["synced_write"].append(await bench.synced_write())
             for name, many in gets.items():
                 many.append(await bench.single_gets(writing=name == "under_writes"))
@@ -309,7 +309,7 @@ def _ratio(passes: dict[str, list[Pass]], above: str, below: str) -> float:
 
 def measure(folder: Path, block_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
     """All figures for one block size. Writes total_bytes × (3.5 × rounds + 5) into `folder`, which must exist, and
-    needs room for total_bytes twice; leaves a store there, for the caller to delete. Blocks for minutes."""
+    needs twice total_bytes of space; leaves a store there, for the caller to delete. Blocks for minutes."""
     return asyncio.run(_rounds(Bench(folder, block_bytes, total_bytes), rounds))
 
 

@@ -1,7 +1,7 @@
-"""What naming, finding and making room cost per block, on prompts of 8,192 tokens in blocks of 16.
+"""CPU time per block of hashing, matching and the block pool, on prompts of 8,192 tokens in blocks of 16.
 
-Every figure is taken in turn with the others, round after round, beside a floor of the same run: a SHA-256 loop over
-ready-made buffers for hashing, a loop of dict look-ups for finding. Time is the thread's CPU time: none of it waits,
+All figures are taken in turn, round after round, beside a floor of the same run: a SHA-256 loop over ready-made
+buffers for hashing, a loop of dict look-ups for matching. Time is the thread's CPU time: none of it waits,
 and what else the machine does is not its cost.
 """
 
@@ -27,7 +27,7 @@ BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096
 POOL_PROMPTS = 8
 TARGETS_US = {"hash": 0.6, "match": 1.0, "pool": 2.0}
-"""What is promised, in microseconds per block."""
+"""Microseconds per block."""
 
 
 @dataclass(frozen=True, slots=True)

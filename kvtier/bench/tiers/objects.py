@@ -1,4 +1,4 @@
-"""What G4 costs over the library below it: throughput and CPU of reads on one S3 server.
+"""G4 against the library below it: throughput and CPU time of reads on one S3 server.
 
 All subjects of one round read the same objects, one after another, so that a slow minute hits all alike:
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -24,6 +26,7 @@ from kvtier.clock import SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.testing.payload import chain_of, sample_namespace, seal
+from kvtier.testing.servers import SeaweedFS
 from kvtier.tiers.objects.bucket.obstore import translated
 from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
 from kvtier.tiers.objects.frame import header_bytes_of
@@ -65,6 +68,18 @@ def emptied(place: Place) -> Iterator[Place]:
         yield place
     finally:
         asyncio.run(empty())
+
+
+@contextmanager
+def on_loopback(folder: Path | None = None) -> Iterator[Place]:
+    """A new bucket of a SeaweedFS that runs meanwhile, with its data in a temporary directory of `folder`."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=folder) as data:
+        server = SeaweedFS(Path(data))
+        server.start()
+        try:
+            yield Place(server.new_bucket(), server.options)
+        finally:
+            server.stop()
 
 
 def measure(place: Place, client: Literal["s3fs", "obstore"], rounds: int) -> dict[str, Any]:

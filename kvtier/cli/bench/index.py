@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvtier.bench.record import record, save
 from kvtier.bench.tiers.index import BLOCK_TOKENS, TARGETS_US, measure
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, console, deliver, write_table
 
 Tokens = Annotated[int, typer.Option("--tokens", min=BLOCK_TOKENS, max=1 << 20, help="Tokens per prompt.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, max=1000, help="Interleaved rounds; the median counts.")]
@@ -18,15 +16,16 @@ Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON r
 
 
 def index(tokens: Tokens = 8192, rounds: Rounds = 9, folder: Save = None, json: Json = False) -> None:
-    """Measure what naming, finding and making room cost per block, in microseconds."""
-    figures = measure(tokens, rounds)
-    results = {"unit": "microseconds of CPU time per block", "tokens": tokens, "targets": TARGETS_US, **figures}
-    entry = record("index", ["kvtier", *sys.argv[1:]], results)
-    if folder is not None:
-        save(entry, folder)
-    if json:
-        write_json(entry)
-        return
-    rows = [[name, f["median"], f["min"], f["max"], TARGETS_US.get(name, "")] for name, f in figures.items()]
+    """Measure hashing, matching and the block pool, in CPU microseconds per block."""
+    results = {"unit": "microseconds of CPU time per block", "tokens": tokens, "targets": TARGETS_US}
+    deliver("index", results | measure(tokens, rounds), _show, folder, as_json=json)
+
+
+def _show(results: dict[str, Any]) -> None:
+    rows = [
+        [name, f["median"], f["min"], f["max"], TARGETS_US.get(name, "")]
+        for name, f in results.items()
+        if isinstance(f, dict) and "median" in f
+    ]
     write_table(["CPU µs per block", "median", "min", "max", "at most"], rows)
-    console().print(f"{tokens} tokens, blocks of {BLOCK_TOKENS}; *_floor: the same work without kvtier")
+    console().print(f"{results['tokens']} tokens, blocks of {BLOCK_TOKENS}; *_floor: the same work without kvtier")

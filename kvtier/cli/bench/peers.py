@@ -1,4 +1,4 @@
-"""`kvtier bench peers`: what an engine still computes with kvtier, and with other caches."""
+"""`kvtier bench peers`: prompt tokens that an engine computes with kvtier, and with other caches."""
 
 from __future__ import annotations
 
@@ -13,69 +13,67 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.bench.peers import sglang as peers_sglang
+from kvtier.bench.peers import sglang as sglang_peers
 from kvtier.bench.peers import vllm as vllm_peers
-from kvtier.bench.peers.vllm import Setting, make_model, prompts_of, reusable, slice_of
-from kvtier.bench.record import record, save
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.bench.peers.contest import Contest
+from kvtier.bench.peers.prompts import PROMPT_BLOCKS_MAX, make_model, prompts_of, reusable, slice_of
+from kvtier.cli.output import Json, console, deliver, write_table
 from kvtier.errors import ConfigError
 
 _RESUMED_BLOCKS = 8
 
+Engine = Annotated[str, typer.Option(help="The engine: vllm or sglang.")]
+Trace = Annotated[Path | None, typer.Option(help="A trace to slice; none: the slice that comes with kvtier.")]
+Requests = Annotated[int, typer.Option(min=4, help="How many requests.")]
+Model = Annotated[Path | None, typer.Option(help="A checkpoint; none: a small random Llama.")]
+GpuBlocks = Annotated[int, typer.Option(min=80, help="Blocks of the engine's own pool.")]
+HostBlocks = Annotated[int, typer.Option(min=64, help="Blocks of host memory that every contender has.")]
+Again = Annotated[int, typer.Option(min=0, help="Requests that are repeated after a restart.")]
+Only = Annotated[str, typer.Option(help="Contenders, separated by commas; none: all of the engine's.")]
+LMCache = Annotated[Path | None, typer.Option(help="A Python interpreter that has vLLM and LMCache.")]
+SGLang = Annotated[Path | None, typer.Option(help="One that has SGLang; none: .venv-sglang here, or this one.")]
+Folder = Annotated[Path | None, typer.Option(help="Directory on the disk to use; none: the temporary one.")]
+Seed = Annotated[int, typer.Option(help="Random seed that selects conversations of --trace.")]
+Save = Annotated[Path | None, typer.Option("--save", help="Directory to write peers_ENGINE.json to.")]
+
 
 def peers(
-    engine: Annotated[str, typer.Option(help="The engine: vllm or sglang.")] = "vllm",
-    trace: Annotated[
-        Path | None, typer.Option(help="A trace to slice; none: the slice that comes with kvtier.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=4, help="How many requests.")] = 120,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint; none: a small random Llama.")] = None,
-    gpu_blocks: Annotated[int, typer.Option(min=80, help="Blocks of the engine's own pool.")] = 160,
-    host_blocks: Annotated[int, typer.Option(min=64, help="Blocks of host memory that every contender has.")] = 512,
-    again: Annotated[int, typer.Option(min=0, help="Requests asked once more after a restart.")] = 30,
-    only: Annotated[str, typer.Option(help="Contenders, separated by commas; none: all of the engine's.")] = "",
-    lmcache: Annotated[Path | None, typer.Option(help="A Python interpreter that has vLLM and LMCache.")] = None,
-    sglang: Annotated[
-        Path | None, typer.Option(help="A Python interpreter that has SGLang; none: .venv-sglang here, or this one.")
-    ] = None,
-    path: Annotated[Path | None, typer.Option(help="Directory on the disk to use; none: the temporary one.")] = None,
-    seed: Annotated[int, typer.Option(help="Which conversations of --trace.")] = 0,
-    folder: Annotated[Path | None, typer.Option("--save", help="Directory to write peers_ENGINE.json to.")] = None,
+    engine: Engine = "vllm", trace: Trace = None, requests: Requests = 120, model: Model = None,
+    gpu_blocks: GpuBlocks = 160, host_blocks: HostBlocks = 512, again: Again = 30, only: Only = "",
+    lmcache: LMCache = None, sglang: SGLang = None, path: Folder = None, seed: Seed = 0, folder: Save = None,
     json: Json = False,
-) -> None:
-    """Starts an engine per contender, and once more after a restart: minutes."""
+) -> None:  # fmt: skip
+    """Start an engine per contender, and once more after a restart: minutes."""
     if engine not in ("vllm", "sglang"):
         raise ConfigError(f"--engine {engine}: vllm and sglang can be compared")
-    known = vllm_peers.NAMES if engine == "vllm" else peers_sglang.NAMES
+    known = vllm_peers.NAMES if engine == "vllm" else sglang_peers.NAMES
     names = [name.strip() for name in only.split(",") if name.strip()] or list(known)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: no such contender; known: {', '.join(known)}")
-    blocks = slice_of(trace, requests, seed)
-    with tempfile.TemporaryDirectory(prefix="kvtier-peers-", dir=path) as temporary, _progress(json) as tell:
+    chains, load_before = slice_of(trace, requests, seed), os.getloadavg()
+    with tempfile.TemporaryDirectory(prefix="kvtier-peers-", dir=path) as temporary, _progress(json) as progress:
         where = Path(temporary)
-        setting = Setting(
+        contest = Contest(
             model=model if model is not None else make_model(where / "tiny-llama"),
-            prompts=prompts_of(blocks),
+            prompts=prompts_of(chains),
             gpu_blocks=gpu_blocks,
             host_blocks=host_blocks,
             folder=where,
-            again=min(again, len(blocks)),
+            again=min(again, len(chains)),
             lmcache=lmcache,
-            tell=tell,
+            progress=progress,
         )
-        load_before = os.getloadavg()
-        figures = (
-            vllm_peers.compare(setting, names)
-            if engine == "vllm"
-            else peers_sglang.compare(setting, _python_with_sglang(sglang), names)
-        )
-    reuse = reusable(blocks)
+        if engine == "vllm":
+            figures = vllm_peers.compare(contest, names)
+        else:
+            figures = sglang_peers.compare(contest, _python_with_sglang(sglang), names)
+    reuse, blocks = reusable(chains), sum(min(len(chain), PROMPT_BLOCKS_MAX) for chain in chains)
     results = {
         "slice": {
-            "requests": len(blocks),
+            "requests": len(chains),
             "source": "packaged" if trace is None else trace.name,
-            "blocks": sum(min(len(chain), 64) for chain in blocks),
-            "reusable_share": sum(reuse) / sum(min(len(chain), 64) for chain in blocks),
+            "blocks": blocks,
+            "reusable_share": sum(reuse) / blocks,
             "resumed": sum(found >= _RESUMED_BLOCKS for found in reuse),
         },
         "gpu_blocks": gpu_blocks,
@@ -84,20 +82,7 @@ def peers(
         "contenders": figures,
     }
     _resumed(results, reuse)
-    # Where things lie on this machine is nobody's business.
-    hidden = {
-        str(where): what
-        for where, what in ((lmcache, "PYTHON"), (sglang, "PYTHON"), (path, "DIR"), (folder, "DIR"))
-        if where
-    }
-    hidden |= {str(where): where.name for where in (trace, model) if where is not None}
-    entry = record(f"peers_{engine}", ["kvtier", *(hidden.get(word, word) for word in sys.argv[1:])], results)
-    if folder is not None:
-        save(entry, folder)
-    if json:
-        write_json(entry)
-    else:
-        _show(results)
+    deliver(f"peers_{engine}", results, _show, folder, as_json=json)
 
 
 def _python_with_sglang(given: Path | None) -> Path:

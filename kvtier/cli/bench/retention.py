@@ -1,71 +1,55 @@
-"""`kvtier bench retention`: what keeping KV for longer is worth on a trace."""
+"""`kvtier bench retention …`: what keeping KV for longer saves on a trace."""
 
 from __future__ import annotations
 
-import contextlib
+import json as jsonlib
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvtier.bench.record import record, save
-from kvtier.bench.retention.charts import duration
-from kvtier.bench.retention.curves import Reuse, TtlCurve
-from kvtier.bench.retention.replay import Replayed, Setup, replay
+from kvtier.bench.retention import compare as comparison
+from kvtier.bench.retention import replay as replaying
+from kvtier.bench.retention import simulate as simulation
+from kvtier.bench.retention.curves import Reuse
 from kvtier.bench.retention.report import write_report
 from kvtier.bench.retention.shapes import CacheShape, shape_of
-from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, TierLevel, capacity_of, simulate, simulate_stack
+from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, TierLevel
 from kvtier.bench.retention.traces import Trace, load_trace
-from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, Worth, appraise
+from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, appraise
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
 from kvtier.retention.terms import Terms
 from kvtier.tiers.host.arena import SLOT_ALIGN
 from kvtier.units import parse_duration, parse_size
 
-TracePath = Annotated[
-    Path,
-    typer.Option(
-        "--trace", help="Trace: .npz arrays, Mooncake, Bailian or prompt .jsonl, .txt, session .json or folder."
-    ),
-]
+TracePath = Annotated[Path, typer.Option("--trace", help="A trace in one of the formats that docs/policies.md lists.")]
 PolicyName = Annotated[str, typer.Option("--policy", help="lru, gapduel, arc, s3fifo or lru-freq.")]
-Fraction = Annotated[
-    float | None, typer.Option("--capacity-fraction", help="Capacity as a share of the trace's distinct blocks.")
-]
-Ttl = Annotated[
-    str | None, typer.Option("--ttl", help="Idle time in seconds, or as 10m, 24h; unbounded capacity unless given.")
-]
+CachePolicy = Annotated[str, typer.Option("--policy", help="auto, lru or gapduel.")]
+_FRACTION = typer.Option("--capacity-fraction", help="Capacity as a share of the trace's distinct blocks.")
+Fraction = Annotated[float | None, _FRACTION]
+Fractions = Annotated[list[float], _FRACTION]
+Ttl = Annotated[str | None, typer.Option("--ttl", help="Longest idle time: seconds, or 10m, 24h; none: unbounded.")]
 Tiers = Annotated[str | None, typer.Option("--tiers", help="Sizes of a stack, nearest first: 60GB,256GB,4TB.")]
-Model = Annotated[str, typer.Option("--model", help="Shape that sizes are reckoned with, see docs/policies.md.")]
-TokenBytes = Annotated[int | None, typer.Option("--bytes-per-token", help="Instead of a known shape.")]
+Model = Annotated[str, typer.Option("--model", help="Model shape that gives KV bytes per token, see docs/policies.md.")]
+TokenBytes = Annotated[int | None, typer.Option("--bytes-per-token", help="KV bytes per token; none: the shape's.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Only the first requests of the trace.")]
-Admission = Annotated[
-    bool, typer.Option("--admission", help="With --tiers: what writing less below G2 costs in hits and saves in bytes.")
-]
-Simulate = Annotated[bool, typer.Option("--simulate", help="Without bytes, in the time of the trace.")]
-Report = Annotated[Path | None, typer.Option("--report", help="Write an HTML report here, with PNG files beside it.")]
-Ttls = Annotated[str, typer.Option("--ttls", help="Replay: retentions to compare.")]
-Sample = Annotated[float, typer.Option("--sample", help="Replay: share of the sessions.")]
-Folder = Annotated[Path | None, typer.Option("--folder", help="Replay: where G3 lies; a temporary folder if absent.")]
-G2 = Annotated[
-    str | None, typer.Option("--g2", help="Replay: RAM; a twentieth of the sample's KV, or room for its four longest.")
-]
-G3 = Annotated[str | None, typer.Option("--g3", help="Replay: SSD; twice the sample's KV, a quarter of it above a G4.")]
-G4 = Annotated[
-    str | None,
-    typer.Option(
-        "--g4",
-        help="Replay: directory, beside G3; seaweedfs, a server started on loopback; or an fsspec URL. Off if absent.",
-    ),
-]
-Kill = Annotated[
-    bool, typer.Option("--kill/--no-kill", help="Replay: kill the process halfway and go on with another.")
-]
-
+Admission = Annotated[bool, typer.Option("--admission", help="With --tiers: try admission rules below G2 as well.")]
+Html = Annotated[Path, typer.Option("--html", help="Write the page here, with PNG files beside it.")]
+Replay = Annotated[Path | None, typer.Option("--replay", help="Include this record, a retention_replay.json.")]
+Ttls = Annotated[str, typer.Option("--ttls", help="Retentions to compare.")]
+Sample = Annotated[float, typer.Option("--sample", help="Share of the sessions.")]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Where G3 lies; none: a temporary folder.")]
+G2 = Annotated[str | None, typer.Option("--g2", help="RAM; none: 5 % of the sample's KV, at least 4 longest requests.")]
+G3 = Annotated[str | None, typer.Option("--g3", help="SSD; none: twice the sample's KV, a quarter of it above a G4.")]
+_G4_HELP = "directory (beside G3), seaweedfs (started on loopback) or an fsspec URL; none: off."
+G4 = Annotated[str | None, typer.Option("--g4", help=_G4_HELP)]
+Kill = Annotated[bool, typer.Option("--kill/--no-kill", help="Kill the process halfway and go on with another.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 
 REPLAY_BYTES_PER_TOKEN = 8
@@ -74,77 +58,97 @@ ADMISSIONS = (Admit(threshold=2), Admit(threshold=3), Admit(min_prefix=1024), Ad
 SEED = 3
 
 
-def retention(
-    trace: TracePath,
-    simulate: Simulate = False,
-    policy: PolicyName = "gapduel",
-    capacity_fraction: Fraction = None,
-    ttl: Ttl = None,
-    tiers: Tiers = None,
-    admission: Admission = False,
-    model: Model = "llama-3.1-8b",
-    bytes_per_token: TokenBytes = None,
-    limit: Limit = None,
-    report: Report = None,
-    ttls: Ttls = "10m,24h",
-    sample: Sample = 0.05,
-    folder: Folder = None,
-    g2: G2 = None,
-    g3: G3 = None,
-    g4: G4 = None,
-    kill: Kill = True,
-    folder_saved: Save = None,
-    json: Json = False,
-) -> None:
-    """Replay a trace and say what a cache of this size, policy and retention would have served.
-
-    With --simulate without bytes, in the trace's own time; otherwise with real ones through kvtier over RAM, SSD and,
-    if asked, object storage, KV scaled and every byte compared.
-    """
+def simulate(
+    trace: TracePath, policy: PolicyName = "gapduel", capacity_fraction: Fraction = None, ttl: Ttl = None,
+    tiers: Tiers = None, admission: Admission = False, model: Model = "llama-3.1-8b",
+    bytes_per_token: TokenBytes = None, limit: Limit = None, folder: Save = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Simulate a cache, or a stack of tiers, without bytes and in the trace's own time."""
     loaded = load_trace(trace, limit=limit)
-    head = {
-        "trace": loaded.name,
-        "format": loaded.format,
-        "requests": len(loaded.requests),
-        "references": loaded.references,
-        "unique_blocks": loaded.unique,
-        "block_tokens": loaded.block_tokens,
-    }
-    per_token = bytes_per_token or shape_of(model).bytes_per_token
-    replays: list[Replayed] = []
-    if not simulate:
-        part = loaded.sampled(sample, SEED) if sample < 1 else loaded
-        scale = bytes_per_token or REPLAY_BYTES_PER_TOKEN
-        sizes = _sizes(part, scale, g2, g3, above_g4=g4 is not None)
-        with tempfile.TemporaryDirectory(prefix="kvtier-", dir=folder) as place, _bucket(g4, Path(place)) as target:
-            setups = [
-                Setup(Path(place) / f"kept-{text.strip()}", _seconds(text.strip()), scale, *sizes, *target,
-                      policy=policy, kill=kill)
-                for text in ttls.split(",")
-            ]  # fmt: skip
-            replays = [replay(part, setup) for setup in setups]
-        results = {"sample": sample, **_told(part, replays)}
-        per_token = shape_of(model).bytes_per_token
-    elif tiers is not None:
-        results = _stack(loaded, policy, tiers, per_token, ttl, admission=admission)
-    elif report is not None and capacity_fraction is None and ttl is None:
-        results = {}
+    if tiers is None:
+        results = _single(loaded, policy, capacity_fraction, ttl)
     else:
+        results = _stack(loaded, policy, tiers, _shape(model, bytes_per_token), ttl, admission=admission)
+    _deliver("retention_simulated", loaded, results, folder, as_json=json)
+
+
+def replay(
+    trace: TracePath, policy: CachePolicy = "gapduel", ttls: Ttls = "10m,24h", sample: Sample = 0.05,
+    bytes_per_token: TokenBytes = REPLAY_BYTES_PER_TOKEN, folder: Folder = None, g2: G2 = None, g3: G3 = None,
+    g4: G4 = None, kill: Kill = True, limit: Limit = None, folder_saved: Save = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Replay a trace with real, scaled-down KV through RAM, SSD and, if asked, object storage; compare every byte."""
+    loaded = load_trace(trace, limit=limit)
+    results = _replay(loaded, policy, ttls, sample, bytes_per_token, folder, (g2, g3, g4), kill=kill)
+    _deliver("retention_replay", loaded, results, folder_saved, as_json=json)
+
+
+def report(
+    trace: TracePath, html: Html, replay: Replay = None, tiers: Tiers = REPORT_TIERS, ttl: Ttl = None,
+    model: Model = "llama-3.1-8b", bytes_per_token: TokenBytes = None, limit: Limit = None, folder: Save = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Write an HTML page on a stack of tiers over a trace: hits, time to first token, SSD wear and cost."""
+    loaded = load_trace(trace, limit=limit)
+    replayed = _read_replay(replay, loaded) if replay is not None else {}
+    results = _report(html, loaded, _shape(model, bytes_per_token), tiers, ttl, replayed)
+    _deliver("retention_report", loaded, results, folder, as_json=json)
+
+
+def compare(
+    trace: TracePath, capacity_fraction: Fractions = list(comparison.FRACTIONS),  # noqa: B006
+    limit: Limit = None, folder: Save = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Compare eviction policies at several capacities: percent of block references hit, and the offline optimum."""
+    loaded = load_trace(trace, limit=limit)
+    rows = comparison.compare(loaded, [_checked(fraction) for fraction in capacity_fraction])
+    results = {"percent_of_footprint": {f"{100 * fraction:g}": row for fraction, row in rows}}
+    _deliver("retention_compared", loaded, results, folder, as_json=json)
+
+
+def retention(
+    trace: TracePath, simulate: bool = False, policy: PolicyName = "gapduel", capacity_fraction: Fraction = None,
+    ttl: Ttl = None, tiers: Tiers = None, admission: Admission = False, model: Model = "llama-3.1-8b",
+    bytes_per_token: TokenBytes = None, limit: Limit = None, report: Path | None = None, ttls: Ttls = "10m,24h",
+    sample: Sample = 0.05, folder: Folder = None, g2: G2 = None, g3: G3 = None, g4: G4 = None, kill: Kill = True,
+    folder_saved: Save = None, json: Json = False,
+) -> None:  # fmt: skip
+    """The former command: a simulation or a replay, and a report with --report."""
+    loaded = load_trace(trace, limit=limit)
+    shape, results = _shape(model, bytes_per_token if simulate else None), dict[str, Any]()
+    if not simulate:
+        results = _replay(loaded, policy, ttls, sample, bytes_per_token, folder, (g2, g3, g4), kill=kill)
+    elif tiers is not None:
+        results = _stack(loaded, policy, tiers, shape, ttl, admission=admission)
+    elif report is None or capacity_fraction is not None or ttl is not None:
         results = _single(loaded, policy, capacity_fraction, ttl)
     if report is not None:
-        shape = CacheShape(model, per_token, shape_of(model).prefill_tokens_s)
-        seconds = float("inf") if ttl is None else _seconds(ttl)
-        results |= _report(report, loaded, shape, tiers or REPORT_TIERS, seconds, replays)
-    if folder_saved is not None:
-        kind = "retention_simulated" if simulate else "retention_replay"
-        save(record(kind, ["kvtier", *sys.argv[1:]], head | results), folder_saved)
-    if json:
-        write_json(head | results)
-    else:
-        worth = results.pop("worth", None)
-        write_table(["", loaded.name], _rows(head | results))
-        if worth is not None:
-            _show(worth)
+        results |= _report(report, loaded, shape, tiers or REPORT_TIERS, ttl, {} if simulate else results)
+    _deliver("retention_simulated" if simulate else "retention_replay", loaded, results, folder_saved, as_json=json)
+
+
+def _deliver(kind: str, trace: Trace, results: dict[str, Any], folder: Path | None, *, as_json: bool) -> None:
+    found: dict[str, Any] = {
+        "trace": trace.name,
+        "format": trace.format,
+        "requests": len(trace.requests),
+        "references": trace.references,
+        "unique_blocks": trace.unique,
+        "block_tokens": trace.block_tokens,
+    } | results
+    if folder is not None:
+        save(record(kind, ["kvtier", *sys.argv[1:]], found), folder)
+    if as_json:
+        write_json(found)
+        return
+    worth, compared = found.pop("worth", None), found.pop("percent_of_footprint", {})
+    write_table(["", trace.name], _rows(found))
+    if compared:
+        names = next(iter(compared.values()))
+        rows = [[name, *(row[name] for row in compared.values())] for name in names]
+        write_table(["capacity", *(f"{size} %" for size in compared)], rows)
+    if worth is not None:
+        _show(worth)
 
 
 def _show(worth: Mapping[str, Any]) -> None:
@@ -183,6 +187,111 @@ def _rows(results: dict[str, Any], above: str = "") -> list[tuple[str, object]]:
     return out
 
 
+def _shape(model: str, bytes_per_token: int | None) -> CacheShape:
+    known = shape_of(model)
+    return CacheShape(model, bytes_per_token or known.bytes_per_token, known.prefill_tokens_s)
+
+
+def _terms(ttl: str | None) -> Terms:
+    return FOREVER if ttl is None else Terms("ttl", ttl=_seconds(ttl))
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return parse_duration(text)
+
+
+def _checked(fraction: float) -> float:
+    if not 0 < fraction <= 1:
+        raise InvalidRequest(f"--capacity-fraction must lie above 0 and at most 1, got {fraction}")
+    return fraction
+
+
+def _single(trace: Trace, policy: str, fraction: float | None, ttl: str | None) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    capacity, terms = trace.unique, _terms(ttl)
+    if fraction is not None:
+        capacity = simulation.capacity_of(trace, _checked(fraction))
+        results = {"policy": policy, "capacity_fraction": fraction, "capacity_blocks": capacity}
+    elif ttl is None:
+        raise InvalidRequest("give --capacity-fraction, --ttl or --tiers")
+    outcome = simulation.simulate(trace, policy if fraction is not None else "lru", capacity, terms)
+    if ttl is not None:
+        results["ttl_s"] = terms.ttl
+    return results | {
+        "hit_percent": round(outcome.hit_percent, 6),
+        "prefill_left_percent": round(100 - outcome.hit_percent, 6),
+        "evictions": outcome.evictions,
+        "seconds": round(outcome.seconds, 2),
+        "cpu_seconds": round(outcome.cpu_seconds, 2),
+    }
+
+
+def _stack(
+    trace: Trace, policy: str, tiers: str, shape: CacheShape, ttl: str | None, *, admission: bool
+) -> dict[str, Any]:
+    sizes = [parse_size(part.strip()) for part in tiers.split(",")]
+    if not 1 <= len(sizes) <= 4:
+        raise InvalidRequest(f"--tiers: give one to four sizes, nearest first, got {len(sizes)}")
+    block_bytes = trace.block_tokens * shape.bytes_per_token
+    levels = [TierLevel(f"g{depth}", max(1, size // block_bytes)) for depth, size in enumerate(sizes, 1)]
+    tried = {
+        admit: simulation.simulate_stack(trace, policy, levels, _terms(ttl), admit)
+        for admit in (ALL, *(ADMISSIONS if admission else ()))
+    }
+    split = tried[ALL]
+
+    def gb(blocks: float) -> float:
+        return round(blocks * block_bytes / 1e9, 1)
+
+    return {
+        "policy": policy,
+        "bytes_per_token": shape.bytes_per_token,
+        "footprint_gb": gb(trace.unique),
+        "tiers": {
+            level.name: {
+                "gb": gb(level.blocks),
+                "hit_percent": round(split.hit_percent[level.name], 3),
+                "served_gb": gb(split.hit_percent[level.name] / 100 * split.references),
+                "written_gb": gb(split.written[level.name]),
+            }
+            for level in levels
+        },
+        "hit_percent": round(split.total_percent, 6),
+        "prefill_left_percent": round(100 - split.total_percent, 6),
+        "seconds": round(split.seconds, 2),
+        "cpu_seconds": round(split.cpu_seconds, 2),
+        "admission": None if not admission else {
+            str(admit): {
+                "hit_percent": round(found.total_percent, 3),
+                "written_below_g2_gb": gb(sum(blocks for name, blocks in found.written.items() if name > "g2")),
+            }
+            for admit, found in tried.items()
+        },
+    }  # fmt: skip
+
+
+def _replay(
+    trace: Trace, policy: str, ttls: str, sample: float, bytes_per_token: int | None, folder: Path | None,
+    given: tuple[str | None, str | None, str | None], *, kill: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """A replay per ttl, in figures. `given`: the sizes of G2 and G3, and G4, as the options give them."""
+    part = trace.sampled(sample, SEED) if sample < 1 else trace
+    scale, (g2, g3, g4) = bytes_per_token or REPLAY_BYTES_PER_TOKEN, given
+    sizes = _sizes(part, scale, g2, g3, above_g4=g4 is not None)
+    with tempfile.TemporaryDirectory(prefix="kvtier-", dir=folder) as place, _bucket(g4, Path(place)) as target:
+        setups = [
+            replaying.Setup(
+                Path(place) / f"kept-{ttl}", _seconds(ttl), scale, *sizes, *target, policy=policy, kill=kill
+            )
+            for ttl in map(str.strip, ttls.split(","))
+        ]
+        replays = [replaying.replay(part, setup) for setup in setups]
+    return {"sample": sample, **replaying.summary(part, replays)}
+
+
 def _sizes(trace: Trace, scale: int, g2: str | None, g3: str | None, *, above_g4: bool) -> tuple[int, int]:
     """Bytes of G2 and G3 for a replay: as given, or small enough that every tier below G2 has something to serve."""
     if not trace.requests:
@@ -195,161 +304,37 @@ def _sizes(trace: Trace, scale: int, g2: str | None, g3: str | None, *, above_g4
     return int(memory), int(disk)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _bucket(g4: str | None, folder: Path) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
     """URL and options of G4."""
-    if g4 == "directory":
-        yield (folder / "objects").as_uri(), {}
-        return
-    if g4 != "seaweedfs":
-        yield g4, {}
-        return
-    from kvtier.testing.servers import SeaweedFS
+    if g4 == "seaweedfs":
+        from kvtier.bench.tiers.objects import on_loopback
 
-    server = SeaweedFS(folder / "seaweedfs")
-    server.start()
+        with on_loopback(folder) as bucket:
+            yield f"{bucket.url}/replay", bucket.options
+    else:
+        yield (folder / "objects").as_uri() if g4 == "directory" else g4, {}
+
+
+def _read_replay(path: Path, trace: Trace) -> dict[str, Any]:
+    """The results in the record of a replay of `trace`. Raises InvalidRequest naming the file."""
     try:
-        yield f"{server.new_bucket()}/replay", server.options
-    finally:
-        server.stop()
-
-
-def _told(trace: Trace, replays: Sequence[Replayed]) -> dict[str, Any]:
-    first = replays[0].setup
-    out: dict[str, Any] = {
-        "references_replayed": replays[0].references,
-        "requests_replayed": len(replays[0].served),
-        "bytes_per_token": first.bytes_per_token,
-        "block_bytes": trace.block_tokens * first.bytes_per_token,
-        "kv_mb": round(trace.unique * trace.block_tokens * first.bytes_per_token / 1e6, 1),
-        "g2_mb": round(first.g2_bytes / 1e6, 1),
-        "g3_mb": round(first.g3_bytes / 1e6, 1),
-        "g4": first.g4_url and first.g4_url.partition("://")[0],
-    }
-    exact = TtlCurve(trace)
-    for done in replays:
-        loads = sorted(one.load_s * 1000 for one in done.served if one.tiers)
-        out[duration(done.setup.ttl).replace(" min", "m").replace(" ", "")] = {
-            "prefill_left_percent": round(done.prefill_left_percent, 3),
-            "unbounded_percent": round(exact.prefill_left_percent(done.setup.ttl), 3),
-            "tiers_percent": done.tier_percent,
-            "missed_percent": {why: round(100 * n / done.references, 3) for why, n in done.misses.items()},
-            "dropped_by_last_process": done.stats["requests"]["dropped"],
-            "gb_checked": round(done.bytes_checked / 1e9, 3),
-            "wrong_bytes": 0,
-            "killed_before_request": done.killed_at,
-            "files_under_o_direct": done.stats["direct_files"],
-            "load_p50_ms": round(loads[len(loads) // 2], 3) if loads else None,
-            "load_p99_ms": round(loads[int(len(loads) * 0.99)], 3) if loads else None,
-            "seconds": round(done.seconds, 1),
-        }
-    if len(replays) > 1:
-        out["prefill_ratio"] = round(replays[-1].prefill_left_percent / replays[0].prefill_left_percent, 4)
-    return out
+        results = dict(jsonlib.loads(path.read_text())["results"])
+        if results["trace"] != trace.name or "references_replayed" not in results:
+            raise ValueError(f"it holds another result, of {results['trace']}")
+    except (OSError, ValueError, KeyError, TypeError) as wrong:
+        raise InvalidRequest(f"{path} is not the record of a replay of {trace.name}: {wrong}") from wrong
+    return results
 
 
 def _report(
-    path: Path, trace: Trace, shape: CacheShape, tiers: str, ttl: float, replays: Sequence[Replayed]
+    path: Path, trace: Trace, shape: CacheShape, tiers: str | None, ttl: str | None, replayed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    sizes = [parse_size(part.strip()) for part in tiers.split(",")]
+    sizes = [parse_size(part.strip()) for part in (tiers or REPORT_TIERS).split(",")]
     stores = [
         PricedTier(name, size, SPEEDS_GB_S[name], PRICES[name]) for name, size in zip(SPEEDS_GB_S, sizes, strict=False)
     ]
-    worth = appraise(trace, Reuse(trace), stores, Assumptions(shape), ttl)
-    origin = record("retention", ["kvtier", *sys.argv[1:]], {})
-    written = write_report(path, worth, origin, replays)
-    return {"worth": _summary(worth), "report": [str(part) for part in written]}
-
-
-def _summary(worth: Worth) -> dict[str, Any]:
-    """The report's figures, for the terminal and as JSON."""
-
-    def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
-
-    return {
-        "prefill_left_percent_kept_for": {duration(ttl): round(left, 3) for ttl, left in worth.ttl_points},
-        "served_percent": rounded(worth.percent),
-        "first_token_s_after_pause": {
-            gap["gap"]: rounded({k: v for k, v in gap.items() if k != "gap"}) for gap in worth.gaps
-        },
-        "ssd": rounded(worth.ssd),
-        "break_even": {
-            str(tier["tier"]): rounded({k: v for k, v in tier.items() if k != "tier"}) for tier in worth.break_even
-        },
-        "cost_per_month": rounded(worth.cost),
-        "hours": [rounded(hour) for hour in worth.hours],
-    }
-
-
-def _single(trace: Trace, policy: str, fraction: float | None, ttl: str | None) -> dict[str, Any]:
-    if fraction is not None and not 0 < fraction <= 1:
-        raise InvalidRequest(f"--capacity-fraction must lie above 0 and at most 1, got {fraction}")
-    if fraction is None and ttl is None:
-        raise InvalidRequest("give --capacity-fraction, --ttl or --tiers")
-    terms = FOREVER if ttl is None else Terms("ttl", ttl=_seconds(ttl))
-    capacity = trace.unique if fraction is None else capacity_of(trace, fraction)
-    outcome = simulate(trace, policy if fraction is not None else "lru", capacity, terms)
-    results: dict[str, Any] = {"policy": policy, "capacity_fraction": fraction, "capacity_blocks": capacity}
-    if fraction is None:
-        results = {}
-    if ttl is not None:
-        results["ttl_s"] = terms.ttl
-    return results | {
-        "hit_percent": round(outcome.hit_percent, 6),
-        "prefill_left_percent": round(100 - outcome.hit_percent, 6),
-        "evictions": outcome.evictions,
-        "seconds": round(outcome.seconds, 2),
-        "cpu_seconds": round(outcome.cpu_seconds, 2),
-    }
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return parse_duration(text)
-
-
-def _stack(
-    trace: Trace, policy: str, text: str, bytes_per_token: int, ttl: str | None, *, admission: bool
-) -> dict[str, Any]:
-    sizes = [parse_size(part.strip()) for part in text.split(",")]
-    if not 1 <= len(sizes) <= 4:
-        raise InvalidRequest(f"--tiers: give one to four sizes, nearest first, got {len(sizes)}")
-    block_bytes = trace.block_tokens * bytes_per_token
-    levels = [TierLevel(f"g{depth}", max(1, size // block_bytes)) for depth, size in enumerate(sizes, 1)]
-    terms = FOREVER if ttl is None else Terms("ttl", ttl=_seconds(ttl))
-    split = simulate_stack(trace, policy, levels, terms)
-    tried = {ALL: split}
-    if admission:
-        tried |= {admit: simulate_stack(trace, policy, levels, terms, admit) for admit in ADMISSIONS}
-    return {
-        "policy": policy,
-        "bytes_per_token": bytes_per_token,
-        "footprint_gb": round(trace.unique * block_bytes / 1e9, 1),
-        "tiers": {
-            level.name: {
-                "gb": round(level.blocks * block_bytes / 1e9, 1),
-                "hit_percent": round(split.hit_percent[level.name], 3),
-                "served_gb": round(split.hit_percent[level.name] / 100 * split.references * block_bytes / 1e9, 1),
-                "written_gb": round(split.written[level.name] * block_bytes / 1e9, 1),
-            }
-            for level in levels
-        },
-        "hit_percent": round(split.total_percent, 6),
-        "prefill_left_percent": round(100 - split.total_percent, 6),
-        "seconds": round(split.seconds, 2),
-        "cpu_seconds": round(split.cpu_seconds, 2),
-        "admission": {
-            str(admit): {
-                "hit_percent": round(found.total_percent, 3),
-                "written_below_g2_gb": round(
-                    sum(found.written[level.name] for level in levels if level.name > "g2") * block_bytes / 1e9, 1
-                ),
-            }
-            for admit, found in tried.items()
-        }
-        if admission
-        else None,
-    }
+    seconds = float("inf") if ttl is None else _seconds(ttl)
+    worth = appraise(trace, Reuse(trace), stores, Assumptions(shape), seconds)
+    written = write_report(path, worth, record("retention", ["kvtier", *sys.argv[1:]], {}), replayed)
+    return {"worth": worth.summary(), "report": [str(part) for part in written]}

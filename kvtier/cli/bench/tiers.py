@@ -1,11 +1,10 @@
-"""`kvtier bench tiers`."""
+"""`kvtier bench tiers`: a tier beside the library it uses and the bare device, in one run."""
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,8 +12,7 @@ from uuid import uuid4
 
 import typer
 
-from kvtier.bench.record import record, save
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, console, deliver, write_table
 from kvtier.config import G4, Config
 from kvtier.errors import ConfigError
 from kvtier.units import parse_size
@@ -22,17 +20,17 @@ from kvtier.units import parse_size
 if TYPE_CHECKING:
     from kvtier.bench.tiers.objects import Place
 
+RESTART_BLOCKS = 1_000_000
+
 Tier = Annotated[str, typer.Option("--tier", help="g2: host RAM; g3: local disk; g4: object storage.")]
 File = Annotated[
-    Path | None, typer.Option("--config", help="Measure on its tiers; default: a server started on loopback.")
+    Path | None, typer.Option("--config", help="g4: use the bucket in this file; none: a server on loopback.")
 ]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, max=100, help="Interleaved rounds; the median counts.")]
 Part = Annotated[
     str, typer.Option("--part", help="g4: reads (throughput, CPU) or bucket (look-ups, requests, prices).")
 ]
-Strides = Annotated[
-    int, typer.Option("--strides", min=32, help="g4: objects that the bucket is filled with for look-ups.")
-]
+Strides = Annotated[int, typer.Option("--strides", min=32, help="g4: objects in the bucket during look-ups.")]
 Folder = Annotated[Path, typer.Option("--path", help="g3: a directory on the disk to measure.")]
 Size = Annotated[str, typer.Option("--size", help="g3: bytes per pass; twice that must be free.")]
 Blocks = Annotated[list[str], typer.Option("--block", help="g2, g3: block size; may be given several times.")]
@@ -46,28 +44,95 @@ def tiers(
     block: Blocks = ["2MiB"], restart: Restart = False,  # noqa: B006 (typer's way to have a default)
     folder: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
-    """Measure a tier beside the library it stands on and beside no library at all, in the same run."""
-    if tier == "g3":
-        from kvtier.cli.bench.disk import disk_results, show_disk
-
-        _deliver("tiers_g3", disk_results(path, size, block, rounds, restart), show_disk, folder, as_json=json)
-        return
-    if tier == "g2":
-        _deliver("tiers_g2", _host(block, rounds), _show_host, folder, as_json=json)
-        return
-    if tier != "g4":
+    """Benchmark a tier against the library it uses and against no library at all, in the same run."""
+    if tier not in ("g2", "g3", "g4"):
         raise ConfigError(f"--tier is {tier!r}: this command measures g2, g3 and g4")
-    if part not in ("reads", "bucket"):
+    if tier == "g4" and part not in ("reads", "bucket"):
         raise ConfigError(f"--part is {part!r}: write reads or bucket")
-    g4 = Config.load(config).tiers.g4 if config is not None else None
-    with _place(g4) as place:
-        server = "SeaweedFS on loopback, same machine" if g4 is None else "as configured"
-        found: dict[str, Any] = {"load_average_before": os.getloadavg(), "server": server}
-        if part == "reads":
-            _deliver("tiers_g4", found | _reads(place, rounds), _show_reads, folder, as_json=json)
-        else:
-            found |= _bucket(place, strides, g4 or G4(url=place.url))
-            _deliver("tiers_g4_bucket", found, _show_bucket, folder, as_json=json)
+    found: dict[str, Any] = {"load_average_before": os.getloadavg()}
+    if tier == "g2":
+        deliver("tiers_g2", found | _host(block, rounds), _show_host, folder, as_json=json)
+    elif tier == "g3":
+        deliver("tiers_g3", found | _disk(path, size, block, rounds, restart), _show_disk, folder, as_json=json)
+    else:
+        g4 = Config.load(config).tiers.g4 if config is not None else None
+        found["server"] = "SeaweedFS on loopback, same machine" if g4 is None else "as configured"
+        with _place(g4) as place:
+            if part == "reads":
+                deliver("tiers_g4", found | _reads(place, rounds), _show_reads, folder, as_json=json)
+            else:
+                found |= _bucket(place, strides, g4 or G4(url=place.url))
+                deliver("tiers_g4_bucket", found, _show_bucket, folder, as_json=json)
+
+
+def _host(blocks: list[str], rounds: int) -> dict[str, Any]:
+    from kvtier.bench.tiers import host
+
+    return {
+        "target_ratio": host.TARGET_RATIO,
+        "blocks": {text: host.measure(parse_size(text), rounds=rounds) for text in blocks},
+    }
+
+
+def _show_host(results: dict[str, Any]) -> None:
+    rows = [
+        [text, verb, _two(f[verb]["median"] / 1e9), _two(f[f"copy_{verb}"]["median"] / 1e9), _two(f[ratio]["median"])]
+        for text, f in results["blocks"].items()
+        for verb, ratio in (("put", "put_ratio"), ("get", "get_ratio"))
+    ]
+    write_table(["block", "", "GB/s", "plain copy", f"ratio (≥ {results['target_ratio']})"], rows, title="G2")
+
+
+def _disk(path: Path, size: str, blocks: Sequence[str], rounds: int, restart: bool) -> dict[str, Any]:
+    """Figures for each block size, and for a restart. Writes many times `size` below `path`, and deletes it."""
+    from kvtier.bench.tiers import disk
+
+    total = parse_size(size)
+    results: dict[str, Any] = {"total_bytes": total, "targets": disk.TARGETS, "blocks": {}}
+    for text in blocks:
+        with _folder(path) as folder:
+            results["blocks"][text] = disk.measure(folder, parse_size(text), total, rounds)
+    if restart:
+        with _folder(path) as folder:
+            results["restart"] = disk.measure_restart(folder, RESTART_BLOCKS)
+    return results
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=path, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(f"--path {path}: {error.strerror}; give a directory on the disk to measure") from None
+    with folder as name:
+        yield Path(name)
+
+
+def _show_disk(results: dict[str, Any]) -> None:
+    rows = []
+    for label, figures in results["blocks"].items():
+        for name in ("raw_write", "synced_write", "put", "raw_read", "get"):
+            speed, cpu = figures[name]["gb_per_s"], figures[name]["cpu_s_per_gb"]
+            rows.append([label, name, *(_two(speed[of]) for of in ("median", "min", "max")), round(cpu["median"], 3)])
+    write_table(["block", "", "GB/s", "min", "max", "CPU s/GB"], rows, title="G3 beside the raw disk")
+    rows = [
+        [label, name, round(value, 3), results["targets"].get(name, "")]
+        for label, figures in results["blocks"].items()
+        for name, value in figures["ratios"].items()
+    ]
+    write_table(["block", "", "measured", "target"], rows)
+    for label, figures in results["blocks"].items():
+        beside = figures["written_beside_gets_gb_per_s"]["median"]
+        console().print(
+            f"{label}: {beside:.2f} GB/s were written beside the gets; the digest alone takes "
+            f"{figures['digest_cpu_s_per_gb']:.3f} CPU s/GB"
+        )
+    if "restart" in results:
+        restart = results["restart"]
+        console().print(
+            f"restart with {restart['blocks']:,} blocks: open in {restart['open_s']:.2f} s, "
+            f"first block {1000 * restart['first_hit_after_open_s']:.1f} ms later"
+        )
 
 
 def _reads(place: Place, rounds: int) -> dict[str, Any]:
@@ -108,58 +173,20 @@ def _show_bucket(found: dict[str, Any]) -> None:
     )
 
 
-def _deliver(
-    name: str, results: dict[str, Any], show: Callable[[dict[str, Any]], None], folder: Path | None, *, as_json: bool
-) -> None:
-    entry = record(name, ["kvtier", *sys.argv[1:]], results)
-    if folder is not None:
-        save(entry, folder)
-    if as_json:
-        write_json(entry)
-    else:
-        show(results)
+@contextmanager
+def _place(g4: G4 | None) -> Iterator[Place]:
+    """A new prefix in the configured bucket, emptied afterwards; or a bucket of a server on loopback."""
+    from kvtier.bench.tiers.objects import Place, emptied, on_loopback
 
-
-def _host(blocks: list[str], rounds: int) -> dict[str, Any]:
-    from kvtier.bench.tiers import host
-
-    return {
-        "load_average_before": os.getloadavg(),
-        "target_ratio": host.TARGET_RATIO,
-        "blocks": {text: host.measure(parse_size(text), rounds=rounds) for text in blocks},
-    }
-
-
-def _show_host(results: dict[str, Any]) -> None:
-    rows = [
-        [text, verb, _two(f[verb]["median"] / 1e9), _two(f[f"copy_{verb}"]["median"] / 1e9), _two(f[ratio]["median"])]
-        for text, f in results["blocks"].items()
-        for verb, ratio in (("put", "put_ratio"), ("get", "get_ratio"))
-    ]
-    write_table(["block", "", "GB/s", "plain copy", f"ratio (≥ {results['target_ratio']})"], rows, title="G2")
+    if g4 is None:
+        with on_loopback() as place:
+            yield Place(f"{place.url}/bench", place.options)
+        return
+    if not g4.url.startswith("s3://"):
+        raise ConfigError(f"tiers.g4.url is {g4.url}: this measures an s3:// URL")
+    with emptied(Place(f"{g4.url.rstrip('/')}/kvtier-bench-{uuid4().hex[:12]}", g4.options)) as place:
+        yield place
 
 
 def _two(figure: float) -> float:
     return round(figure, 2)
-
-
-@contextmanager
-def _place(g4: G4 | None) -> Iterator[Place]:
-    """A folder of its own in the configured bucket, emptied afterwards; or a bucket of a server on loopback."""
-    from kvtier.bench.tiers.objects import Place, emptied
-
-    if g4 is not None:
-        if not g4.url.startswith("s3://"):
-            raise ConfigError(f"tiers.g4.url is {g4.url}: this measures an s3:// URL")
-        with emptied(Place(f"{g4.url.rstrip('/')}/kvtier-bench-{uuid4().hex[:12]}", g4.options)) as place:
-            yield place
-        return
-    from kvtier.testing.servers import SeaweedFS
-
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        server = SeaweedFS(Path(folder))
-        server.start()
-        try:
-            yield Place(f"{server.new_bucket()}/bench", server.options)
-        finally:
-            server.stop()

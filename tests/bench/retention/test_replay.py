@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.retention.curves import TtlCurve
-from kvtier.bench.retention.replay import Setup, _one, replay
+from kvtier.bench.retention.replay import Setup, _serve_one, replay
 from kvtier.bench.retention.simulate import keys_of
 from kvtier.bench.retention.traces import Trace
 from kvtier.errors import CorruptError
@@ -71,6 +71,6 @@ def test_a_wrong_byte_is_seen(made: Callable[..., Trace], wrong: bool) -> None:
     cache = SimpleNamespace(get=lambda _: _Found(blocks=blocks, tiers=["g2", "g3"]))
     if wrong:
         with pytest.raises(CorruptError, match="request 9: block"):
-            _one(cache, 9, chain, BLOCK)
+            _serve_one(cache, 9, chain, BLOCK)
     else:
-        assert _one(cache, 9, chain, BLOCK).tiers == {"g2": 1, "g3": 1}
+        assert _serve_one(cache, 9, chain, BLOCK).tiers == {"g2": 1, "g3": 1}

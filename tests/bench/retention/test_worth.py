@@ -53,15 +53,15 @@ def test_the_split_and_the_writes_are_the_simulators(made: Callable[..., Trace])
 def test_break_even_is_bytes_per_token_times_prefill_rate(made: Callable[..., Trace]) -> None:
     trace = made(1, requests=60)
     worth = appraise(trace, Reuse(trace), stores(10), Assumptions(shape_of("llama-3.1-8b")))
-    assert worth.break_even[0]["needed_gb_s"] == pytest.approx(1.31072)
+    assert worth.break_even["g1"]["needed_gb_s"] == pytest.approx(1.31072)
     assert not worth.ssd  # no G3 in this stack
 
 
 def test_a_larger_stack_never_waits_longer(made: Callable[..., Trace]) -> None:
     trace = made(2)
     worth = appraise(trace, Reuse(trace), stores(50, 300, trace.unique), GIVEN)
-    assert sum(gap["requests"] for gap in worth.gaps) <= len(trace.requests)
-    for gap in worth.gaps:
+    assert sum(gap["requests"] for gap in worth.gaps.values()) <= len(trace.requests)
+    for gap in worth.gaps.values():
         assert all(gap[f"ttft_p{n}_s"] <= gap[f"without_p{n}_s"] for n in (10, 50, 90))
     assert worth.cost["gpu_with"] <= worth.cost["gpu_without"]
 

@@ -1,0 +1,102 @@
+"""`kvtier bench retention …`: what the four commands give together, and what the one command before them gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+
+VARYING = {"seconds", "cpu_seconds", "load_p50_ms", "load_p99_ms", "dropped_by_last_process", "files_under_o_direct"}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Two turns of twenty conversations, and the second turn again."""
+    turns = [(turn, user) for turn in (1, 2, 3) for user in range(20)]
+    lines = [
+        {
+            "timestamp": 1000 * (90 * turn + user), "input_length": 512 * (2 + min(turn, 2)), "output_length": 1,
+            "hash_ids": [0, *(100 * user + depth for depth in range(1, 2 + min(turn, 2)))],
+        }
+        for turn, user in turns
+    ]  # fmt: skip
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
+    """The JSON object of `kvtier bench retention …` without what varies, and what it wrote to standard error."""
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "retention", *words, "--json"])
+    assert not done.value.code
+    written = capsys.readouterr()
+    return steady(json.loads(written.out)), written.err
+
+
+def steady(value: Any) -> Any:
+    return {k: steady(v) for k, v in value.items() if k not in VARYING} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--capacity-fraction", "0.5", "--policy", "lru"),
+        ("--ttl", "2m"),
+        ("--tiers", "256MiB,1GiB,4GiB", "--admission", "--ttl", "1h", "--bytes-per-token", "100000"),
+    ],
+)
+def test_the_one_command_simulates_as_before(
+    trace: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    new, silent = run(capsys, "simulate", "--trace", trace, *options)
+    old, hint = run(capsys, "--simulate", "--trace", trace, *options)
+    assert old == new and not silent
+    assert hint.count("\n") == 1 and "kvtier bench retention simulate" in hint
+
+
+def test_a_replay_goes_into_the_report(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--trace", trace, "--ttls", "1m,1h", "--sample", "1", "--no-kill", "--g2", "4MiB", "--g4", "directory")
+    replayed, _ = run(capsys, "replay", *options, "--save", str(tmp_path))
+    assert replayed["1h"]["prefill_left_percent"] == replayed["1h"]["unbounded_percent"]
+    assert replayed["prefill_ratio"] < 1 and replayed["references_replayed"] == replayed["references"]
+    page = tmp_path / "r.html"
+    record = str(tmp_path / "retention_replay.json")
+    reported, _ = run(capsys, "report", "--trace", trace, "--html", str(page), "--replay", record, "--tiers", "1GB,4GB")
+    assert "Replayed with real bytes" in page.read_text() and "<td>1h</td>" in page.read_text()
+    again = tmp_path / "old.html"
+    old, hint = run(capsys, *options, "--report", str(again), "--tiers", "1GB,4GB")
+    assert "Replayed with real bytes" in again.read_text() and hint.count("\n") == 1
+    assert old.pop("report")[0] == str(again) and reported.pop("report")[0] == str(page)
+    assert old == replayed | reported
+    old, _ = run(capsys, "--simulate", "--trace", trace, "--report", str(again), "--tiers", "1GB,4GB", "--ttl", "1h")
+    assert old["worth"] and old["tiers"] and "Replayed" not in again.read_text()
+
+
+def test_a_record_of_another_trace_is_refused(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    for text in ("{}", "no json", '{"results": {"trace": "other", "references_replayed": 1}}', '{"results": 3}'):
+        record.write_text(text)
+        with pytest.raises(SystemExit) as done:
+            main(["bench", "retention", "report", "--trace", trace, "--html", "r.html", "--replay", str(record)])
+        assert done.value.code == 2 and "record.json is not the record of a replay of t" in capsys.readouterr().err
+
+
+def test_policies_are_compared(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--trace", trace, "--capacity-fraction", "0.1", "--capacity-fraction", "0.5")
+    rows = run(capsys, "compare", *options, "--save", str(tmp_path))[0]["percent_of_footprint"]
+    assert list(rows) == ["10", "50"]
+    for row in rows.values():
+        assert row["ceiling"] >= max(row[name] for name in ("lru", "arc", "s3fifo", "gapduel"))
+    kept = json.loads((tmp_path / "retention_compared.json").read_text())["results"]
+    assert kept["percent_of_footprint"].keys() == rows.keys()
+    with pytest.raises(SystemExit):
+        main(["bench", "retention", "compare", *options])
+    assert "gapduel" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "retention", "compare", "--trace", trace, "--capacity-fraction", "1.5"])
+    assert done.value.code == 2 and "--capacity-fraction" in capsys.readouterr().err
