@@ -35,11 +35,11 @@ from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
-from kvtier.tiers.disk.records import SlotReservation
+from kvtier.tiers.disk.records import NewBlock, SlotReservation
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.store import THREADS, Store
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.disk.write_txn import NewBlock, WriteTxn
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Loaded, Sealed, Stored, Target
 
 BATCH_BYTES = 32 << 20

@@ -1,4 +1,4 @@
-"""Allocates segments and slots: in one LMDB write transaction, and ahead of this process's writes.
+"""Allocates segments and slots in LMDB write transactions, and holds those that this process reserved for later writes.
 
 A segment is cut into slots of one class when a class first needs it, hands out its never-used slots in order, and goes
 back to all classes once none of its slots is used. Classes take free slots before never-used ones.
@@ -84,7 +84,7 @@ class Segments:
             self._txn.put(number_key(SEGMENTS, number), segment.encode())
 
     def take(self, slot_cls: int) -> tuple[int, int] | None:
-        """A slot of the class that nobody holds, as (segment, slot)."""
+        """A slot of the class that is not in use, as (segment, slot); None if there is none."""
         return self._take_free(slot_cls) or self._take_fresh(slot_cls)
 
     def give(self, held: Slot | Entry | SlotReservation) -> None:
@@ -191,21 +191,21 @@ class Segments:
 
 
 class ReservedSlots:
-    """This process's reservations that no write uses: kept for the next write, or to be freed. Thread-safe."""
+    """This process's reservations that no write uses: for the next write, or to be freed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[SlotReservation] = []
+        self._held: list[SlotReservation] = []
         self._returned: list[SlotReservation] = []
 
     def wants(self, count: int) -> bool:
-        """Whether so many more may be kept, without keeping much of the store."""
-        return len(self._kept) < 2 * count
+        """Whether so many more are few enough to reserve."""
+        return len(self._held) < 2 * count
 
     def add(self, reservations: Sequence[SlotReservation]) -> None:
-        """Keep these for the next write."""
+        """Hold these for the next write."""
         with self._lock:
-            self._kept.extend(reservations)
+            self._held.extend(reservations)
 
     def take(self, slot_cls: int, count: int, tick: int) -> list[SlotReservation]:
         """`count` slots of the class, neighbours first; none if there are fewer.
@@ -214,10 +214,10 @@ class ReservedSlots:
         reserved, nor is a head colder than its tail.
         """
         with self._lock:
-            fit = sorted((r for r in self._kept if r.slot_class == slot_cls), key=lambda r: (r.segment, r.slot))
+            fit = sorted((r for r in self._held if r.slot_class == slot_cls), key=lambda r: (r.segment, r.slot))
             taken = fit[:count] if len(fit) >= count else []
             serials = {one.serial for one in taken}
-            self._kept = [one for one in self._kept if one.serial not in serials]
+            self._held = [one for one in self._held if one.serial not in serials]
         return [replace(one, tick=tick) for one in taken]
 
     def give_back(self, reservations: Sequence[SlotReservation]) -> None:
@@ -225,15 +225,11 @@ class ReservedSlots:
         with self._lock:
             self._returned.extend(reservations)
 
-    def expire(self) -> None:
-        """Have those freed that were kept for a write which did not come."""
-        self.give_back(self.clear())
-
     def clear(self) -> list[SlotReservation]:
-        """Keep none any more; returns what was kept."""
+        """Hold none for the next write any more; returns those that were held."""
         with self._lock:
-            kept, self._kept = self._kept, []
-        return kept
+            held, self._held = self._held, []
+        return held
 
     @property
     def has_returned(self) -> bool:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from kvtier.tiers.disk.quota import scope_in
-from kvtier.tiers.disk.records import ORDER, Entry, number_key, order_parts, order_start, rows
+from kvtier.tiers.disk.records import ORDER, Entry, number_key, order_parts, rows
 
 SCAN_ROWS_MAX = 8192
 """Rows that one search reads: milliseconds below the write lock."""
@@ -35,7 +35,7 @@ class SearchFloors:
         """Where to begin the search."""
         if wall_s > self._until:
             self.clear()
-        return self._keys.get((slot_cls, scope)) or order_start(slot_cls)
+        return self._keys.get((slot_cls, scope)) or number_key(ORDER, slot_cls)
 
     def raise_to(self, key: bytes, scope: bytes, until: float) -> None:
         """No block before this key may leave, before the time `until`."""
@@ -106,11 +106,11 @@ class EvictionOrder:
         return min(found, key=lambda row: order_parts(row[0])[1], default=None)
 
     def _classes(self) -> Iterator[int]:
-        key = self._seek(order_start(0))
+        key = self._seek(ORDER)
         while key is not None:
             slot_cls = order_parts(key)[0]
             yield slot_cls
-            key = self._seek(order_start(slot_cls + 1))
+            key = self._seek(number_key(ORDER, slot_cls + 1))
 
     def rows(self) -> Iterator[tuple[bytes, bytes]]:
         """All rows."""
@@ -152,6 +152,6 @@ class EvictionOrder:
 
     def _hottest(self, slot_cls: int) -> int:
         """The rank of the last row of a class that has rows."""
-        found = self._cursor.set_range(order_start(slot_cls + 1))
+        found = self._cursor.set_range(number_key(ORDER, slot_cls + 1))
         _ = self._cursor.prev() if found else self._cursor.last()
         return order_parts(self._cursor.key())[1]

@@ -37,7 +37,7 @@ class CommitJob(Generic[T]):
         done, or, where it is too late for that, `undo` is called with its result, on the committing thread.
         """
         future = asyncio.wrap_future(self.future)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody else takes it
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
         try:
             await asyncio.wait({future}, timeout=timeout_s)
         except asyncio.CancelledError:

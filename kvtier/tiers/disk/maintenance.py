@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,16 +24,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
-from kvtier.tiers.disk.records import (
-    BLOCKS,
-    FORMAT,
-    NAMESPACE_KEY,
-    RESERVED,
-    Entry,
-    SlotReservation,
-    rows,
-    same_write,
-)
+from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.write_txn import WriteTxn
 
@@ -106,7 +98,7 @@ class Maintenance:
             "uuid": index.uuid().hex(),
             "capacity_bytes": geometry.capacity,
             "segment_bytes": geometry.segment_bytes,
-            "slab_file_bytes": sum(path.lstat().st_size for path in self._files()),
+            "slab_file_bytes": sum(file.lstat().st_size for part in store.parts for file in part.glob("slab/*.slab")),
             "index_bytes": index.disk_bytes(),
             "blocks": used,
             "bytes": size,
@@ -160,18 +152,14 @@ class Maintenance:
         total, _size = self._store.index.usage()
         local = threading.local()
         with ThreadPoolExecutor(READERS, thread_name_prefix="kvtier-care") as pool:
-            chunk: list[tuple[bytes, bytes]] = []
-            for item in [*self._entries(), None]:
-                if item is not None:
-                    chunk.append(item)
-                if chunk and (item is None or len(chunk) == 4 * READERS):
-                    results = pool.map(lambda one: self._read(one[0], one[1], local), chunk)
-                    for (name, raw), result in zip(chunk, results, strict=True):
-                        self._record(found, name, raw, result, remove=remove)
-                    chunk.clear()
-                    progress(found.blocks, max(total, found.blocks))
-                    if bytes_per_s:
-                        time.sleep(max(0.0, found.bytes / bytes_per_s - (time.monotonic() - began)))
+            entries = self._entries()
+            while chunk := list(islice(entries, 4 * READERS)):
+                results = pool.map(lambda one: self._read(one[0], one[1], local), chunk)
+                for (name, raw), result in zip(chunk, results, strict=True):
+                    self._record(found, name, raw, result, remove=remove)
+                progress(found.blocks, max(total, found.blocks))
+                if bytes_per_s:
+                    time.sleep(max(0.0, found.bytes / bytes_per_s - (time.monotonic() - began)))
         found.seconds = round(time.monotonic() - began, 3)
         return found
 
@@ -211,16 +199,12 @@ class Maintenance:
         start = BLOCKS
         while True:
             with self._store.index.reading() as txn:
-                chunk = [item for item, _ in zip(rows(txn, BLOCKS, start), range(CHUNK), strict=False)]
+                chunk = list(islice(rows(txn, BLOCKS, start), CHUNK))
             for key, raw in chunk:
                 yield key[len(BLOCKS) :], raw
             if len(chunk) < CHUNK:
                 return
             start = chunk[-1][0] + b"\0"
-
-    def _files(self) -> Iterator[Path]:
-        for part in self._store.parts:
-            yield from (part / "slab").glob("*.slab")
 
     def _transact(self, work: Callable[[WriteTxn], T]) -> T:
         job = self._store.submit(work)

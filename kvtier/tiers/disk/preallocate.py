@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.tiers.disk.slab import DRAFT, WRITE_BYTES_MAX, Calls
+from kvtier.tiers.disk.slab import DRAFT, WRITE_BYTES_MAX, Calls, open_direct
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Preallocator:
         if self._path.exists():
             return False
         try:
-            self._fd = self._open()
+            self._fd, _direct = open_direct(self._calls, self._folder / DRAFT)
             if not self._owned():
                 self._close()
                 return False
@@ -101,15 +101,6 @@ class Preallocator:
     @property
     def _path(self) -> Path:
         return self._folder / f"{self._segment:08x}.slab"
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT
-        try:
-            return self._calls.open(self._folder / DRAFT, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return self._calls.open(self._folder / DRAFT, flags)
 
     def _owned(self) -> bool:
         """Whether the open file is a draft, and ours. It may have become a segment since its name was looked up, or

@@ -38,16 +38,12 @@ class Quarantine:
         self._probe_at = 0.0
         self._probe_wait_s = PROBE_FIRST_S
 
-    def usable(self) -> Index:
+    def usable(self, operation: str = "use") -> Index:
         """The index. Raises TierError while quarantined."""
         index = self.index
         if index is None:
-            raise self.error("use")
+            raise TierError("g3", operation, f"{self._path} is quarantined: {self._reason}")
         return index
-
-    def error(self, operation: str) -> TierError:
-        """The error of an operation that the quarantine prevents."""
-        return TierError("g3", operation, f"{self._path} is quarantined: {self._reason}")
 
     @contextmanager
     def moving(self) -> Iterator[None]:

@@ -31,8 +31,7 @@ class Shares:
     def __init__(self, txn: Any) -> None:
         self._txn = txn
         self._counted = txn.get(SHARES_KEY) is not None
-        self._bytes: Counter[bytes] = Counter()
-        self._known: set[bytes] = set()
+        self._bytes: Counter[bytes] = Counter()  # of the scopes looked at
 
     def begin(self) -> None:
         """Count the blocks there are, unless that was done: reads all of `order`, once in a store's life."""
@@ -40,15 +39,13 @@ class Shares:
             return
         for key, name in rows(self._txn, ORDER):
             self._bytes[scope_in(name)] += order_parts(key)[0] * SLOT_ALIGN
-        self._known.update(self._bytes)
         self._counted = True
 
     def of(self, scope: bytes) -> int:
         """Bytes that the scope's blocks occupy."""
-        if scope not in self._known:
+        if scope not in self._bytes:
             raw = self._txn.get(SHARES_KEY + scope)
             self._bytes[scope] = 0 if raw is None else _BYTES.unpack(raw)[0]
-            self._known.add(scope)
         return self._bytes[scope]
 
     def change(self, name: bytes, size: int) -> None:
@@ -59,10 +56,9 @@ class Shares:
 
     def save(self) -> None:
         """Write the counts."""
-        if self._counted and self._known:
+        if self._counted and self._bytes:
             self._txn.put(SHARES_KEY, b"")
-        for scope in self._known:
-            size = self._bytes[scope]
+        for scope, size in self._bytes.items():
             if size:
                 self._txn.put(SHARES_KEY + scope, _BYTES.pack(size))
             else:

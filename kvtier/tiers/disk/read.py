@@ -120,9 +120,9 @@ class ReadBatch:
         except TierTimeout:
             _set_results(suspects, Miss.LATE)
             deleted = [False] * len(suspects)
-        for block, gone in zip(suspects, deleted, strict=True):
+        for block, was_deleted in zip(suspects, deleted, strict=True):
             block.suspect = False
-            if gone:
+            if was_deleted:
                 block.result = Miss.CORRUPT
 
 

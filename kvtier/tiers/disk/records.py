@@ -39,7 +39,7 @@ from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
-from kvtier.retention.terms import Depth
+from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.owner import OWNER_BYTES, Owner
 
 FORMAT = 1
@@ -126,6 +126,18 @@ class Counters(NamedTuple):
         return cls(*_COUNTERS.unpack(raw))
 
 
+class NewBlock(NamedTuple):
+    """A block to be stored. `name` and `parent` are full names, namespace ‖ key."""
+
+    name: bytes
+    length: int
+    life: Lifetime
+    depth: int = 0
+    digest: bytes = b""
+    parent: bytes | None = None
+    priority: int = PRIORITY
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A durable block: where its bytes are and what they must look like.
@@ -196,11 +208,6 @@ class Slot(NamedTuple):
     slot: int
 
 
-def order_start(slot_cls: int) -> bytes:
-    """The smallest order key of a class."""
-    return _ORDER.pack(ORDER, slot_cls, 0, 0, 0, 0)
-
-
 def order_parts(key: bytes) -> tuple[int, int, int, int]:
     """(class, rank, segment, slot) of an order key."""
     _table, slot_cls, rank, _depth, segment, slot = _ORDER.unpack(key)
@@ -222,7 +229,7 @@ def free_slot(key: bytes) -> Slot:
 
 
 def number_key(table: bytes, number: int) -> bytes:
-    """Key of a segment in SEGMENTS or SPARE, or of a class in FILL."""
+    """Key of a segment in SEGMENTS or SPARE, or of a class in FILL; beginning of a class's keys in FREE or ORDER."""
     return _NUMBER.pack(table, number)
 
 

@@ -63,10 +63,7 @@ def visit(parts: Sequence[Path], capacity_bytes: int | None) -> Opened:
     for part, marker in zip(parts, markers, strict=True):
         if marker is None:
             raise FormatError(f"{part} is not a G3 store: it has no readable STORE.json")
-    if len({(marker.uuid, marker.parts) for marker in markers if marker}) > 1 or (
-        markers[0] is not None and markers[0].parts != len(parts)
-    ):
-        raise ConfigError(f"{', '.join(map(str, parts))}: not all parts of one store; give them all, in order")
+    _store_of(parts, markers)
     with _locked(parts) as (lock, owner, alone):
         if capacity_bytes is not None and not alone:
             raise TierError("g3", "resize", f"{parts[0]} is in use by another process; stop it first")

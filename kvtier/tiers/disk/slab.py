@@ -192,13 +192,7 @@ class Slab:
 
     def _attach(self, segment: int) -> _File:
         path = self.path_of(segment)
-        flags = os.O_RDWR | os.O_CREAT
-        try:
-            file = _File(self._calls.open(path, flags | os.O_DIRECT), direct=True)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            file = _File(self._calls.open(path, flags), direct=False)
+        file = _File(*open_direct(self._calls, path))
         try:
             status = os.fstat(file.fd)
             if not stat.S_ISREG(status.st_mode):
@@ -220,6 +214,18 @@ class Slab:
             self._calls.close(file.fd)
             raise
         return file
+
+
+def open_direct(calls: Calls, path: Path) -> tuple[int, bool]:
+    """A descriptor of the file, made if need be, and whether it goes around the page cache: not every file system can.
+    Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        return calls.open(path, flags | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return calls.open(path, flags), False
 
 
 def neighbours(items: Sequence[T], place_of: Callable[[T], tuple[int, int]], block_bytes: int) -> Iterator[list[T]]:

@@ -28,11 +28,13 @@ from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.quarantine import Quarantine, is_damage, is_full, probe
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
+from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.touches import Touches
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
+Wall = Callable[[], float]
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +54,10 @@ class Store:
     """Made by `attach` or `visit`, given back by `release`. Thread-safe."""
 
     def __init__(
-        self,
-        opened: recovery.Opened,
-        calls: Calls,
-        slot_bytes: int = 0,
-        wall: Callable[[], float] = time.time,
-        *,
-        maintained: bool = True,
+        self, opened: Opened, calls: Calls, slot_bytes: int = 0, wall: Wall = time.time, *, maintained: bool = True
     ) -> None:
-        """`maintained`: whether the writer thread cleans up and reopens the store by itself."""
+        """`slot_bytes`: for which a new index would be cut. `maintained`: whether the writer thread cleans up and opens
+        the store again by itself."""
         self.parts, self._lock, index = opened.parts, opened.lock, opened.index
         self.owner = index.owner
         self.geometry = index.geometry()
@@ -73,7 +70,7 @@ class Store:
         self.reserved = ReservedSlots()
         self.tick = 0  # of the last transaction
         self._state = Quarantine(index, self.parts[0])
-        self._slot_bytes = slot_bytes or self.geometry.segment_bytes  # for which a new index would be cut
+        self._slot_bytes = slot_bytes
         self._maintained = maintained
         self._calls = calls
         self._wall = wall
@@ -89,12 +86,7 @@ class Store:
 
     @classmethod
     def attach(
-        cls,
-        parts: Sequence[Path],
-        capacity_bytes: int,
-        block_bytes: int,
-        calls: Calls,
-        wall: Callable[[], float] = time.time,
+        cls, parts: Sequence[Path], capacity_bytes: int, block_bytes: int, calls: Calls, wall: Wall = time.time
     ) -> Store:
         """Open the store, or create it, or share the one that this process has open. Blocks, for seconds at most.
 
@@ -223,10 +215,11 @@ class Store:
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> None:
         if self._state.index is None:
             self._probe()
-        index = self._state.index
-        if index is None:
+        try:
+            index = self._state.usable("commit")
+        except TierError as error:
             for job in jobs:
-                job.fail(self._state.error("commit"))
+                job.fail(error)
             return
         jobs = [*jobs, *self._removals(index)]
         returned = self.reserved.take_returned()
@@ -252,9 +245,10 @@ class Store:
         for notify in self.subscribers if txn.evicted else ():
             notify(txn.evicted)
         self.tick = txn.tick
-        if txn.next_segment not in (None, self._preallocating):
-            self._preallocating = txn.next_segment
-            self.io.when_idle(partial(self._preallocate, txn.next_segment))
+        segment = txn.segments.next
+        if segment is not None and segment != self._preallocating:
+            self._preallocating = segment
+            self.io.when_idle(partial(self._preallocate, segment))
         for job, result in results:
             job.future.set_result(result)
 
@@ -287,7 +281,7 @@ class Store:
         touches wait."""
         if not self._maintained:
             return False
-        self.reserved.expire()
+        self.reserved.give_back(self.reserved.clear())  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()
@@ -308,7 +302,7 @@ class Store:
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         try:
             expired = [name for name in self._scan.step(index, self._wall()) if not self.touches.of(name)]
-        except Exception:  # of whatever damage: the transaction that follows raises it
+        except Exception:  # from a damaged index: the next transaction raises it, too
             return []
         return [CommitJob(lambda txn: txn.remove_expired(expired, self._wall()))] if expired else []
 

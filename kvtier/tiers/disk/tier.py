@@ -144,9 +144,7 @@ class DiskTier:
         if self._quota:  # a scope may hold a block at least
             slot_bytes = slot_class(self.block_bytes) * SLOT_ALIGN
             share_bytes = max(slot_bytes, int(self._quota * store.geometry.capacity))
-        batch = WriteBatch(
-            store, self._prefix, blocks, self._clock, block_bytes=self.block_bytes, share_bytes=share_bytes
-        )
+        batch = WriteBatch(store, self._prefix, blocks, self._clock, share_bytes)
         with store.moving():
             try:
                 return await batch.run(deadline)

@@ -17,10 +17,10 @@ from typing import TypeVar
 from kvtier.clock import Clock
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.io_scheduler import Work
-from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, SlotReservation, slot_class
+from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, NewBlock, SlotReservation, slot_class
 from kvtier.tiers.disk.slab import neighbours
 from kvtier.tiers.disk.store import Store
-from kvtier.tiers.disk.write_txn import NewBlock, WriteTxn
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Sealed, Stored
 
 T = TypeVar("T")
@@ -31,35 +31,20 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class WriteBatch:
-    """One `write` of blocks that have `block_bytes` each. `share_bytes`: as in `WriteTxn.publish`."""
+    """One `write`. All blocks have the same length. `share_bytes`: as in `WriteTxn.publish`."""
 
     def __init__(
-        self,
-        store: Store,
-        namespace: bytes,
-        blocks: Sequence[Sealed],
-        clock: Clock,
-        *,
-        block_bytes: int,
-        share_bytes: int,
+        self, store: Store, namespace: bytes, blocks: Sequence[Sealed], clock: Clock, share_bytes: int
     ) -> None:
         self._store = store
         self._clock = clock
-        self._block_bytes = block_bytes
         self._share_bytes = share_bytes
+        self._block_bytes = length = sum(map(len, blocks[0].pieces)) if blocks else 0
         self._pieces = [block.pieces for block in blocks]
-        self._blocks = [
-            NewBlock(
-                namespace + block.key,
-                block_bytes,
-                block.life,
-                block.index,
-                block.digest,
-                None if block.parent is None else namespace + block.parent,
-                block.priority,
-            )
-            for block in blocks
-        ]
+        self._blocks = []
+        for block in blocks:
+            name, parent = namespace + block.key, None if block.parent is None else namespace + block.parent
+            self._blocks.append(NewBlock(name, length, block.life, block.index, block.digest, parent, block.priority))
         self._reserved: dict[int, SlotReservation] = {}  # by place in the batch
         self._results: dict[int, Stored] = {}  # the same
         self._lock = threading.Lock()
@@ -135,8 +120,8 @@ class WriteBatch:
             ]
             return results, txn.reserve_slots(slot_class(self._block_bytes), count)
 
-        results, ahead = await self._commit(publish, deadline, lambda result: store.give_back(result[1]))
-        store.reserved.add(ahead)
+        results, spare = await self._commit(publish, deadline, lambda result: store.give_back(result[1]))
+        store.reserved.add(spare)
         for place, result in zip(written, results, strict=True):
             self._results[place] = result
             del self._reserved[place]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime
@@ -32,6 +32,7 @@ from kvtier.tiers.disk.records import (
     TIME,
     Counters,
     Entry,
+    NewBlock,
     Slot,
     SlotReservation,
     order_parts,
@@ -50,18 +51,6 @@ SCOPE_EVICTIONS_MAX = 64
 """Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
 
 
-class NewBlock(NamedTuple):
-    """A block to be stored. `name` and `parent` are full names, namespace ‖ key."""
-
-    name: bytes
-    length: int
-    life: Lifetime
-    depth: int = 0
-    digest: bytes = b""
-    parent: bytes | None = None
-    priority: int = PRIORITY
-
-
 class WriteTxn:
     """One write transaction's view of the store. Lives between the transaction's begin and commit, on one thread.
 
@@ -77,9 +66,9 @@ class WriteTxn:
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
         self._serial, tick, self._blocks, self._bytes, segments = Counters.decode(txn.get(COUNTERS_KEY))
         self.tick: int = tick + 1
-        self.evicted: list[bytes] = []  # names of blocks that made room for others
+        self.evicted: list[bytes] = []  # names of evicted blocks
         self._floors = floors
-        self._segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
+        self.segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
         self._order = EvictionOrder(txn, floors, self._retained_until)
         self._shares = Shares(txn)
         self._wall_s = 0.0  # of the last verb that was given it
@@ -92,15 +81,10 @@ class WriteTxn:
 
     def save(self) -> None:
         """Write what is cached."""
-        self._segments.save()
+        self.segments.save()
         self._shares.save()
-        counters = Counters(self._serial, self.tick, self._blocks, self._bytes, self._segments.count)
+        counters = Counters(self._serial, self.tick, self._blocks, self._bytes, self.segments.count)
         self._txn.put(COUNTERS_KEY, counters.encode())
-
-    @property
-    def next_segment(self) -> int | None:
-        """The segment that will be the next to be used, if that is not far."""
-        return self._segments.next
 
     # Blocks.
 
@@ -156,7 +140,7 @@ class WriteTxn:
             return Stored.FAILED
         outcome = self._publish(reservation, block, share_bytes)
         if outcome is not Stored.STORED:
-            self._segments.give(reservation)
+            self.segments.give(reservation)
         return outcome
 
     def _publish(self, reservation: SlotReservation, block: NewBlock, share_bytes: int) -> Stored:
@@ -181,7 +165,7 @@ class WriteTxn:
     def release(self, reservation: SlotReservation) -> None:
         """Give a reserved slot back unused."""
         if self._cancel_reservation(reservation):
-            self._segments.give(reservation)
+            self.segments.give(reservation)
 
     def renew(self, name: bytes, uses: Sequence[float], tick: int) -> None:
         """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
@@ -195,7 +179,7 @@ class WriteTxn:
         entry = self.find(name)
         if entry is not None:
             self._remove(name, entry)
-            self._segments.give(entry)
+            self.segments.give(entry)
         return entry is not None
 
     def drop_all(self, names: Sequence[bytes]) -> int:
@@ -229,10 +213,8 @@ class WriteTxn:
         count = 0
         for name in names:
             entry = self.find(name)
-            if entry is None or self._retained_until(name) > wall_s:
-                continue
-            if not self.is_servable(name, entry.life, wall_s):
-                count += self.drop(name)
+            if entry is not None and self._retained_until(name) <= wall_s:
+                count += not self.is_servable(name, entry.life, wall_s) and self.drop(name)
         return count
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
@@ -321,14 +303,14 @@ class WriteTxn:
             slot_cls, _rank, segment, slot = order_parts(key)
             if slot >= geometry.slots_of(segment, slot_cls):
                 self.drop(name)
-        self._segments.resize(geometry)
+        self.segments.resize(geometry)
         self._txn.put(GEOMETRY_KEY, geometry.encode())
         self.geometry = geometry
 
     # Inside.
 
     def _reserve_slot(self, slot_cls: int, priority: int) -> SlotReservation | None:
-        place = self._segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
+        place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
         if place is None:
             return None
         self._serial += 1
@@ -346,12 +328,9 @@ class WriteTxn:
 
     def _rank_of(self, name: bytes) -> int | None:
         """The rank of a block, None if it is not here."""
-        if name not in self._ranks:
-            entry = self.find(name)
-            if entry is None:
-                return None
+        if name not in self._ranks and (entry := self.find(name)) is not None:
             self._ranks[name] = entry.rank
-        return self._ranks[name]
+        return self._ranks.get(name)
 
     def _join(self, block: NewBlock) -> bool:
         """Join the block's life to the entry of its name, if there is one that may be served once it has it."""
@@ -391,7 +370,7 @@ class WriteTxn:
             slot_cls, _rank, segment, slot = order_parts(key)
             self._order.remove(key)
             self._count_bytes(name, -slot_cls)
-            self._segments.give(Slot(slot_cls, segment, slot))
+            self.segments.give(Slot(slot_cls, segment, slot))
 
     def _delete_entry(self, name: bytes) -> None:
         self._txn.delete(BLOCKS + name)
@@ -399,7 +378,7 @@ class WriteTxn:
         self._blocks -= 1
 
     def _count_bytes(self, name: bytes, units: int) -> None:
-        """A slot of so many units of SLOT_ALIGN is the block's now; if negative, no more."""
+        """The block has a slot of so many units of SLOT_ALIGN or, if negative, has it no more."""
         self._bytes += units * SLOT_ALIGN
         self._shares.change(name, units * SLOT_ALIGN)
 
@@ -409,7 +388,7 @@ class WriteTxn:
         """The slot of the class's coldest block, which is evicted; or one in a segment taken from another class."""
         other = self._order.class_to_shrink(slot_cls)
         if other is not None and self._take_segment(other):
-            return self._segments.take(slot_cls)
+            return self.segments.take(slot_cls)
         victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
         return None if victim is None else (victim.segment, victim.slot)
 
@@ -424,7 +403,7 @@ class WriteTxn:
                 victim = self._evict(lambda: self._order.victim_in_scope(scope, self._wall_s), priority, spared)
             if victim is None:
                 return False
-            self._segments.give(victim)
+            self.segments.give(victim)
             evictions += 1
         return True
 
@@ -466,4 +445,4 @@ class WriteTxn:
                 self.evicted.append(name)
             else:
                 self._order.remove(key)
-        return self._segments.is_spare(segment)
+        return self.segments.is_spare(segment)

@@ -1,4 +1,4 @@
-"""What is worth more leaves G3 later, and never for what is worth less."""
+"""Blocks of a higher priority leave G3 later, and never for blocks of a lower one."""
 
 from __future__ import annotations
 

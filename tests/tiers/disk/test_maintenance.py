@@ -15,8 +15,8 @@ from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.disk.maintenance import looking_after
 from kvtier.tiers.protocol import Miss
+from tests.tiers.disk.support.damage import flip
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
-from tests.tiers.disk.test_damage import flip
 
 NAMESPACE = sample_namespace(BLOCK)
 CHAIN = chain_of(NAMESPACE, 8)

@@ -14,12 +14,11 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
-from kvtier.tiers.disk import directory
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
 from tests.tiers.disk.support.concurrent_writer import CAPACITY, CHAINS
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
-from tests.tiers.disk.support.subprocesses import ROOT, environment, need, program, run, works
+from tests.tiers.disk.support.subprocesses import ROOT, environment, program
 
 NAMESPACE = sample_namespace(BLOCK)
 
@@ -109,53 +108,6 @@ async def test_a_frozen_writer_stalls_neither_readers_nor_flush_nor_close(tmp_pa
     finally:
         frozen.kill()
         frozen.communicate()
-
-
-async def test_a_live_but_stopped_owner_keeps_its_slots(tmp_path: Path) -> None:
-    """Reservations go by liveness, not by age."""
-    from kvtier.tiers.disk.owner import Owner
-
-    me = Owner.current()
-    sleeper = subprocess.Popen(["sleep", "60"])
-    try:
-        started = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-        other = Owner(sleeper.pid, started, me.pid_namespace, me.boot, 5)
-        sleeper.send_signal(signal.SIGSTOP)
-        assert other.alive(me)
-        assert not Owner(sleeper.pid, started + 1, me.pid_namespace, me.boot, 5).alive(me), "its id was used again"
-        assert not Owner(sleeper.pid, started, me.pid_namespace, bytes(16), 5).alive(me), "an earlier boot"
-        assert not Owner(me.pid, me.started, me.pid_namespace, me.boot, 2).alive(me), "an earlier incarnation of us"
-        sleeper.kill()
-        time.sleep(0.05)
-        assert not other.alive(me), "a zombie cannot write"
-    finally:
-        sleeper.kill()
-        sleeper.wait()
-    assert not other.alive(me)
-
-
-async def test_another_pid_namespace_is_refused_with_advice(tmp_path: Path) -> None:
-    path = tmp_path / "g3"
-    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
-    need(works(*unshare, "true"), "the right to make a pid namespace")
-    words = [*unshare, *program("concurrent_writer", path, 0.2, 1)]
-    async with opened(path, CAPACITY) as tier:
-        await put(tier, CHAINS[0])
-        done = run(words, timeout=60)
-        assert done.returncode == 1
-        assert "pid namespace" in done.stderr and "hostPID" in done.stderr
-        assert await get(tier, CHAINS[0]) == [True] * 6
-    done = run(words, timeout=60)
-    assert done.returncode == 0, "the control: once nobody else uses it, it may"
-
-
-async def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.errors import ConfigError
-
-    assert directory.file_system_of(tmp_path) not in directory.NETWORK_FILE_SYSTEMS | {""}
-    monkeypatch.setattr(directory, "file_system_of", lambda path: "nfs4")
-    with pytest.raises(ConfigError, match="nfs4"):
-        await DiskTier([tmp_path / "g3"], 1 << 20, NAMESPACE, clock=VirtualClock()).open()
 
 
 async def test_two_tiers_of_one_process_share_a_store(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What G3 promises while nothing goes wrong: bytes, bounds, order of eviction, sharing."""
+"""G3 without faults: bytes, bounds, order of eviction, sharing."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ async def test_churn_of_twenty_times_the_capacity_grows_nothing(tmp_path: Path) 
         assert tier.usage().blocks == blocks
 
 
-async def test_the_dead_leave_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_blocks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SCAN_FIRST_S", 0.0)
     monkeypatch.setattr(store, "SCAN_EVERY_S", 0.0)
     monkeypatch.setattr(expired, "ENTRIES_PER_STEP", 3)

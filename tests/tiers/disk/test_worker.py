@@ -25,11 +25,9 @@ from kvtier.manager.build import lower_tiers
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, check_tier, payload_of, payloads_of, sample_namespace, seal
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.disk.worker import client as remote
-from kvtier.tiers.disk.worker import process as server_process
-from kvtier.tiers.disk.worker import protocol as wire
+from kvtier.tiers.disk.worker import client, process, protocol
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
-from kvtier.tiers.disk.worker.shared_arena import Window
+from kvtier.tiers.disk.worker.shared_arena import SharedArena
 from kvtier.tiers.guard import Wrapper
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Loaded, Miss, Notebook, Retaining, Sealed, Stored, Target, Tier
@@ -114,8 +112,8 @@ async def get(tier: DiskWorkerClient, arena: Arena, chain: Sequence[BlockKey]) -
 
 
 def process_of(tier: DiskWorkerClient) -> subprocess.Popen[bytes]:
-    assert tier._server is not None
-    return tier._server.process
+    assert tier._worker is not None
+    return tier._worker.process
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -140,14 +138,14 @@ async def test_it_keeps_the_contract_of_a_tier(tmp_path: Path) -> None:
 
 
 def test_every_verb_of_a_local_tier_is_served() -> None:
-    def of(protocol: type) -> set[str]:
-        return {name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")}
+    def of(kind: type) -> set[str]:
+        return {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
 
-    assert of(Tier) | of(Retaining) | of(Notebook) == set(wire.verbs()) | {"peek", "usage", "check"}
-    assert set(wire.verbs()) <= set(dir(DiskWorkerClient)) and set(wire.verbs()) <= set(dir(DiskTier))
+    assert of(Tier) | of(Retaining) | of(Notebook) == set(protocol.verbs()) | {"peek", "usage", "check"}
+    assert set(protocol.verbs()) <= set(dir(DiskWorkerClient)) and set(protocol.verbs()) <= set(dir(DiskTier))
 
 
-async def test_promises_and_notes_outlive_its_process(tmp_path: Path) -> None:
+async def test_retention_and_saved_state_outlive_its_process(tmp_path: Path) -> None:
     chain = chain_of(NAMESPACE, 4)
     with memory() as arena:
         async with opened(tmp_path / "g3", arena) as tier:
@@ -172,7 +170,7 @@ async def test_a_peek_tells_what_was_seen_and_asks_nobody(tmp_path: Path) -> Non
             assert tier.peek(chain, range(4)) == [Miss.LATE] * 4
             await put(tier, arena, chain)
             assert tier.peek(chain, [0, 3]) == [None, None]
-            clock.advance(remote.HERE_S + 1)
+            clock.advance(client.SEEN_S + 1)
             assert tier.peek(chain, [0, 3]) == [Miss.LATE] * 2, "it was seen too long ago"
             assert await tier.lookup(chain, range(4), clock.monotonic() + FAR_S) == [None] * 4
             assert tier.peek(chain, range(4)) == [None] * 4
@@ -195,7 +193,7 @@ async def test_memory_that_is_not_the_arenas_is_refused(tmp_path: Path) -> None:
 
 def test_a_span_names_the_same_bytes_on_both_sides() -> None:
     with memory(2 * BLOCK, ranks=2) as arena:
-        here, there = Window(arena.views()), Window.map(arena.fds())
+        here, there = SharedArena(arena.views()), SharedArena.map(arena.fds())
         pieces = arena.pieces(3)
         spans = here.spans((pieces[1], pieces[0][100:200]))
         assert spans == [(1, 3 * arena.slot_bytes, BLOCK), (0, 3 * arena.slot_bytes + 100, 100)]
@@ -214,8 +212,8 @@ async def test_what_is_wrong_with_the_store_is_said_by_its_own_error(tmp_path: P
             async with opened(tmp_path / "g3", arena, blocks=0):
                 raise AssertionError("opened")
         async with opened(tmp_path / "g3", arena) as tier:
-            process = process_of(tier)
-        assert process.poll() == 0, "closing ends the process"
+            running = process_of(tier)
+        assert running.poll() == 0, "closing ends the process"
         marker = tmp_path / "g3" / "STORE.json"
         marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 2}))
         with pytest.raises(FormatError, match="format 2"):
@@ -251,7 +249,7 @@ async def test_a_killed_process_costs_misses_and_is_replaced(tmp_path: Path) -> 
                     await tier.lookup(chain, [0], tier._clock.monotonic() + 1)
                 with pytest.raises(TierError):
                     tier.peek(chain, [0])
-                await until(lambda: tier._server is not None)
+                await until(lambda: tier._worker is not None)
                 assert tier.peek(chain, [0]) == [Miss.LATE]
                 assert await get(tier, arena, chain) == [True] * 8
                 tier.check()
@@ -270,10 +268,10 @@ async def test_kills_while_writing_leave_whole_blocks_or_none(tmp_path: Path) ->
                     durable += [key for key, result in zip(chain, await writing, strict=True) if result.durable]
                 except TierError:
                     pass
-                await until(lambda: tier._server is not None)
+                await until(lambda: tier._worker is not None)
                 assert await get(tier, arena, durable) == [True] * len(durable), "a durable block is gone or wrong"
                 assert set(await get(tier, arena, chain)) <= {True, Miss.ABSENT}
-            await until(lambda: tier._server is not None)
+            await until(lambda: tier._worker is not None)
             chain = chain_of(NAMESPACE, 32, 99)
             assert await put(tier, arena, chain) == [Stored.STORED] * 32, "slots of ended processes are in use"
             tier.check()
@@ -282,23 +280,23 @@ async def test_kills_while_writing_leave_whole_blocks_or_none(tmp_path: Path) ->
 async def test_a_cancelled_read_ends_a_frozen_process_before_its_memory_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_process, "CANCEL_S", 0.2)
+    monkeypatch.setattr(process, "CANCEL_S", 0.2)
     chain = chain_of(NAMESPACE, 4)
     with memory() as arena:
         async with opened(tmp_path / "g3", arena) as tier:
             await put(tier, arena, chain)
-            process = process_of(tier)
-            os.kill(process.pid, signal.SIGSTOP)
+            running = process_of(tier)
+            os.kill(running.pid, signal.SIGSTOP)
             reading = asyncio.create_task(get(tier, arena, chain))
             await asyncio.sleep(0.05)
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
-            assert process.poll() == -signal.SIGKILL, "it could still write to the blocks' memory"
+            assert running.poll() == -signal.SIGKILL, "it could still write to the blocks' memory"
             looking = asyncio.create_task(get(tier, arena, chain))
             with pytest.raises(TierError):
                 await looking
-            await until(lambda: tier._server is not None)
+            await until(lambda: tier._worker is not None)
             assert await get(tier, arena, chain) == [True] * 4
 
 
@@ -307,7 +305,7 @@ async def test_a_cancelled_read_of_a_live_process_costs_nothing_else(tmp_path: P
     with memory() as arena:
         async with opened(tmp_path / "g3", arena) as tier:
             await put(tier, arena, chain)
-            process = process_of(tier)
+            running = process_of(tier)
             for _ in range(20):
                 reading = asyncio.create_task(get(tier, arena, chain))
                 await asyncio.sleep(0)
@@ -315,33 +313,33 @@ async def test_a_cancelled_read_of_a_live_process_costs_nothing_else(tmp_path: P
                 with pytest.raises(asyncio.CancelledError):
                     await reading
             assert await get(tier, arena, chain) == [True] * 32
-            assert process_of(tier) is process
+            assert process_of(tier) is running
 
 
 async def test_closing_a_frozen_process_is_bounded(tmp_path: Path) -> None:
     with memory() as arena:
         tier = DiskWorkerClient([tmp_path / "g3"], 64 * BLOCK, NAMESPACE, clock=SystemClock(), arena=arena)
         await tier.open()
-        process = process_of(tier)
-        os.kill(process.pid, signal.SIGSTOP)
+        running = process_of(tier)
+        os.kill(running.pid, signal.SIGSTOP)
         began = time.monotonic()
         await tier.close(tier._clock.monotonic() + 0.3)
         assert time.monotonic() - began < 5
-        assert process.poll() == -signal.SIGKILL
+        assert running.poll() == -signal.SIGKILL
 
 
 async def test_touches_do_not_pile_up_for_a_frozen_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_process, "UNSENT_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(process, "UNSENT_BYTES_MAX", 1 << 20)
     chain = chain_of(NAMESPACE, 1000)
     with memory() as arena:
         async with opened(tmp_path / "g3", arena) as tier:
-            server = tier._server
-            assert server is not None
-            os.kill(server.process.pid, signal.SIGSTOP)
+            worker = tier._worker
+            assert worker is not None
+            os.kill(worker.process.pid, signal.SIGSTOP)
             for _ in range(200):
                 tier.touch(chain, tier._clock.wall())
-            assert server._writer.transport.get_write_buffer_size() < 2 << 20
-            os.kill(server.process.pid, signal.SIGCONT)
+            assert worker._writer.transport.get_write_buffer_size() < 2 << 20
+            os.kill(worker.process.pid, signal.SIGCONT)
             await put(tier, arena, chain[:4])
             assert await get(tier, arena, chain[:4]) == [True] * 4
 
@@ -351,20 +349,20 @@ async def test_nonsense_from_the_process_ends_it(tmp_path: Path, caplog: pytest.
     with memory() as arena:
         async with opened(tmp_path / "g3", arena) as tier:
             await put(tier, arena, chain)
-            server = tier._server
-            assert server is not None
-            monkey = wire.verbs()["lookup"].result
+            worker = tier._worker
+            assert worker is not None
+            monkey = protocol.verbs()["lookup"].result
             answer = asyncio.get_running_loop().create_future()
-            server._waiting[-1] = ("lookup", answer)
+            worker._waiting[-1] = ("lookup", answer)
             with pytest.raises(Exception, match="Expected"):
-                monkey.decode(wire.packed({"no": "list"}))
+                monkey.decode(protocol.packed({"no": "list"}))
             reader = asyncio.StreamReader()
-            reader.feed_data(wire.frame(wire.Answer(-1, wire.packed({"no": "list"}), None)))
-            await server._listen(reader)
+            reader.feed_data(protocol.frame(protocol.Answer(-1, protocol.packed({"no": "list"}), None)))
+            await worker._listen(reader)
             assert "not understood" in caplog.text
             with pytest.raises(TierError):
                 await answer
-            await until(lambda: tier._server not in (None, server))
+            await until(lambda: tier._worker not in (None, worker))
             assert await get(tier, arena, chain) == [True] * 4
 
 
@@ -436,7 +434,7 @@ cache.put(chain, payloads_of(chain, {BLOCK}))
 cache.flush()
 if os.fork() == 0:
     time.sleep(3600)  # a fork holds the socket, too
-print(cache.manager.lower["g3"].inner.inner._server.process.pid, flush=True)
+print(cache.manager.lower["g3"].inner.inner._worker.process.pid, flush=True)
 time.sleep(3600)
 """
     parent = subprocess.Popen(

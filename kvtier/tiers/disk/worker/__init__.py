@@ -1,1 +1,1 @@
-"""G3 in a process of its own, over the arena of the process that computes."""
+"""G3 in a worker process, over the arena of the process that computes."""

@@ -1,8 +1,8 @@
-"""G3 in a process of its own, over the same arena: what an engine's process keeps of it.
+"""G3 in a worker process, over the same arena: the tier that an engine's process has.
 
-Reading, checking and writing blocks takes the interpreter lock from whoever else computes in the process, a thousand
-times a second while blocks are promoted. So a DiskTier works in another process (`server.py`), and this tier
-passes its verbs on. If that process ends, what it was asked for is a miss, and another one is started.
+Reading, checking and writing blocks takes the interpreter lock from the threads that compute, a thousand times a second
+while blocks are promoted. So a DiskTier works in another process (`server.py`), and this tier passes its verbs on. If
+that process ends, its unanswered calls are misses, and another one is started.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.worker import protocol
-from kvtier.tiers.disk.worker.process import ServerProcess
-from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, Window
+from kvtier.tiers.disk.worker.process import WorkerProcess
+from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, SharedArena
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 
 OPEN_S = 30.0
 RESTART_FIRST_S, RESTART_LAST_S = 0.5, 30.0
-HERE_S = 300.0
-"""How long a block is believed to be here after it was seen. What this process's tier evicts is known at once; what
-another process evicts from the same store is not."""
+SEEN_S = 300.0
+"""How long a block is taken to be here after it was seen. Evictions by this process's tier are known at once; those by
+another process on the same store are not."""
 SEEN_MAX = 100_000
 
 
 class DiskWorkerClient:
-    """A `kvtier.tiers.protocol.Tier` with `Keeping` and `Notebook` for blocks in `arena`'s memory; see
-    `kvtier.tiers.disk.tier.DiskTier`, whose arguments it takes. Lives on one event loop; opened when the arena is."""
+    """A `kvtier.tiers.protocol.Tier` with `Retaining` and `Notebook` for blocks in `arena`'s memory; its arguments are
+    those of `kvtier.tiers.disk.tier.DiskTier`. Used on one event loop; opened after the arena."""
 
     name = "g3"
     depth = Depth.G3
@@ -61,46 +61,46 @@ class DiskWorkerClient:
         self._setup = protocol.WorkerSetup([str(path) for path in paths], capacity_bytes, namespace.fields(), quota)
         self._clock = TrustedClock.around(clock)
         self._arena = arena
-        self._window: Window | None = None
+        self._shared: SharedArena | None = None
         self._pid = 0
-        self._server: ServerProcess | None = None
+        self._worker: WorkerProcess | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._usage = Usage(0, 0, capacity_bytes)
-        self._seen: dict[BlockKey, float] = {}  # blocks that are here, oldest sight first → when
-        self._told: Notify | None = None
+        self._seen: dict[BlockKey, float] = {}  # when blocks were seen here, oldest first
+        self._notify: Notify | None = None
 
     # Life.
 
     async def open(self) -> None:
-        if self._window is None:
-            self._window = Window(self._arena.views())
+        if self._shared is None:
+            self._shared = SharedArena(self._arena.views())
             self._pid = os.getpid()
             try:
                 await self._start()
             except BaseException:
-                self._window = None
+                self._shared = None
                 raise
 
     async def _start(self) -> None:
-        server = await ServerProcess.start(self._arena.fds(), self._clock, self._left)
+        worker = await WorkerProcess.start(self._arena.fds(), self._clock, self._evicted)
         try:
             async with asyncio.timeout(OPEN_S):
-                await server.ask("open", self._setup)
+                await worker.ask("open", self._setup)
         except BaseException as error:
-            server.kill()
-            await asyncio.wait([server.ended], timeout=RESTART_FIRST_S)
+            worker.kill()
+            await asyncio.wait([worker.ended], timeout=RESTART_FIRST_S)
             if isinstance(error, TimeoutError):
                 raise TierError("g3", "open", f"its process did not open it within {OPEN_S:.0f} s") from None
             raise
-        self._server, self._usage = server, server.usage
-        server.ended.add_done_callback(self._lost)
+        self._worker, self._usage = worker, worker.usage
+        worker.ended.add_done_callback(self._lost)
 
     def _lost(self, _ended: object) -> None:
-        """The process is gone, and nobody had asked it to go."""
-        server, self._server = self._server, None
+        """The process has ended, perhaps without being asked to."""
+        worker, self._worker = self._worker, None
         self._seen.clear()
-        if self._window is not None and server is not None:
-            log.warning("g3: its process ended (%s); another one is started", server.process.returncode)
+        if self._shared is not None and worker is not None:
+            log.warning("g3: its process ended (%s); another one is started", worker.process.returncode)
             self._restarting = asyncio.create_task(self._restart())
 
     async def _restart(self) -> None:
@@ -109,7 +109,7 @@ class DiskWorkerClient:
             await self._clock.sleep(wait_s)
             try:
                 await self._start()
-            except Exception as error:  # whatever it is: G3 misses until it is over
+            except Exception as error:  # of any kind: G3 misses until it is over
                 wait_s = min(2 * wait_s, RESTART_LAST_S)
                 log.warning("g3: its process cannot be started again: %s", error)
             else:
@@ -117,69 +117,65 @@ class DiskWorkerClient:
                 return
 
     async def close(self, deadline: float) -> None:
-        self._window, server = None, self._server
-        self._server = None
+        self._shared, worker = None, self._worker
+        self._worker = None
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
-        if server is not None:
-            await server.close(self._left_s(deadline))
+        if worker is not None:
+            await worker.close(self._left_s(deadline))
 
-    def _running(self, verb: str) -> ServerProcess:
-        if self._window is None:
+    def _running(self, verb: str) -> WorkerProcess:
+        if self._shared is None:
             raise ClosedError("g3 is closed")
         if self._pid != os.getpid():
             raise ClosedError("g3 was opened by the process that forked this one; open it after the fork")
-        if self._server is None:
+        if self._worker is None:
             raise TierError("g3", verb, "its process ended and is not started again yet")
-        return self._server
+        return self._worker
 
     async def _ask(self, verb: str, *arguments: object, waits: bool = False) -> Any:
-        server = self._running(verb)
+        worker = self._running(verb)
         try:
-            return await server.ask(verb, *arguments, waits=waits)
+            return await worker.ask(verb, *arguments, waits=waits)
         finally:
-            self._usage = server.usage
+            self._usage = worker.usage
 
     def _left_s(self, deadline: float) -> float:
         return max(0.0, deadline - self._clock.monotonic())
 
-    # What is known to be here.
+    # Blocks seen here.
 
-    def _see(self, keys: Sequence[BlockKey]) -> None:
-        now = self._clock.monotonic()
-        for key in keys:
+    def _see(self, keys: Sequence[BlockKey], here: Iterable[bool]) -> None:
+        mono_s = self._clock.monotonic()
+        for key, is_here in zip(keys, here, strict=True):
             self._seen.pop(key, None)
-            self._seen[key] = now
+            if is_here:
+                self._seen[key] = mono_s
         while len(self._seen) > SEEN_MAX:
             del self._seen[next(iter(self._seen))]
 
-    def _unsee(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            self._seen.pop(key, None)
+    def _evicted(self, keys: Sequence[BlockKey]) -> None:
+        self._see(keys, [False] * len(keys))
+        if self._notify is not None:
+            self._notify(keys, False)
 
-    def _left(self, keys: Sequence[BlockKey]) -> None:
-        self._unsee(keys)
-        if self._told is not None:
-            self._told(keys, False)
-
-    def subscribe(self, told: Notify | None) -> None:
-        """Have `told` hear, on the event loop, which of our blocks left for others that this tier wrote."""
-        self._told = told
+    def subscribe(self, notify: Notify | None) -> None:
+        """Have `notify` called, on the event loop, with our blocks that this tier's writes evicted."""
+        self._notify = notify
 
     # Lookups.
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
-        """What was seen here lately; of other blocks nothing is known without asking: LATE."""
+        """None for blocks seen here within SEEN_S; LATE for the rest, which only the worker knows."""
         self._running("peek")
-        since = self._clock.monotonic() - HERE_S
+        since = self._clock.monotonic() - SEEN_S
         return [None if self._seen.get(chain[place], since) > since else Miss.LATE for place in wanted]
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
         keys = [chain[place] for place in wanted]
         answers: list[Miss | None] = await self._ask("lookup", keys, self._left_s(deadline))
-        self._see([key for key, miss in zip(keys, answers, strict=True) if miss is None])
-        self._unsee([key for key, miss in zip(keys, answers, strict=True) if miss is not None])
+        self._see(keys, [miss is None for miss in answers])
         return answers
 
     # Bytes.
@@ -188,9 +184,7 @@ class DiskWorkerClient:
         keys = [chain[target.index] for target in targets]
         spans = [self._spans(target.into, "read") for target in targets]
         results: list[Loaded | Miss] = await self._ask("read", keys, spans, self._left_s(deadline), waits=True)
-        pairs = list(zip(keys, results, strict=True))
-        self._see([key for key, result in pairs if isinstance(result, Loaded)])
-        self._unsee([key for key, result in pairs if not isinstance(result, Loaded)])
+        self._see(keys, [isinstance(result, Loaded) for result in results])
         return results
 
     async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
@@ -199,27 +193,28 @@ class DiskWorkerClient:
             for b in blocks
         ]
         results: list[Stored] = await self._ask("write", sent, self._left_s(deadline), waits=True)
-        self._see([block.key for block, result in zip(blocks, results, strict=True) if result.durable])
+        durable = [block.key for block, result in zip(blocks, results, strict=True) if result.durable]
+        self._see(durable, [True] * len(durable))
         return results
 
     def _spans(self, pieces: Sequence[memoryview], verb: str) -> list[ArenaSpan]:
         self._running(verb)
-        assert self._window is not None
+        assert self._shared is not None
         try:
-            return self._window.spans(tuple(pieces))
+            return self._shared.spans(tuple(pieces))
         except ValueError as error:
             raise TierError("g3", verb, str(error)) from None
 
     # Everything else.
 
     def touch(self, keys: Sequence[BlockKey], now: float) -> None:
-        self._running("touch").tell("touch", keys, now)
+        self._running("touch").send("touch", keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         try:
             return int(await self._ask("evict", keys))
         finally:
-            self._seen.clear() if keys is None else self._unsee(keys)
+            self._seen.clear() if keys is None else self._see(keys, [False] * len(keys))
 
     async def purge(self, scope: Scope, before: float) -> int:
         try:
@@ -263,7 +258,7 @@ class DiskWorkerClient:
         return self._usage
 
     def check(self) -> None:
-        """Reads the store as any other process may."""
+        """Opens the store in this process, as any other process may."""
         self._running("check")
         store = Store.visit(self._paths)
         try:

@@ -1,4 +1,4 @@
-"""One incarnation of the process that works for a cache's G3 (`server.py`): started, asked, ended."""
+"""One G3 worker process (`server.py`), as the cache's process has it: started, asked, ended."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvtier.tiers.protocol import Usage
 log = logging.getLogger(__name__)
 
 CANCEL_S = 1.0
-"""A cancelled read or write that is not over then ends the process: only that makes its memory safe to use again."""
+"""After so long a cancelled read or write ends the process: only that makes its memory safe to use again."""
 UNSENT_BYTES_MAX = 8 << 20
-"""More than this that the process has not taken yet: what needs no answer is left out."""
+"""Beyond this in the socket's buffer, calls without an answer are dropped."""
 
 
-class ServerProcess:
-    """On the event loop it was started on. All calls that it owes an answer fail with TierError when it has ended, and
-    not before: until then it may write to the arena."""
+class WorkerProcess:
+    """Used on the event loop it was started on. Unanswered calls fail with TierError when it has ended, and not before:
+    until then it may write to the arena."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ServerProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         clock: TrustedClock,
-        left: Callable[[Sequence[BlockKey]], None],
+        evicted: Callable[[Sequence[BlockKey]], None],
     ) -> None:
         """Use `start`. Raises OSError."""
         self.usage = Usage(0, 0)
@@ -45,28 +45,28 @@ class ServerProcess:
         self.process = process
         self._writer = writer
         self._clock = clock
-        self._left = left
+        self._evicted = evicted
         self._calls = 0
         self._waiting: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._pidfd = os.pidfd_open(process.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._bury)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
         self._listening = asyncio.create_task(self._listen(reader))
 
     @classmethod
     async def start(
-        cls, arena: Sequence[int], clock: TrustedClock, left: Callable[[Sequence[BlockKey]], None]
-    ) -> ServerProcess:
-        """A new process over the memory behind the descriptors `arena`. `left` hears which blocks of its tier went for
-        others. Raises TierError where no process can be started."""
+        cls, arena: Sequence[int], clock: TrustedClock, evicted: Callable[[Sequence[BlockKey]], None]
+    ) -> WorkerProcess:
+        """A new process over the memory behind the descriptors `arena`. `evicted` is called with blocks that its tier
+        evicted. Raises TierError where no process can be started."""
         try:
             process, sock = _spawn(arena)
             reader, writer = await asyncio.open_connection(sock=sock)
-            return cls(process, reader, writer, clock, left)
+            return cls(process, reader, writer, clock, evicted)
         except OSError as error:
             raise TierError("g3", "open", f"its process cannot be started: {error}") from None
 
     async def ask(self, verb: str, *arguments: object, waits: bool = False) -> Any:
-        """The answer to a call. A cancelled one is raised at once, with `waits` when nothing of it is under way.
+        """The answer to a call. A cancellation is raised at once; with `waits`, once nothing of the call is under way.
 
         Raises what the tier raises; TierError if the process ends.
         """
@@ -74,7 +74,7 @@ class ServerProcess:
         try:
             return await asyncio.shield(answer) if waits else await answer
         except asyncio.CancelledError:
-            self._send(protocol.Cancel(number))
+            self._write(protocol.Cancel(number))
             if waits:
                 await self._over(answer)
             raise
@@ -83,15 +83,15 @@ class ServerProcess:
                 self._waiting.pop(number, None)
 
     async def _over(self, answer: asyncio.Future[Any]) -> None:
-        """Until a cancelled call is answered for, whoever else cancels."""
+        """Until a cancelled call is answered, however often the caller is cancelled again."""
         asyncio.get_running_loop().call_later(CANCEL_S, lambda: None if answer.done() else self.kill())
         while not answer.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([answer])
         answer.exception()
 
-    def tell(self, verb: str, *arguments: object) -> None:
-        """A call whose answer nobody waits for."""
+    def send(self, verb: str, *arguments: object) -> None:
+        """A call whose answer is not awaited. Dropped if the process has not taken UNSENT_BYTES_MAX yet."""
         if self._writer.transport.get_write_buffer_size() < UNSENT_BYTES_MAX:
             self._post(verb, arguments)
 
@@ -101,38 +101,38 @@ class ServerProcess:
         self._calls += 1
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[self._calls] = verb, answer
-        self._send(protocol.Call(self._calls, verb, self._clock.read(), protocol.packed(arguments)))
+        self._write(protocol.Call(self._calls, verb, self._clock.read(), protocol.packed(arguments)))
         return self._calls, answer
 
-    def _send(self, order: protocol.Order) -> None:
+    def _write(self, request: protocol.Request) -> None:
         if not self._writer.is_closing():
-            self._writer.write(protocol.frame(order))
+            self._writer.write(protocol.frame(request))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._take(protocol.reports.decode(await protocol.next_body(reader)))
+                self._take(protocol.replies.decode(await protocol.next_body(reader)))
         except (EOFError, OSError):
             self.kill()
         except Exception:
-            log.exception("g3: what its process says is not understood; it is ended")
+            log.exception("g3: a message of its process is not understood; it is ended")
             self.kill()
 
-    def _take(self, report: protocol.Report) -> None:
-        if isinstance(report, protocol.Left):
-            self._left(report.keys)
-        elif isinstance(report, protocol.Said):
-            log.log(report.level, "%s", report.text)
+    def _take(self, reply: protocol.Reply) -> None:
+        if isinstance(reply, protocol.Evicted):
+            self._evicted(reply.keys)
+        elif isinstance(reply, protocol.LogLine):
+            log.log(reply.level, "%s", reply.text)
         else:
-            verb, answer = self._waiting.get(report.number, ("", None))
+            verb, answer = self._waiting.get(reply.number, ("", None))
             if answer is None or answer.done():
                 return
-            if isinstance(report, protocol.Refusal):
-                _fail(answer, _error(report))
+            if isinstance(reply, protocol.Refusal):
+                _fail(answer, _error(reply))
             else:
-                answer.set_result(protocol.verbs()[verb].result.decode(report.result))
-                self.usage = report.usage or self.usage
-            del self._waiting[report.number]
+                answer.set_result(protocol.verbs()[verb].result.decode(reply.result))
+                self.usage = reply.usage or self.usage
+            del self._waiting[reply.number]
 
     def kill(self) -> None:
         """End it at once. It has ended when `ended` is done: no thread of it is in the kernel any more."""
@@ -152,7 +152,7 @@ class ServerProcess:
             self.kill()
             await asyncio.wait([self.ended], timeout=CANCEL_S)
 
-    def _bury(self) -> None:
+    def _on_exit(self) -> None:
         """The process, and every thread of it, has ended."""
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
@@ -169,12 +169,12 @@ class ServerProcess:
 def _spawn(arena: Sequence[int]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process, and our end of its socket. Raises OSError."""
     with contextlib.ExitStack() as theirs, contextlib.ExitStack() as failed:
-        life = os.pidfd_open(os.getpid())
-        theirs.callback(os.close, life)
+        parent = os.pidfd_open(os.getpid())
+        theirs.callback(os.close, parent)
         ours, its = socket.socketpair()
         theirs.callback(its.close)
         failed.callback(ours.close)
-        fds = (its.fileno(), life, *arena)
+        fds = (its.fileno(), parent, *arena)
         command = [sys.executable, "-P", "-m", "kvtier.tiers.disk.worker.server", *map(str, fds)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds)
         failed.pop_all()
@@ -183,7 +183,7 @@ def _spawn(arena: Sequence[int]) -> tuple[subprocess.Popen[bytes], socket.socket
 
 def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
     answer.set_exception(error)
-    answer.exception()  # taken note of: whoever waits hears of it, and perhaps nobody does
+    answer.exception()  # marks it as retrieved: its caller may have been cancelled
 
 
 def _error(refusal: protocol.Refusal) -> errors.KVTierError:

@@ -1,12 +1,12 @@
-"""What a cache and the process that works for its G3 say to each other: frames over a socket pair.
+"""Messages between a cache and its G3 worker process: frames over a socket pair.
 
     length (u32, little-endian) ‖ one message in msgpack
 
-    cache → process    Call (a verb of the tier, and the time as the cache knows it), Cancel
-    process → cache    Answer or Refusal per call; Left, blocks that went for others; Said, a line for the log
+    cache → worker    Call (a verb of the tier, and the cache's time), Cancel
+    worker → cache    Answer or Refusal per call; Evicted, by writes; LogLine
 
-Bytes of blocks never travel: both sides have the arena mapped, and a ArenaSpan names a piece of it. Times left replace
-deadlines, since clocks are each side's own.
+Bytes of blocks never travel: both sides have the arena mapped, and an ArenaSpan names a piece of it. Deadlines travel
+as seconds left, since each side has its own monotonic clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH_BYTES = 4
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """The first call's argument: which tier to open. Fields as `kvtier.tiers.disk.tier.DiskTier` has them."""
+    """The first call's argument: which tier to open. Fields as in `kvtier.tiers.disk.tier.DiskTier`."""
 
     paths: list[str]
     capacity: int
@@ -38,7 +38,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, array_like=True, frozen=True):
-    """`kvtier.tiers.protocol.Sealed` with its pieces named."""
+    """`kvtier.tiers.protocol.Sealed` with spans for pieces."""
 
     key: BlockKey
     index: int
@@ -57,13 +57,13 @@ class Call(msgspec.Struct, array_like=True, tag="call", frozen=True):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
-    """The caller does not want it any more; the call is answered all the same, when nothing of it is under way."""
+    """A call's caller was cancelled. The call is answered all the same, once nothing of it is under way."""
 
     number: int
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
-    """`usage` is the tier's after the call; None while it cannot be told."""
+    """`usage` is the tier's after the call; None while it is not known."""
 
     number: int
     result: msgspec.Raw
@@ -79,21 +79,21 @@ class Refusal(msgspec.Struct, array_like=True, tag="refusal", frozen=True):
     operation: str = ""
 
 
-class Left(msgspec.Struct, array_like=True, tag="left", frozen=True):
+class Evicted(msgspec.Struct, array_like=True, tag="evicted", frozen=True):
     keys: list[BlockKey]
 
 
-class Said(msgspec.Struct, array_like=True, tag="said", frozen=True):
+class LogLine(msgspec.Struct, array_like=True, tag="log", frozen=True):
     level: int
     text: str
 
 
-Order = Call | Cancel
-Report = Answer | Refusal | Left | Said
+Request = Call | Cancel
+Reply = Answer | Refusal | Evicted | LogLine
 
 
 class Verb(NamedTuple):
-    """How a verb's arguments (a tuple) and its result are read."""
+    """Decoders of a verb's arguments (a tuple) and of its result."""
 
     arguments: msgspec.msgpack.Decoder[Any]
     result: msgspec.msgpack.Decoder[Any]
@@ -107,9 +107,9 @@ _OWN: Mapping[str, tuple[Any, Any]] = {
     "flush": (tuple[float], None),
     "close": (tuple[float], None),
 }
-"""Verbs that say it in their own words: the last number is the time left, in seconds; keys are those asked for."""
+"""Verbs whose arguments differ from the tier's: the last float is the time left, in seconds; keys are those wanted."""
 
-_AS_THEY_ARE = (
+_SAME = (
     (Tier, ("touch", "evict", "purge", "tombstones")),
     (Retaining, ("retain", "release_retained", "retained", "drop_made_after")),
     (Notebook, ("write_note", "read_notes")),
@@ -120,7 +120,7 @@ _AS_THEY_ARE = (
 def verbs() -> Mapping[str, Verb]:
     """All verbs that travel."""
     types = dict(_OWN)
-    for protocol, names in _AS_THEY_ARE:
+    for protocol, names in _SAME:
         for name in names:
             hints = get_type_hints(getattr(protocol, name))
             result = hints.pop("return")
@@ -129,7 +129,7 @@ def verbs() -> Mapping[str, Verb]:
     return {name: Verb(decoder(arguments), decoder(result)) for name, (arguments, result) in types.items()}
 
 
-def frame(message: Order | Report) -> bytes:
+def frame(message: Request | Reply) -> bytes:
     """A message as it travels. Pure."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
@@ -141,12 +141,12 @@ def packed(value: object) -> msgspec.Raw:
 
 
 async def next_body(reader: asyncio.StreamReader) -> bytes:
-    """The next message, undecoded. Raises EOFError or OSError at the stream's end, and for a length nobody sends."""
+    """The next message, undecoded. Raises EOFError or OSError at the stream's end, and for an impossible length."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
     if length > FRAME_BYTES_MAX:
         raise OSError(f"a message of {length} bytes")
     return await reader.readexactly(length)
 
 
-orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

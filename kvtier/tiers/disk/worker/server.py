@@ -1,10 +1,10 @@
-"""The process that works for a cache's G3: a DiskTier whose callers are in another process (`client.py`).
+"""A G3 worker process: a DiskTier whose callers are in another process (`client.py`).
 
-    python -P -m kvtier.tiers.disk.worker.server SOCKET LIFE ARENA…      descriptors, inherited
+    python -P -m kvtier.tiers.disk.worker.server SOCKET PARENT ARENA…      descriptors, inherited
 
-What reads, checks and writes blocks then never takes the interpreter lock of an engine. LIFE is a pidfd of the cache's
-process: when that ends, or the socket does, so does this one. It owns its reservations in the store, so that nobody
-takes a slot that it may still write to, whatever became of the cache.
+Reading, checking and writing blocks then never takes the interpreter lock of an engine. PARENT is a pidfd of the
+cache's process: when that ends, or the socket does, so does this one. It owns its reservations in the store, so a slot
+that it may still write to is not taken from it when the cache's process ends.
 """
 
 from __future__ import annotations
@@ -30,61 +30,61 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.trusted_clock import RelayedClock
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker import protocol
-from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, Window
-from kvtier.tiers.protocol import Sealed, Target, Usage
+from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, SharedArena
+from kvtier.tiers.protocol import Pieces, Sealed, Target, Usage
 
 CLOSE_S = 5.0
-"""For the last flush when the cache's process is gone."""
+"""For the last flush when the cache's process has ended."""
 
 
 class Server:
-    """Serves one tier over one socket until that ends. On one event loop."""
+    """Serves one tier over one socket, until the socket ends. On one event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, send: Callable[[bytes], None], window: Window) -> None:
+    def __init__(self, reader: asyncio.StreamReader, send: Callable[[bytes], None], arena: SharedArena) -> None:
         self._reader = reader
         self._send = send
-        self._window = window
+        self._arena = arena
         self._clock = RelayedClock(SystemClock())
         self._tier: DiskTier | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
     async def serve(self) -> None:
-        """Answer until the cache is gone, or has closed its tier."""
+        """Answer until the cache's process has ended, or has closed its tier."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                order = protocol.orders.decode(await protocol.next_body(self._reader))
-                if isinstance(order, protocol.Cancel):
-                    if (task := self._tasks.get(order.number)) is not None:
+                request = protocol.requests.decode(await protocol.next_body(self._reader))
+                if isinstance(request, protocol.Cancel):
+                    if (task := self._tasks.get(request.number)) is not None:
                         task.cancel()
                     continue
-                self._clock.tell(order.time)
-                task = asyncio.create_task(self._do(order.verb, order.arguments))
-                self._tasks[order.number] = task
-                task.add_done_callback(partial(self._report, order))
+                self._clock.tell(request.time)
+                task = asyncio.create_task(self._do(request.verb, request.arguments))
+                self._tasks[request.number] = task
+                task.add_done_callback(partial(self._reply, request))
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the store as far as CLOSE_S allows."""
+        """Close the tier, within CLOSE_S."""
         if self._tier is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await self._tier.close(self._clock.monotonic() + CLOSE_S)
 
-    def _report(self, call: protocol.Call, done: asyncio.Task[Any]) -> None:
-        """Every call is answered, however it ended: its caller waits for that before it uses its memory again."""
+    def _reply(self, call: protocol.Call, done: asyncio.Task[Any]) -> None:
+        """Answer a call, however it ended: its caller waits for that before it uses its memory again."""
         del self._tasks[call.number]
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        report: protocol.Report
+        reply: protocol.Reply
         if error is None:
-            report = protocol.Answer(call.number, protocol.packed(done.result()), self._usage())
+            reply = protocol.Answer(call.number, protocol.packed(done.result()), self._usage())
         elif isinstance(error, errors.TierError):
             text = str(error).removeprefix(f"{error.tier}: {error.operation}: ")
-            report = protocol.Refusal(call.number, type(error).__name__, text, error.operation)
+            reply = protocol.Refusal(call.number, type(error).__name__, text, error.operation)
         elif isinstance(error, errors.KVTierError):
-            report = protocol.Refusal(call.number, type(error).__name__, str(error))
+            reply = protocol.Refusal(call.number, type(error).__name__, str(error))
         else:
-            report = protocol.Refusal(call.number, "TierError", f"{type(error).__name__}: {error}", call.verb)
-        self._send(protocol.frame(report))
+            reply = protocol.Refusal(call.number, "TierError", f"{type(error).__name__}: {error}", call.verb)
+        self._send(protocol.frame(reply))
 
     async def _do(self, verb: str, packed: msgspec.Raw) -> Any:
         arguments: tuple[Any, ...] = protocol.verbs()[verb].arguments.decode(packed)
@@ -114,27 +114,19 @@ class Server:
         self._tier = tier
         loop = asyncio.get_running_loop()
 
-        def left(keys: Sequence[BlockKey], _stored: bool) -> None:
-            loop.call_soon_threadsafe(self._send, protocol.frame(protocol.Left(list(keys))))
+        def evicted(keys: Sequence[BlockKey], _stored: bool) -> None:
+            loop.call_soon_threadsafe(self._send, protocol.frame(protocol.Evicted(list(keys))))
 
-        tier.subscribe(left)
+        tier.subscribe(evicted)
 
     def _targets(self, spans: Sequence[Sequence[ArenaSpan]]) -> list[Target]:
-        return [Target(place, self._window.pieces(some)) for place, some in enumerate(spans)]
+        return [Target(place, self._arena.pieces(some)) for place, some in enumerate(spans)]
 
     def _sealed(self, blocks: Sequence[protocol.Block]) -> list[Sealed]:
-        return [
-            Sealed(
-                block.key,
-                block.index,
-                block.digest,
-                tuple(piece.toreadonly() for piece in self._window.pieces(block.spans)),
-                block.life,
-                block.parent,
-                block.priority,
-            )
-            for block in blocks
-        ]
+        return [Sealed(b.key, b.index, b.digest, self._readonly(b.spans), b.life, b.parent, b.priority) for b in blocks]
+
+    def _readonly(self, spans: Sequence[ArenaSpan]) -> Pieces:
+        return tuple(piece.toreadonly() for piece in self._arena.pieces(spans))
 
     def _usage(self) -> Usage | None:
         try:
@@ -143,8 +135,8 @@ class Server:
             return None
 
 
-class _Telling(logging.Handler):
-    """Hands what is to be known by operators to the process whose log they read."""
+class _LogForwarder(logging.Handler):
+    """Sends warnings to the cache's process, whose log operators read."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         super().__init__(logging.WARNING)
@@ -152,36 +144,36 @@ class _Telling(logging.Handler):
         self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = protocol.Said(record.levelno, self.format(record))
+        line = protocol.LogLine(record.levelno, self.format(record))
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._send, protocol.frame(said))
+            self._loop.call_soon_threadsafe(self._send, protocol.frame(line))
 
 
-async def serve(sock: socket.socket, life: int, window: Window) -> NoReturn:
-    """Serve until the socket ends, or the process behind the pidfd `life`; then end this one."""
+async def serve(sock: socket.socket, parent: int, arena: SharedArena) -> NoReturn:
+    """Serve until the socket ends, or the process behind the pidfd `parent`; then end this one."""
     reader, writer = await asyncio.open_connection(sock=sock)
-    logging.getLogger("kvtier").addHandler(_Telling(writer.write))
+    logging.getLogger("kvtier").addHandler(_LogForwarder(writer.write))
     loop = asyncio.get_running_loop()
 
     def orphaned() -> None:
-        loop.remove_reader(life)
+        loop.remove_reader(parent)
         reader.feed_eof()
 
-    loop.add_reader(life, orphaned)
-    await Server(reader, writer.write, window).serve()
+    loop.add_reader(parent, orphaned)
+    await Server(reader, writer.write, arena).serve()
     os._exit(0)  # a thread that is stuck in the device would keep the interpreter
 
 
 def main() -> None:
-    # A terminal's and a supervisor's signals reach the whole group: the cache decides when this process is done.
+    # A terminal's and a supervisor's signals reach the whole group: the cache ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    sock, life, *arena = map(int, sys.argv[1:])
+    sock, parent, *fds = map(int, sys.argv[1:])
     Path("/proc/self/comm").write_text("kvtier-g3")
-    window = Window.map(arena)
-    for fd in arena:
+    arena = SharedArena.map(fds)
+    for fd in fds:
         os.close(fd)
-    asyncio.run(serve(socket.socket(fileno=sock), life, window))
+    asyncio.run(serve(socket.socket(fileno=sock), parent, arena))
 
 
 if __name__ == "__main__":

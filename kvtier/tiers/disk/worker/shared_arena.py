@@ -1,4 +1,4 @@
-"""An arena's memory where two processes have it mapped: its pieces by name, and names as pieces."""
+"""An arena that two processes have mapped: spans name its pieces in either."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class ArenaSpan(NamedTuple):
     length: int
 
 
-class Window:
-    """The memory of all ranks, as this process has it mapped. Pieces that it gives are valid as long as it is."""
+class SharedArena:
+    """The memory of all ranks, as this process has it mapped. Its pieces are valid as long as it is."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
         self._starts = [_address(view) for view in views]
 
     @classmethod
-    def map(cls, fds: Sequence[int]) -> Window:
-        """Map the memory behind these descriptors (`Arena.fds` of another process), which can be closed then. Raises
-        OSError."""
+    def map(cls, fds: Sequence[int]) -> SharedArena:
+        """Map the memory behind these descriptors (`Arena.fds` of another process); they can be closed afterwards.
+        Raises OSError."""
         maps = [mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED) for fd in fds]
         for each in maps:
-            with contextlib.suppress(OSError):  # as the arena asks for it
+            with contextlib.suppress(OSError):  # as the arena does
                 each.madvise(mmap.MADV_HUGEPAGE)
         return cls([memoryview(each) for each in maps])
 
     def spans(self, pieces: Pieces) -> list[ArenaSpan]:
-        """Names of pieces of this memory. Raises ValueError for memory that is none of it."""
+        """The spans of pieces of this memory. Raises ValueError for other memory."""
         return [self._span(piece) for piece in pieces]
 
     def _span(self, piece: memoryview) -> ArenaSpan:
@@ -49,7 +49,7 @@ class Window:
         raise ValueError("a piece is not the arena's memory")
 
     def pieces(self, spans: Sequence[ArenaSpan]) -> Pieces:
-        """The pieces of these names, writable. Raises ValueError for a span that is not in this memory."""
+        """The pieces of these spans, writable. Raises ValueError for a span that is not in this memory."""
         for rank, start, length in spans:
             if not (0 <= rank < len(self._views) and 0 <= start <= start + length <= len(self._views[rank])):
                 raise ValueError(f"rank {rank} has no {length} bytes from {start} on")
@@ -59,6 +59,6 @@ class Window:
 def _address(view: memoryview) -> int:
     if not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    import numpy as np  # a tenth as fast, but what is read-only has no other way
+    import numpy as np  # a tenth as fast, but the only way for read-only memory
 
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

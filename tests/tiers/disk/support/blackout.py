@@ -1,4 +1,4 @@
-"""Power loss from the first call on, on a file system that tells what it may forget.
+"""Power loss from the first call on, on a file system that logs what it may forget.
 
     python -m tests.tiers.disk.support.blackout DIRECTORY POINTS SEED [blocks|names]
 
@@ -76,7 +76,7 @@ class Content:
 
 
 class Disk:
-    """What is certain to be there after a power loss, and what happened since and may be lost."""
+    """The content that is certain after a power loss, and the changes since, which may be lost."""
 
     def __init__(self) -> None:
         self._files: dict[int, Content] = defaultdict(Content)
@@ -157,7 +157,7 @@ def _change(content: Content, op: list[Any]) -> None:
 
 
 def record(scratch: Path, seed: int, sabotage: str) -> list[list[Any]]:
-    """What a worker did, in order."""
+    """The log of a worker's calls, in order."""
     mountpoint, log = scratch / "mount", scratch / "log"
     mountpoint.mkdir()
     words = [sys.executable, "-m", "tests.tiers.disk.support.forgetting_fs", str(mountpoint), str(log)]
@@ -217,7 +217,7 @@ def work_on(mountpoint: Path, seed: int, sabotage: str) -> None:
     if sabotage == "blocks":
         slab.SystemCalls.fdatasync = lambda self, fd: None  # type: ignore[method-assign]
     if sabotage == "names":
-        slab.sync_directory = lambda path: None
+        slab.sync_directory = lambda path: None  # type: ignore[attr-defined]
     report = os.open(mountpoint / REPORTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     asyncio.run(work(mountpoint / "g3", seed, report, 100))
     os.close(report)

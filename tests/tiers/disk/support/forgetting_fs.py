@@ -44,7 +44,7 @@ class Forgetful(pyfuse3.Operations):
         self._last = pyfuse3.ROOT_INODE
         self._handles = 0
 
-    def _note(self, *op: Any) -> None:
+    def _record(self, *op: Any) -> None:
         self.log.append(list(op))
 
     def _attributes(self, inode: int) -> pyfuse3.EntryAttributes:
@@ -75,7 +75,7 @@ class Forgetful(pyfuse3.Operations):
         data = self._files[inode]
         del data[size:]
         data.extend(bytes(size - len(data)))
-        self._note("truncate", inode, size)
+        self._record("truncate", inode, size)
 
     # Names.
 
@@ -89,20 +89,20 @@ class Forgetful(pyfuse3.Operations):
         self._last += 1
         self._folders[self._last] = {}
         self._folders[parent_inode][name] = self._last
-        self._note("mkdir", parent_inode, name.decode(), self._last)
+        self._record("mkdir", parent_inode, name.decode(), self._last)
         return self._attributes(self._last)
 
     async def create(self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Any) -> Any:
         self._last += 1
         self._files[self._last] = bytearray()
         self._folders[parent_inode][name] = self._last
-        self._note("create", parent_inode, name.decode(), self._last)
+        self._record("create", parent_inode, name.decode(), self._last)
         return pyfuse3.FileInfo(fh=self._handle(self._last, flags)), self._attributes(self._last)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Any) -> None:
         self._child(parent_inode, name)
         del self._folders[parent_inode][name]
-        self._note("unlink", parent_inode, name.decode())
+        self._record("unlink", parent_inode, name.decode())
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Any) -> None:
         if self._folders[self._child(parent_inode, name)]:
@@ -115,7 +115,7 @@ class Forgetful(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.EINVAL)
         del self._folders[parent_old][old]
         self._folders[parent_new][new] = inode
-        self._note("rename", parent_old, old.decode(), parent_new, new.decode())
+        self._record("rename", parent_old, old.decode(), parent_new, new.decode())
 
     # Contents.
 
@@ -137,14 +137,14 @@ class Forgetful(pyfuse3.Operations):
         data = self._files[inode]
         data.extend(bytes(max(0, off - len(data))))
         data[off : off + len(buf)] = buf
-        self._note("write", inode, off, base64.b64encode(buf).decode(), bool(flags & os.O_DSYNC))
+        self._record("write", inode, off, base64.b64encode(buf).decode(), bool(flags & os.O_DSYNC))
         return len(buf)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
-        self._note("sync", self._flags[fh][0])
+        self._record("sync", self._flags[fh][0])
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        self._note("sync", self._flags[fh][0])
+        self._record("sync", self._flags[fh][0])
 
     async def flush(self, fh: int) -> None:
         pass

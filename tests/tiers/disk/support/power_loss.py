@@ -49,7 +49,7 @@ class Write:
 
 @dataclass(slots=True)
 class Trace:
-    """What a worker did to its store: writes, the lines at which syncs ended, and reports with their lines."""
+    """A worker's calls on its store: writes, the lines at which syncs ended, and reports with their lines."""
 
     writes: list[Write]
     syncs: list[int]

@@ -48,7 +48,7 @@ def run(words: list[str], timeout: float | None = None) -> subprocess.CompletedP
 
 
 def result(words: list[str]) -> dict[str, Any]:
-    """What a child that must end well says, one JSON object."""
+    """The output, one JSON object, of a child that must end well."""
     done = run(words)
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)

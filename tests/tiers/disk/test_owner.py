@@ -1,0 +1,31 @@
+"""Whether the owner of a reservation is alive."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from kvtier.tiers.disk.owner import Owner
+
+
+def test_a_live_but_stopped_owner_keeps_its_slots() -> None:
+    """Reservations go by liveness, not by age."""
+    me = Owner.current()
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        started = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+        other = Owner(sleeper.pid, started, me.pid_namespace, me.boot, 5)
+        sleeper.send_signal(signal.SIGSTOP)
+        assert other.alive(me)
+        assert not Owner(sleeper.pid, started + 1, me.pid_namespace, me.boot, 5).alive(me), "its id was used again"
+        assert not Owner(sleeper.pid, started, me.pid_namespace, bytes(16), 5).alive(me), "an earlier boot"
+        assert not Owner(me.pid, me.started, me.pid_namespace, me.boot, 2).alive(me), "an earlier incarnation of us"
+        sleeper.kill()
+        time.sleep(0.05)
+        assert not other.alive(me), "a zombie cannot write"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert not other.alive(me)
