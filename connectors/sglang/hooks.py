@@ -23,19 +23,34 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
+from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.settings import Settings
 from kvtier.errors import ConfigError
 
 
 class WeightsListener(ABC):
     """Stores blocks of the engine's weights. All calls come from the scheduler's thread; none may wait or raise."""
 
-    @abstractmethod
+    _settings: Settings
+    _stale = False  # the weights changed, and the tree was not flushed since
+
+    @falls_back_to(None)
     def weights_change(self) -> None:
         """The weights are about to change in place."""
+        if not self._settings.config.keep_on_reset:
+            self._stale = self._rotate()
+
+    @falls_back_to(None)
+    def flushed(self) -> None:
+        """The tree is empty now, and so are the queues of a HiCache. If the weights changed since the last time, blocks
+        stored meanwhile may follow a prefix of old ones."""
+        if self._stale:
+            self._stale = False
+            self._rotate()
 
     @abstractmethod
-    def flushed(self) -> None:
-        """The tree is empty now, and so are the queues of a HiCache."""
+    def _rotate(self) -> bool:
+        """Go on under another namespace; whether there was a cache to replace."""
 
 
 class LinkerListener(WeightsListener):

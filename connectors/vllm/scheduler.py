@@ -47,11 +47,11 @@ _LAUNCHED_MAX = 64
 
 
 class SchedulerHalf:
-    """See the module. Owns the state of one engine's requests and blocks; the cache itself belongs to `core`."""
+    """See the module. Owns the state of one engine's requests and blocks; the cache itself belongs to `caches`."""
 
     def __init__(
         self,
-        core: SchedulerCache,
+        caches: SchedulerCache,
         reader: RequestReader,
         offload: Offload,
         limits: ConnectorLimits,
@@ -61,13 +61,13 @@ class SchedulerHalf:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._growth: Growth[str] = Growth()
-        self._core = core
+        self._caches = caches
         self._events = events
         self._reader = reader
-        self._default = reader.controls.parse(None).chain_terms(core.namespace.block_tokens).only
+        self._default = reader.controls.parse(None).chain_terms(caches.namespace.block_tokens).only
         self._limits = limits
         self._clock = clock
-        self._block_tokens = core.namespace.block_tokens
+        self._block_tokens = caches.namespace.block_tokens
         self._requests: dict[str, RequestState] = {}
         self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
         self._feedback = Feedback(self._block_tokens)
@@ -93,7 +93,7 @@ class SchedulerHalf:
 
     @property
     def _manager(self) -> Manager | None:
-        cache = self._core.cache
+        cache = self._caches.cache
         return None if cache is None else cache.manager
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,7 +101,7 @@ class SchedulerHalf:
     def arrive(self, request: Any) -> None:
         """A request was queued."""
         state = self._state_of(request)
-        cache = self._core.cache
+        cache = self._caches.cache
         if cache is None or state.promoted.future is not None:
             return
         self._prefetch(cache, state)
@@ -235,7 +235,7 @@ class SchedulerHalf:
         return self._loads.take()
 
     def _new_arena(self) -> ArenaHandle | None:
-        current = self._core.current
+        current = self._caches.current
         if current is None or current[1].number == self._arena:
             return None
         self._arena = current[1].number
@@ -358,7 +358,7 @@ class SchedulerHalf:
 
     def reset(self) -> bool:
         """The engine announced new weights."""
-        self._core.rotate()
+        self._caches.rotate()
         if self._events is not None:
             self._events.clear()
         self._stores.clear()
@@ -372,7 +372,7 @@ class SchedulerHalf:
         for state in self._requests.values():
             state.drop_lease()
         self._loads.close()
-        self._core.close(self._limits.flush_timeout_s)
+        self._caches.close(self._limits.flush_timeout_s)
 
     def check(self) -> None:
         """Assert the invariants of the parts."""

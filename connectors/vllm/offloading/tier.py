@@ -115,14 +115,14 @@ class KVTierSecondaryTier(SecondaryTierManager):
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
         alone = offloading_spec.config.parallel.world_size == 1  # then this is the worker's process, too
-        self._core = SchedulerCache(settings, namespace, events=self._events, computes=alone)
-        self._core.open()
+        self._caches = SchedulerCache(settings, namespace, events=self._events, computes=alone)
+        self._caches.open()
         self._rows = Rows(primary_kv_view)
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
 
     @property
     def _cache(self) -> Cache | None:
-        return self._core.cache
+        return self._caches.cache
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -347,7 +347,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             state.stale = True
             if state.search is not None:
                 or_fallback(state.search.end, fallback=None)
-        self._core.rotate()
+        self._caches.rotate()
 
     # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -386,4 +386,4 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 or_fallback(state.search.end, fallback=None)
         self._requests.clear()
         self._rows.release()
-        self._core.close(self._flush_s)
+        self._caches.close(self._flush_s)

@@ -192,7 +192,7 @@ class Host(Faults):
 
     @property
     def cache(self) -> Any:
-        current = self.half._core.current
+        current = self.half._caches.current
         return None if current is None else current[0]
 
     def settle(self) -> None:
@@ -276,7 +276,7 @@ class Host(Faults):
         return cost
 
     def namespace(self) -> dict[str, Any]:
-        return dict(self.half._core.namespace.fields())
+        return dict(self.half._caches.namespace.fields())
 
     def _track(self, name: str) -> Any:
         return next(state.track for key, state in self.half._requests.items() if key.startswith(name))
