@@ -206,7 +206,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         manager, reached = cache.manager, start
         deadline = time.monotonic() + self._settings.config.deadlines.put
         while reached < len(chain):
-            seen = manager.space.version
+            version = manager.space.version
             space = manager.queue_space() if manager.lower else len(chain)
             if space:
                 stop = min(len(chain), reached + space)
@@ -221,7 +221,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
                 manager.commit(chain, slots, generations)
                 if reached == stop:
                     continue
-            if not cache.submit(manager.space.wait(deadline, seen)).result():
+            if not cache.submit(manager.space.wait(deadline, version)).result():
                 break
         manager.finish_put(chain)
         return reached - start

@@ -11,7 +11,7 @@ of new weights. Small hooks, made with SGLang's own HookRegistry, call a `Linker
     weights             changed in place
 
 SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
-process did not do so (SGLANG_PLUGINS names others) installs the hooks itself. They pass through for other linkers. A
+process did not do so (SGLANG_PLUGINS excludes it) installs the hooks itself. They pass through for other linkers. A
 HiCacheStorage is a `WeightsListener`: it is called for new weights and for flushes.
 """
 

@@ -208,7 +208,7 @@ class Confirmer:
         self._confirm(track, fresh)
 
     def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:
-        """Extend trust over what the request found: blocks confirmed for others, then what its load brought."""
+        """Extend trust over blocks that were found: confirmed for other requests, then loaded for this one."""
         size = self.block_tokens
         start = track.trusted // size
         tokens: list[Token] = []
