@@ -157,9 +157,10 @@ class PrefixCache:
         """Keep the full blocks of `cache`, which holds the KV of a prefix of `output_ids`. Returns how many are new.
 
         Call it when `generate` has returned: its blocks are confirmed then. Copies within the device, and to host RAM
-        what must make space; where that is full, waits for the tiers below up to `timeout` seconds (deadlines.put), then
-        keeps the head and refuses the rest. Raises InvalidRequest, with nothing stored, for padding, for tokens that
-        `generate` may have masked as padding, and for layers or types that blocks cannot be cut from.
+        the blocks that must make space; where that is full, waits for the tiers below up to `timeout` seconds
+        (deadlines.put), then stores the head and refuses the rest. Raises InvalidRequest, with nothing stored, for
+        padding, for tokens that `generate` may have masked as padding, and for layers or types that blocks cannot be
+        cut from.
         """
         tokens = self._row(output_ids, attention_mask)
         if attention_mask is None:
