@@ -38,6 +38,7 @@ class WeightsListener(ABC):
     def weights_change(self) -> None:
         """The weights are about to change in place."""
         if not self._settings.config.keep_on_reset:
+            self._stale = True  # and stays so where the next call fails
             self._stale = self._rotate()
 
     @falls_back_to(None)

@@ -300,9 +300,6 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     @falls_back_to(None)
     def reset(self) -> None:
         """The tree is being emptied: wait for copies, forget requests. Stored blocks stay."""
-        self._quiesce()
-
-    def _quiesce(self) -> None:
         self._requests.clear()
         if self._pages is not None:
             self._pages.quiesce()
@@ -320,7 +317,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
 
     @falls_back_to(None)
     def close(self) -> None:
-        self._quiesce()
+        self.reset()
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
 
 
