@@ -199,9 +199,9 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
         for worker in multiprocessing.active_children():
             move(worker.pid, compute)
         _, half = parts(llm)
-        namespace, size = half._core.namespace, half._core.namespace.block_bytes
+        namespace, size = half._caches.namespace, half._caches.namespace.block_bytes
         promoting = {"elsewhere": stack.enter_context(child_promoting(llm, folder, rest))}
-        caches = {labels[1]: half._core.current[0]}
+        caches = {labels[1]: half._caches.current[0]}
         if "process" in labels:
             config = kvtier.Config.parse({"tiers": tiers_in(f"{folder}/g3-threads")})
             caches["threads"] = stack.enter_context(kvtier.open(config, namespace))
@@ -352,7 +352,7 @@ def promote(cache: Any, chains: Sequence[Any], go: Any, blocks: Any) -> None:
 @contextmanager
 def child_promoting(llm: Any, folder: str, where: set[int]) -> Iterator[tuple[Any, Any]]:
     """A process that promotes over tiers of its own while its switch is set; the switch, and its count of blocks."""
-    fields = parts(llm)[1]._core.namespace.fields()
+    fields = parts(llm)[1]._caches.namespace.fields()
     tiers = tiers_in(f"{folder}/g3-elsewhere")
     context = multiprocessing.get_context("spawn")
     go, blocks = context.Event(), context.Value("q", 0)

@@ -55,8 +55,8 @@ class Described:
 
 
 def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described:
-    """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for what cannot be
-    told apart with certainty."""
+    """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for tensors
+    whose layout is not certain."""
     missing = [name for name in cache_layout.layers if name not in tensors]
     if missing:
         raise IdentityError(f"layer {missing[0]} has no KV tensor of its own; such models are not served")

@@ -186,13 +186,13 @@ class Faults:
         self.core.resume_scheduler()
 
     def keep_on_reset(self, keep: bool) -> None:
-        rotation = self.half._core._rotation
+        rotation = self.half._caches
         rotation._config = rotation._config.model_copy(update={"keep_on_reset": keep})
 
     def open_anew(self) -> bool:
         """Whether the cache that follows new weights is open; waits a while for it."""
         deadline = time.monotonic() + 20
-        while not self.half._core._rotation.join(0.1) and time.monotonic() < deadline:
+        while not self.half._caches.join(0.1) and time.monotonic() < deadline:
             pass
         return self.cache is not None
 
