@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, ConfigError, FormatError, InvalidRequest, TierError, TierTimeout
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.tiers.breaker import Breaker
@@ -88,14 +91,46 @@ class Wrapper:
         await self.inner.close(deadline)
 
 
+@dataclass(frozen=True, slots=True)
+class GuardLimits:
+    """How long a guard waits for the verbs to which no caller gives a deadline."""
+
+    open_s: float = 60.0  # a large store that was not closed is repaired first
+    call_s: float = 10.0  # one commit or a few small objects: longer is a device or network that does not answer
+    purge_s: float = 60.0  # lists and deletes a scope; it takes effect earlier, and is tried again
+    evict_s: float = 300.0  # may delete a million objects
+
+
 class Guarded(Wrapper):
-    """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`
-    and `purge`, whose failures their caller must see."""
+    """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`,
+    `purge`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError whatever the
+    tier raised. No verb but `read` and `write` outlasts its deadline, even if the tier does not heed cancellation."""
 
     def __init__(self, inner: Tier, clock: Clock, breaker: Breaker | None = None) -> None:
         super().__init__(inner)
         self._clock = clock
         self.breaker = breaker or Breaker(clock)
+        self.limits = GuardLimits()
+        self.unanswered: Counter[str] = Counter()
+        """Calls without an answer in time, by verb."""
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._closed: asyncio.Future[None] | None = None
+
+    async def open(self) -> None:
+        """Raises TierError, ConfigError or FormatError. A tier that opens too late is closed again."""
+        self._closed = asyncio.get_running_loop().create_future()
+        opening = asyncio.ensure_future(self._call("open"))
+        try:
+            await self._answer("open", opening, self.limits.open_s)
+        except BaseException:
+            opening.add_done_callback(self._close_late)
+            raise
+
+    def _close_late(self, opening: asyncio.Future[Any]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            closing = asyncio.ensure_future(self.inner.close(self._clock.monotonic() + self.limits.call_s))
+            self._calls.add(closing)
+            closing.add_done_callback(self._ended)
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         with self._absorb("peek"):
@@ -139,29 +174,86 @@ class Guarded(Wrapper):
             self.inner.touch(keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
-        with self._absorb("evict"):
-            return await self.inner.evict(keys)
+        with suppress(TierError):
+            seconds = self.limits.evict_s if keys is None else self.limits.call_s
+            return int(await self._bounded("evict", seconds, keys))
         return 0
 
     async def drop_made_after(self, time: float) -> int:
-        with self._absorb("drop_made_after"):
-            return await super().drop_made_after(time)
-        return 0
+        if not hasattr(self.inner, "drop_made_after"):
+            return 0
+        return int(await self._bounded("drop_made_after", self.limits.purge_s, time))
+
+    async def purge(self, scope: Scope, before: float) -> int:
+        return int(await self._bounded("purge", self.limits.purge_s, scope, before))
 
     async def tombstones(self) -> Mapping[Scope, float]:
-        with self._absorb("tombstones"):
-            return await self.inner.tombstones()
-        return {}
+        found: Mapping[Scope, float] = await self._bounded("tombstones", self.limits.call_s)
+        return found
+
+    async def ask(self, verb: str, *arguments: Any) -> Any:
+        """A verb of an optional protocol. Raises TierError, at once while the breaker rests, InvalidRequest or
+        ClosedError."""
+        if self.breaker.resting:
+            raise TierError(self.name, verb, f"out of service: {self.breaker.reason}")
+        return await self._bounded(verb, self.limits.call_s, *arguments)
 
     async def flush(self, deadline: float) -> None:
-        with self._absorb("flush"):
-            async with asyncio.timeout(self._left_s(deadline)):
-                await self.inner.flush(deadline)
+        with suppress(TierError):
+            await self._bounded("flush", self._left_s(deadline), deadline)
 
     async def close(self, deadline: float) -> None:
-        with self._absorb("close"):
-            async with asyncio.timeout(self._left_s(deadline)):
-                await self.inner.close(deadline)
+        """The tier gets three quarters of the time; calls that are still under way then raise ClosedError."""
+        left_s = self._left_s(deadline)
+        try:
+            with suppress(TierError):
+                await self._bounded("close", left_s, deadline - left_s / 4)
+        finally:
+            if self._closed is not None and not self._closed.done():
+                self._closed.set_result(None)
+
+    async def _bounded(self, verb: str, seconds: float, *arguments: Any) -> Any:
+        return await self._answer(verb, asyncio.ensure_future(self._call(verb, *arguments)), seconds)
+
+    async def _call(self, verb: str, *arguments: Any) -> Any:
+        return await getattr(self.inner, verb)(*arguments)
+
+    async def _answer(self, verb: str, call: asyncio.Future[T], seconds: float) -> T:
+        """The result of a call, within `seconds`. One that takes longer is cancelled, but for `open`, and left to end
+        when it does; its answer is dropped, and the breaker hears of it if it had time enough."""
+        self._calls.add(call)
+        call.add_done_callback(self._ended)
+        closed: set[asyncio.Future[Any]] = set()
+        if self._closed is not None and not self._closed.done():
+            closed.add(self._closed)
+        try:
+            await asyncio.wait({call} | closed, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late = not call.done()
+            if late and verb != "open":
+                call.cancel()
+        if late and any(future.done() for future in closed):
+            raise ClosedError(f"{self.name} is closed")
+        try:
+            if late:
+                self.unanswered[verb] += 1
+                raise TierTimeout(self.name, verb, f"no answer within {seconds:.3g} s")
+            if call.cancelled():
+                raise TierError(self.name, verb, "cancelled by the tier itself")
+            return call.result()
+        except (ClosedError, ConfigError, FormatError, InvalidRequest):
+            raise
+        except Exception as error:
+            if not (late and seconds < self.limits.call_s):
+                self._failed(verb, error)
+            if isinstance(error, TierError):
+                raise
+            raise TierError(self.name, verb, f"{type(error).__name__}: {error}") from error
+
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # nobody else may ask for it any more
 
     def _left_s(self, deadline: float) -> float:
         return max(0.0, deadline - self._clock.monotonic())
@@ -186,12 +278,25 @@ class Guarded(Wrapper):
         except ClosedError:
             raise
         except Exception as error:
-            level = logging.DEBUG if self.breaker.errors else logging.WARNING
-            self.breaker.failed()
-            log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
+            self._failed(verb, error)
+
+    def _failed(self, verb: str, error: Exception) -> None:
+        level = logging.DEBUG if self.breaker.errors else logging.WARNING
+        self.breaker.failed()
+        log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
 
     def _report(self, failed: bool) -> None:
         if failed:
             self.breaker.failed()
         else:
             self.breaker.succeeded()
+
+
+class OptionalVerbs:
+    """The verbs of `Retaining`, `Pinning` and `Notebook` that a tier has, by its guard."""
+
+    def __init__(self, guard: Guarded) -> None:
+        self._guard = guard
+
+    def __getattr__(self, verb: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self._guard.ask, verb)
