@@ -93,7 +93,11 @@ class Wrapper:
 
 @dataclass(frozen=True, slots=True)
 class GuardLimits:
-    """How long a guard waits for the verbs to which no caller gives a deadline."""
+    """How long a guard waits for the verbs to which no caller gives a deadline, and from when on it blames a tier that
+    is late: a caller that gives it less is impatient."""
+
+    lookup_s: float = 0.1
+    read_s: float = 1.0
 
     open_s: float = 60.0  # a large store that was not closed is repaired first
     call_s: float = 10.0  # one commit or a few small objects: longer is a device or network that does not answer
@@ -141,12 +145,13 @@ class Guarded(Wrapper):
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(wanted)
         with self._absorb("lookup"):
+            given_s = self._left_s(deadline)
             try:
-                async with asyncio.timeout(self._left_s(deadline)):
+                async with asyncio.timeout(given_s):
                     found = await self.inner.lookup(chain, wanted, deadline)
             except TimeoutError:
                 found = [Miss.LATE] * len(wanted)
-            self._report(Miss.ERROR in found or Miss.LATE in found)
+            self._judge(found, given_s >= self.limits.lookup_s)
             return found
         return [Miss.ERROR] * len(wanted)
 
@@ -155,8 +160,9 @@ class Guarded(Wrapper):
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(targets)
         with self._absorb("read"):
-            results = await self._overdue(self.inner.read(chain, targets, deadline), deadline)
-            self._report(Miss.ERROR in results or Miss.LATE in results)
+            patient = self._left_s(deadline) >= self.limits.read_s
+            results = await self._overdue(self.inner.read(chain, targets, deadline), deadline, patient)
+            self._judge(results, patient)
             return results
         return [Miss.ERROR] * len(targets)
 
@@ -164,8 +170,11 @@ class Guarded(Wrapper):
         if not self.breaker.allows():
             return [Stored.FAILED] * len(blocks)
         with self._absorb("write"):
-            results = await self._overdue(self.inner.write(blocks, deadline), deadline)
-            self._report(Stored.FAILED in results)
+            results = await self._overdue(self.inner.write(blocks, deadline), deadline, True)
+            if Stored.FAILED in results:
+                self.breaker.failed()
+            else:
+                self.breaker.succeeded()
             return results
         return [Stored.FAILED] * len(blocks)
 
@@ -258,12 +267,12 @@ class Guarded(Wrapper):
     def _left_s(self, deadline: float) -> float:
         return max(0.0, deadline - self._clock.monotonic())
 
-    async def _overdue(self, work: Awaitable[T], deadline: float) -> T:
-        """Await `work` to its end; report a failure to the breaker if it outlives the deadline."""
+    async def _overdue(self, work: Awaitable[T], deadline: float, patient: bool) -> T:
+        """Await `work` to its end; report a failure to the breaker if it outlives a deadline that was patient."""
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._left_s(deadline) + 0.05)
-            if not done:
+            if not done and patient:
                 self.breaker.failed()
             return await task
         except asyncio.CancelledError:
@@ -285,10 +294,11 @@ class Guarded(Wrapper):
         self.breaker.failed()
         log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
 
-    def _report(self, failed: bool) -> None:
-        if failed:
+    def _judge(self, results: Sequence[object], patient: bool) -> None:
+        """Report to the breaker what a lookup or read came to: lateness only if the tier was given time enough."""
+        if Miss.ERROR in results or (patient and Miss.LATE in results):
             self.breaker.failed()
-        else:
+        elif Miss.LATE not in results:
             self.breaker.succeeded()
 
 
