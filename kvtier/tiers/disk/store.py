@@ -31,6 +31,7 @@ from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.touches import Touches
 from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.times import Wall
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class Store:
         opened: recovery.Opened,
         calls: Calls,
         slot_bytes: int = 0,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], Wall] = lambda: Wall(time.time()),
         *,
         maintained: bool = True,
     ) -> None:
@@ -94,7 +95,7 @@ class Store:
         capacity_bytes: int,
         block_bytes: int,
         calls: Calls,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], Wall] = lambda: Wall(time.time()),
     ) -> Store:
         """Open the store, or create it, or share the one that this process has open. Blocks, for seconds at most.
 

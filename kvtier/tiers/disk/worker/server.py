@@ -57,7 +57,7 @@ class Server:
                     if (task := self._tasks.get(order.number)) is not None:
                         task.cancel()
                     continue
-                self._clock.tell(order.time)
+                self._clock.set(order.time)
                 task = asyncio.create_task(self._do(order.verb, order.arguments))
                 self._tasks[order.number] = task
                 task.add_done_callback(partial(self._report, order))
