@@ -19,6 +19,7 @@ from kvtier.tiers.guard import Guarded
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Notebook, Tier
+from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Hierarchy:
             self.host.close()
             raise
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         """Close all tiers, nearest first, G2 last."""
         for tier in self.lower.values():
             await tier.close(deadline)

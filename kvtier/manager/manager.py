@@ -38,6 +38,7 @@ from kvtier.retention.terms import Terms
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
+from kvtier.times import Mono
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Manager:
                     miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
                     break
                 holds.append((slot, slot.generation))
-            self.host.reference(chain, start + len(holds), self._clock.monotonic())
+            self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
             self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
         self.demoter.found(chain, range(start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._housekeeping.forget)
@@ -152,13 +153,13 @@ class Manager:
         """The reason that is remembered for a block that is not here. Under the lock."""
         return self.accounts.losses.why(key) if miss is Miss.ABSENT else miss
 
-    async def match(self, chain: Sequence[BlockKey], deadline: float | None = None) -> int:
+    async def match(self, chain: Sequence[BlockKey], deadline: Mono | None = None) -> int:
         """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
         self._usable()
         return make_plan(await self.promoter.locate(chain, deadline), len(chain)).hit
 
     async def promote(
-        self, chain: Sequence[BlockKey], deadline: float, start: int = 0, *, referenced: bool = False
+        self, chain: Sequence[BlockKey], deadline: Mono, start: int = 0, *, referenced: bool = False
     ) -> Lease:
         """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss.
 
@@ -183,7 +184,7 @@ class Manager:
         self.demoter.demote_loaded(chain, promoted.loaded)
         return Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
 
-    async def prewarm(self, chain: Sequence[BlockKey], deadline: float) -> int:
+    async def prewarm(self, chain: Sequence[BlockKey], deadline: Mono) -> int:
         """Bring what is anywhere of `chain` into G2 by `deadline`, for a request to come; returns how many leading
         blocks are there now. Asks for nothing in the accounts."""
         with await self.promote(chain, deadline) as lease:
@@ -314,7 +315,7 @@ class Manager:
     def acknowledge(self, slot: Slot, generation: int) -> None:
         """The last writer of an aborted in-flight slot is done with its memory."""
         with self.lock:
-            self.host.acknowledge(slot, generation)
+            self.host.unpin(slot, generation)
         self.space.notify()
 
     def finish_put(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
@@ -323,7 +324,7 @@ class Manager:
         with self.lock:
             self.demoter.dropped += dropped
             resident = self.host.prefix(chain, now)
-            self.host.chain_stored(chain, resident, self._clock.monotonic())
+            self.host.policy.chain_stored(chain, resident, self._clock.monotonic())
 
     def queue_space(self) -> int:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
@@ -331,7 +332,7 @@ class Manager:
 
     # ── whole tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def flush(self, deadline: float) -> Flushed:
+    async def flush(self, deadline: Mono) -> Flushed:
         """Wait until what was put is as deep as it may go, tails of strides included, and on its medium."""
         self._usable()
         await self.demoter.drain(deadline)

@@ -13,6 +13,7 @@ from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
+from kvtier.times import Wall
 
 _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
@@ -26,7 +27,7 @@ class Purger:
         self._host, self._lower = hierarchy.host, hierarchy.lower
         self._protection = protection
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         """Drop what a scope stored before a wall-clock time; returns how many blocks. Raises the first tier's error
         when all have been asked."""
         count = self.apply_tombstones({scope: before})
@@ -40,7 +41,7 @@ class Purger:
             raise failures[0]
         return count
 
-    def apply_tombstones(self, tombstones: Mapping[Scope, float]) -> int:
+    def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> int:
         """`purge` of G2 and of what is protected, for scope → time; returns how many blocks went."""
         with self._hierarchy.lock:
             for scope, before in tombstones.items():
@@ -51,10 +52,10 @@ class Purger:
     async def sync(self) -> None:
         """Have every tier remember the purges of the others: another process may share only one of them."""
         known = {name: dict(await tier.tombstones()) for name, tier in self._lower.items()}
-        latest: dict[Scope, float] = {}
+        latest: dict[Scope, Wall] = {}
         for tombstones in known.values():
             for scope, before in tombstones.items():
-                latest[scope] = max(before, latest.get(scope, 0.0))
+                latest[scope] = max(before, latest.get(scope, before))
         self.apply_tombstones(latest)
         for name, tier in self._lower.items():
             for scope, before in latest.items():

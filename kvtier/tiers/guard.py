@@ -17,6 +17,7 @@ from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
+from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,33 +39,33 @@ class Wrapper:
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         return self.inner.peek(chain, wanted)
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         return await self.inner.lookup(chain, wanted, deadline)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         return await self.inner.read(chain, targets, deadline)
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         return await self.inner.write(blocks, deadline)
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         self.inner.touch(keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         return await self.inner.evict(keys)
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         """See `kvtier.tiers.protocol.Retaining`; a tier that cannot drops nothing."""
         work = getattr(self.inner, "drop_made_after", None)
         return int(await work(time)) if work is not None else 0
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         return await self.inner.purge(scope, before)
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         return await self.inner.tombstones()
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         await self.inner.flush(deadline)
 
     def subscribe(self, notify: Notify | None) -> None:
@@ -84,7 +85,7 @@ class Wrapper:
     def check(self) -> None:
         self.inner.check()
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         await self.inner.close(deadline)
 
 
@@ -102,7 +103,7 @@ class Guarded(Wrapper):
             return self.inner.peek(chain, wanted)
         return [Miss.ERROR] * len(wanted)
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(wanted)
         with self._absorb("lookup"):
@@ -115,7 +116,7 @@ class Guarded(Wrapper):
             return found
         return [Miss.ERROR] * len(wanted)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         """Returns when nothing writes to the targets any more, however late; the breaker hears at the deadline."""
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(targets)
@@ -125,7 +126,7 @@ class Guarded(Wrapper):
             return results
         return [Miss.ERROR] * len(targets)
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         if not self.breaker.allows():
             return [Stored.FAILED] * len(blocks)
         with self._absorb("write"):
@@ -134,7 +135,7 @@ class Guarded(Wrapper):
             return results
         return [Stored.FAILED] * len(blocks)
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         with self._absorb("touch"):
             self.inner.touch(keys, now)
 
@@ -143,30 +144,30 @@ class Guarded(Wrapper):
             return await self.inner.evict(keys)
         return 0
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         with self._absorb("drop_made_after"):
             return await super().drop_made_after(time)
         return 0
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         with self._absorb("tombstones"):
             return await self.inner.tombstones()
         return {}
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         with self._absorb("flush"):
             async with asyncio.timeout(self._left_s(deadline)):
                 await self.inner.flush(deadline)
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         with self._absorb("close"):
             async with asyncio.timeout(self._left_s(deadline)):
                 await self.inner.close(deadline)
 
-    def _left_s(self, deadline: float) -> float:
+    def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
 
-    async def _overdue(self, work: Awaitable[T], deadline: float) -> T:
+    async def _overdue(self, work: Awaitable[T], deadline: Mono) -> T:
         """Await `work` to its end; report a failure to the breaker if it outlives the deadline."""
         task = asyncio.ensure_future(work)
         try:

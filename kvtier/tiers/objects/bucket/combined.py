@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
+from kvtier.times import Wall
 
 
 class CombinedBucket:
@@ -32,10 +33,10 @@ class CombinedBucket:
     async def start(self) -> None:
         await self._primary.start()
 
-    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         return await self._primary.create(name, data, used)
 
-    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         return await self._primary.replace(name, data, used, etag)
 
     async def head(self, name: str) -> Stat | None:
@@ -44,7 +45,7 @@ class CombinedBucket:
     async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
         return await self._primary.read(name, start, into)
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         return await (await self._connected()).renew(name, etag, used)
 
     async def delete(self, name: str, etag: str | None = None) -> bool:

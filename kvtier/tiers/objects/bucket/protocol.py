@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.errors import TierError
+from kvtier.times import Wall
 
 TIER = "g4"
 LIST_PAGE = 1000
@@ -42,7 +43,7 @@ class Stat:
     name: str
     size: int
     etag: str = ""
-    used: float | None = None
+    used: Wall | None = None
     modified: float | None = None
 
 
@@ -55,10 +56,10 @@ class Bucket(Protocol):
     async def start(self) -> None:
         """Prepare, without a request. Raises ConfigError or TierError."""
 
-    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         """Make an object whose bytes are all there or none; None if the name is taken."""
 
-    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         """Overwrite the version `etag` (None: any version); None if another version is there."""
 
     async def head(self, name: str) -> Stat | None:
@@ -68,7 +69,7 @@ class Bucket(Protocol):
         """Fill `into` with the bytes from `start` on; None if there is no such object. Raises CorruptError if the
         object ends before that. Nothing is written to `into` after this returns, raises or is cancelled."""
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         """Record a use of this version; its new state, or None if it is not there any more."""
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
