@@ -35,6 +35,7 @@ from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
 from kvtier.supervisor import LoopOnThread
 from kvtier.tiers.protocol import Tier
+from kvtier.times import Mono
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -102,7 +103,7 @@ class _Face:
     def _terms(self, retention: Wanted) -> RequestTerms:
         return request_terms(retention, self._classes, self.config.retention.default)
 
-    def _deadline(self, timeout: float | None, default: float) -> float:
+    def _deadline(self, timeout: float | None, default: float) -> Mono:
         if timeout is not None and not timeout >= 0:
             raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
         return self._clock.monotonic() + (default if timeout is None else timeout)
@@ -202,7 +203,7 @@ class AsyncCache(_Face):
         return _Getting(self._get(chain, deadline, start, request_id, compared_with))
 
     async def _get(
-        self, chain: list[BlockKey], deadline: float, start: int, request_id: str = "", compared_with: str = ""
+        self, chain: list[BlockKey], deadline: Mono, start: int, request_id: str = "", compared_with: str = ""
     ) -> Hit:
         lease = await self.manager.promote(chain, deadline, start)
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))

@@ -1,6 +1,6 @@
-"""The checksum of payloads: XXH3-128, one function to compute it and one to compare.
+"""The checksum of payloads, XXH3-128.
 
-It finds damage, not forgery: who can write the store can also write a matching digest.
+It detects damage, not forgery: whoever can write to the store can write a matching digest too.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
 
 
 def matches(digest: bytes, pieces: Iterable[Buffer]) -> bool:
-    """Whether `pieces` still have `digest`. Every byte that comes back from outside RAM passes through here."""
+    """Whether `pieces` still have `digest`. Every byte that is read from outside RAM is checked here."""
     return digest_of(pieces) == digest

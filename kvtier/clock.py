@@ -6,17 +6,15 @@ import asyncio
 import time
 from typing import Protocol
 
+from kvtier.times import Mono, Wall
+
 
 class Clock(Protocol):
-    """Two readings of time in seconds, and a wait. The readings do not block.
+    """Two readings of time (`kvtier.times`), and a wait. The readings do not block."""
 
-    `monotonic` never goes back and is good for waits, rates and deadlines within one process.
-    `wall` is seconds since the Unix epoch and is what leaves the process (expiry, creation stamps).
-    """
+    def monotonic(self) -> Mono: ...
 
-    def monotonic(self) -> float: ...
-
-    def wall(self) -> float: ...
+    def wall(self) -> Wall: ...
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -24,15 +22,15 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks.
 
-    The monotonic reading counts the time the machine was suspended (CLOCK_BOOTTIME): a lease or a
+    The monotonic reading counts the time that the machine was suspended (CLOCK_BOOTTIME): a lease or a
     time-to-live must not stand still while a laptop sleeps.
     """
 
-    def monotonic(self) -> float:
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    def monotonic(self) -> Mono:
+        return Mono(time.clock_gettime(time.CLOCK_BOOTTIME))
 
-    def wall(self) -> float:
-        return time.time()
+    def wall(self) -> Wall:
+        return Wall(time.time())
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

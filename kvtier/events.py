@@ -1,7 +1,7 @@
-"""What came to be, and ceased to be, in each tier: for routers that send a request to where its prefix lies.
+"""Changes of residence per tier, for routers that send a request to the replica that holds its prefix.
 
-Hints, not a ledger: what other processes do to a shared tier is not seen here, and when nobody takes them for long,
-the oldest are dropped and counted. Only a read says what is there.
+Hints only: changes that other processes make to a shared tier are not seen here, and where changes are not taken for
+long, the oldest are dropped and counted. Only a read says which blocks are there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from kvtier.identity.keys import BlockKey
 
 Notify = Callable[[Sequence[BlockKey], bool], None]
-"""Takes keys, and whether they are there from now on. Must not block, lock anything else, or raise."""
+"""Called with keys and whether they are resident from now on. Must not block, take another lock, or raise."""
 
 
 class Change(NamedTuple):
-    """Blocks that are in a tier from now on, or are not any more."""
+    """Blocks that are resident in a tier from now on, or not any more."""
 
     tier: str
     keys: tuple[BlockKey, ...]
@@ -26,7 +26,7 @@ class Change(NamedTuple):
 
 
 class Events:
-    """At most `keys_max` keys wait to be taken. Thread-safe."""
+    """The changes not yet taken, of at most `keys_max` keys. Thread-safe."""
 
     def __init__(self, keys_max: int = 1 << 16) -> None:
         self._keys_max = keys_max
@@ -36,9 +36,9 @@ class Events:
         self.dropped = 0  # keys whose change was never taken
 
     def of(self, tier: str) -> Notify:
-        """What a tier calls."""
+        """The callback for the tier of this name."""
 
-        def told(keys: Sequence[BlockKey], stored: bool) -> None:
+        def record(keys: Sequence[BlockKey], stored: bool) -> None:
             if not keys:
                 return
             with self._lock:
@@ -49,10 +49,10 @@ class Events:
                     self._waiting -= lost
                     self.dropped += lost
 
-        return told
+        return record
 
     def take(self) -> list[Change]:
-        """Everything since the last call, in order; changes of one kind that follow each other are one."""
+        """All changes since the last call, in order; consecutive changes of one kind and tier are merged."""
         with self._lock:
             changes, self._changes, self._waiting = self._changes, deque(), 0
         merged: list[tuple[str, list[BlockKey], bool]] = []

@@ -1,4 +1,4 @@
-"""What `get` found: a prefix of the blocks asked for, readable until it is released."""
+"""The result of `get`: the longest prefix of the chain that was found, readable until it is released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.tiers.protocol import Miss
 
 
 class Hit:
-    """The prefix that `get` found. A context manager: its blocks are valid inside the `with` and not after it.
+    """A prefix of the chain. A context manager: its blocks are valid inside the `with` and not after it.
 
     `blocks[i]` is a read-only view of block i's bytes, which lie in `slots[i]`; `tiers[i]` names the tier it was in,
     `lives[i]` its terms; `miss` says why the prefix is not longer (None: all keys were served). `account` is the
@@ -43,7 +43,7 @@ class Hit:
             try:
                 view.release()
             except BufferError:
-                pass  # the caller still exports it, to numpy say: those bytes may change from now on
+                pass  # the caller still exports it, to NumPy for example: those bytes may change from now on
         self.blocks = []
         self._lease.release()
 

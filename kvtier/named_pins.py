@@ -14,6 +14,7 @@ from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.protection import Protection
 from kvtier.retention.pins import Pin
+from kvtier.times import Wall
 from kvtier.units import parse_duration
 
 TTL_S_MAX = 10 * 365 * 86_400.0
@@ -24,8 +25,8 @@ class PinInfo:
     """A named pin. Times in seconds since the epoch; `resident` blocks of it are in host RAM now."""
 
     name: str
-    created: float
-    until: float
+    created: Wall
+    until: Wall
     blocks: int
     tokens: int
     bytes: int

@@ -158,7 +158,7 @@ class Put:
             with manager.lock:
                 self._filling = []
                 for slot, generation in self._abandoned:
-                    manager.host.acknowledge(slot, generation)
+                    manager.host.unpin(slot, generation)
                 self._abandoned = []
         self._alone.update(refused)
         self._waiting.update(depth for depth in refused if depth < self._demoter.demotable(len(chain)))

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 import kvtier
+from kvtier.clock import SystemClock
 from kvtier.connectors.control import Controls
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
@@ -204,7 +204,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         chain, start = self._chain(keys, extra_info)
         pages = self._pages(host_indices)
         manager, reached = cache.manager, start
-        deadline = time.monotonic() + self._settings.config.deadlines.put
+        deadline = SystemClock().monotonic() + self._settings.config.deadlines.put
         while reached < len(chain):
             version = manager.space.version
             space = manager.queue_space() if manager.lower else len(chain)

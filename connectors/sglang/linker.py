@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 import kvtier
+from kvtier.clock import SystemClock
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.prefill_clock import PrefillClock
@@ -180,7 +181,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         queued = self._requests.of(rid)
         if queued is None or queued.decided:
             return False
-        queued.decided = self._agree(not queued.waits or time.monotonic() >= queued.until_s)
+        queued.decided = self._agree(not queued.waits or SystemClock().monotonic() >= queued.until_s)
         if not queued.decided:
             time.sleep(0)  # a scheduler with nothing else to do spins: let the promotion have the interpreter
         return not queued.decided

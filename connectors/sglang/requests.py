@@ -6,13 +6,13 @@ Used from the scheduler's thread only; nothing here waits.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.cache import Cache
+from kvtier.clock import SystemClock
 from kvtier.connectors.control import Control, Controls, Scopes
 from kvtier.connectors.counters import tokens_by_tier
 from kvtier.connectors.feedback import Feedback, Pinning, pin_outcome
@@ -22,6 +22,7 @@ from kvtier.connectors.settings import Settings
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
+from kvtier.times import Mono
 
 _REQUESTS_MAX = 4096
 _NAME = "kvtier"
@@ -32,7 +33,7 @@ class QueuedRequest:
     """One request. `chain` is its prompt's whole pages, from the first; empty until they are known, and where they may
     not be cached."""
 
-    until_s: float  # it is passed over, for its blocks, at most until then; monotonic
+    until_s: Mono  # it is passed over, for its blocks, at most until then
     chain: list[BlockKey] = field(default_factory=list)
     start: int = 0  # pages that are on the device
     control: Control | None = None  # known with the chain, as the scope is
@@ -72,7 +73,7 @@ class QueuedRequests:
         them."""
         queued = self._of.get(rid)
         if queued is None:
-            queued = self._of[rid] = QueuedRequest(time.monotonic() + self._wait_s)
+            queued = self._of[rid] = QueuedRequest(SystemClock().monotonic() + self._wait_s)
             while len(self._of) > _REQUESTS_MAX:
                 self.forget(next(iter(self._of)))
         return queued
@@ -120,7 +121,7 @@ class QueuedRequests:
         if queued.promoted.future is None:
             work = cache.manager.promote(queued.chain, queued.until_s, queued.start)
             queued.promoted, up = Promoted(cache.submit(work), queued.start), False
-        queued.waits = not up and time.monotonic() < queued.until_s
+        queued.waits = not up and SystemClock().monotonic() < queued.until_s
         if not up and not queued.waits:
             self.events["lookups_late"] += 1
         return found
@@ -128,7 +129,7 @@ class QueuedRequests:
     def admit(self, req: Any, head: Callable[[], list[str]] | None, cache: Cache) -> None:
         """The request is in the next batch: count its blocks, put the answer to its sender into its output, and forget
         it. `head()` is its prompt where nothing was looked up, since the device has all of it."""
-        queued = self.of(req.rid) or QueuedRequest(0.0)
+        queued = self.of(req.rid) or QueuedRequest(Mono(0))
         if head is not None:
             self.update_chain(queued, req, head, (), cache)
         read, answer = self._record(queued, cache), {}

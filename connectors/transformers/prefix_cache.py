@@ -41,6 +41,7 @@ from kvtier.retention.terms import Depth, Terms, resolve
 from kvtier.tiers.device.dirty import Dirty
 from kvtier.tiers.device.torch_pool import DevicePool, Place
 from kvtier.tiers.protocol import Miss, Tier
+from kvtier.times import Mono
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,7 @@ class PrefixCache:
         near = [cpus_near(self.pool.device)]
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
         self.pool.attach(self.cache.manager.host.arena, offload.copy_by, calibration_folder())
-        self.pool.lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
+        self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -243,7 +244,7 @@ class PrefixCache:
             if not self._offload(min(wanted, manager.queue_space()), wanted) and not self._wait(deadline, version):
                 return clean
 
-    def _wait(self, deadline: float, version: int) -> bool:
+    def _wait(self, deadline: Mono, version: int) -> bool:
         """Until there may be space below that there was not at version `version` of `space`; False at the deadline."""
         if self.clock.monotonic() >= deadline:
             return False

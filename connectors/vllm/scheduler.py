@@ -35,6 +35,7 @@ from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
+from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
@@ -380,7 +381,7 @@ class SchedulerHalf:
         self._stores.check()
 
 
-async def _promote(manager: Manager, chain: list[BlockKey], deadline: float, start: int) -> Lease:
+async def _promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:
     """Promote, and release the lease, which a cancelled future would lose. It still says where blocks were found;
     `match` pins when the request may run."""
     with await manager.promote(chain, deadline, start) as lease:

@@ -26,6 +26,7 @@ from kvtier.connectors.vllm.messages import StepMoves
 from kvtier.manager.manager import Manager
 from kvtier.tiers.device.dirty import Dirty, DirtyList
 from kvtier.tiers.host.slot import Slot
+from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Stores:
 
     def forget(self, blocks: Iterable[int]) -> None:
         """These blocks hold something else now."""
-        self._counters["spill_lost"] += self._dirty.discard(blocks)
+        self._counters["spill_lost"] += len(self._dirty.discard(blocks))
 
     def distrust(self, bad: set[int]) -> None:
         """These blocks are wrong: neither they nor copies of them under way count."""
@@ -178,7 +179,7 @@ class Stores:
             return []
         limit = max(1, self.limits.step_bytes // manager.host.block_bytes)
         head = pool.head(self.limits.spill_ahead_blocks) if near else ()
-        before = (now if eager else now - self._offload.dirty_max_age) if aged else -math.inf
+        before = (now if eager else now - self._offload.dirty_max_age) if aged else Mono("-inf")
         picked = self._dirty.pick(head, limit, before)
         if len(picked) < limit:  # else there is more of it
             self._walked_free, self._taken = (pool.free(), 0) if near else (self._walked_free, self._taken)

@@ -21,7 +21,7 @@ BlockKey = NewType("BlockKey", bytes)
 """scope ‖ chain hash, 48 bytes."""
 
 Scope = NewType("Scope", bytes)
-"""Who may share a block, 16 bytes: a keyed digest, from which nobody can read the tenant's salt."""
+"""The group of requests that may share a block, 16 bytes: a keyed digest, which does not reveal the tenant's salt."""
 
 SCOPE_BYTES = 16
 KEY_BYTES = SCOPE_BYTES + HASH_BYTES
@@ -51,7 +51,7 @@ def scope_of(salt: str | bytes | None, adapter: bytes = b"", isolated: str = "",
 def _salt_bytes(salt: str | bytes | None) -> bytes:
     if salt is None:
         return b""
-    # The marker keeps "no salt" apart from "an empty salt", which is somebody's salt.
+    # The marker keeps "no salt" apart from "an empty salt", which is a tenant's salt.
     return b"\x01" + (salt.encode() if isinstance(salt, str) else bytes(salt))
 
 

@@ -24,6 +24,7 @@ from kvtier.manager.write_behind import ChainBatch, WriteBehind
 from kvtier.supervisor import Service
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Tier
+from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class StrideCoalescer:
             self._pins -= len(work.pinned)
         self._hierarchy.unpin(work.holds)
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         """Queue everything, tails included, and wait until the queue is drained or the deadline is over."""
         await asyncio.sleep(0)  # let what this very loop added arrive
         tails, self._tails = self._tails, OrderedDict()

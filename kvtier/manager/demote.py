@@ -24,6 +24,7 @@ from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.tiers.rate_limiter import TokenBucket
+from kvtier.times import Mono
 
 _FULL_S = 1.0
 """How long a tier that answered FULL is offered no block again; new blocks are."""
@@ -257,7 +258,7 @@ class Demoter:
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def drain(self, deadline: float) -> None:
+    async def drain(self, deadline: Mono) -> None:
         """Wait until everything accepted is as deep as it may go, tails of strides included, or until the deadline."""
         if self._nearest is not None and self._nearest.stride == 1:
             await self.queues[self._nearest.name].drained(deadline)

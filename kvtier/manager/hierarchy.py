@@ -22,6 +22,7 @@ from kvtier.tiers.guard import Guarded
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Notebook, Tier
+from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Hierarchy:
                 await self.close(self.clock.monotonic() + self.limits.close_s)
             raise
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         """Close all tiers at once, then G2, whatever they do."""
         try:
             await asyncio.gather(*(tier.close(deadline) for tier in self.lower.values()), return_exceptions=True)

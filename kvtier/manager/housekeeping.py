@@ -13,6 +13,7 @@ from kvtier.manager.lease import Hold
 from kvtier.manager.protection import Protection
 from kvtier.manager.purge import Purger
 from kvtier.manager.saved_state import SavedState
+from kvtier.times import Wall
 
 
 class Housekeeping:
@@ -23,7 +24,7 @@ class Housekeeping:
         self._protection = protection
         self._purger = purger
         self._saved = saved
-        self._used: dict[BlockKey, float] = {}  # wall time of a block's latest use that the tiers below do not know
+        self._used: dict[BlockKey, Wall] = {}  # a block's latest use that the tiers below do not know
         self._forgotten: deque[Sequence[Hold]] = deque()
         self._waited_s = 0.0  # since purges and pins of elsewhere were read
 
@@ -32,7 +33,7 @@ class Housekeeping:
         self.unpin_forgotten()
         self.flush_uses()
         with self._hierarchy.lock:
-            self._hierarchy.host.train()
+            self._hierarchy.host.policy.train()
         await self._hierarchy.accept_time()
         limits = self._hierarchy.limits
         self._waited_s += limits.housekeeping_s
@@ -44,7 +45,7 @@ class Housekeeping:
         await self._protection.tend(read_pins=elsewhere)
         await self._saved.write_when_due()
 
-    def record_use(self, keys: Sequence[BlockKey], wall_s: float) -> None:
+    def record_use(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         """Blocks were used: to be passed on by `flush_uses`. Under the lock."""
         wanted = self._hierarchy.lower or self._protection.busy
         if wanted and len(self._used) < self._hierarchy.limits.touched_max:
@@ -57,7 +58,7 @@ class Housekeeping:
             if self._protection.busy:
                 for key, wall_s in used.items():
                     self._protection.used([key], wall_s)
-        by_time: dict[float, list[BlockKey]] = {}
+        by_time: dict[Wall, list[BlockKey]] = {}
         for key, wall_s in used.items():
             by_time.setdefault(wall_s, []).append(key)
         for tier in self._hierarchy.lower.values():

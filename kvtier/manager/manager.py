@@ -38,6 +38,7 @@ from kvtier.retention.terms import Terms
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
+from kvtier.times import Mono
 
 CANCELLED_CLOSE_S = 1.0
 """What a close that was cancelled still takes to let go of everything."""
@@ -75,7 +76,7 @@ class Manager:
         self._purger = Purger(hierarchy, self.protection)
         self._housekeeping = Housekeeping(hierarchy, self.protection, self._purger, self._saved)
         self._closing: asyncio.Task[Flushed] | None = None
-        self._close_from, self._close_s = 0.0, self._limits.close_s
+        self._close_from, self._close_s = Mono(0.0), self._limits.close_s
         self.closed = True
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,10 +135,10 @@ class Manager:
             steps.push_async_callback(lambda: self.promoter.close(self._close_by(0.75)))
             return await self._flush(self._close_by(0.7))
 
-    def _close_by(self, share: float) -> float:
+    def _close_by(self, share: float) -> Mono:
         return self._close_from + share * self._close_s
 
-    async def _within(self, work: Coroutine[Any, Any, None], deadline: float) -> None:
+    async def _within(self, work: Coroutine[Any, Any, None], deadline: Mono) -> None:
         """Await `work`, at most until the deadline."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
@@ -194,7 +195,7 @@ class Manager:
                     miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
                     break
                 holds.append((slot, slot.generation))
-            self.host.reference(chain, start + len(holds), self._clock.monotonic())
+            self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
             self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
         self.demoter.found(chain, range(start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._housekeeping.forget)
@@ -203,14 +204,14 @@ class Manager:
         """The reason that is remembered for a block that is not here. Under the lock."""
         return self.accounts.losses.why(key) if miss is Miss.ABSENT else miss
 
-    async def match(self, chain: Sequence[BlockKey], deadline: float | None = None) -> int:
+    async def match(self, chain: Sequence[BlockKey], deadline: Mono | None = None) -> int:
         """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
         if self._unusable():
             return 0
         return make_plan(await self.promoter.locate(chain, deadline), len(chain)).hit
 
     async def promote(
-        self, chain: Sequence[BlockKey], deadline: float, start: int = 0, *, referenced: bool = False
+        self, chain: Sequence[BlockKey], deadline: Mono, start: int = 0, *, referenced: bool = False
     ) -> Lease:
         """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss.
 
@@ -236,7 +237,7 @@ class Manager:
         self.demoter.demote_loaded(chain, promoted.loaded)
         return Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
 
-    async def prewarm(self, chain: Sequence[BlockKey], deadline: float) -> int:
+    async def prewarm(self, chain: Sequence[BlockKey], deadline: Mono) -> int:
         """Bring what is anywhere of `chain` into G2 by `deadline`, for a request to come; returns how many leading
         blocks are there now. Asks for nothing in the accounts."""
         with await self.promote(chain, deadline) as lease:
@@ -367,7 +368,7 @@ class Manager:
     def acknowledge(self, slot: Slot, generation: int) -> None:
         """The last writer of an aborted in-flight slot is done with its memory."""
         with self.lock:
-            self.host.acknowledge(slot, generation)
+            self.host.unpin(slot, generation)
         self.space.notify()
 
     def finish_put(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
@@ -376,7 +377,7 @@ class Manager:
         with self.lock:
             self.demoter.dropped += dropped
             resident = self.host.prefix(chain, now)
-            self.host.chain_stored(chain, resident, self._clock.monotonic())
+            self.host.policy.chain_stored(chain, resident, self._clock.monotonic())
 
     def queue_space(self) -> int:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
@@ -384,13 +385,13 @@ class Manager:
 
     # ── whole tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def flush(self, deadline: float) -> Flushed:
+    async def flush(self, deadline: Mono) -> Flushed:
         """Wait until what was put is as deep as it may go, tails of strides included, and on its medium; at most until
         the deadline, whatever a tier does."""
         self._usable()
         return await self._flush(deadline)
 
-    async def _flush(self, deadline: float) -> Flushed:
+    async def _flush(self, deadline: Mono) -> Flushed:
         await self.demoter.drain(deadline)
         self._housekeeping.flush_uses()
         await self._within(self.protection.tend(), deadline)

@@ -17,6 +17,7 @@ from kvtier.manager.plan import Costs, Where, make_plan
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
+from kvtier.times import Mono
 
 GRACE_S = 1.0
 """How long `close` still waits for loads that nobody waits for."""
@@ -55,7 +56,7 @@ class Promoter:
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def locate(self, chain: Sequence[BlockKey], deadline: float | None = None, start: int = 0) -> list[Where]:
+    async def locate(self, chain: Sequence[BlockKey], deadline: Mono | None = None, start: int = 0) -> list[Where]:
         """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Blocks before
         `start` are not looked for and given as G2's. Waits for lower tiers until `deadline`, at most `lookup_s`."""
         wall_s = self._hierarchy.now().serve
@@ -95,7 +96,7 @@ class Promoter:
     # ── bringing up ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def promote(
-        self, chain: Sequence[BlockKey], start: int, deadline: float, time: Reading, *, referenced: bool
+        self, chain: Sequence[BlockKey], start: int, deadline: Mono, time: Reading, *, referenced: bool
     ) -> Promotion:
         """Bring the longest prefix that pays off into G2 and pin its blocks from `start` on, by `deadline`; late blocks
         are misses. `referenced`: the policy knows of this request already."""
@@ -109,7 +110,7 @@ class Promoter:
                     if slot is not None:
                         pinned[index] = slot
             if not referenced:  # before the loads, so that the policy knows for whom it makes room
-                self._host.reference(chain, start + len(pinned), self._clock.monotonic())
+                self._host.policy.reference(chain, start + len(pinned), self._clock.monotonic())
         try:
             outcomes = await self.load(chain, plan.loads, deadline)
         except BaseException:
@@ -130,7 +131,7 @@ class Promoter:
         )
 
     async def load(
-        self, chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: float
+        self, chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: Mono
     ) -> dict[int, Outcome]:
         """Bring the blocks at `loads[tier]` of `chain` into G2; answers for each by `deadline`.
 
@@ -155,7 +156,7 @@ class Promoter:
         self,
         chain: Sequence[BlockKey],
         loads: Mapping[str, Sequence[int]],
-        deadline: float,
+        deadline: Mono,
         outcomes: dict[int, Outcome],
     ) -> Collection[int]:
         """Set the outcome of each load; returns the depths that earlier requests were loading."""
@@ -224,12 +225,12 @@ class Promoter:
                 if isinstance(outcome, Slot):
                     self._host.unpin(outcome, outcome.generation)
 
-    async def _wait(self, tasks: set[asyncio.Task[dict[int, Outcome]]], deadline: float) -> None:
+    async def _wait(self, tasks: set[asyncio.Task[dict[int, Outcome]]], deadline: Mono) -> None:
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock.monotonic()))
 
     def _start(
-        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: float
+        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
     ) -> asyncio.Task[dict[int, Outcome]]:
         task = self._hierarchy.supervisor.spawn(self._read(tier, chain, reserved, deadline))
         for index, _ in reserved:
@@ -237,7 +238,7 @@ class Promoter:
         return task
 
     async def _read(
-        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: float
+        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
     ) -> dict[int, Outcome]:
         """Fill reserved slots; every one of them is READY and pinned, or free again, when this returns."""
         generations = [slot.generation for _, slot in reserved]
@@ -281,7 +282,7 @@ class Promoter:
 
         task.add_done_callback(ended)
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         """Wait for loads under way, those that were given up no longer than GRACE_S, then cancel them."""
         tasks = {*self._under_way.values(), *self._abandoned}
         await self._wait(tasks - self._abandoned, deadline)

@@ -25,12 +25,13 @@ from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Depth
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Retaining
+from kvtier.times import Wall
 
 log = logging.getLogger(__name__)
 
 _UNBOUNDED_BLOCKS = 1 << 40
 _MARGIN = 0.125  # of a guarantee's time that it is retained longer below: not every use has to reach that tier
-_NEVER = float("-inf")
+_NEVER = Wall("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _Guarantee:
     """Bytes reserved for `seconds` after each use. `made`: wall time that tells it from those a purge covers."""
 
     seconds: float
-    made: float
+    made: Wall
 
 
 class Protection:
@@ -55,7 +56,7 @@ class Protection:
         self.guarantees = Guarantees(0, 1)
         self._sync = PinSync(hierarchy, self.pins)
         self._terms: dict[BlockKey, _Guarantee] = {}
-        self._below: dict[BlockKey, float] = {}  # retained by the tier below, until when
+        self._below: dict[BlockKey, Wall] = {}  # retained by the tier below, until when
         self._claims: Counter[BlockKey] = Counter()  # blocks that puts under way are to store
         self._to_retain: set[BlockKey] = set()  # to be retained there, if they are there
         self._to_release: set[BlockKey] = set()
@@ -82,9 +83,9 @@ class Protection:
         with self._lock:
             self._below.update(retained)
             for key, until in retained.items():
-                if not self.pins.held(key) and until > now:
+                if not self.pins.covers(key) and until > now:
                     self.guarantees.adopt(key, until)
-                    self._terms[key] = _Guarantee(0.0, 0.0)  # its time after a use is not known any more
+                    self._terms[key] = _Guarantee(0.0, Wall(0))  # its time after a use is not known any more
             for key in retained:
                 self._end(key)
 
@@ -96,14 +97,14 @@ class Protection:
         return bool(len(self.pins) or len(self.guarantees))
 
     def _wanted(self, key: BlockKey) -> bool:
-        return self.pins.held(key) or self.guarantees.until(key) > _NEVER
+        return self.pins.covers(key) or self.guarantees.until(key) > _NEVER
 
     def _divide_budget(self) -> None:
         """Pins and guarantees share one budget."""
         self.pins.limit_blocks = max(0, self._budget - len(self.guarantees))
         self.guarantees.limit_blocks = max(0, self._budget - len(self.pins))
 
-    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, now: float, stop: int = -1) -> None:
+    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, now: Wall, stop: int = -1) -> None:
         """Reserve the bytes of the guaranteed blocks among start … stop-1 (-1: the end), here or to come; all or none.
 
         Raises InvalidRequest when that is more than may be guaranteed.
@@ -168,7 +169,7 @@ class Protection:
         if tier == self._tier_name:
             self._to_retain.update(key for key in keys if key not in self._below and self._wanted(key))
 
-    def used(self, keys: Iterable[BlockKey], now: float) -> None:
+    def used(self, keys: Iterable[BlockKey], now: Wall) -> None:
         """Blocks were used at `now`: their guarantees begin anew."""
         for key in keys:
             terms = self._terms.get(key)
@@ -177,7 +178,7 @@ class Protection:
                 if self._below.get(key, now + terms.seconds) < now + terms.seconds:
                     self._to_retain.add(key)
 
-    def purge(self, scope: Scope, before: float) -> None:
+    def purge(self, scope: Scope, before: Wall) -> None:
         """A scope was purged: its pins and guarantees made until then end."""
         names = {pin.name for pin in self.pins.listed() if scope_of_key(pin.chain[0]) == scope}
         free = self.pins.purge(scope, before)
@@ -316,10 +317,10 @@ class Protection:
                     if key in self._host.index:
                         self._retain([key])
                         self._to_retain.add(key)
-                    elif not self.pins.held(key):
+                    elif not self.pins.covers(key):
                         self._withdraw(key)
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: Wall) -> None:
         ended = [pin.name for pin in self.pins.listed() if pin.until < now]
         self._sync.unwritten.update(ended)
         for key in self.guarantees.expire(now):
@@ -355,9 +356,9 @@ class Protection:
                 self._to_release.update(drops)
                 self._to_retain.update(key for group in groups.values() for key in group)
 
-    def _by_time(self, keys: Sequence[BlockKey]) -> dict[tuple[float, float | None], list[BlockKey]]:
+    def _by_time(self, keys: Sequence[BlockKey]) -> dict[tuple[Wall, Wall | None], list[BlockKey]]:
         """Blocks by (until when to retain them, until when to serve them whatever their terms)."""
-        groups: dict[tuple[float, float | None], list[BlockKey]] = {}
+        groups: dict[tuple[Wall, Wall | None], list[BlockKey]] = {}
         pinned = self.pins.untils(keys)
         for key in keys:
             terms, until = self._terms.get(key), self.guarantees.until(key)
@@ -366,7 +367,7 @@ class Protection:
             groups.setdefault((max(until + longer, served or _NEVER), served), []).append(key)
         return groups
 
-    def _retained_below(self, keys: Sequence[BlockKey], done: Sequence[bool], until: float) -> None:
+    def _retained_below(self, keys: Sequence[BlockKey], done: Sequence[bool], until: Wall) -> None:
         with self._lock:
             for key, is_retained in zip(keys, done, strict=True):
                 if not is_retained:
@@ -417,7 +418,7 @@ class Protection:
         assert self._host.retained <= self._retained_max, "more of G2 is retained than its share"
 
 
-def _extend(slot: Slot, until: float, now: float) -> None:
+def _extend(slot: Slot, until: Wall, now: Wall) -> None:
     ceiling = slot.life.ceiling(now)
     if ceiling is not None:
-        slot.life = slot.life.keep_until(until, ceiling, now)
+        slot.life = slot.life.extend_until(until, ceiling, now)

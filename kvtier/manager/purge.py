@@ -15,6 +15,7 @@ from kvtier.identity.keys import Scope
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
 from kvtier.tiers.meter import Metered
+from kvtier.times import Wall
 
 _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
@@ -27,14 +28,14 @@ class Purger:
         self._hierarchy = hierarchy
         self._host, self._lower = hierarchy.host, hierarchy.lower
         self._protection = protection
-        self.owed: dict[Scope, float] = {}
+        self.owed: dict[Scope, Wall] = {}
         """Purges that some tier has not confirmed: scope → time."""
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         """Drop what a scope stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
         tier that failed when all have been asked; such a tier is asked again by `sync`."""
         count = self.apply_tombstones({scope: before})
-        self.owed[scope] = max(before, self.owed.get(scope, 0.0))
+        self.owed[scope] = max(before, self.owed.get(scope, before))
         calls = (tier.purge(scope, before) for tier in self._lower.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
@@ -45,7 +46,7 @@ class Purger:
             del self.owed[scope]
         return count
 
-    def apply_tombstones(self, tombstones: Mapping[Scope, float]) -> int:
+    def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> int:
         """`purge` of G2 and of what is protected, for scope → time; returns how many blocks went."""
         with self._hierarchy.lock:
             for scope, before in tombstones.items():
@@ -63,7 +64,7 @@ class Purger:
         latest = dict(owed)
         for tombstones in known.values():
             for scope, before in tombstones.items():
-                latest[scope] = max(before, latest.get(scope, 0.0))
+                latest[scope] = max(before, latest.get(scope, before))
         self.apply_tombstones(latest)
         asked = [self._lower[name] for name in known]
         done = await asyncio.gather(*(self._spread(tier, latest, known[tier.name]) for tier in asked))
@@ -72,7 +73,7 @@ class Purger:
                 if self.owed.get(scope) == before:
                     del self.owed[scope]
 
-    async def _spread(self, tier: Metered, latest: Mapping[Scope, float], known: Mapping[Scope, float]) -> bool:
+    async def _spread(self, tier: Metered, latest: Mapping[Scope, Wall], known: Mapping[Scope, Wall]) -> bool:
         """Purge in one tier what it does not know to be purged, until it fails. Whether it has all now."""
         try:
             for scope, before in latest.items():

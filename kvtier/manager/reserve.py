@@ -58,12 +58,12 @@ class ChainReservation:
                     self.widened.append(index)
                 host.raise_priority(found, priority)
                 continue
-            slot = host.reserve(key, index, self.keep, insist=self.insist, priority=priority, now=now)
+            slot = host.reserve(key, index, self.keep, insist=self.insist, priority=priority, wall_s=now)
             if slot is not None:
                 slot.kind = terms.name
                 slot.stamp(life, ends)
                 self.slots.append(slot)
             elif host.peek(key, now) is not Miss.PENDING:
-                losses.record(key, Miss.QUOTA if host.over_quota(key) else Miss.NO_ROOM)
+                losses.record(key, Miss.QUOTA if host.quota.full(key) else Miss.NO_ROOM)
                 return index
         return stop

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtier.clock import Clock
+from kvtier.times import Mono
 
 
 class SpaceSignal:
@@ -34,7 +35,7 @@ class SpaceSignal:
         if self._waiters and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def wait(self, deadline: float, version: int) -> bool:
+    async def wait(self, deadline: Mono, version: int) -> bool:
         """Wait until space may have been freed after `version` was read. False at the deadline, and at once when
         nothing is held that may be freed."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -23,6 +23,7 @@ from kvtier.supervisor import Service, Supervisor
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
+from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -152,7 +153,7 @@ class WriteBehind:
         self._idle.clear()
         self._wake.set()
 
-    async def drained(self, deadline: float) -> bool:
+    async def drained(self, deadline: Mono) -> bool:
         """Wait until nothing is pending; False at the deadline."""
         while True:
             with self._lock:
@@ -229,7 +230,7 @@ class WriteBehind:
         sealed = await to_the_end(seal, batch)
         return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
 
-    async def _has_parent(self, batch: ChainBatch, deadline: float) -> bool:
+    async def _has_parent(self, batch: ChainBatch, deadline: Mono) -> bool:
         """Whether the tier has the block before the batch's first. One that another worker writes now is waited for:
         batches wait for shallower ones only, so they never wait in a circle."""
         first = batch.depths[0]

@@ -1,14 +1,14 @@
-"""GapDuel: leaf-first LRU that learns from shadows when to refuse newcomers and when to favour the frequent.
+"""GapDuel: leaf-first LRU that learns from shadow caches when to refuse newcomers and when to favour frequent blocks.
 
     rank of a resident run   last reference + beta · G · level/2
     rank of a newcomer       its reference - theta · its own gap + beta · G · level/2
 
-A newcomer may evict the coldest resident only if it ranks higher: with theta = 1, only if that one has been idle
-for longer than the newcomer's own gap between references. Under thrash LRU would admit 240 blocks of a session
-that comes back in 60 s by evicting sessions idle for 10 s; this keeps the quick ones and lets the slow ones miss.
-G is the mean gap of requests that continue a chain, so no constant has a unit of time. Four shadows run the
-rules {0, 1.5} × {0, 1}; the real order uses that of the one with the most recent hits. (0, 0) is leaf-first LRU,
-so where the live set fits, GapDuel is LRU.
+A newcomer may evict the coldest resident only if it ranks higher: with theta = 1, only if that resident has been idle
+for longer than the newcomer's own gap between references. Under thrashing, LRU would admit 240 blocks of a session that
+returns after 60 s by evicting sessions idle for 10 s; this rule keeps the quick sessions and lets the slow ones miss.
+G is the mean gap of requests that continue a chain, so no constant has a unit of time. Four shadows follow the rules
+{0, 1.5} × {0, 1}; the real order follows the rule with the most recent hits. (0, 0) is leaf-first LRU, so where the
+working set fits, GapDuel is LRU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
 from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, Run, level_borders, level_of, references_after
 from kvtier.policies.shadows import ChainReference, Duel, Rule
+from kvtier.times import Mono
 
 RULES: tuple[Rule, ...] = ((0.0, 0.0), (0.0, 1.0), (1.5, 0.0), (1.5, 1.0))
 """(beta, theta). Leaving the last out costs 0.9 points on chats, the first two 1.6."""
@@ -31,7 +32,7 @@ WINDOW_PER_BLOCK, WINDOW_MIN = 5, 20000  # references over which scores fade; 5,
 GAP_FIRST_S = 60.0  # G before the first reuse is seen
 GAP_MIN_S = 1e-3
 GAP_FADE = 0.999
-LAG_MAX = 64  # requests that may wait for `learn`; past it each `reference` catches up on two
+LAG_MAX = 64  # requests that may wait for `train`; past it each `reference` replays two
 
 _MAGIC = b"KVGAPDU2"
 _HEAD = struct.Struct("<8sQdddIB")
@@ -40,8 +41,8 @@ _HEAD = struct.Struct("<8sQdddIB")
 class GapDuel(Ranking):
     """The rule above for a tier of `capacity` blocks. Starts as LRU and needs about one window to learn.
 
-    Shadows replay a request in `train`, which the owner calls after it has answered; requests that nobody
-    called it for are caught up on in `reference`, so the lag stays bounded.
+    Shadows replay requests in `train`, which the owner calls after it has answered. Where it does not, `reference`
+    replays them, so the lag stays bounded.
     """
 
     def __init__(self, capacity: int, *, refuses: bool = True, rules: tuple[Rule, ...] = RULES) -> None:
@@ -54,31 +55,31 @@ class GapDuel(Ranking):
         self._theta = 0.0
 
     @property
-    def gap(self) -> float:
-        """G: the fading mean of the gaps after which a chain was continued, in seconds."""
+    def gap_s(self) -> float:
+        """G: the fading mean of the gaps after which a chain was continued."""
         return self._gap_sum / self._gap_count if self._gap_count else GAP_FIRST_S
 
-    def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
-        super().reference(chain, resident, now)
+    def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
+        super().reference(chain, resident, mono_s)
         if len(self._waiting) > LAG_MAX:
-            self._catch_up(2)
+            self._replay(2)
 
     def train(self) -> None:
-        """Let the shadows catch up: some 20 µs per request. Under the owner's lock, off the request's path."""
-        self._catch_up(len(self._waiting))
+        """Replay the waiting requests in the shadows: some 20 µs each. Under the owner's lock, after the request."""
+        self._replay(len(self._waiting))
 
-    def _catch_up(self, requests: int) -> None:
+    def _replay(self, requests: int) -> None:
         for _ in range(requests):
             self._duel.train(self._waiting.popleft())
 
     def stats(self) -> dict[str, float]:
         """For metrics: the rule in force, every rule's score, switches, refused newcomers, G."""
         scores = {f"score_{number}": score for number, score in enumerate(self._duel.scores)}
-        return {"rule": self._duel.best, "switches": self._duel.switches, "refused": self.refused, "gap_s": self.gap,
+        return {"rule": self._duel.best, "switches": self._duel.switches, "refused": self.refused, "gap_s": self.gap_s,
                 **scores}  # fmt: skip
 
     def encode(self) -> bytes:
-        """What it has learned (not what is resident), to survive a restart. Layout: _HEAD, f64 scores, XXH3-128."""
+        """The learned state (not the residents), to survive a restart. Layout: _HEAD, f64 scores, XXH3-128."""
         scores = self._duel.scores
         head = _HEAD.pack(
             _MAGIC, self._capacity, self._gap_sum, self._gap_count, self._duel.lead, self._duel.best, len(scores)
@@ -94,7 +95,7 @@ class GapDuel(Ranking):
         magic, _, gap_sum, gap_count, lead, best, rules = _HEAD.unpack_from(raw)
         foreign = magic != _MAGIC or rules != count or best >= count
         if foreign or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
-            raise CorruptError("no state of GapDuel")
+            raise CorruptError("not a state of GapDuel")
         self._gap_sum, self._gap_count, self._duel.best, self._duel.lead = gap_sum, gap_count, best, lead
         self._duel.scores = list(struct.unpack_from(f"<{count}d", raw, _HEAD.size))
 
@@ -103,16 +104,16 @@ class GapDuel(Ranking):
         self.train()
         self._duel.check()
 
-    def _cut(self, names: list[BlockKey], old: list[tuple[Run | None, int]], now: float) -> list[Run]:
-        counts, known = references_after(old, names)
+    def _cut(self, keys: list[BlockKey], old: list[tuple[Run | None, int]], mono_s: Mono) -> list[Run]:
+        counts, known = references_after(old, keys)
         taken: list[tuple[Run, int, int]] = []
-        gaps: list[tuple[int, float]] = []  # (depth up to which, own gap)
+        gaps: list[tuple[int, float]] = []  # (end depth, gap)
         depth, length = 0, 0
         for run, count in old:
             if depth >= known or run is None:
                 break
             stop = min(depth + count, known)
-            gap = max(GAP_MIN_S, now - run.last)
+            gap = max(GAP_MIN_S, mono_s - run.last)
             if gaps and gaps[-1][1] == gap:
                 gaps[-1] = (stop, gap)
             else:
@@ -123,41 +124,41 @@ class GapDuel(Ranking):
             gap = gaps[-1][1]
             self._gap_sum = self._gap_sum * GAP_FADE + gap
             self._gap_count = self._gap_count * GAP_FADE + 1
-            gaps[-1] = (len(names), gap)
-        elif known < len(names):
-            gaps.append((len(names), NEW_GAP * self.gap))
-        runs = self._split(names, counts, gaps, now)
+            gaps[-1] = (len(keys), gap)
+        elif known < len(keys):
+            gaps.append((len(keys), NEW_GAP * self.gap_s))
+        runs = self._split(keys, counts, gaps, mono_s)
         self._waiting.append(
             ChainReference(
-                now, self.gap, len(names), taken, [(run, run.base, run.base + len(run.blocks)) for run in runs]
+                mono_s, self.gap_s, len(keys), taken, [(run, run.base, run.base + len(run.blocks)) for run in runs]
             )
         )
         beta, self._theta = self._duel.rules[self._duel.best]
-        self._bonus = beta * self.gap
+        self._bonus_s = beta * self.gap_s
         return runs
 
-    def _split(self, names: list[BlockKey], counts: list[int], gaps: list[tuple[int, float]], now: float) -> list[Run]:
+    def _split(self, keys: list[BlockKey], counts: list[int], gaps: list[tuple[int, float]], mono_s: Mono) -> list[Run]:
         """One run per stretch of equal level and equal gap."""
         starts = sorted({*level_borders(counts), 0, *(stop for stop, _ in gaps[:-1])})
         runs, place = [], 0
-        for start, stop in zip(starts, starts[1:] + [len(names)], strict=True):
+        for start, stop in zip(starts, starts[1:] + [len(keys)], strict=True):
             if start >= gaps[place][0]:
                 place += 1
-            run = Run(names[start:stop], start, self._tick, now)
+            run = Run(keys[start:stop], start, self._tick, mono_s)
             run.counts = counts[start:stop]
             run.level = level_of(run.counts[0])
-            run.gap = gaps[place][1]
-            run.length = len(names)
+            run.gap_s = gaps[place][1]
+            run.length = len(keys)
             runs.append(run)
         return runs
 
     def _yields(self, run: Run, claim: Run | None) -> bool:
         if not self._theta or (claim is not None and run.tick >= claim.tick):
             return True
-        rank = run.last + self._bonus * run.level / 2
+        rank = run.last + self._bonus_s * run.level / 2
         if claim is None:
-            return rank < self._now - self._theta * NEW_GAP * self.gap
-        return rank < claim.last - self._theta * claim.gap + self._bonus * claim.level / 2
+            return rank < self._mono_s - self._theta * NEW_GAP * self.gap_s
+        return rank < claim.last - self._theta * claim.gap_s + self._bonus_s * claim.level / 2
 
-    def _kept(self, run: Run) -> int:
-        return max(run.marks[:-1], default=0)
+    def _needed_depth(self, run: Run) -> int:
+        return max(run.shadow_ends[:-1], default=0)

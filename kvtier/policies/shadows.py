@@ -1,8 +1,8 @@
-"""Shadows: what other rules would have hit, kept in counters instead of copies.
+"""Shadow caches: the hits that each rule would have had, counted without bytes.
 
-A shadow is a full-size cache without bytes that runs one rule for good. Since what it holds of a run is always
-the run's head (it is prefix-closed), a depth per run is all its content, and a request costs it a few steps per
-run touched, whatever its length.
+A shadow is a cache of full size that always follows one rule. It is prefix-closed, so it holds the head of a run up to
+some depth: that depth per run is its whole content, and replaying a request takes a few steps per run, however long the
+runs are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import exp, inf
 
 from kvtier.policies.runs import LEVELS, Run
+from kvtier.times import Mono
 
 Rule = tuple[float, float]
 """(beta, theta): bonus per doubling of references, in mean gaps; weight of a newcomer's own gap."""
@@ -19,104 +20,104 @@ Rule = tuple[float, float]
 
 @dataclass(slots=True)
 class ChainReference:
-    """One request as the shadows see it. Depths are absolute, `old` and `new` go from the root on."""
+    """One request, as it is replayed. Depths count from the root; `old` and `new` begin there."""
 
-    now: float
-    gap: float  # mean gap of continued chains, in seconds
+    mono_s: Mono
+    gap_s: float  # mean gap of continued chains
     blocks: int
     old: list[tuple[Run, int, int]]  # (run, first depth, end depth) that this request took
     new: list[tuple[Run, int, int]]
 
 
 class Shadow:
-    """One rule's cache of `capacity` blocks. `number` is its place in every run's `marks`."""
+    """One rule's cache of `capacity` blocks. `number` is its place in every run's `shadow_ends`."""
 
     def __init__(self, number: int, capacity: int, rule: Rule) -> None:
         self.number = number
         self.capacity = capacity
         self.beta, self.theta = rule
-        self.used = 0
+        self.used_blocks = 0
         self._levels: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(LEVELS)]
         self._top_level = 0
 
-    def step(self, ref: ChainReference, floors: list[int]) -> int:
-        """Replay one request; gives the blocks hit: its longest resident prefix.
+    def replay(self, ref: ChainReference, bases: list[int]) -> int:
+        """Replay one request; returns the blocks hit: its longest resident prefix.
 
-        `floors[i]`: where ref.old[i] began before this request; its mark already tells where it begins now.
+        `bases[i]`: where ref.old[i] began before this request; the last of its `shadow_ends` says where it begins now.
         """
         number, levels, hit = self.number, self._levels, 0
-        for (run, start, stop), floor in zip(ref.old, floors, strict=True):
-            held = run.marks[number]
-            if held <= floor:
+        for (run, start, stop), base in zip(ref.old, bases, strict=True):
+            held = run.shadow_ends[number]
+            if held <= base:
                 continue
             here = min(held, stop)
-            self.used -= here - floor  # detached: not to be evicted for its own request
+            self.used_blocks -= here - base  # taken out, so that it is not evicted for its own request
             if hit == start < here:
                 hit = here
             if held <= stop:
                 del levels[run.level][run]
-        self.used += hit
+        self.used_blocks += hit
         end = self._admit(ref, hit)
         for run, start, stop in reversed(ref.new):  # tail first, as in the real order
             if end > start:
-                run.marks[number] = min(end, stop)
+                run.shadow_ends[number] = min(end, stop)
                 levels[run.level][run] = None
                 if run.level > self._top_level:
                     self._top_level = run.level
         return hit
 
     def _admit(self, ref: ChainReference, hit: int) -> int:
-        """Take in what missed, head first; gives the depth up to which the request is held now."""
-        unit, depth = self.beta * ref.gap, hit
+        """Admit the blocks that missed, head first; returns the depth up to which the request is held then."""
+        bonus_s, depth = self.beta * ref.gap_s, hit
         for run, _, stop in ref.new:
-            bar = ref.now - self.theta * run.gap + unit * run.level / 2 if self.theta else inf
+            rank_max = ref.mono_s - self.theta * run.gap_s + bonus_s * run.level / 2 if self.theta else inf
             while depth < stop:
-                free = self.capacity - self.used or self._evict(stop - depth, unit, bar)
+                free = self.capacity - self.used_blocks or self._evict(stop - depth, bonus_s, rank_max)
                 if not free:
                     return depth
                 step = min(free, stop - depth)
-                self.used += step
+                self.used_blocks += step
                 depth += step
         return depth
 
-    def _evict(self, wanted: int, unit: float, bar: float) -> int:
-        """Drop up to `wanted` blocks of the coldest run if its rank is below `bar`; gives how many."""
-        coldest, rank = None, bar
+    def _evict(self, wanted: int, bonus_s: float, rank_max: float) -> int:
+        """Drop up to `wanted` blocks of the coldest run if its rank is below `rank_max`; returns how many."""
+        coldest, rank = None, rank_max
         for number in range(self._top_level + 1):
             level = self._levels[number]
             if level:
                 run = next(iter(level))
-                its = run.last + unit * number / 2
-                if its < rank:
-                    coldest, rank = run, its
+                own = run.last + bonus_s * number / 2
+                if own < rank:
+                    coldest, rank = run, own
         if coldest is None:
             return 0
-        marks, floor = coldest.marks, coldest.marks[-1]
-        count = min(wanted, marks[self.number] - floor)
-        marks[self.number] -= count
-        self.used -= count
-        if marks[self.number] == floor:
+        ends, base = coldest.shadow_ends, coldest.shadow_ends[-1]
+        count = min(wanted, ends[self.number] - base)
+        ends[self.number] -= count
+        self.used_blocks -= count
+        if ends[self.number] == base:
             del self._levels[coldest.level][coldest]
         return count
 
     def check(self) -> None:
-        """Assert that `used` is what the runs say, and within the capacity. O(runs)."""
-        held = [run.marks[self.number] - run.marks[-1] for level in self._levels for run in level]
-        assert sum(held) == self.used <= self.capacity, f"shadow {self.number}: {sum(held)} held, {self.used} counted"
+        """Assert that `used_blocks` is what the runs say, and within the capacity. O(runs)."""
+        held = [run.shadow_ends[self.number] - run.shadow_ends[-1] for level in self._levels for run in level]
+        assert sum(held) == self.used_blocks <= self.capacity, f"shadow {self.number} counts {self.used_blocks} blocks"
         assert all(count > 0 for count in held), "an empty run is listed"
 
 
 LEAD = 0.01
-"""By this share a challenger must lead: at 0.05 short traces lose 1.3 points."""
+"""Share by which a challenger must lead: at 0.05 short traces lose 1.3 points."""
 
 LEAD_GROWTH, LEAD_MAX = 1.5, 0.1
-"""Each time the first rule was left for less than a window, the lead that leaving it takes grows by this factor, at
-most to this; a longer absence takes the growth back. A cache pays for every change of rule with content it then has
-to exchange, which the shadows do not see."""
+"""Each time the first rule was left for less than a window, the lead needed to leave it again grows by LEAD_GROWTH, up
+to LEAD_MAX; a longer absence takes the growth back. A change of rule costs the real cache content that it has to
+exchange, which no shadow counts."""
 
 
 class Duel:
-    """All shadows, and the score of each: its prefix hits, fading over `window` references."""
+    """All shadows, and the score of each: its prefix hits, fading over `window` referenced blocks."""
 
     def __init__(self, capacity: int, rules: tuple[Rule, ...], window: int) -> None:
         self.rules = rules
@@ -124,36 +125,36 @@ class Duel:
         self.scores = [0.0] * len(rules)
         self.best = 0
         self.switches = 0
-        self.lead = LEAD  # that leaving the first rule takes
+        self.lead = LEAD  # needed to leave the first rule
         self._window = window
-        self._seen = 0  # references
-        self._left_at = 0  # of them, when the first rule was left last
+        self._references = 0  # blocks referenced so far
+        self._left_at = 0  # `_references` when the first rule was left last
 
     def train(self, ref: ChainReference) -> None:
         """Replay one request in every shadow, then choose the rule in force."""
-        # A run's marks: the depth up to which each shadow holds it, and at the end the depth where it begins.
+        # shadow_ends: the depth up to which each shadow holds the run, and last the depth where the run begins.
         for run, start, _ in ref.new:
-            run.marks = [start] * (len(self.shadows) + 1)
-        ref.old = [part for part in ref.old if part[0].marks]  # without: arrived before any reference named it
-        floors = [run.marks[-1] for run, _, _ in ref.old]
+            run.shadow_ends = [start] * (len(self.shadows) + 1)
+        ref.old = [part for part in ref.old if part[0].shadow_ends]  # else it arrived before any reference named it
+        bases = [run.shadow_ends[-1] for run, _, _ in ref.old]
         for run, _, stop in ref.old:
-            run.marks[-1] = stop
+            run.shadow_ends[-1] = stop
         fade = exp(-ref.blocks / self._window)
         for shadow in self.shadows:
-            self.scores[shadow.number] = self.scores[shadow.number] * fade + shadow.step(ref, floors)
-        self._seen += ref.blocks
+            self.scores[shadow.number] = self.scores[shadow.number] * fade + shadow.replay(ref, bases)
+        self._references += ref.blocks
         self._choose(max(range(len(self.scores)), key=self.scores.__getitem__))
 
     def _choose(self, leader: int) -> None:
-        """Follow the leader if it leads by enough. The way back to the first rule, leaf-first LRU, needs no lead: a
-        false switch costs more than a late one."""
-        wanted = 0.0 if not leader else LEAD if self.best else self.lead
-        if self.scores[leader] <= self.scores[self.best] * (1 + wanted):
+        """Follow the leader if it leads by enough. The return to the first rule, leaf-first LRU, needs no lead: a false
+        switch costs more than a late one."""
+        needed = 0.0 if not leader else LEAD if self.best else self.lead
+        if self.scores[leader] <= self.scores[self.best] * (1 + needed):
             return
         if not self.best:
-            self._left_at = self._seen
+            self._left_at = self._references
         elif not leader:
-            false_alarm = self._seen - self._left_at < self._window
+            false_alarm = self._references - self._left_at < self._window
             self.lead = min(self.lead * LEAD_GROWTH, LEAD_MAX) if false_alarm else max(LEAD, self.lead / LEAD_GROWTH)
         self.best = leader
         self.switches += 1

@@ -1,4 +1,4 @@
-"""How long one stored block may live.
+"""The life of a stored block: how long, and in which tiers.
 
 A `Lifetime` is what a block carries in every tier: one stamp per term that some request put on it, and the time of its
 last use. A block may be served from a tier while some live stamp allows that tier; stamps of different requests never
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import Depth, Terms
+from kvtier.times import Wall
 
 FUTURE_S = 300.0
-"""A stamp made so much later than now was made by a clock that is wrong, and allows nothing."""
+"""A stamp made this much in the future was made by a clock that is wrong, and allows nothing."""
 
 STAMPS_MAX = 4
 """Of more stamps than this on one block, those that end first are dropped; see `Lifetime.join`."""
@@ -24,26 +25,24 @@ STAMPS_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """One request's term on one block. `created` in seconds since the epoch."""
+    """One request's terms on one block, made at `created`."""
 
-    created: float
+    created: Wall
     ttl: float | None
     max_age: float | None
     ceiling: Depth
 
-    def alive(self, last_use: float, now: float) -> bool:
-        """Whether this stamp lets the block be served at `now`. Pure."""
-        if self.created > now + FUTURE_S:
+    def alive(self, last_use: Wall, wall_s: Wall) -> bool:
+        """Whether this stamp lets the block be served at `wall_s`. Pure."""
+        if self.created > wall_s + FUTURE_S:
             return False
-        if self.ttl is not None and now - last_use > self.ttl:
+        if self.ttl is not None and wall_s - last_use > self.ttl:
             return False
-        return self.max_age is None or now - self.created <= self.max_age
+        return self.max_age is None or wall_s - self.created <= self.max_age
 
-    def ends(self, last_use: float) -> float:
+    def ends(self, last_use: Wall) -> Wall:
         """When it dies if the block is never used again; inf for never. Pure."""
-        idle = float("inf") if self.ttl is None else last_use + self.ttl
-        hard = float("inf") if self.max_age is None else self.created + self.max_age
-        return min(idle, hard)
+        return min(last_use + _or_inf(self.ttl), self.created + _or_inf(self.max_age))
 
     def meet(self, other: Stamp) -> Stamp | None:
         """A stamp that is alive only while both are; None if there is none. Pure.
@@ -65,24 +64,24 @@ class Stamp:
 
 
 def _or_inf(value: float | None) -> float:
-    return float("inf") if value is None else value
+    return math.inf if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """The stamps on one stored block and its last use (seconds since the epoch). A value: verbs return new ones.
+    """The stamps on one stored block and its last use. A value: verbs return new ones.
 
     Encoded in LIFETIME_BYTES bytes (docs/format.md): last use f64, count u8, then STAMPS_MAX × (created f64,
     ttl u32 s, max_age u32 s, ceiling u8), little-endian; 0 stands for "no bound".
     """
 
-    last_use: float
+    last_use: Wall
     stamps: tuple[Stamp, ...] = field(default=())
 
     @classmethod
-    def of(cls, terms: Terms, now: float) -> Lifetime:
-        """A block that a request under `terms` made at `now`."""
-        return cls(now, (Stamp(now, terms.ttl, terms.max_age, terms.ceiling),))
+    def of(cls, terms: Terms, wall_s: Wall) -> Lifetime:
+        """A block that a request under `terms` made at `wall_s`."""
+        return cls(wall_s, (Stamp(wall_s, terms.ttl, terms.max_age, terms.ceiling),))
 
     @classmethod
     def common(cls, lives: Sequence[Lifetime]) -> Lifetime:
@@ -99,62 +98,62 @@ class Lifetime:
         return cls(last_use, tuple(stamps))
 
     @property
-    def born(self) -> float:
+    def born(self) -> Wall:
         """When the youngest stamp was made, the last use where there is none: a tombstone of that time or later covers
         the whole life. Pure."""
         return max((stamp.created for stamp in self.stamps), default=self.last_use)
 
-    def servable(self, depth: Depth, now: float) -> bool:
-        """Whether a copy in the tier `depth` may be served at `now`. Pure."""
-        return any(s.ceiling >= depth and s.alive(self.last_use, now) for s in self.stamps)
+    def servable(self, depth: Depth, wall_s: Wall) -> bool:
+        """Whether a copy in the tier `depth` may be served at `wall_s`. Pure."""
+        return any(s.ceiling >= depth and s.alive(self.last_use, wall_s) for s in self.stamps)
 
-    def ends(self, depth: Depth) -> float:
+    def ends(self, depth: Depth) -> Wall:
         """When a copy in the tier `depth` dies if never used again; -inf if it may not be there. Pure."""
         if len(self.stamps) == 1 and self.stamps[0].ceiling >= depth:  # nearly always
             return self.stamps[0].ends(self.last_use)
-        return max((s.ends(self.last_use) for s in self.stamps if s.ceiling >= depth), default=float("-inf"))
+        return max((s.ends(self.last_use) for s in self.stamps if s.ceiling >= depth), default=Wall("-inf"))
 
-    def ceiling(self, now: float) -> Depth | None:
+    def ceiling(self, wall_s: Wall) -> Depth | None:
         """The deepest tier that a live stamp allows; None if all are dead. Pure."""
-        return max((s.ceiling for s in self.stamps if s.alive(self.last_use, now)), default=None)
+        return max((s.ceiling for s in self.stamps if s.alive(self.last_use, wall_s)), default=None)
 
-    def renewal_time(self, renewed: float, now: float) -> float:
+    def renewal_time(self, renewed: Wall, wall_s: Wall) -> Wall:
         """When the next use is worth a write, the last one written at `renewed`: at most once per half the ttl of the
         stamp that ends last. inf: never, since the life is over, or does not depend on its use. Pure."""
-        alive = [stamp for stamp in self.stamps if stamp.alive(self.last_use, now)]
+        alive = [stamp for stamp in self.stamps if stamp.alive(self.last_use, wall_s)]
         longest = max(alive, key=lambda stamp: stamp.ends(self.last_use), default=None)
-        return math.inf if longest is None or longest.ttl is None else renewed + longest.ttl / 2
+        return Wall(math.inf) if longest is None or longest.ttl is None else renewed + longest.ttl / 2
 
-    def used(self, now: float) -> Lifetime:
-        """After a use at `now`. Stamps that died before are dropped: a use renews, it does not revive."""
-        alive = tuple(s for s in self.stamps if s.alive(self.last_use, now))
-        return Lifetime(max(self.last_use, now), alive)
+    def used(self, wall_s: Wall) -> Lifetime:
+        """After a use at `wall_s`. Stamps that died before are dropped: a use renews, it does not revive."""
+        alive = tuple(s for s in self.stamps if s.alive(self.last_use, wall_s))
+        return Lifetime(max(self.last_use, wall_s), alive)
 
-    def add(self, terms: Terms, now: float) -> Lifetime:
-        """After a request under `terms` stored or wanted the block at `now`.
+    def add(self, terms: Terms, wall_s: Wall) -> Lifetime:
+        """After a request under `terms` stored or wanted the block at `wall_s`.
 
         A stamp that the new one covers goes; a new one that is covered is not added. Past STAMPS_MAX the
         stamp that ends first is dropped: that can only shorten, never lengthen, what was asked for.
         """
-        return self.join(Lifetime.of(terms, now), now)
+        return self.join(Lifetime.of(terms, wall_s), wall_s)
 
-    def keep_until(self, end: float, ceiling: Depth, now: float) -> Lifetime:
-        """Servable until `end`, too, down to `ceiling`, whatever its use; what is dead at `now` stays so.
+    def extend_until(self, end: Wall, ceiling: Depth, wall_s: Wall) -> Lifetime:
+        """Servable until `end`, too, down to `ceiling`, whatever its use; what is dead at `wall_s` stays so.
 
         The stamp is as old as the youngest that lives: a purge that covers the block still covers it.
         """
-        created = max((s.created for s in self.stamps if s.alive(self.last_use, now)), default=None)
-        if created is None or end <= now:
+        created = max((s.created for s in self.stamps if s.alive(self.last_use, wall_s)), default=None)
+        if created is None or end <= wall_s:
             return self
-        return self.join(Lifetime(self.last_use, (Stamp(created, None, math.ceil(end - created), ceiling),)), now)
+        return self.join(Lifetime(self.last_use, (Stamp(created, None, math.ceil(end - created), ceiling),)), wall_s)
 
-    def join(self, other: Lifetime, now: float) -> Lifetime:
-        """What either allows at `now`: for one block found with two lifetimes.
+    def join(self, other: Lifetime, wall_s: Wall) -> Lifetime:
+        """A life that allows all that either allows at `wall_s`: for one block found with two lifetimes.
 
         Stamps that are dead by their own last use are dropped first: the younger use must not revive them.
         """
         last_use = max(self.last_use, other.last_use)
-        alive = [s for life in (self, other) for s in life.stamps if s.alive(life.last_use, now)]
+        alive = [s for life in (self, other) for s in life.stamps if s.alive(life.last_use, wall_s)]
         kept: list[Stamp] = []
         for stamp in alive:
             if any(old.covers(stamp) for old in kept):
@@ -192,5 +191,5 @@ LIFETIME_BYTES = _HEAD.size + STAMPS_MAX * _STAMP.size
 
 
 def _seconds(value: float | None) -> int:
-    # Whole seconds, at least 1, since 0 means "no bound"; rounding down never lengthens a promise.
+    # Whole seconds, at least 1, since 0 means "no bound"; rounding down never lengthens a life.
     return 0 if value is None else max(1, int(value))

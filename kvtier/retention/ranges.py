@@ -1,7 +1,7 @@
-"""Terms of token ranges: what one request asks for its parts, as terms of its blocks.
+"""Terms by token range: one request's retention of its parts, as terms of its blocks.
 
 A range covers a block if it covers the block's last token. Where ranges overlap, the block gets the longer ttl and
-guarantee, the shorter max_age and the shallower ceiling: a promise to keep and a promise to forget both hold. A
+guarantee, the shorter max_age and the shallower ceiling: the duty to retain and the duty to forget both hold. The
 guarantee or priority of a block is worth nothing without its parents, so both extend to the root.
 """
 
@@ -32,7 +32,7 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class BlockTerms:
-    """What one block was asked for. `guarantee_s`: its bytes are to be reserved for this long after each use."""
+    """The terms of one block. `guarantee_s`: its bytes are to be reserved for this long after each use."""
 
     terms: Terms
     guarantee_s: float = 0.0
@@ -40,7 +40,7 @@ class BlockTerms:
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """What one request asks for: `default` where no range covers a token.
+    """The terms of one request: `default` where no range covers a token.
 
     Raises InvalidRequest for more than RANGES_MAX ranges, or for two isolated classes in one request: isolation is
     of the whole chain, since its blocks name one another.
@@ -64,13 +64,13 @@ class RequestTerms:
 
 
 Wanted = str | Terms | RequestTerms | Sequence[tuple[int, int, str | Terms]] | None
-"""How callers say it: a class by name or value, or `(start, stop, class)` per token range; None: the default."""
+"""As callers give it: a class by name or value, or `(start, stop, class)` per token range; None: the default."""
 
 
 def request_terms(wanted: Wanted, classes: Iterable[Terms], default: str) -> RequestTerms:
-    """`wanted` as a value; what names no class, or lies in no range, is of the class `default`. Pure.
+    """`wanted` as a value; tokens in no range, and requests without a class, are of the class `default`. Pure.
 
-    Raises InvalidRequest that names what is wrong with it.
+    Raises InvalidRequest that names the fault.
     """
     known = tuple(classes)
     if isinstance(wanted, RequestTerms):
@@ -89,12 +89,12 @@ def _class(given: object, known: tuple[Terms, ...]) -> Terms:
     if isinstance(given, Terms):
         return given
     if not isinstance(given, str):
-        raise InvalidRequest(f"a retention class is named by a text, got {type(given).__name__}")
+        raise InvalidRequest(f"a retention class is named by a string, got {type(given).__name__}")
     return resolve(given, known)
 
 
 class ChainTerms:
-    """A request's terms by depth in its chain, however long that grows. Immutable; O(log ranges) per question."""
+    """A request's terms by depth in its chain, however long that grows. Immutable; O(log ranges) per depth."""
 
     __slots__ = ("_starts", "_terms", "guarantees", "only")
 
@@ -105,13 +105,9 @@ class ChainTerms:
         for depth in starts:
             covering = [t for first, stop, t in ranges if first <= depth < stop] or [request.default]
             terms.append(BlockTerms(_merge(covering), max(map(_guarantee, covering))))
-        self._starts, self._terms = starts, _closed(terms)
+        self._starts, self._terms = starts, _extended_to_root(terms)
         self.only = self._terms[0] if len(self._terms) == 1 else None  # where all blocks are alike
         self.guarantees = self._terms[0].guarantee_s > 0
-
-    def at(self, depth: int) -> BlockTerms:
-        """What the block at this depth was asked for."""
-        return self._terms[bisect_right(self._starts, depth) - 1]
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, BlockTerms]]:
         """Depths start … stop-1 cut where the terms change."""
@@ -127,8 +123,7 @@ def uniform(terms: Terms) -> ChainTerms:
     return ChainTerms(RequestTerms(terms), 1)
 
 
-def _closed(terms: Sequence[BlockTerms]) -> list[BlockTerms]:
-    """Guarantees and priorities extended to the root. Pure."""
+def _extended_to_root(terms: Sequence[BlockTerms]) -> list[BlockTerms]:
     out: list[BlockTerms] = []
     strongest, priority = 0.0, 0
     for block in reversed(terms):

@@ -1,4 +1,4 @@
-"""What a request may ask of the cache: how long, and how deep, its blocks are kept.
+"""Retention classes: how long, and how deep, the blocks of a request are kept.
 
 `Terms` is a retention class. A stored block carries them as stamps (`kvtier.retention.lifetime`).
 
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from kvtier.errors import InvalidRequest
 
 PRIORITY = 50
-"""Of a class that names none, and of a block whose terms are not known."""
+"""Priority of a class that names none, and of a block whose terms are not known."""
 
 
 class Depth(IntEnum):

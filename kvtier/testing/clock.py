@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from kvtier.times import Mono, Wall
+
 
 class VirtualClock:
     """A `kvtier.clock.Clock` for tests: both readings start at a round number and move together with `advance`.
@@ -12,13 +14,13 @@ class VirtualClock:
     """
 
     def __init__(self, wall: float = 1_800_000_000.0) -> None:
-        self._wall = wall
-        self._monotonic = 1_000.0
+        self._wall = Wall(wall)
+        self._monotonic = Mono(1_000.0)
 
-    def monotonic(self) -> float:
+    def monotonic(self) -> Mono:
         return self._monotonic
 
-    def wall(self) -> float:
+    def wall(self) -> Wall:
         return self._wall
 
     async def sleep(self, seconds: float) -> None:

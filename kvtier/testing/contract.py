@@ -12,14 +12,15 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Terms
 from kvtier.testing.payload import chain_of, payload_of, sample_namespace, seal
 from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
+from kvtier.times import Mono, Wall
 
 _DEADLINE_S = 30.0
 
 
 class _MovableClock(Protocol):
-    def monotonic(self) -> float: ...
+    def monotonic(self) -> Mono: ...
 
-    def wall(self) -> float: ...
+    def wall(self) -> Wall: ...
 
     async def sleep(self, seconds: float) -> None: ...
 

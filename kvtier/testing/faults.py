@@ -14,6 +14,7 @@ from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.terms import Depth
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
+from kvtier.times import Mono, Wall
 
 _OPTIONAL = frozenset(
     {"drop_made_after", "pin", "pins", "read_notes", "release_retained", "retain", "retained", "unpin", "write_note"}
@@ -97,13 +98,13 @@ class FaultyTier:
             return [Miss.ABSENT] * len(wanted)
         return self.inner.peek(chain, wanted)
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         fault = await self._inject("lookup")
         if fault is not None and fault.kind == "drop":
             return [Miss.ABSENT] * len(wanted)
         return await self.inner.lookup(chain, wanted, deadline)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         fault = await self._inject("read")
         if fault is not None and fault.kind == "drop":
             return [Miss.ABSENT] * len(targets)
@@ -115,28 +116,28 @@ class FaultyTier:
                 target.into[0][0] ^= 1
         return results
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         fault = await self._inject("write")
         if fault is not None and fault.kind == "drop":
             return [Stored.FAILED] * len(blocks)
         return await self.inner.write(blocks, deadline)
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         self.inner.touch(keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         await self._inject("evict")
         return await self.inner.evict(keys)
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         await self._inject("purge")
         return await self.inner.purge(scope, before)
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         await self._inject("tombstones")
         return await self.inner.tombstones()
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         await self._inject("flush")
         await self.inner.flush(deadline)
 
@@ -146,7 +147,7 @@ class FaultyTier:
     def check(self) -> None:
         self.inner.check()
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         await self._inject("close")
         await self.inner.close(deadline)
 

@@ -13,6 +13,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.times import Mono, Wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class MemoryStore:
     """The durable part of a MemoryTier: share one between two tiers to model a restart or a second replica."""
 
     entries: dict[bytes, _Entry]
-    tombstones: dict[bytes, float]
-    retained: dict[bytes, float] = field(default_factory=dict)
+    tombstones: dict[bytes, Wall]
+    retained: dict[bytes, Wall] = field(default_factory=dict)
     notes: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
@@ -75,18 +76,18 @@ class MemoryTier:
         self._usable()
         return [self._why_not(chain[index]) for index in wanted]
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         return self.peek(chain, wanted)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         self._usable()
         return [self._read_one(chain[target.index], target) for target in targets]
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         self._usable()
         return [self._write_one(block) for block in blocks]
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         self._usable()
         for key in keys:
             entry = self.store.entries.get(self._namespace + key)
@@ -104,16 +105,16 @@ class MemoryTier:
             self.store.retained.pop(name, None)
         return len(names)
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         self._usable()
         prefix = self._namespace + scope
-        self.store.tombstones[prefix] = max(before, self.store.tombstones.get(prefix, 0.0))
+        self.store.tombstones[prefix] = max(before, self.store.tombstones.get(prefix, before))
         matching = [name for name in self.store.entries if name.startswith(prefix) and self._purged(name)]
         for name in matching:
             del self.store.entries[name]
         return len(matching)
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         self._usable()
         return {
             Scope(prefix[len(self._namespace) :]): before
@@ -121,7 +122,7 @@ class MemoryTier:
             if prefix.startswith(self._namespace)
         }
 
-    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+    async def retain(self, keys: Sequence[BlockKey], until: Wall, served: Wall | None = None) -> list[bool]:
         self._usable()
         now, done = self._clock.wall(), []
         for key in keys:
@@ -131,7 +132,7 @@ class MemoryTier:
                 name = self._namespace + key
                 entry = self.store.entries[name]
                 if served is not None:
-                    life = entry.life.keep_until(served, self.depth, now)
+                    life = entry.life.extend_until(served, self.depth, now)
                     self.store.entries[name] = replace(entry, life=life)
                 self.store.retained[name] = until
         return done
@@ -141,13 +142,13 @@ class MemoryTier:
         for key in keys:
             self.store.retained.pop(self._namespace + key, None)
 
-    async def retained(self) -> Mapping[BlockKey, float]:
+    async def retained(self) -> Mapping[BlockKey, Wall]:
         self._usable()
         cut = len(self._namespace)
         kept = self.store.retained.items()
         return {BlockKey(name[cut:]): until for name, until in kept if name.startswith(self._namespace)}
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         self._usable()
         entries = self.store.entries
         matching = [n for n, e in entries.items() if max(e.life.last_use, *(s.created for s in e.life.stamps)) > time]
@@ -166,7 +167,7 @@ class MemoryTier:
         self._usable()
         return {name: value for name, value in self.store.notes.items() if name.startswith(prefix)}
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         self._usable()
 
     def usage(self) -> Usage:
@@ -177,14 +178,14 @@ class MemoryTier:
         if self._capacity_blocks:
             assert len(self.store.entries) <= self._capacity_blocks, "more blocks than the capacity"
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         self._opened = False
 
     def _usable(self) -> None:
         if not self._opened:
             raise ClosedError(f"{self.name} is closed")
 
-    def _purged(self, name: bytes, created: float | None = None) -> bool:
+    def _purged(self, name: bytes, created: Wall | None = None) -> bool:
         before = self.store.tombstones.get(name[: NAMESPACE_BYTES + SCOPE_BYTES])
         if before is None:
             return False

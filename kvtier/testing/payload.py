@@ -12,6 +12,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.tiers.protocol import Sealed
+from kvtier.times import Wall
 
 
 def payload_of(key: bytes, length: int) -> bytes:
@@ -44,7 +45,7 @@ def seal(
     chain: Sequence[BlockKey],
     indices: Sequence[int],
     block_bytes: int,
-    now: float,
+    now: Wall,
     terms: Terms = BUILTIN["24h"],
     ranks: int = 1,
     *,

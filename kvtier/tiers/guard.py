@@ -20,6 +20,7 @@ from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
+from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,33 +42,33 @@ class Wrapper:
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         return self.inner.peek(chain, wanted)
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         return await self.inner.lookup(chain, wanted, deadline)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         return await self.inner.read(chain, targets, deadline)
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         return await self.inner.write(blocks, deadline)
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         self.inner.touch(keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         return await self.inner.evict(keys)
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         """See `kvtier.tiers.protocol.Retaining`; a tier that cannot drops nothing."""
         work = getattr(self.inner, "drop_made_after", None)
         return int(await work(time)) if work is not None else 0
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         return await self.inner.purge(scope, before)
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         return await self.inner.tombstones()
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         await self.inner.flush(deadline)
 
     def subscribe(self, notify: Notify | None) -> None:
@@ -87,7 +88,7 @@ class Wrapper:
     def check(self) -> None:
         self.inner.check()
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         await self.inner.close(deadline)
 
 
@@ -141,7 +142,7 @@ class Guarded(Wrapper):
             return self.inner.peek(chain, wanted)
         return [Miss.ERROR] * len(wanted)
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(wanted)
         with self._absorb("lookup"):
@@ -155,7 +156,7 @@ class Guarded(Wrapper):
             return found
         return [Miss.ERROR] * len(wanted)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         """Returns when nothing writes to the targets any more, however late; the breaker hears at the deadline."""
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(targets)
@@ -166,7 +167,7 @@ class Guarded(Wrapper):
             return results
         return [Miss.ERROR] * len(targets)
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         if not self.breaker.allows():
             return [Stored.FAILED] * len(blocks)
         with self._absorb("write"):
@@ -178,7 +179,7 @@ class Guarded(Wrapper):
             return results
         return [Stored.FAILED] * len(blocks)
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         with self._absorb("touch"):
             self.inner.touch(keys, now)
 
@@ -188,16 +189,16 @@ class Guarded(Wrapper):
             return int(await self._bounded("evict", seconds, keys))
         return 0
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         if not hasattr(self.inner, "drop_made_after"):
             return 0
         return int(await self._bounded("drop_made_after", self.limits.purge_s, time))
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         return int(await self._bounded("purge", self.limits.purge_s, scope, before))
 
-    async def tombstones(self) -> Mapping[Scope, float]:
-        found: Mapping[Scope, float] = await self._bounded("tombstones", self.limits.call_s)
+    async def tombstones(self) -> Mapping[Scope, Wall]:
+        found: Mapping[Scope, Wall] = await self._bounded("tombstones", self.limits.call_s)
         return found
 
     async def ask(self, verb: str, *arguments: Any) -> Any:
@@ -207,11 +208,11 @@ class Guarded(Wrapper):
             raise TierError(self.name, verb, f"out of service: {self.breaker.reason}")
         return await self._bounded(verb, self.limits.call_s, *arguments)
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         with suppress(TierError):
             await self._bounded("flush", self._left_s(deadline), deadline)
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         """The tier gets three quarters of the time; calls that are still under way then raise ClosedError."""
         left_s = self._left_s(deadline)
         try:
@@ -264,10 +265,10 @@ class Guarded(Wrapper):
         if not call.cancelled():
             call.exception()  # nobody else may ask for it any more
 
-    def _left_s(self, deadline: float) -> float:
+    def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
 
-    async def _overdue(self, work: Awaitable[T], deadline: float, patient: bool) -> T:
+    async def _overdue(self, work: Awaitable[T], deadline: Mono, patient: bool) -> T:
         """Await `work` to its end; report a failure to the breaker if it outlives a deadline that was patient."""
         task = asyncio.ensure_future(work)
         try:

@@ -12,6 +12,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.tiers.breaker import Health
 from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
 from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, Retaining, Sealed, Stored, Target
+from kvtier.times import Mono
 
 _GONE = frozenset({Miss.ABSENT, Miss.EXPIRED, Miss.EVICTED, Miss.PURGED, Miss.CORRUPT, Miss.MISMATCH})
 
@@ -92,7 +93,7 @@ class Metered(Wrapper):
         self._notify = notify
         super().subscribe(notify)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         began = self._clock.monotonic()
         results = await self.inner.read(chain, targets, deadline)
         took_s = self._clock.monotonic() - began
@@ -118,7 +119,7 @@ class Metered(Wrapper):
             self._read_s_per_block = None
         return self._read_s_per_block
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         began = self._clock.monotonic()
         results = await self.inner.write(blocks, deadline)
         self.write_latency.add(self._clock.monotonic() - began)

@@ -16,6 +16,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import PRIORITY, Depth
+from kvtier.times import Mono, Wall
 
 
 class Miss(StrEnum):
@@ -126,33 +127,33 @@ class Tier(Protocol):
         Thread-safe.
         """
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         """Like `peek`, but may ask the device or the network. Stops asking at the first absent block."""
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         """Read and verify; one result per target. A block that fails its check is deleted."""
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         """Make blocks durable, each whole or not at all, in any order; one result per block.
 
         With `stride` > 1 the blocks are consecutive, of one chain, and start at a multiple of it.
         """
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         """Record that these blocks were used at wall time `now` in some tier, last key coldest. Keys that are not here
         are ignored. Batched: reaches the medium with a later write or flush."""
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         """Delete this tier's copies of `keys` (None: of the whole namespace). Returns how many it had."""
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         """Delete the scope's blocks created before wall time `before`; for every process that shares the store they are
         misses from now on. Returns how many were deleted."""
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         """Every purge of this namespace that the store still remembers: scope → latest `before`."""
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         """Write all that is buffered, touches included, to the medium."""
 
     def usage(self) -> Usage:
@@ -161,7 +162,7 @@ class Tier(Protocol):
     def check(self) -> None:
         """Assert the tier's invariants. For tests and `Cache.check`; may read its whole index."""
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         """Flush within the deadline and release all resources. Idempotent."""
 
 
@@ -169,17 +170,17 @@ class Retaining(Protocol):
     """Optional verbs of a local tier: exempt blocks from eviction, over restarts and for every process that shares the
     store, and drop blocks that a wrong clock stamped. Raises TierError."""
 
-    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+    async def retain(self, keys: Sequence[BlockKey], until: Wall, served: Wall | None = None) -> list[bool]:
         """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms. Replaces
         an earlier call for the same block. Per key: whether it is here, and so retained."""
 
     async def release_retained(self, keys: Sequence[BlockKey]) -> None:
         """Undo `retain`. Keys that are not retained are ignored."""
 
-    async def retained(self) -> Mapping[BlockKey, float]:
+    async def retained(self) -> Mapping[BlockKey, Wall]:
         """The namespace's retained blocks, and until when."""
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         """Delete the namespace's blocks with a use or stamp later than this wall time: a wrong clock made it. Returns
         how many."""
 

@@ -28,7 +28,7 @@ def test_a_request_asks_for_its_parts_a_pin_and_a_comparison() -> None:
     asked = controls.parse({"retention": "5m", "ranges": [[0, 64, "24h"]], "ceiling": "g3",
                             "pin": {"name": "docs/manual", "ttl": "2h"}, "compared_with": "req-1"})  # fmt: skip
     terms = asked.chain_terms(block_tokens=16)
-    assert [(terms.at(n).terms.ttl, terms.at(n).terms.ceiling) for n in (3, 4)] == [(86400, 3), (300, 3)]
+    assert [(t.terms.ttl, t.terms.ceiling) for _, _, t in terms.spans(3, 5)] == [(86400, 3), (300, 3)]
     assert (asked.pin, asked.compared_with) == (PinRequest("docs/manual", 7200.0), "req-1")
     alone = controls.parse({"ranges": [[0, 64, "in_memory"]]})
     scopes = Scopes(make_config())

@@ -35,9 +35,9 @@ def test_what_the_policy_learned_survives_a_restart(tmp_path: Path) -> None:
     with kvtier.open(config, NS, clock=clock) as cache:
         fresh = policy(cache).encode()
         learn(cache, clock)
-        cache.manager.host.train()
+        cache.manager.host.policy.train()
         learned = policy(cache).encode()
-        assert learned != fresh and policy(cache).gap == pytest.approx(7, rel=0.1)
+        assert learned != fresh and policy(cache).gap_s == pytest.approx(7, rel=0.1)
     with kvtier.open(config, NS, clock=clock) as cache:
         assert policy(cache).encode() == learned
     with kvtier.open(kvtier.Config.parse({"tiers": tiers, "policy": "lru"}), NS, clock=clock) as cache:

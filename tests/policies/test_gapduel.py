@@ -55,7 +55,7 @@ def test_shadows_hold_what_they_count(capacity, make_owner, make_sessions):
         if number % 10 == 0:
             owner.policy.check(owner.resident)
     for shadow in owner.policy._duel.shadows:
-        assert 0 < shadow.used <= capacity
+        assert 0 < shadow.used_blocks <= capacity
 
 
 def test_the_first_shadow_hits_what_lru_hits(make_owner, make_sessions):
@@ -69,7 +69,7 @@ def test_the_first_shadow_hits_what_lru_hits(make_owner, make_sessions):
         duel.train()
         assert reference.blocks == len(chain) and not floors
         lru.request(now, chain)
-    assert sum(s.used for s in duel._duel.shadows[:1]) == len(lru.resident)
+    assert sum(s.used_blocks for s in duel._duel.shadows[:1]) == len(lru.resident)
     # The score fades only a little over so few references: undo it in the other's sum.
     fading, window = 0.0, duel._duel._window
     again = make_owner(LRU(120), 120)
@@ -97,7 +97,7 @@ def test_blocks_that_arrive_before_they_are_named_do_not_confuse_the_shadows():
     for now in range(3):
         policy.reference(chain, 3, float(now))
         policy.check(set(chain))
-    assert policy._duel.shadows[0].used == 3
+    assert policy._duel.shadows[0].used_blocks == 3
 
 
 def test_what_it_learned_survives_a_restart(make_owner):
@@ -145,7 +145,7 @@ def test_a_false_alarm_makes_the_next_one_less_likely():
     window = duel._window
 
     def follow(challenger: float, seen: int) -> int:
-        duel._seen += seen
+        duel._references += seen
         duel.scores[:2] = 100.0, challenger
         duel._choose(max(range(4), key=duel.scores.__getitem__))
         return duel.best

@@ -17,7 +17,7 @@ FORGET = Terms("forget", ttl=500.0, max_age=50.0, ceiling=Depth.G3)
 
 def block_terms(ranges: list[TokenRange], default: Terms, blocks: int, block_tokens: int) -> list[BlockTerms]:
     chain = ChainTerms(RequestTerms(default, tuple(ranges)), block_tokens)
-    got = [chain.at(depth) for depth in range(blocks)]
+    got = [terms for depth in range(blocks) for _, _, terms in chain.spans(depth, depth + 1)]
     spans = list(chain.spans(0, blocks))
     assert [terms for first, stop, terms in spans for _ in range(first, stop)] == got
     assert chain.only is None or got == [chain.only] * blocks

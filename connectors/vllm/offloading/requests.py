@@ -19,6 +19,7 @@ from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
+from kvtier.times import Mono
 
 GROUP_BYTES = 4
 """vLLM's key of a chunk is a block hash and the number of its KV cache group."""
@@ -31,7 +32,7 @@ class Search:
 
     start: int
     asked: int
-    until_s: float  # for the promotion; monotonic
+    until_s: Mono  # for the promotion
     first: bool  # of its request: what was asked for is recorded once
     promoted: Promoted = field(default_factory=Promoted)
     lease: Lease | None = None
@@ -41,7 +42,7 @@ class Search:
     load: concurrent.futures.Future[None] | None = None  # the copy
     served: bool = False  # all of it succeeded
 
-    def begin(self, cache: Cache, chain: Sequence[BlockKey], deadline_s: float) -> None:
+    def begin(self, cache: Cache, chain: Sequence[BlockKey], deadline_s: Mono) -> None:
         """Pin the blocks if all are in G2, else begin to promote them, until `deadline_s` at most."""
         manager = cache.manager
         lease = manager.pin(chain, self.start)
@@ -52,7 +53,7 @@ class Search:
             work = manager.promote(tuple(chain), deadline_s, self.start, referenced=True)
             self.promoted = Promoted(cache.submit(work), self.start)
 
-    def poll(self, manager: Manager, chain: Sequence[BlockKey], now_s: float) -> bool:
+    def poll(self, manager: Manager, chain: Sequence[BlockKey], now_s: Mono) -> bool:
         """Set `lease` if the promotion is over, or its time is up: then to the blocks that are in G2, and the promotion
         goes on for the next request. False: neither yet."""
         self.lease = self.promoted.lease()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.bench.policies.arrivals import Fresh
 from kvtier.identity.keys import BlockKey
+from kvtier.times import Mono
 
 
 class ARC:
@@ -25,7 +26,7 @@ class ARC:
         self._ghosts_again: OrderedDict[BlockKey, None] = OrderedDict()
         self._fresh = Fresh()
 
-    def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         self._settle()
         for key in reversed(chain):
             if key in self._once:
@@ -44,7 +45,7 @@ class ARC:
         if key not in self._once and key not in self._again:
             self._fresh.add(key)
 
-    def chain_stored(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """Nothing: arrivals are counted when they arrive."""
 
     def remove(self, key: BlockKey) -> None:

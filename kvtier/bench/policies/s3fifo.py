@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.bench.policies.arrivals import Fresh
 from kvtier.identity.keys import BlockKey
+from kvtier.times import Mono
 
 SMALL_SHARE = 0.1
 USES_MAX = 3
@@ -28,7 +29,7 @@ class S3FIFO:
         self._uses: dict[BlockKey, int] = {}
         self._fresh = Fresh()
 
-    def reference(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         self._settle()
         uses = self._uses
         for key in chain:
@@ -40,7 +41,7 @@ class S3FIFO:
             self._uses[key] = 0
             self._fresh.add(key)
 
-    def chain_stored(self, chain: Sequence[BlockKey], resident: int, now: float) -> None:
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """Nothing: arrivals are counted when they arrive."""
 
     def remove(self, key: BlockKey) -> None:

@@ -13,6 +13,7 @@ from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.times import Mono, Wall
 
 BLOCK_BYTES = 4096
 """Size of an empty block to a manager that counts bytes."""
@@ -38,7 +39,7 @@ class EmptyArena(Arena):
 class _Entry:
     index: int
     stamps: tuple[Stamp, ...]
-    last_use: float
+    last_use: Wall
 
     @property
     def life(self) -> Lifetime:
@@ -72,7 +73,7 @@ class EmptyTier:
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         return [self._why_not(chain[index]) for index in wanted]
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         answers: list[Miss | None] = []
         for index in wanted:
             answers.append(self._why_not(chain[index]))
@@ -80,17 +81,17 @@ class EmptyTier:
                 break
         return answers + [Miss.ABSENT] * (len(wanted) - len(answers))
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         return [
             self._why_not(chain[target.index]) or Loaded(_DIGEST, self._entries[chain[target.index]].life)
             for target in targets
         ]
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         now = self._clock.wall()
         return [self._write_one(block, now) for block in blocks]
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         entries = self._entries
         here = [key for key in keys if (entry := entries.get(key)) is not None and entry.last_use < now]
         for key in here:
@@ -103,14 +104,14 @@ class EmptyTier:
             del self._entries[key]
         return len(matching)
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         """A trace purges nothing."""
         return 0
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         return {}
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         """Nothing is buffered."""
 
     def usage(self) -> Usage:
@@ -120,7 +121,7 @@ class EmptyTier:
     def check(self) -> None:
         assert len(self._entries) <= self._capacity, "more blocks than the capacity"
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         """Nothing to release."""
 
     def _why_not(self, key: BlockKey) -> Miss | None:
@@ -129,7 +130,7 @@ class EmptyTier:
             return Miss.ABSENT
         return None if entry.life.servable(self.depth, self._clock.wall()) else Miss.EXPIRED
 
-    def _write_one(self, block: Sealed, now: float) -> Stored:
+    def _write_one(self, block: Sealed, now: Wall) -> Stored:
         if not block.life.servable(self.depth, now):
             return Stored.REFUSED
         entry = self._entries.get(block.key)
@@ -145,7 +146,7 @@ class EmptyTier:
         self.written += 1
         return Stored.STORED
 
-    def _record_use(self, keys: Sequence[BlockKey], now: float) -> None:
+    def _record_use(self, keys: Sequence[BlockKey], now: Wall) -> None:
         if not keys:
             return
         if now not in self._uses:

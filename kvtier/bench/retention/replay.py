@@ -29,6 +29,7 @@ from kvtier.clock import SystemClock
 from kvtier.errors import CorruptError, KVTierError
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.trusted_clock import Reading, TrustedClock
+from kvtier.times import Wall
 
 EPOCH_S = 1_800_000_000.0
 SILENCE_S_MAX = 120.0
@@ -102,7 +103,7 @@ class TraceWallClock(TrustedClock):
         self.at = 0.0
 
     def read(self) -> Reading:
-        now = EPOCH_S + self.at
+        now = Wall(EPOCH_S + self.at)
         return Reading(now, now, now)
 
     def resume(self, raw: bytes, boot: bytes) -> None:

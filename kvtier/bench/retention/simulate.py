@@ -28,6 +28,7 @@ from kvtier.policies.policy import Policy, make_policy
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth, Terms
 from kvtier.tiers.host.tier import HostTier
+from kvtier.times import Mono, Wall
 
 FOREVER = Terms("forever")
 STRIDES = MappingProxyType({"g3": 1, "g4": 16})
@@ -43,11 +44,11 @@ class TraceClock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def monotonic(self) -> float:
-        return self.now
+    def monotonic(self) -> Mono:
+        return Mono(self.now)
 
-    def wall(self) -> float:
-        return self.now
+    def wall(self) -> Wall:
+        return Wall(self.now)
 
     async def sleep(self, seconds: float) -> None:
         """Never returns: housekeeping would be the only thing that happens by itself."""
@@ -100,7 +101,7 @@ def simulate(trace: Trace, policy: str, capacity: int, terms: Terms = FOREVER) -
         for request in trace.requests:
             clock.now = request.at
             hits.append(_replay(manager, list(map(names.__getitem__, request.blocks)), terms))
-            manager.host.train()
+            manager.host.policy.train()
         manager.host.check()
         evictions = manager.host.evictions
     stats = chosen.stats() if hasattr(chosen, "stats") else {}
@@ -214,8 +215,9 @@ class _Stack:
 
     async def _serve(self, chain: Sequence[BlockKey], terms: Terms) -> None:
         """As a connector does: take G1's blocks, let the manager promote more, compute the rest, store it."""
-        manager, deadline = self._manager, self._clock.now + STEP_S
-        start = self._pool.prefix(chain, self._clock.now) if self._pool is not None else 0
+        manager, wall_s = self._manager, self._clock.wall()
+        deadline = self._clock.monotonic() + STEP_S
+        start = self._pool.prefix(chain, wall_s) if self._pool is not None else 0
         lease = manager.pin(chain, start)
         if start + len(lease) < len(chain) and self._lower:
             lease.release()
@@ -223,13 +225,13 @@ class _Stack:
         self._served.update(self._nearest if name == manager.host.name else name for name in lease.tiers)
         if self._pool is not None:
             self._served["g1"] += start
-            self._written["g1"] += _fill(self._pool, chain, start, terms, self._clock.now)
+            self._written["g1"] += _fill(self._pool, chain, start, terms, self._clock)
         await manager.flush(deadline)  # uses reach the lower tiers before stored blocks evict there
         await self._store(chain, start + len(lease), terms, deadline)
         lease.release()
-        manager.host.train()
+        manager.host.policy.train()
 
-    async def _store(self, chain: Sequence[BlockKey], start: int, terms: Terms, deadline: float) -> None:
+    async def _store(self, chain: Sequence[BlockKey], start: int, terms: Terms, deadline: Mono) -> None:
         """Head first, as far as there are slots."""
         manager, ours = self._manager, set(chain)
         while start < len(chain):
@@ -242,14 +244,15 @@ class _Stack:
             start = reached
 
 
-def _fill(pool: HostTier, chain: Sequence[BlockKey], have: int, terms: Terms, now: float) -> int:
+def _fill(pool: HostTier, chain: Sequence[BlockKey], have: int, terms: Terms, clock: TraceClock) -> int:
     """Renew the blocks of a chain in G1 and add the missing ones; returns how many were added."""
-    pool.reference(chain, have, now)
-    life, written = Lifetime.of(terms, now), 0
+    wall_s = clock.wall()
+    pool.policy.reference(chain, have, clock.monotonic())
+    life, written = Lifetime.of(terms, wall_s), 0
     ends = life.ends(Depth.G1)
     for index, key in enumerate(chain):
         slot = pool.index.get(key)
-        if slot is not None and slot.expires_at >= now:
+        if slot is not None and slot.expires_at >= wall_s:
             slot.stamp(life, ends)
             continue
         if slot is not None:
@@ -282,7 +285,7 @@ def policy_cost(trace: Trace, policy: Policy, capacity: int) -> PolicyCost:
         chain = [names[block] for block in request.blocks]
         hit = _resident(chain, resident)
         began = clock()
-        _reference(policy, chain, hit, request.at, resident, capacity)
+        _reference(policy, chain, hit, Mono(request.at), resident, capacity)
         ended = clock()
         policy.train()
         path += ended - began
@@ -300,7 +303,7 @@ def drive(trace: Trace, policy: Policy, capacity: int) -> int:
     for request, chain in zip(trace.requests, chains, strict=True):
         hit = _resident(chain, resident)
         hits += hit
-        _reference(policy, chain, hit, request.at, resident, capacity)
+        _reference(policy, chain, hit, Mono(request.at), resident, capacity)
         policy.train()
     policy.check(resident)
     return hits
@@ -315,10 +318,10 @@ def _resident(chain: Sequence[BlockKey], resident: set[BlockKey]) -> int:
 
 
 def _reference(
-    policy: Policy, chain: Sequence[BlockKey], hit: int, now: float, resident: set[BlockKey], capacity: int
+    policy: Policy, chain: Sequence[BlockKey], hit: int, mono_s: Mono, resident: set[BlockKey], capacity: int
 ) -> None:
     """One request to a policy: reference all of it, insert missing blocks as far as the policy names victims."""
-    policy.reference(chain, hit, now)
+    policy.reference(chain, hit, mono_s)
     for key in chain[hit:]:
         if key in resident:
             continue

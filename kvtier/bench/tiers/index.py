@@ -22,6 +22,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
 from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.times import Wall
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096
@@ -112,7 +113,7 @@ class PoolCycle:
         self._repeats = repeats
         self._blocks = len(prompts[0].keys)
         self._pool = BlockPool(self._blocks * (len(prompts) - 1))
-        self._life = Lifetime.of(BUILTIN["24h"], 0.0)
+        self._life = Lifetime.of(BUILTIN["24h"], Wall(0))
         self._turn = 0
         for _ in prompts:
             self._serve()

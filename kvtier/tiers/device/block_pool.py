@@ -1,4 +1,4 @@
-"""The state of a paged block pool: which slot holds which block, who uses it, who leaves next.
+"""The state of a paged block pool: which slot holds which block, its users, and the order of eviction.
 
     allocate ──► in use, unnamed ──confirm──► in use, named ──free──► free, still named and hittable ──┐
        ▲              └──────────free──► head of the queue                    ▲         └──pin──► in use, named
@@ -23,8 +23,9 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.tiers.device.dirty import Dirty, DirtyList
+from kvtier.times import Mono, Wall
 
-_RENEW_S = 1.0  # uses closer together than this renew a block's ttl only once: touches go in coarse ticks
+_RENEW_S = 1.0  # uses closer together than this renew a block's ttl only once
 
 
 @dataclass(slots=True)
@@ -56,14 +57,14 @@ class BlockPool:
         self.horizon = horizon
         self.dirty_max_age_s = dirty_max_age_s
         self.counters = PoolCounters()
-        self.lost: Callable[[Sequence[BlockKey]], None] | None = None  # hears of blocks that no lower tier had
+        self.on_lost: Callable[[Sequence[BlockKey]], None] | None = None  # called with blocks that no lower tier had
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._index: dict[BlockKey, int] = {}
         self._refs = [0] * blocks
         self._generations = [0] * blocks
         self._keys: list[BlockKey | None] = [None] * blocks
         self._lives: list[Lifetime | None] = [None] * blocks
-        self._ends = [0.0] * blocks  # wall time at which the block dies if it is never used again
+        self._ends = [Wall(0)] * blocks  # when the block dies if it is never used again
         self._dirty = DirtyList()
         self._copying: dict[int, int] = {}  # slot → offload copies that read it
 
@@ -93,10 +94,10 @@ class BlockPool:
         self.counters.allocated += count
         self.counters.evicted += resident - len(index)
         if self._dirty:
-            lost = self._dirty.lose(slots)
+            lost = self._dirty.discard(slots)
             self.counters.spill_lost += len(lost)
-            if lost and self.lost is not None:
-                self.lost(lost)
+            if lost and self.on_lost is not None:
+                self.on_lost(lost)
         return slots
 
     def free(self, slots: Sequence[int]) -> None:
@@ -143,8 +144,8 @@ class BlockPool:
 
     # --- names ---------------------------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[BlockKey], now: float) -> list[int]:
-        """The slots of the longest prefix of `keys` that is here and may be served at wall time `now`.
+    def match(self, keys: Sequence[BlockKey], wall_s: Wall) -> list[int]:
+        """The slots of the longest prefix of `keys` that is here and may be served at `wall_s`.
 
         Changes nothing and promises nothing: the next `allocate` may take the slots.
         """
@@ -152,26 +153,26 @@ class BlockPool:
         append, find, ends = slots.append, self._index.get, self._ends
         for key in keys:
             slot = find(key)
-            if slot is None or ends[slot] < now:
+            if slot is None or ends[slot] < wall_s:
                 break
             append(slot)
         return slots
 
-    def pin(self, keys: Sequence[BlockKey], now: float) -> list[int]:
+    def pin(self, keys: Sequence[BlockKey], wall_s: Wall) -> list[int]:
         """`match`, and one reference to each slot found: they stay as they are until passed to `free`.
 
-        Counts as a use of the blocks at wall time `now`.
+        Counts as a use of the blocks at `wall_s`.
         """
-        slots = self.match(keys, now)
+        slots = self.match(keys, wall_s)
         refs, lives, queue = self._refs, self._lives, self._free
-        fresh = now - _RENEW_S
+        fresh = wall_s - _RENEW_S
         for slot in slots:
             if not refs[slot]:
                 del queue[slot]
             refs[slot] += 1
             life = lives[slot]
             if life is not None and life.last_use < fresh:
-                self._renew(slot, life.used(now))
+                self._renew(slot, life.used(wall_s))
         return slots
 
     def confirm(
@@ -181,15 +182,15 @@ class BlockPool:
         life: Lifetime,
         *,
         first: int = 0,
-        dirty_since: float | None = None,
+        dirty_since: Mono | None = None,
     ) -> None:
         """The step that filled `slots` has completed: slots[i] holds the block chain[first + i], whole.
 
-        From now on they are hittable. `life` is joined with what a block here carries already. With
-        `dirty_since` (monotonic) they are new to the tiers below and wait on the dirty list; without, they came from
-        there. Where another slot holds a block's name, that slot keeps it and this one stays unnamed. `chain` is
-        kept by reference and must not change. Raises InvalidRequest, with nothing changed, for a slot that is
-        not in use or that holds another block.
+        From now on they are hittable. `life` is joined with the terms that a block here carries already. With
+        `dirty_since` they are new to the tiers below and wait on the dirty list; without, they came from there. Where
+        another slot holds a block's name, that slot keeps it and this one stays unnamed. `chain` is kept by reference
+        and must not change. Raises InvalidRequest, with nothing changed, for a slot that is not in use or that holds
+        another block.
         """
         keys, refs, index, lives, ends = self._keys, self._refs, self._index, self._lives, self._ends
         if len(chain) < first + len(slots) or min(map(refs.__getitem__, slots), default=1) < 1:
@@ -217,9 +218,9 @@ class BlockPool:
         self.counters.confirmed += len(slots)
 
     def _extend(
-        self, slot: int, chain: Sequence[BlockKey], depth: int, life: Lifetime, dirty_since: float | None
+        self, slot: int, chain: Sequence[BlockKey], depth: int, life: Lifetime, dirty_since: Mono | None
     ) -> None:
-        """Another request wants a block that is here: its term counts too, and may reach deeper than the old one."""
+        """Join a further request's terms with those of a block that is here; they may allow deeper tiers."""
         old = self._lives[slot]
         assert old is not None
         if old is life:
@@ -244,7 +245,7 @@ class BlockPool:
         return self._lives[slot] if self._keys[slot] is not None else None
 
     def evict(self, keys: Iterable[BlockKey] | None = None) -> int:
-        """Drop the names in `keys` (None: all). Users of a dropped block keep its slot; nobody finds it any more.
+        """Drop the names in `keys` (None: all). Users of a dropped block keep its slot; no lookup finds it.
 
         Returns how many were here.
         """
@@ -270,15 +271,15 @@ class BlockPool:
 
     # --- offload -------------------------------------------------------------------------------------------
 
-    def pick(self, limit: int, now: float, *, ahead: int | None = None) -> list[Dirty]:
+    def pick(self, limit: int, mono_s: Mono, *, ahead: int | None = None) -> list[Dirty]:
         """Take up to `limit` dirty blocks to copy out: first those in the eviction horizon, then those dirty for
-        longer than `dirty_max_age_s` at monotonic time `now`; ancestors before descendants. `ahead` is the length of
+        longer than `dirty_max_age_s` at `mono_s`; ancestors before descendants. `ahead` is the length of
         the horizon where it must differ, as before a large `allocate`.
 
         The copy holds a reference: the slots keep their bytes and their place in the queue until `copies_done`.
         """
         picked = self._dirty.pick(
-            islice(self._free, self.horizon if ahead is None else ahead), limit, now - self.dirty_max_age_s
+            islice(self._free, self.horizon if ahead is None else ahead), limit, mono_s - self.dirty_max_age_s
         )
         for dirty in picked:
             self._copying[dirty.slot] = self._copying.get(dirty.slot, 0) + 1
@@ -299,10 +300,10 @@ class BlockPool:
         """Whether the slot still carries this very block: ask before committing a copy of it."""
         return self._keys[dirty.slot] is dirty.key
 
-    def copies_done(self, picked: Sequence[Dirty], *, again_since: float | None = None) -> None:
-        """The copies of `picked` have ended, and no one reads these slots any more on their behalf.
+    def copies_done(self, picked: Sequence[Dirty], *, again_since: Mono | None = None) -> None:
+        """The copies of `picked` have ended, and read these slots no more.
 
-        With `again_since` (monotonic) they did not arrive and become dirty anew, where the slot still holds them.
+        With `again_since` they did not arrive: the blocks are dirty again, where the slot still holds them.
         """
         for dirty in picked:
             left = self._copying.pop(dirty.slot) - 1

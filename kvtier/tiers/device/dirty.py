@@ -1,10 +1,10 @@
 """Confirmed blocks that no lower tier has yet: one list, in order of confirmation.
 
-It is what a database keeps between its page cleaner and its checkpoint. A step first cleans what is about to
-be overwritten (the *eviction horizon*: the slots handed out next), then what has been dirty for too long.
+Like the flush list of a database: a step first cleans the *eviction horizon*, the slots handed out next, then the
+blocks that have been dirty for too long.
 
-A tier below holds a block only together with its ancestors, so a block is never picked without those of its
-ancestors that are dirty too, and they come first: a byte budget that runs out cuts tails off, not heads.
+A tier below holds a block only together with its ancestors. So a block is never picked without its dirty ancestors,
+and they come first: a byte budget that runs out cuts tails off, not heads.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvtier.identity.keys import BlockKey
+from kvtier.times import Mono
 
 
 class Dirty(NamedTuple):
-    """A confirmed block in `slot`, at `depth` of its `chain`, waiting since the monotonic time `since`.
+    """A confirmed block in `slot`, at `depth` of its `chain`, waiting since `since`.
 
-    `chain` is the sequence given at confirmation, not a copy: `key` is the very object whose identity says
-    later whether the slot still holds this block. `token` says that where the owner has names of its own.
+    `chain` is the sequence given at confirmation, not a copy: the identity of the object `key` says later whether the
+    slot still holds this block. `token` says so for an owner with names of its own.
     """
 
     slot: int
     chain: Sequence[BlockKey]
     depth: int
-    since: float
+    since: Mono
     token: object = None
 
     @property
@@ -38,8 +39,8 @@ class Dirty(NamedTuple):
 class DirtyList:
     """The dirty blocks of one pool. Pure state, not thread-safe, never blocks.
 
-    A block is named by its key and by its slot; both are unique. Times are monotonic seconds and must not
-    decrease from one `add` to the next.
+    A block is named by its key and by its slot; both are unique. Times must not decrease
+    from one `add` to the next.
     """
 
     __slots__ = ("_by_key", "_by_slot")
@@ -65,26 +66,22 @@ class DirtyList:
         """The entry of a dirty block."""
         return self._by_key.get(key)
 
-    def add(self, slot: int, chain: Sequence[BlockKey], depth: int, now: float, token: object = None) -> None:
+    def add(self, slot: int, chain: Sequence[BlockKey], depth: int, mono_s: Mono, token: object = None) -> None:
         """Append a block; one that is dirty already keeps its place and its age."""
         key = chain[depth]
         if key not in self._by_key:
-            self._by_key[key] = Dirty(slot, chain, depth, now, token)
+            self._by_key[key] = Dirty(slot, chain, depth, mono_s, token)
             self._by_slot[slot] = key
 
-    def discard(self, slots: Iterable[int]) -> int:
-        """Forget the blocks in `slots`, because the slots were handed out or emptied. Returns how many were dirty."""
-        return len(self.lose(slots))
-
-    def lose(self, slots: Iterable[int]) -> list[BlockKey]:
-        """`discard`, naming the blocks that were dirty."""
+    def discard(self, slots: Iterable[int]) -> list[BlockKey]:
+        """Forget the blocks in `slots`, which were handed out or emptied. Returns those that were dirty."""
         gone = self._by_slot.keys() & slots
         keys = [self._by_slot.pop(slot) for slot in gone]
         for key in keys:
             del self._by_key[key]
         return keys
 
-    def pick(self, horizon: Iterable[int], limit: int, aged_before: float) -> list[Dirty]:
+    def pick(self, horizon: Iterable[int], limit: int, aged_before: Mono) -> list[Dirty]:
         """Take up to `limit` blocks off the list: those in `horizon` in its order, then those dirty since
         `aged_before` or earlier, each preceded by its dirty ancestors. The caller owns them from now on and
         gives back with `add` what could not be copied."""

@@ -1,6 +1,6 @@
 """G1: a block pool with its bytes, one row of a torch tensor per slot, on a GPU or in RAM.
 
-`BlockPool` says which rows mean what; this class holds the rows and moves them. Bytes go to and from G2 through
+`BlockPool` says which row holds which block; this class holds the rows and moves them. Bytes go to and from G2 through
 `copy_out` and `copy_in` alone, by the copy engine of `kvtier.kernels`: on a GPU with page-locked host memory and
 streams of its own, elsewhere with memmove. Torch is imported when a pool is made, not with this module.
 """
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.kernels.copy import Ack, CopyEngine
+    from kvtier.kernels.mover import Moves
 
 Place = tuple[int, int]
 """A slot of G2: its number, and the generation in which it was reserved or pinned."""
 
 Late = Callable[[list[tuple[int, Place]], bool], None]
-"""Told (slot, place) pairs that a copy which was given up has let go of, and whether these were its last."""
+"""Called with the (slot, place) pairs that a cancelled copy has released, and whether these were its last."""
 
 _COPY_TIMEOUT_S = 30.0
 
@@ -53,7 +54,7 @@ class DevicePool(BlockPool):
             raise CapacityError(f"g1: {blocks} blocks of {block_bytes} bytes do not fit on {device}: {error}") from None
         super().__init__(blocks, horizon=horizon, dirty_max_age_s=dirty_max_age_s)
         self._engine: CopyEngine | None = None
-        self._overdue: dict[int, Late] = {}  # by ticket: copies that did not end in time, and may yet
+        self._overdue: dict[int, Late] = {}  # by ticket: cancelled copies that may still be running
 
     @property
     def device(self) -> torch.device:
@@ -83,34 +84,28 @@ class DevicePool(BlockPool):
         )
 
     def detach(self) -> None:
-        """Let go of the arena, before it is closed. Idempotent."""
+        """Stop using the arena, before it is closed. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close(_COPY_TIMEOUT_S)
             self._deliver(engine.poll())
 
     def copy_out(self, slots: Sequence[int], into: Sequence[Place], late: Late) -> list[bool]:
-        """Copy blocks to slots of G2, behind what the current stream has been given. Says of each whether it arrived.
+        """Copy blocks to slots of G2, after the work queued on the current stream. Returns which of them arrived.
 
         Blocks until done. The caller holds the blocks (a reference, or `pick`) and has reserved the places. Raises
         TierError when the device does not finish in time: both sides belong to the copy then and must not be reused
-        until `late` is told of them, by a later `recovered`; it never is where the device is lost.
+        until a later `recovered` calls `late` with them, which never happens where the device is lost.
         """
-        from kvtier.kernels.mover import Moves
-
-        engine = self._attached(slots, into)
-        return self._finish(engine.store(Moves.of(self._triples(slots, into))), slots, late)
+        return self._finish(self._attached().store(_moves(slots, into)), slots, late)
 
     def copy_in(self, source: Sequence[Place], slots: Sequence[int], late: Late) -> list[bool]:
-        """Copy pinned slots of G2 into freshly allocated blocks. Else as `copy_out`."""
-        from kvtier.kernels.mover import Moves
-
-        engine = self._attached(slots, source)
-        return self._finish(engine.load(Moves.of(self._triples(slots, source))), slots, late)
+        """Copy pinned slots of G2 into freshly allocated blocks. Otherwise as `copy_out`."""
+        return self._finish(self._attached().load(_moves(slots, source)), slots, late)
 
     def recovered(self) -> bool:
-        """Whether copies may be asked for: none is overdue, and the device is in order. Tells `late` what has ended.
-        Never blocks."""
+        """Whether copies may be started: none is overdue, and the device works. Calls `late` for overdue copies that
+        have ended. Never blocks."""
         if self._engine is None:
             return False
         self._deliver(self._engine.poll())
@@ -120,21 +115,15 @@ class DevicePool(BlockPool):
         """The bytes of the block in `slot`: the slot itself for a pool in RAM, else a copy. Read-only."""
         return memoryview(self.rows[slot].cpu().numpy()).toreadonly()
 
-    def _attached(self, slots: Sequence[int], places: Sequence[Place]) -> CopyEngine:
+    def _attached(self) -> CopyEngine:
         if self._engine is None:
             raise InvalidRequest("this pool is attached to no arena")
-        if len(slots) != len(places):
-            raise InvalidRequest(f"{len(slots)} blocks and {len(places)} places: one for each is needed")
         return self._engine
-
-    def _triples(self, slots: Sequence[int], places: Sequence[Place]) -> list[tuple[int, int, int]]:
-        return [(slot, number, generation) for slot, (number, generation) in zip(slots, places, strict=True)]
 
     def _finish(self, ticket: int, slots: Sequence[int], late: Late) -> list[bool]:
         from kvtier.kernels.copy import Outcome
 
-        engine = self._engine
-        assert engine is not None
+        engine = self._attached()
         if not engine.wait([ticket], _COPY_TIMEOUT_S):
             engine.cancel(ticket)
             self._overdue[ticket] = late
@@ -148,9 +137,17 @@ class DevicePool(BlockPool):
         return [slot in done for slot in slots]
 
     def _deliver(self, acks: Sequence[Ack]) -> None:
-        """Tell of copies that had been given up."""
+        """Call `late` for cancelled copies that have ended."""
         for ack in acks:
             if (late := self._overdue.get(ack.ticket)) is not None:
                 if ack.last:
                     del self._overdue[ack.ticket]
                 late([(block, (slot, generation)) for block, slot, generation in ack.moves.triples()], ack.last)
+
+
+def _moves(slots: Sequence[int], places: Sequence[Place]) -> Moves:
+    from kvtier.kernels.mover import Moves
+
+    if len(slots) != len(places):
+        raise InvalidRequest(f"{len(slots)} blocks and {len(places)} places: one for each is needed")
+    return Moves.of([(slot, number, generation) for slot, (number, generation) in zip(slots, places, strict=True)])

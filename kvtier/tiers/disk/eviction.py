@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier.tiers.disk.quota import scope_in
 from kvtier.tiers.disk.records import ORDER, Entry, number_key, order_parts, rows
+from kvtier.times import Wall
 
 SCAN_ROWS_MAX = 8192
 """Rows that one search reads: milliseconds below the write lock."""
@@ -31,13 +32,13 @@ class SearchFloors:
         self._keys: dict[tuple[int, bytes], bytes] = {}
         self._until = float("inf")
 
-    def at(self, slot_cls: int, scope: bytes, wall_s: float) -> bytes:
+    def at(self, slot_cls: int, scope: bytes, wall_s: Wall) -> bytes:
         """Where to begin the search."""
         if wall_s > self._until:
             self.clear()
         return self._keys.get((slot_cls, scope)) or number_key(ORDER, slot_cls)
 
-    def raise_to(self, key: bytes, scope: bytes, until: float) -> None:
+    def raise_to(self, key: bytes, scope: bytes, until: Wall) -> None:
         """No block before this key may leave, before the time `until`."""
         if len(self._keys) >= FLOORS_MAX:
             self.clear()
@@ -60,7 +61,7 @@ class SearchFloors:
 class EvictionOrder:
     """The rows of `order`: one per entry, coldest first."""
 
-    def __init__(self, txn: Any, floors: SearchFloors, retained_until: Callable[[bytes], float]) -> None:
+    def __init__(self, txn: Any, floors: SearchFloors, retained_until: Callable[[bytes], Wall]) -> None:
         """`retained_until`: before which time a block, by its name, is exempt from eviction."""
         self._txn = txn
         self._floors = floors
@@ -80,7 +81,7 @@ class EvictionOrder:
         """Delete a row."""
         self._txn.delete(key)
 
-    def victim(self, slot_cls: int, wall_s: float, scope: bytes = ANY) -> tuple[bytes, bytes] | None:
+    def victim(self, slot_cls: int, wall_s: Wall, scope: bytes = ANY) -> tuple[bytes, bytes] | None:
         """The first row of a class, and of a scope if one is given, whose block is not retained, as (key, name).
 
         None if there is none, or none among the next SCAN_ROWS_MAX: the next search goes on behind them.
@@ -100,7 +101,7 @@ class EvictionOrder:
             self._floors.raise_to(passed, scope, until)
         return None
 
-    def victim_in_scope(self, scope: bytes, wall_s: float) -> tuple[bytes, bytes] | None:
+    def victim_in_scope(self, scope: bytes, wall_s: Wall) -> tuple[bytes, bytes] | None:
         """The coldest such row of a scope among all classes."""
         found = [row for cls in self._classes() if (row := self.victim(cls, wall_s, scope)) is not None]
         return min(found, key=lambda row: order_parts(row[0])[1], default=None)

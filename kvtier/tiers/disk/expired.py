@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import BLOCKS, PURGED_KEY, SCOPED_BYTES, SPAN, rows, time_at
+from kvtier.times import Wall
 
 ENTRIES_PER_STEP = 1024
 EXPIRED_FOR_S = 60.0  # so that a lookup soon after still finds that it expired
@@ -15,10 +16,10 @@ class ExpiredScan:
     def __init__(self) -> None:
         self._next = BLOCKS
 
-    def step(self, index: Index, wall_s: float) -> list[bytes]:
+    def step(self, index: Index, wall_s: Wall) -> list[bytes]:
         """Names of expired and purged blocks among the next ENTRIES_PER_STEP. A read transaction of about 1 ms."""
         found: list[bytes] = []
-        purged: dict[bytes, float] = {}
+        purged: dict[bytes, Wall] = {}
         start, self._next = self._next, BLOCKS
         with index.reading() as txn:
             for seen, (key, raw) in enumerate(rows(txn, BLOCKS, start)):

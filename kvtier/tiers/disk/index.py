@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 import struct
 import threading
@@ -40,6 +41,7 @@ from kvtier.tiers.disk.records import (
 )
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.fsync import sync_directory
+from kvtier.times import Wall
 
 if TYPE_CHECKING:
     import lmdb
@@ -119,10 +121,7 @@ class Index:
         Raises OSError or lmdb.Error.
         """
         draft = path.with_name(path.name + ".new")
-        if draft.exists():
-            for file in draft.iterdir():
-                file.unlink()
-            draft.rmdir()
+        shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
         env = _environment(draft, map_bytes)
         try:
@@ -133,10 +132,9 @@ class Index:
                 txn.put(COUNTERS_KEY, Counters().encode())
         finally:
             env.close()
-        os.truncate(draft / "data.mdb", map_bytes)
-        fd = os.open(draft / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
-        os.fsync(fd)
-        os.close(fd)
+        with (draft / "data.mdb").open("r+b") as file:
+            file.truncate(map_bytes)
+            os.fsync(file.fileno())
         sync_directory(draft)
         draft.rename(path)
         sync_directory(path.parent)
@@ -193,11 +191,11 @@ class Index:
             with self._env.begin() as txn:
                 yield txn
 
-    def find(self, names: Sequence[bytes]) -> list[tuple[bytes | None, float]]:
+    def find(self, names: Sequence[bytes]) -> list[tuple[bytes | None, Wall]]:
         """Per name, its entry as it is stored (None where there is none) and the time of its scope's tombstone (-inf
         where there is none). Does not block."""
-        found: list[tuple[bytes | None, float]] = []
-        scoped, purged_until = b"", float("-inf")
+        found: list[tuple[bytes | None, Wall]] = []
+        scoped, purged_until = b"", Wall("-inf")
         with self.reading() as txn:
             get = txn.get
             for name in names:
@@ -232,13 +230,13 @@ class Index:
         with self.reading() as txn:
             return next(rows(txn, RESERVED), None) is not None
 
-    def tombstones(self, namespace: bytes) -> list[tuple[bytes, float]]:
+    def tombstones(self, namespace: bytes) -> list[tuple[bytes, Wall]]:
         """(scope, time) of every purge in the namespace."""
         prefix = PURGED_KEY + namespace
         with self.reading() as txn:
             return [(key[len(prefix) :], TIME.unpack(raw)[0]) for key, raw in rows(txn, prefix)]
 
-    def retained(self, namespace: bytes) -> dict[bytes, float]:
+    def retained(self, namespace: bytes) -> dict[bytes, Wall]:
         """Keys of the namespace's retained blocks, and until when."""
         prefix = RETAINED_KEY + namespace
         with self.reading() as txn:

@@ -22,6 +22,7 @@ from kvtier.tiers.disk.slab import ShortIO, neighbours
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.touches import Touches, life_after
 from kvtier.tiers.protocol import Loaded, Miss, Target
+from kvtier.times import Mono, Wall
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class ReadBatch:
         self._clock = clock
         self._blocks = [_Wanted(target, namespace + chain[target.index]) for target in targets]
 
-    async def run(self, deadline: float) -> list[Loaded | Miss]:
+    async def run(self, deadline: Mono) -> list[Loaded | Miss]:
         """Per target, its result. When it returns or raises no thread writes to a target. Raises TierError."""
         for _ in range(2):
             with self._store.moving():
@@ -54,7 +55,7 @@ class ReadBatch:
                 break
         return [block.result if block.result is not None else Miss.RACED for block in self._blocks]
 
-    def _jobs(self, deadline: float) -> list[Work]:
+    def _jobs(self, deadline: Mono) -> list[Work]:
         """One job per run of neighbouring slots, for the blocks without a result whose entries can be read."""
         wanted = [block for block in self._blocks if block.result is None]
         self._resolve(wanted)
@@ -81,7 +82,7 @@ class ReadBatch:
             if block.result is None and entry.length != sum(map(len, block.target.into)):
                 block.result = Miss.MISMATCH
 
-    def _read(self, run: Sequence[_Wanted], deadline: float) -> None:
+    def _read(self, run: Sequence[_Wanted], deadline: Mono) -> None:
         """On an I/O thread: neighbouring blocks by one call."""
         if self._clock.monotonic() > deadline:
             _set_results(run, Miss.LATE)
@@ -109,7 +110,7 @@ class ReadBatch:
             else:
                 block.suspect = True
 
-    async def _delete_corrupt(self, deadline: float) -> None:
+    async def _delete_corrupt(self, deadline: Mono) -> None:
         """Delete the suspects' entries, except those that are another write's by now."""
         suspects = [block for block in self._blocks if block.suspect]
         if not suspects:
@@ -126,7 +127,7 @@ class ReadBatch:
                 block.result = Miss.CORRUPT
 
 
-def miss_of(name: bytes, raw: bytes | None, purged_until: float, touches: Touches, wall_s: float) -> Miss | None:
+def miss_of(name: bytes, raw: bytes | None, purged_until: Wall, touches: Touches, wall_s: Wall) -> Miss | None:
     """Why a block with the entry `raw` may not be served; None if it may. Its scope is purged until `purged_until`."""
     if raw is None or len(raw) < SPAN.size:
         return Miss.ABSENT

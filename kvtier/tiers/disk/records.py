@@ -41,6 +41,7 @@ from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.owner import OWNER_BYTES, Owner
+from kvtier.times import Wall
 
 FORMAT = 1
 SLOT_ALIGN = 4096
@@ -82,10 +83,10 @@ def rows(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, b
             yield key, value
 
 
-def time_at(txn: Any, key: bytes) -> float:
+def time_at(txn: Any, key: bytes) -> Wall:
     """The time stored under a key of "purged" or "kept"; -inf if there is none."""
     raw = txn.get(key)
-    return float("-inf") if raw is None else float(TIME.unpack(raw)[0])
+    return Wall("-inf") if raw is None else Wall(TIME.unpack(raw)[0])
 
 
 def rank_of(priority: int, tick: int) -> int:

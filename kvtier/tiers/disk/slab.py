@@ -181,14 +181,11 @@ class Slab:
                 file.users -= 1
 
     def _trim(self) -> None:
-        if len(self._files) <= OPEN_FILES_MAX:
-            return
-        for number, file in list(self._files.items()):
-            if file.users == 0:
-                self._calls.close(file.fd)
-                del self._files[number]
-                if len(self._files) <= OPEN_FILES_MAX:
-                    return
+        while len(self._files) > OPEN_FILES_MAX:
+            idle = next((number for number, file in self._files.items() if file.users == 0), None)
+            if idle is None:
+                return
+            self._calls.close(self._files.pop(idle).fd)
 
     def _attach(self, segment: int) -> _File:
         path = self.path_of(segment)

@@ -32,9 +32,9 @@ from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.touches import Touches
 from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.times import Wall
 
 T = TypeVar("T")
-Wall = Callable[[], float]
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,13 @@ class Store:
     """Made by `attach` or `visit`, given back by `release`. Thread-safe."""
 
     def __init__(
-        self, opened: Opened, calls: Calls, slot_bytes: int = 0, wall: Wall = time.time, *, maintained: bool = True
+        self,
+        opened: Opened,
+        calls: Calls,
+        slot_bytes: int = 0,
+        wall: Callable[[], Wall] = lambda: Wall(time.time()),
+        *,
+        maintained: bool = True,
     ) -> None:
         """`slot_bytes`: for which a new index would be cut. `maintained`: whether the writer thread cleans up and opens
         the store again by itself."""
@@ -86,7 +92,12 @@ class Store:
 
     @classmethod
     def attach(
-        cls, parts: Sequence[Path], capacity_bytes: int, block_bytes: int, calls: Calls, wall: Wall = time.time
+        cls,
+        parts: Sequence[Path],
+        capacity_bytes: int,
+        block_bytes: int,
+        calls: Calls,
+        wall: Callable[[], Wall] = lambda: Wall(time.time()),
     ) -> Store:
         """Open the store, or create it, or share the one that this process has open. Blocks, for seconds at most.
 

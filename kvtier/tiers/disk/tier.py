@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 
 from kvtier.clock import Clock
@@ -33,6 +32,7 @@ from kvtier.tiers.disk.touches import NAMES_MAX, NAMES_PER_COMMIT_MAX
 from kvtier.tiers.disk.write import WriteBatch
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.times import Mono, Wall
 
 NAMES_PER_TXN = 1024  # of blocks that are evicted, purged or retained
 
@@ -84,12 +84,12 @@ class DiskTier:
         # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
         self._opened.submit(lambda txn: txn.register(self._prefix, fields))
 
-    def _expired_by(self) -> float:
+    def _expired_by(self) -> Wall:
         """Blocks that are expired at this time may be removed; -inf while the wall clock is in doubt."""
         wall_s = deletion_time(self._clock)
-        return -inf if wall_s is None else wall_s
+        return Wall("-inf") if wall_s is None else wall_s
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         if self._opened is not None:
             self.subscribe(None)
         store, self._opened = self._opened, None
@@ -116,7 +116,7 @@ class DiskTier:
             raise ClosedError("g3 was opened by the process that forked this one; open it after the fork")
         return self._opened
 
-    def _left_s(self, deadline: float) -> float:
+    def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
 
     # Blocks.
@@ -129,13 +129,13 @@ class DiskTier:
             for name, (raw, purged_until) in zip(names, store.index.find(names), strict=True)
         ]
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         return self.peek(chain, wanted)
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         return await ReadBatch(self._store, self._prefix, chain, targets, self._clock).run(deadline)
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         for block in blocks:
             if sum(map(len, block.pieces)) != self.block_bytes:
                 raise TierError("g3", "write", f"a block has {self.block_bytes} bytes")
@@ -153,7 +153,7 @@ class DiskTier:
             except TierFull:
                 return [Stored.FULL] * len(blocks)
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         prefix = self._prefix
         self._store.touches.record([prefix + key for key in keys], now)
 
@@ -166,13 +166,13 @@ class DiskTier:
             count += await store.submit(partial(WriteTxn.drop_all, names=names)).result()
         return count
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         store = self._store
         scoped = self._prefix + scope
         await store.submit(lambda txn: txn.apply_tombstone(scoped, before)).result()
         return await self._drop_all(store, scoped, lambda life: life.born <= before)
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         return await self._drop_all(self._store, self._prefix, lambda life: max(life.born, life.last_use) > time)
 
     async def _drop_all(self, store: Store, prefix: bytes, matching: Callable[[Lifetime], bool]) -> int:
@@ -194,12 +194,12 @@ class DiskTier:
         for start in range(0, len(keys), NAMES_PER_TXN):
             yield [self._prefix + key for key in keys[start : start + NAMES_PER_TXN]]
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         return {Scope(scope): until for scope, until in self._store.index.tombstones(self._prefix)}
 
     # Retained blocks and saved state.
 
-    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+    async def retain(self, keys: Sequence[BlockKey], until: Wall, served: Wall | None = None) -> list[bool]:
         retain = partial(WriteTxn.retain, until=until, served=served, wall_s=self._clock.wall())
         done = list[bool]()
         for names in self._names(keys):
@@ -210,7 +210,7 @@ class DiskTier:
         for names in self._names(keys):
             await self._store.submit(partial(WriteTxn.release_retained, names=names)).result()
 
-    async def retained(self) -> Mapping[BlockKey, float]:
+    async def retained(self) -> Mapping[BlockKey, Wall]:
         return {BlockKey(key): until for key, until in self._store.index.retained(self._prefix).items()}
 
     async def write_note(self, name: str, value: bytes | None) -> None:
@@ -223,7 +223,7 @@ class DiskTier:
 
     # The store.
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         store = self._store
         for _ in range(1 + NAMES_MAX // NAMES_PER_COMMIT_MAX):
             await store.submit(lambda txn: None).result(self._left_s(deadline))

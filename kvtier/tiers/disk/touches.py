@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
+from kvtier.times import Wall
 
 NAMES_MAX = 1 << 18
 NAMES_PER_COMMIT_MAX = 2048  # a transaction must not hold the lock for long
 USES_MAX = 16  # of one block between two transactions; the latest replaces the last
 
 
-def life_after(life: Lifetime, uses: Sequence[float]) -> Lifetime:
+def life_after(life: Lifetime, uses: Sequence[Wall]) -> Lifetime:
     """`life` after uses at these times, in order; once it is over they do nothing. Pure."""
     for wall_s in uses:
         if not life.servable(Depth.G3, wall_s):
@@ -29,11 +30,11 @@ class Touches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._new: dict[bytes, list[float]] = {}
-        self._overdue: dict[bytes, list[float]] = {}  # left for the next transaction by the last one,
+        self._new: dict[bytes, list[Wall]] = {}
+        self._overdue: dict[bytes, list[Wall]] = {}  # left for the next transaction by the last one,
         self._tick = 0  # with the tick that they all get
 
-    def record(self, names: Sequence[bytes], wall_s: float) -> None:
+    def record(self, names: Sequence[bytes], wall_s: Wall) -> None:
         """These blocks were used, heads of chains first."""
         with self._lock:
             for name in names:
@@ -47,12 +48,12 @@ class Touches:
         """Whether uses wait for a transaction."""
         return bool(self._new or self._overdue)
 
-    def of(self, name: bytes) -> Sequence[float]:
+    def of(self, name: bytes) -> Sequence[Wall]:
         """The uses of a block that wait for a transaction."""
         with self._lock:
             return (*self._overdue.get(name, ()), *self._new.get(name, ()))
 
-    def take(self, tick: int) -> tuple[dict[bytes, list[float]], int]:
+    def take(self, tick: int) -> tuple[dict[bytes, list[Wall]], int]:
         """Uses of up to NAMES_PER_COMMIT_MAX blocks for the transaction of `tick`, the oldest first, and their tick:
         blocks that wait together get one, since a chain's head must not get less than its tail."""
         with self._lock:

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 from typing import TypeVar
 
 from kvtier.clock import Clock
@@ -22,6 +21,7 @@ from kvtier.tiers.disk.slab import neighbours
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Sealed, Stored
+from kvtier.times import Mono, Wall
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class WriteBatch:
         self._results: dict[int, Stored] = {}  # the same
         self._lock = threading.Lock()
 
-    async def run(self, deadline: float) -> list[Stored]:
+    async def run(self, deadline: Mono) -> list[Stored]:
         """Per block, its result. When it returns or raises no thread reads a piece and no slot stays reserved.
 
         Raises TierTimeout, TierFull or TierError.
@@ -62,7 +62,7 @@ class WriteBatch:
             self._store.give_back(list(self._reserved.values()))
         return [self._results[place] for place in range(len(self._blocks))]
 
-    async def _reserve(self, deadline: float) -> None:
+    async def _reserve(self, deadline: Mono) -> None:
         wall_s = self._clock.wall()
         # Parents first: where room ends, the deepest blocks are refused.
         places = sorted(range(len(self._blocks)), key=lambda place: self._blocks[place].depth)
@@ -80,7 +80,7 @@ class WriteBatch:
             else:
                 self._results[place] = slot
 
-    def _take_reserved(self, wall_s: float) -> Sequence[SlotReservation | Stored]:
+    def _take_reserved(self, wall_s: Wall) -> Sequence[SlotReservation | Stored]:
         """Slots that an earlier write reserved for this one; none if a transaction must decide about a block.
 
         A block whose parent is in the batch is not looked up: where the parent is absent, it is absent too. If it is
@@ -91,13 +91,13 @@ class WriteBatch:
             return []
         names = {block.name for block in self._blocks}
         heads = [block.name for block in self._blocks if block.parent not in names]
-        purged: dict[bytes, float] = {}
+        purged: dict[bytes, Wall] = {}
         for name, (raw, purged_until) in zip(heads, store.index.find(heads), strict=True):
             if raw is not None:
                 return []
             purged[name[:SCOPED_BYTES]] = purged_until
         for block in self._blocks:
-            purged_until = purged.get(block.name[:SCOPED_BYTES], inf)
+            purged_until = purged.get(block.name[:SCOPED_BYTES], Wall("inf"))
             if not block.life.servable(Depth.G3, wall_s) or block.life.born <= purged_until:
                 return []
         return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
@@ -107,7 +107,7 @@ class WriteBatch:
         size = count * slot_class(self._block_bytes) * SLOT_ALIGN
         return STREAM_BYTES_MIN <= size <= self._store.geometry.capacity // STREAM_SHARE
 
-    async def _publish(self, deadline: float) -> None:
+    async def _publish(self, deadline: Mono) -> None:
         store, wall_s = self._store, self._clock.wall()
         written = {place: slot for place, slot in self._reserved.items() if place not in self._results}
         if not written:
@@ -126,13 +126,13 @@ class WriteBatch:
             self._results[place] = result
             del self._reserved[place]
 
-    async def _commit(self, work: Callable[[WriteTxn], T], deadline: float, undo: Callable[[T], object]) -> T:
+    async def _commit(self, work: Callable[[WriteTxn], T], deadline: Mono, undo: Callable[[T], object]) -> T:
         timeout_s = max(0.0, deadline - self._clock.monotonic())
         return await self._store.submit(work).result(timeout_s, undo)
 
     # Writing.
 
-    def jobs(self, deadline: float) -> list[Work]:
+    def jobs(self, deadline: Mono) -> list[Work]:
         """One job per run of neighbouring slots, for I/O threads; the one that finishes a segment syncs it. A job that
         has not begun by the deadline fails its blocks."""
         runs = list(neighbours(list(self._reserved), self._place_of, self._block_bytes))
@@ -142,7 +142,7 @@ class WriteBatch:
     def _place_of(self, place: int) -> tuple[int, int]:
         return self._reserved[place].segment, self._reserved[place].slot
 
-    def _write(self, run: Sequence[int], deadline: float) -> None:
+    def _write(self, run: Sequence[int], deadline: Mono) -> None:
         first = self._reserved[run[0]]
         try:
             if self._clock.monotonic() > deadline:

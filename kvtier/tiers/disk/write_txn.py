@@ -46,6 +46,7 @@ from kvtier.tiers.disk.records import (
 )
 from kvtier.tiers.disk.touches import life_after
 from kvtier.tiers.protocol import Stored
+from kvtier.times import Wall
 
 SCOPE_EVICTIONS_MAX = 64
 """Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
@@ -71,10 +72,10 @@ class WriteTxn:
         self.segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
         self._order = EvictionOrder(txn, floors, self._retained_until)
         self._shares = Shares(txn)
-        self._wall_s = 0.0  # of the last verb that was given it
+        self._wall_s = Wall(0)  # of the last verb that was given it
         self._any_retained = next(rows(txn, RETAINED_KEY), None) is not None
         # Cached for this transaction: every call of LMDB gives up the interpreter lock.
-        self._purged: dict[bytes, float] = {}
+        self._purged: dict[bytes, Wall] = {}
         self._ranks: dict[bytes, int] = {}  # of entries written here
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here
         self._sheltered: set[bytes] = set()  # parents of those: no victims
@@ -99,7 +100,7 @@ class WriteTxn:
             self._delete_unreadable(name)
             return None
 
-    def reserve(self, block: NewBlock, wall_s: float, share_bytes: int = 0) -> SlotReservation | Stored:
+    def reserve(self, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> SlotReservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
         A block that is here gets the join of both lifetimes, the higher priority, and counts as used. One with a
@@ -130,7 +131,7 @@ class WriteTxn:
         reservations = (self._reserve_slot(slot_cls, PRIORITY) for _ in range(count))
         return [one for one in reservations if one is not None]
 
-    def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: float, share_bytes: int = 0) -> Stored:
+    def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> Stored:
         """Make a written block visible, its scope's coldest leaving where it would exceed `share_bytes` (0: any).
 
         FAILED if the reservation is not ours any more; REFUSED if the parent left; FULL if nothing may leave.
@@ -167,7 +168,7 @@ class WriteTxn:
         if self._cancel_reservation(reservation):
             self.segments.give(reservation)
 
-    def renew(self, name: bytes, uses: Sequence[float], tick: int) -> None:
+    def renew(self, name: bytes, uses: Sequence[Wall], tick: int) -> None:
         """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
         Unknown, dead and purged blocks are left alone."""
         entry = self.find(name)
@@ -208,7 +209,7 @@ class WriteTxn:
         self.drop_all(found)
         return len(found), following
 
-    def remove_expired(self, names: Sequence[bytes], wall_s: float) -> int:
+    def remove_expired(self, names: Sequence[bytes], wall_s: Wall) -> int:
         """Remove those of `names` that are expired or purged, and not retained. Returns how many."""
         count = 0
         for name in names:
@@ -231,16 +232,16 @@ class WriteTxn:
 
     # Retained blocks and saved state.
 
-    def retain(self, names: Sequence[bytes], until: float, served: float | None, wall_s: float) -> list[bool]:
+    def retain(self, names: Sequence[bytes], until: Wall, served: Wall | None, wall_s: Wall) -> list[bool]:
         """Exempt blocks from eviction before `until`; let them live until `served`. Per name, whether it is here."""
         return [self._retain(name, until, served, wall_s) for name in names]
 
-    def _retain(self, name: bytes, until: float, served: float | None, wall_s: float) -> bool:
+    def _retain(self, name: bytes, until: Wall, served: Wall | None, wall_s: Wall) -> bool:
         entry = self.find(name)
         if entry is None or not self.is_servable(name, entry.life, wall_s):
             return False
         if served is not None:
-            life = entry.life.keep_until(served, Depth.G3, wall_s)
+            life = entry.life.extend_until(served, Depth.G3, wall_s)
             self._update(name, entry, life, rank_of(priority_in(entry.rank), self.tick))
         self._txn.put(RETAINED_KEY + name, TIME.pack(until))
         self._any_retained = True
@@ -251,8 +252,8 @@ class WriteTxn:
         if sum(self._txn.delete(RETAINED_KEY + name) for name in names):
             self._floors.clear()  # they may leave now, however far a search has got
 
-    def _retained_until(self, name: bytes) -> float:
-        return time_at(self._txn, RETAINED_KEY + name) if self._any_retained else float("-inf")
+    def _retained_until(self, name: bytes) -> Wall:
+        return time_at(self._txn, RETAINED_KEY + name) if self._any_retained else Wall("-inf")
 
     def write_note(self, name: bytes, value: bytes | None) -> None:
         """Save `value` under namespace ‖ text; None deletes it."""
@@ -267,20 +268,20 @@ class WriteTxn:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
 
-    def apply_tombstone(self, scoped: bytes, before: float) -> None:
+    def apply_tombstone(self, scoped: bytes, before: Wall) -> None:
         """Set the tombstone of namespace ‖ scope, unless a newer one is there."""
         if before > self._purged_until(scoped):
             self._txn.put(PURGED_KEY + scoped, TIME.pack(before))
             self._purged[scoped] = before
 
-    def is_servable(self, name: bytes, life: Lifetime, wall_s: float) -> bool:
+    def is_servable(self, name: bytes, life: Lifetime, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
         return life.servable(Depth.G3, wall_s) and not self._is_purged(name, life)
 
     def _is_purged(self, name: bytes, life: Lifetime) -> bool:
         return life.born <= self._purged_until(name[:SCOPED_BYTES])
 
-    def _purged_until(self, scoped: bytes) -> float:
+    def _purged_until(self, scoped: bytes) -> Wall:
         if scoped not in self._purged:
             self._purged[scoped] = time_at(self._txn, PURGED_KEY + scoped)
         return self._purged[scoped]

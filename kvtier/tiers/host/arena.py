@@ -26,7 +26,7 @@ _HEADROOM_FRACTION = 0.05
 
 
 def available_bytes() -> int:
-    """What this process may still allocate: the lesser of MemAvailable and its cgroup's room, less headroom."""
+    """Bytes that this process may still allocate: the lesser of MemAvailable and its cgroup's rest, less headroom."""
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     room = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
     cgroup = Path("/sys/fs/cgroup")
@@ -48,7 +48,7 @@ class Arena:
 
     def __init__(self, block_bytes: int, ranks: int, capacity_bytes: int, near: Sequence[Collection[int]] = ()) -> None:
         """Computes sizes only; `open` allocates. `near`: per rank, the CPUs beside its GPU, whose NUMA node gets its
-        memory; none: wherever the kernel likes. Raises ConfigError when not one block fits, or not every rank is named.
+        memory; without, the kernel chooses. Raises ConfigError when not one block fits, or not every rank is named.
         """
         if near and len(near) != ranks:
             raise ConfigError(f"arena: CPUs near {len(near)} ranks were given, there are {ranks}")

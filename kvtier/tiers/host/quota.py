@@ -1,4 +1,4 @@
-"""How many bytes each scope may hold in G2."""
+"""How many blocks each scope may hold in G2."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 
 
 class Quota:
-    """Bytes per scope in one tier, at most `limit_bytes` each (0: no bound). O(1) per verb; no lock of its own."""
+    """Blocks per scope in one tier, at most `limit_blocks` each (None: no bound). Counts only: the owner asks before it
+    takes a block in, and reports each that leaves. O(1) per verb; no lock of its own."""
 
-    def __init__(self, limit_bytes: int, block_bytes: int) -> None:
-        self._limit_blocks = limit_bytes // block_bytes if limit_bytes else None
-        self._block_bytes = block_bytes
+    def __init__(self, limit_blocks: int | None) -> None:
+        self._limit_blocks = limit_blocks
         self._blocks: Counter[Scope] = Counter()
         self.refused = 0
 
@@ -27,7 +27,7 @@ class Quota:
             self._blocks[scope_of_key(key)] += 1
 
     def give(self, key: BlockKey) -> None:
-        """Count a block out. Raises ValueError if its scope has none: the owner's books are wrong."""
+        """Count a block out. Raises ValueError if its scope has none: the owner has miscounted."""
         if self._limit_blocks is None:
             return
         scope = scope_of_key(key)
@@ -37,12 +37,8 @@ class Quota:
         if not self._blocks[scope]:
             del self._blocks[scope]
 
-    def used(self, scope: Scope) -> int:
-        """Bytes the scope holds."""
-        return self._blocks[scope] * self._block_bytes
-
     def check(self, resident: Iterable[BlockKey]) -> None:
         """Assert that exactly these blocks are counted, and no scope beyond its limit."""
         if self._limit_blocks is not None:
-            assert self._blocks == Counter(scope_of_key(key) for key in resident), "quota and tier disagree"
+            assert self._blocks == Counter(map(scope_of_key, resident)), "quota and tier disagree"
             assert all(n <= self._limit_blocks for n in self._blocks.values())

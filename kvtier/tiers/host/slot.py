@@ -7,7 +7,6 @@ freed, so a late message about an earlier tenant is recognised and refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import Enum
 
@@ -18,6 +17,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import PRIORITY, Depth, Terms
 from kvtier.tiers.protocol import Pieces
+from kvtier.times import Wall
 
 
 class SlotState(Enum):
@@ -28,7 +28,7 @@ class SlotState(Enum):
 
 
 class Slot:
-    """A place for one block. Mutable, owned by the HostTier; others hold it together with its generation."""
+    """A place for one block. Mutable, owned by the HostTier; all else refer to it together with its generation."""
 
     __slots__ = (
         "digest", "expires_at", "generation", "index", "key", "kind", "last_use", "number", "pieces", "pins",
@@ -46,9 +46,9 @@ class Slot:
         self.priority = PRIORITY
         self.kind = ""  # name of the retention class it was stored under
         self.digest: bytes | None = None  # None until sealed
-        self.last_use = 0.0
+        self.last_use = Wall(0)
         self.stamps: tuple[Stamp, ...] = ()
-        self.expires_at = 0.0
+        self.expires_at = Wall(0)
 
     @property
     def life(self) -> Lifetime:
@@ -60,35 +60,35 @@ class Slot:
         self.last_use, self.stamps = life.last_use, life.stamps
         self.expires_at = life.ends(Depth.G2)
 
-    def stamp(self, life: Lifetime, ends: float) -> None:
-        """Set a life whose end in G2 is known: one computation for all blocks of a request."""
+    def stamp(self, life: Lifetime, ends: Wall) -> None:
+        """Set a life whose end in G2 is known: computed once for all blocks of a request."""
         self.last_use, self.stamps, self.expires_at = life.last_use, life.stamps, ends
 
-    def extend(self, terms: Terms, now: float) -> bool:
-        """Add a request's terms, renewing the idle clock. True if they allow more than the block was allowed before.
+    def extend(self, terms: Terms, wall_s: Wall) -> bool:
+        """Add a request's terms and renew the idle clock. True if they allow more than the block was allowed before.
         The caller has checked that the block has not expired."""
         stamps = self.stamps
         if len(stamps) == 1 and stamps[0].max_age is None and terms.max_age is None:
             only = stamps[0]
             if only.ttl == terms.ttl and only.ceiling == terms.ceiling:
-                self.use(now)
+                self.use(wall_s)
                 return False
-        self.life = self.life.add(terms, now)
+        self.life = self.life.add(terms, wall_s)
         return self.stamps != stamps
 
-    def use(self, now: float) -> None:
+    def use(self, wall_s: Wall) -> None:
         """Renew the idle clock. The caller has checked that the block has not expired."""
         stamps = self.stamps
         if len(stamps) == 1:
             stamp = stamps[0]
-            if now <= self.last_use:  # another thread read the clock earlier, or it was set back
+            if wall_s <= self.last_use:  # another thread read the clock earlier, or it was set back
                 return
-            self.last_use = now
+            self.last_use = wall_s
             if stamp.ttl is not None:
-                hard = math.inf if stamp.max_age is None else stamp.created + stamp.max_age
-                self.expires_at = min(now + stamp.ttl, hard)
+                end = wall_s + stamp.ttl
+                self.expires_at = end if stamp.max_age is None else min(end, stamp.created + stamp.max_age)
         else:
-            self.life = self.life.used(now)
+            self.life = self.life.used(wall_s)
 
 
 def copy_in(pieces: Sequence[memoryview], buffer: memoryview) -> None:

@@ -9,6 +9,7 @@ from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
+from kvtier.times import Wall
 
 
 class Remover:
@@ -49,7 +50,7 @@ class Remover:
         self._store.index.clear()
         return blocks
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         """Store a tombstone, end the scope's pins, then delete the objects that the tombstone covers."""
         await self._store.tombstones.put(scope, before)
         await self._store.pins.purge(scope, before)

@@ -30,6 +30,7 @@ from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_
 from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.times import Mono
 
 MAGIC = b"KVTDELTA"
 VERSION = 1
@@ -88,7 +89,7 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
             raise CorruptError("a delta of another namespace")
         etag = bytes(view[start + header_length : offset]).decode("ascii", "replace")
         life = Lifetime(used, frame.life.stamps)
-        yield ObjectEntry(frame, frame.total_bytes, etag, life, used, float("-inf"))
+        yield ObjectEntry(frame, frame.total_bytes, etag, life, used, Mono("-inf"))
 
 
 class Deltas:

@@ -12,6 +12,7 @@ from itertools import islice
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.frame import Frame
+from kvtier.times import Mono, Wall
 
 ENTRIES_MAX = 200_000
 """At about 2 KiB each. They stand for 6 TiB in 32 MiB strides; past it the least recently seen or used is dropped."""
@@ -28,8 +29,8 @@ class ObjectEntry:
     size: int
     etag: str
     life: Lifetime
-    renewed: float
-    seen: float
+    renewed: Wall
+    seen: Mono
 
     @property
     def first(self) -> BlockKey:
@@ -57,7 +58,7 @@ class ObjectIndex:
         self._entries_max = entries_max
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
         self._by_first: dict[BlockKey, list[BlockKey]] = {}
-        self._absent: OrderedDict[BlockKey, float] = OrderedDict()
+        self._absent: OrderedDict[BlockKey, Mono] = OrderedDict()
         self._unrecorded: set[BlockKey] = set()
         self._blocks = 0
         self._bytes = 0
@@ -126,7 +127,7 @@ class ObjectIndex:
         with self._lock:
             return [entry for entry in self._by_last.values() if not wanted.isdisjoint(entry.frame.keys)]
 
-    def touch(self, keys: Iterable[BlockKey], wall_s: float) -> None:
+    def touch(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:
         """Objects whose last block is among `keys` were used, with all their blocks: chains are used from their heads
         on. One of which only the first blocks were used is left as it is, or its last blocks would outlive their
         terms. An expired one is not revived."""
@@ -142,14 +143,14 @@ class ObjectIndex:
         with self._lock:
             return [self._by_last[last] for last in self._unrecorded]
 
-    def mark_recorded(self, last: BlockKey, used: float) -> None:
+    def mark_recorded(self, last: BlockKey, used: Wall) -> None:
         """The object's uses until `used` are recorded in the bucket, or need not be."""
         with self._lock:
             entry = self._by_last.get(last)
             if entry is None or entry.life.last_use <= used:
                 self._unrecorded.discard(last)
 
-    def put_absent(self, last: BlockKey, until_mono_s: float) -> None:
+    def put_absent(self, last: BlockKey, until_mono_s: Mono) -> None:
         """A probe found nothing to serve there: `is_absent` says so until then."""
         with self._lock:
             self._absent[last] = until_mono_s
@@ -157,7 +158,7 @@ class ObjectIndex:
             while len(self._absent) > ABSENT_MAX:
                 self._absent.popitem(last=False)
 
-    def is_absent(self, last: BlockKey, mono_s: float) -> bool:
+    def is_absent(self, last: BlockKey, mono_s: Mono) -> bool:
         """Whether a recent probe found nothing there."""
         with self._lock:
             return self._absent.get(last, 0.0) > mono_s

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
+from kvtier.times import Wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,16 @@ class ObjectNames:
     def tombstones(self) -> str:
         return f"{self.root}purged/"
 
-    def tombstone(self, scope: Scope, before: float) -> str:
+    def tombstone(self, scope: Scope, before: Wall) -> str:
         """The tombstone of blocks that `scope` made until wall time `before`, rounded up to a microsecond."""
         return f"{self.tombstones}{scope.hex()}-{math.ceil(before * 1e6):016x}"
 
-    def parse_tombstone(self, name: str) -> tuple[Scope, float] | None:
+    def parse_tombstone(self, name: str) -> tuple[Scope, Wall] | None:
         """The inverse; None if `tombstone` cannot have made the name."""
         scope, _, stamp = name.removeprefix(self.tombstones).partition("-")
         try:
             if len(scope) != 2 * SCOPE_BYTES or len(stamp) != 16:
                 return None
-            return Scope(bytes.fromhex(scope)), int(stamp, 16) / 1e6
+            return Scope(bytes.fromhex(scope)), Wall(int(stamp, 16) / 1e6)
         except ValueError:
             return None

@@ -20,6 +20,7 @@ from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.times import Wall
 
 PIN_BYTES_MAX = 16 << 20
 """One pin's object: about 300,000 blocks."""
@@ -33,13 +34,13 @@ class SharedPins:
         self._names = names
         self._clock = clock
         self._known: dict[str, tuple[str, Pin]] = {}
-        self._until: dict[BlockKey, float] = {}
-        self._ends: dict[BlockKey, float] = {}
+        self._until: dict[BlockKey, Wall] = {}
+        self._ends: dict[BlockKey, Wall] = {}
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def cover(self, entry: ObjectEntry, wall_s: float) -> bool:
+    def cover(self, entry: ObjectEntry, wall_s: Wall) -> bool:
         """Whether a pin holds a block of the object at `wall_s`: the object ends inside a pinned chain, or the chain
         ends inside the object. Pure."""
         if self._until.get(entry.last, 0.0) > wall_s:
@@ -80,12 +81,12 @@ class SharedPins:
         return pins[0] if len(pins) == 1 and self._name(pins[0].name) == stat.name else None
 
     def _set(self, known: dict[str, tuple[str, Pin]]) -> None:
-        until: dict[BlockKey, float] = {}
-        ends: dict[BlockKey, float] = {}
+        until: dict[BlockKey, Wall] = {}
+        ends: dict[BlockKey, Wall] = {}
         for _, pin in known.values():
             for key in pin.chain:
-                until[key] = max(pin.until, until.get(key, 0.0))
-            ends[pin.chain[-1]] = max(pin.until, ends.get(pin.chain[-1], 0.0))
+                until[key] = max(pin.until, until.get(key, pin.until))
+            ends[pin.chain[-1]] = max(pin.until, ends.get(pin.chain[-1], pin.until))
         self._known, self._until, self._ends = known, until, ends
 
     async def put(self, pin: Pin) -> None:
@@ -106,7 +107,7 @@ class SharedPins:
         self._set({at: known for at, known in self._known.items() if at != place})
         return there
 
-    async def purge(self, scope: Scope, before: float) -> None:
+    async def purge(self, scope: Scope, before: Wall) -> None:
         """End the scope's pins that were made until wall time `before`. Raises TierError."""
         ended = [
             at for at, (_, pin) in self._known.items() if scope_of_key(pin.chain[0]) == scope and pin.created <= before

@@ -31,6 +31,7 @@ from kvtier.tiers.objects.strides import runs
 from kvtier.tiers.objects.tombstones import Tombstones
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.rate_limiter import TokenBucket
+from kvtier.times import Wall
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class ObjectStore:
         self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, stride_bytes))
         self._overwrite: dict[BlockKey, None] = {}  # damaged objects: the next write is unconditional
 
-    def miss_of(self, entry: ObjectEntry, wall_s: float) -> Miss | None:
+    def miss_of(self, entry: ObjectEntry, wall_s: Wall) -> Miss | None:
         """Why the object may not be served at `wall_s`; None if it may. Pure."""
         if self.tombstones.cover(entry.frame.scope, entry.frame.life.born):
             return Miss.PURGED
@@ -318,7 +319,7 @@ class ObjectStore:
             if at <= wall_s:
                 due.append(entry)
             elif at == math.inf:
-                self.index.mark_recorded(entry.last, math.inf)
+                self.index.mark_recorded(entry.last, at)
             if count % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)  # lookups share this loop
         renewals = (self.renew(entry, entry.life.last_use) for entry in due)
@@ -326,7 +327,7 @@ class ObjectStore:
             if failed is not None:
                 raise failed
 
-    async def renew(self, entry: ObjectEntry, used: float) -> None:
+    async def renew(self, entry: ObjectEntry, used: Wall) -> None:
         """Record a use: by a copy of the object onto itself, or by rewriting it. Raises TierError."""
         async with self._renewals:
             if self.bucket.renewable:
@@ -340,7 +341,7 @@ class ObjectStore:
         self.index.put(replace(entry, etag=stat.etag, renewed=used))
         self.index.mark_recorded(entry.last, used)
 
-    async def _rewrite(self, entry: ObjectEntry, used: float) -> Stat | None:
+    async def _rewrite(self, entry: ObjectEntry, used: Wall) -> Stat | None:
         """Replace the header by one with the entry's life; None if this version is not there, or damaged."""
         name, data = self.names.stride(entry.last), bytearray(entry.size)
         view = memoryview(data)

@@ -38,6 +38,7 @@ from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.strides import default_stride
 from kvtier.tiers.objects.sweep import Sweeper
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.times import Mono, Wall
 
 FRESH_S = 45.0
 """Age at which the list of tombstones must be read again before anything is served."""
@@ -118,7 +119,7 @@ class ObjectTier:
         except (TierError, TimeoutError):
             pass
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         if self._pid != os.getpid():
             return
         budget_s = max(deadline - self._clock.monotonic(), 0.1)
@@ -145,7 +146,7 @@ class ObjectTier:
         if self._pid != os.getpid():
             raise ClosedError(f"{self.name} is closed, or was opened in another process")
 
-    async def _within(self, deadline: float, work: Coroutine[Any, Any, T]) -> T:
+    async def _within(self, deadline: Mono, work: Coroutine[Any, Any, T]) -> T:
         """`work` on the loop thread until the injected clock's `deadline`. Raises TimeoutError."""
         budget_s = deadline - self._clock.monotonic()
         if budget_s <= 0:
@@ -193,7 +194,7 @@ class ObjectTier:
         self._usable()
         return self._prober.peek(chain, wanted)
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         found = self.peek(chain, wanted)
         if all(miss is None for miss in found) and self._clock.monotonic() - self._synced <= FRESH_S:
             return found
@@ -221,7 +222,7 @@ class ObjectTier:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         self._usable()
         for target in targets:
             if sum(len(piece) for piece in target.into) != self.block_bytes:
@@ -278,7 +279,7 @@ class ObjectTier:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         self._usable()
         for position, block in enumerate(blocks):
             if block.index != blocks[0].index + position or blocks[0].index % self.stride:
@@ -307,11 +308,11 @@ class ObjectTier:
 
     # -- renewal --------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         self._usable()
         self._store.index.touch(keys, now)
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         """Record uses that are due, and publish to other replicas the objects written. The rest stays due."""
         self._usable()
         with contextlib.suppress(TimeoutError):
@@ -332,14 +333,14 @@ class ObjectTier:
         self._usable()
         return await self._ready_then(self._remover.everything() if keys is None else self._remover.blocks(keys))
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         """Store a tombstone, then delete the objects that it covers. Raises TierError if either failed: the scope is
         then purged for this replica only."""
         self._usable()
         self._store.tombstones.apply(scope, before)
         return await self._ready_then(self._remover.purge(scope, before))
 
-    async def tombstones(self) -> Mapping[Scope, float]:
+    async def tombstones(self) -> Mapping[Scope, Wall]:
         """As the server has them now, one listing. Raises TierError."""
         self._usable()
 

@@ -12,6 +12,7 @@ from kvtier.clock import Clock
 from kvtier.identity.keys import Scope
 from kvtier.tiers.objects.bucket.protocol import Bucket
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.times import Wall
 
 
 class Tombstones:
@@ -21,19 +22,19 @@ class Tombstones:
         self._bucket = bucket
         self._names = names
         self._clock = clock
-        self._before: dict[Scope, float] = {}
+        self._before: dict[Scope, Wall] = {}
 
-    def cover(self, scope: Scope, created: float) -> bool:
-        """Whether blocks that the scope made at wall time `created` are purged."""
+    def cover(self, scope: Scope, created: Wall) -> bool:
+        """Whether blocks that the scope made at `created` are purged."""
         return created <= self._before.get(scope, float("-inf"))
 
-    def all(self) -> Mapping[Scope, float]:
+    def all(self) -> Mapping[Scope, Wall]:
         """Scope → the time until which it is purged."""
         return dict(self._before)
 
-    def apply(self, scope: Scope, before: float) -> None:
+    def apply(self, scope: Scope, before: Wall) -> None:
         """From now on `cover` knows of this purge, whatever the bucket has."""
-        self._before[scope] = max(before, self._before.get(scope, 0.0))
+        self._before[scope] = max(before, self._before.get(scope, before))
 
     async def refresh(self) -> None:
         """List and apply them. Raises TierError."""
@@ -43,7 +44,7 @@ class Tombstones:
                 if parsed is not None:
                     self.apply(*parsed)
 
-    async def put(self, scope: Scope, before: float) -> None:
+    async def put(self, scope: Scope, before: Wall) -> None:
         """Store one. Raises TierError."""
         await self._bucket.create(self._names.tombstone(scope, before), bytearray(), self._clock.wall())
 

@@ -214,7 +214,7 @@ class TestOffload:
     def test_a_block_lost_before_its_spill_is_counted(self) -> None:
         pool = BlockPool(2, horizon=2)
         told: list[bytes] = []
-        pool.lost = told.extend
+        pool.on_lost = told.extend
         chain = chain_of("a", 2)
         fill(pool, chain, dirty=True)
         pool.allocate(1)

@@ -90,7 +90,7 @@ def test_an_aborted_fill_in_flight_is_quarantined_until_acknowledged() -> None:
     generation = slot.generation
     tier.abort(slot, generation, in_flight=True)
     assert tier.reserve(KEYS[1], 1) is None, "memory under a transfer was handed out"
-    tier.acknowledge(slot, generation)
+    tier.unpin(slot, generation)
     assert tier.reserve(KEYS[1], 1) is slot
     tier.check()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli.g4 import RULE, _put_rule, backstop, probe_bucket, findings
+from kvtier.cli.g4 import RULE, _put_rule, backstop, findings, probe_bucket
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule

@@ -82,7 +82,7 @@ def test_a_tombstone_over_one_block_covers_its_object() -> None:
 
 def test_renewal_is_due_once_per_half_ttl() -> None:
     life = Lifetime(1000, (Stamp(0, 600, None, Depth.G4),))
-    assert life.renewal_time(renewed=1000, now=1299) == 1300
-    assert life.renewal_time(renewed=1000, now=1601) == math.inf, "what is dead is not revived"
+    assert life.renewal_time(renewed=1000, wall_s=1299) == 1300
+    assert life.renewal_time(renewed=1000, wall_s=1601) == math.inf, "what is dead is not revived"
     endless = Lifetime(0, (Stamp(0, None, None, Depth.G4),))
     assert endless.renewal_time(0, 1e9) == math.inf, "nothing to renew"

@@ -27,6 +27,7 @@ from kvtier.tiers.disk.worker.process import WorkerProcess
 from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, SharedArena
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
+from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class DiskWorkerClient:
         self._worker: WorkerProcess | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._usage = Usage(0, 0, capacity_bytes)
-        self._seen: dict[BlockKey, float] = {}  # when blocks were seen here, oldest first
+        self._seen: dict[BlockKey, Mono] = {}  # when blocks were seen here, oldest first
         self._notify: Notify | None = None
 
     # Life.
@@ -116,7 +117,7 @@ class DiskWorkerClient:
                 log.warning("g3: in use again")
                 return
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         self._shared, worker = None, self._worker
         self._worker = None
         if self._restarting is not None:
@@ -141,7 +142,7 @@ class DiskWorkerClient:
         finally:
             self._usage = worker.usage
 
-    def _left_s(self, deadline: float) -> float:
+    def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
 
     # Blocks seen here.
@@ -172,7 +173,7 @@ class DiskWorkerClient:
         since = self._clock.monotonic() - SEEN_S
         return [None if self._seen.get(chain[place], since) > since else Miss.LATE for place in wanted]
 
-    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         keys = [chain[place] for place in wanted]
         answers: list[Miss | None] = await self._ask("lookup", keys, self._left_s(deadline))
         self._see(keys, [miss is None for miss in answers])
@@ -180,14 +181,14 @@ class DiskWorkerClient:
 
     # Bytes.
 
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         keys = [chain[target.index] for target in targets]
         spans = [self._spans(target.into, "read") for target in targets]
         results: list[Loaded | Miss] = await self._ask("read", keys, spans, self._left_s(deadline), waits=True)
         self._see(keys, [isinstance(result, Loaded) for result in results])
         return results
 
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         sent = [
             protocol.Block(b.key, b.index, b.digest, self._spans(b.pieces, "write"), b.life, b.parent, b.priority)
             for b in blocks
@@ -207,7 +208,7 @@ class DiskWorkerClient:
 
     # Everything else.
 
-    def touch(self, keys: Sequence[BlockKey], now: float) -> None:
+    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
         self._running("touch").send("touch", keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
@@ -216,31 +217,31 @@ class DiskWorkerClient:
         finally:
             self._seen.clear() if keys is None else self._see(keys, [False] * len(keys))
 
-    async def purge(self, scope: Scope, before: float) -> int:
+    async def purge(self, scope: Scope, before: Wall) -> int:
         try:
             return int(await self._ask("purge", scope, before))
         finally:
             self._seen.clear()
 
-    async def drop_made_after(self, time: float) -> int:
+    async def drop_made_after(self, time: Wall) -> int:
         try:
             return int(await self._ask("drop_made_after", time))
         finally:
             self._seen.clear()
 
-    async def tombstones(self) -> Mapping[Scope, float]:
-        found: Mapping[Scope, float] = await self._ask("tombstones")
+    async def tombstones(self) -> Mapping[Scope, Wall]:
+        found: Mapping[Scope, Wall] = await self._ask("tombstones")
         return found
 
-    async def retain(self, keys: Sequence[BlockKey], until: float, served: float | None = None) -> list[bool]:
+    async def retain(self, keys: Sequence[BlockKey], until: Wall, served: Wall | None = None) -> list[bool]:
         done: list[bool] = await self._ask("retain", keys, until, served)
         return done
 
     async def release_retained(self, keys: Sequence[BlockKey]) -> None:
         await self._ask("release_retained", keys)
 
-    async def retained(self) -> Mapping[BlockKey, float]:
-        found: Mapping[BlockKey, float] = await self._ask("retained")
+    async def retained(self) -> Mapping[BlockKey, Wall]:
+        found: Mapping[BlockKey, Wall] = await self._ask("retained")
         return found
 
     async def write_note(self, name: str, value: bytes | None) -> None:
@@ -250,7 +251,7 @@ class DiskWorkerClient:
         found: Mapping[str, bytes] = await self._ask("read_notes", prefix)
         return found
 
-    async def flush(self, deadline: float) -> None:
+    async def flush(self, deadline: Mono) -> None:
         await self._ask("flush", self._left_s(deadline))
 
     def usage(self) -> Usage:

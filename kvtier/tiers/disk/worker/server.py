@@ -57,7 +57,7 @@ class Server:
                     if (task := self._tasks.get(request.number)) is not None:
                         task.cancel()
                     continue
-                self._clock.tell(request.time)
+                self._clock.set(request.time)
                 task = asyncio.create_task(self._do(request.verb, request.arguments))
                 self._tasks[request.number] = task
                 task.add_done_callback(partial(self._reply, request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
+from kvtier.times import Wall
 
 
 class CombinedBucket:
@@ -30,7 +31,7 @@ class CombinedBucket:
                 self._started = True
         return self._secondary
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         return await (await self._connected()).renew(name, etag, used)
 
     async def delete(self, name: str, etag: str | None = None) -> bool:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.times import Wall
 
 
 class _FileSystem:
@@ -22,7 +23,7 @@ class _FileSystem:
     def start(self) -> None:
         pass
 
-    def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         return None
 
 
@@ -38,11 +39,11 @@ class MemoryFiles(_FileSystem):
 
         return MemoryFile(self._fs, self._root + name, bytes(data))
 
-    def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         file = self._file(name, data)
         return self._stat(name, file) if self._fs.store.setdefault(self._root + name, file) is file else None
 
-    def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         there = self.head(name)
         if etag is not None and (there is None or there.etag != etag):
             return None
@@ -81,7 +82,7 @@ class AnyFiles(_FileSystem):
     compared by the ETag that `info` returns, or time and size.
     """
 
-    def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         if self.head(name) is not None:
             return None
         self._parent(name)
@@ -91,7 +92,7 @@ class AnyFiles(_FileSystem):
             return None
         return self.head(name)
 
-    def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         there = self.head(name)
         if etag is not None and (there is None or there.etag != etag):
             return None

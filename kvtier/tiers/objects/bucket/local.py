@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.tiers.fsync import sync_directory
 from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.times import Wall
 
 _TEMPORARY = ".tmp-"
 _STALE_S = 3600.0
@@ -33,7 +34,7 @@ class LocalFiles:
             raise PermissionError(errno.EACCES, "not writable")
         self._sweep_temporaries()
 
-    def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         final = self._root / name
         with self._temporary(final, data, used) as temporary:
             try:
@@ -50,7 +51,7 @@ class LocalFiles:
             sync_directory(final.parent)
             return self.head(name)
 
-    def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         final = self._root / name
         if etag is not None:
             there = self.head(name)
@@ -84,7 +85,7 @@ class LocalFiles:
         finally:
             os.close(descriptor)
 
-    def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         there = self.head(name)
         if there is None or there.etag != etag:
             return None
@@ -112,7 +113,7 @@ class LocalFiles:
                         yield _file_stat(name, path.stat())
 
     @contextlib.contextmanager
-    def _temporary(self, final: Path, data: bytearray, used: float) -> Iterator[Path]:
+    def _temporary(self, final: Path, data: bytearray, used: Wall) -> Iterator[Path]:
         """A fsynced file with `data` next to `final`; gone at the end unless it was renamed."""
         _make_directories(final.parent, self._root)
         path = final.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{final.name[:16]}")
@@ -151,7 +152,9 @@ def _ns(seconds: float) -> int:
 
 
 def _file_stat(name: str, stat: os.stat_result) -> Stat:
-    return Stat(name, stat.st_size, f"{stat.st_ino:x}-{stat.st_size:x}-{stat.st_mtime_ns:x}", stat.st_mtime_ns / 1e9)
+    return Stat(
+        name, stat.st_size, f"{stat.st_ino:x}-{stat.st_size:x}-{stat.st_mtime_ns:x}", Wall(stat.st_mtime_ns / 1e9)
+    )
 
 
 def _make_directories(folder: Path, root: Path) -> None:

@@ -23,6 +23,7 @@ from kvtier.tiers.objects.bucket.direct_http import (
     size_of,
 )
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use
+from kvtier.times import Wall
 
 T = TypeVar("T")
 _CHUNK = 4 << 20
@@ -93,13 +94,13 @@ class ObstoreBucket:
         if plain and not self._config.get("skip_signature") and reachable(self._config["endpoint"]):
             self._direct = DirectHTTP(self._connect_timeout.total_seconds(), self._read_timeout_s)
 
-    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         return await self._put(name, data, used, "create")
 
-    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         return await self._put(name, data, used, "overwrite" if etag is None else {"e_tag": etag})
 
-    async def _put(self, name: str, data: bytearray, used: float, mode: Any) -> Stat | None:
+    async def _put(self, name: str, data: bytearray, used: Wall, mode: Any) -> Stat | None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
@@ -184,7 +185,7 @@ class ObstoreBucket:
                 self._ranges = False
         return await self._store.get_async(name)
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         raise NotImplementedError("obstore has no copy onto itself: `renewable` is false, callers rewrite")
 
     async def delete(self, name: str, etag: str | None = None) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.errors import TierError
+from kvtier.times import Wall
 
 TIER = "g4"
 LIST_PAGE = 1000
@@ -43,7 +44,7 @@ class Stat:
     name: str
     size: int
     etag: str = ""
-    used: float | None = None
+    used: Wall | None = None
     modified: float | None = None
 
 
@@ -56,10 +57,10 @@ class Bucket(Protocol):
     async def start(self) -> None:
         """Prepare, without a request. Raises ConfigError or TierError."""
 
-    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         """Make an object whose bytes are all there or none; None if the name is taken."""
 
-    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         """Overwrite the version `etag` (None: any version); None if another version is there."""
 
     async def head(self, name: str) -> Stat | None:
@@ -69,7 +70,7 @@ class Bucket(Protocol):
         """Fill `into` with the bytes from `start` on; None if there is no such object. Raises CorruptError if the
         object ends before that. Nothing is written to `into` after this returns, raises or is cancelled."""
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         """Record a use of this version; its new state, or None if it is not there any more."""
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
@@ -94,10 +95,10 @@ async def first_page(bucket: Bucket, prefix: str, after: str = "") -> list[Stat]
     return []
 
 
-def recorded_use(metadata: Mapping[str, str]) -> float | None:
+def recorded_use(metadata: Mapping[str, str]) -> Wall | None:
     """`Stat.used` by an object's metadata. Pure."""
     try:
-        return float(metadata[USED])
+        return Wall(metadata[USED])
     except (KeyError, ValueError):
         return None
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat, Transient
+from kvtier.times import Wall
 
 T = TypeVar("T")
 
@@ -43,10 +44,10 @@ class RetryingBucket:
     async def start(self) -> None:
         await self._inner.start()
 
-    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         return await self._retry(lambda: self._inner.create(name, data, used))
 
-    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         """Some servers (Ceph 16) know an ETag in If-Match only without its quotes: when one refuses the version that it
         reports as current, it is asked again that way, from then on at once."""
         asked = etag.strip('"') if etag is not None and self._bare_etags else etag
@@ -64,7 +65,7 @@ class RetryingBucket:
     async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
         return await self._retry(lambda: self._inner.read(name, start, into))
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         return await self._retry(lambda: self._inner.renew(name, etag, used))
 
     async def delete(self, name: str, etag: str | None = None) -> bool:

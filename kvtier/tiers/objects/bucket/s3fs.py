@@ -12,6 +12,7 @@ from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use
+from kvtier.times import Wall
 
 SKEW_S = 60.0
 """How far a writer's clock may run ahead of the server's before its recorded use is capped."""
@@ -90,13 +91,13 @@ class S3Bucket:
         if not fs.anon and not self._extra["GetObject"] and reachable(self._client.meta.endpoint_url):
             self._direct = DirectHTTP(self._config["connect_timeout"], self._config["read_timeout"])
 
-    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         return await self._put(name, data, used, {"IfNoneMatch": "*"})
 
-    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         return await self._put(name, data, used, {} if etag is None else {"IfMatch": etag})
 
-    async def _put(self, name: str, data: bytearray, used: float, condition: dict[str, str]) -> Stat | None:
+    async def _put(self, name: str, data: bytearray, used: Wall, condition: dict[str, str]) -> Stat | None:
         try:
             answer = await self._client.put_object(
                 Bucket=self._bucket, Key=name, Body=data, Metadata={USED: f"{used:.6f}"},
@@ -160,7 +161,7 @@ class S3Bucket:
             raise _mapped("get", error) from None
         return url
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         try:
             answer = await self._client.copy_object(
                 Bucket=self._bucket, Key=name, CopySource={"Bucket": self._bucket, "Key": name},
@@ -238,7 +239,7 @@ class S3Bucket:
     def _stat(self, name: str, answer: Mapping[str, Any], size: int) -> Stat:
         return Stat(name, size, answer.get("ETag", ""), self._used(answer), _stamp(answer.get("LastModified")))
 
-    def _used(self, answer: Mapping[str, Any]) -> float | None:
+    def _used(self, answer: Mapping[str, Any]) -> Wall | None:
         """The recorded use, but no later than the object's age by the server's own clock allows."""
         used = recorded_use(answer.get("Metadata", {}))
         date = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
@@ -246,10 +247,10 @@ class S3Bucket:
         if used is None or date is None or modified is None:
             return used
         try:
-            age = (parsedate_to_datetime(date) - modified).total_seconds()
+            age: float = (parsedate_to_datetime(date) - modified).total_seconds()
         except (TypeError, ValueError):
             return used
-        believed: float = self._clock.wall() - age + SKEW_S
+        believed = self._clock.wall() - age + SKEW_S
         return min(used, believed)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvtier.errors import CorruptError, TierError, TierFull
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, Scatter, Stat, Transient
+from kvtier.times import Wall
 
 T = TypeVar("T")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -22,11 +23,11 @@ class Files(Protocol):
     renewable: bool
 
     def start(self) -> None: ...
-    def create(self, name: str, data: bytearray, used: float) -> Stat | None: ...
-    def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None: ...
+    def create(self, name: str, data: bytearray, used: Wall) -> Stat | None: ...
+    def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None: ...
     def head(self, name: str) -> Stat | None: ...
     def read(self, name: str, start: int, length: int) -> tuple[Stat, bytes | bytearray] | None: ...
-    def renew(self, name: str, etag: str, used: float) -> Stat | None: ...
+    def renew(self, name: str, etag: str, used: Wall) -> Stat | None: ...
     def delete(self, name: str, etag: str | None) -> bool: ...
     def list(self, prefix: str, after: str) -> Iterator[Stat]: ...
 
@@ -52,10 +53,10 @@ class Threaded:
     async def start(self) -> None:
         await self._call(self._files.start)
 
-    async def create(self, name: str, data: bytearray, used: float) -> Stat | None:
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         return await self._call(self._files.create, name, data, used)
 
-    async def replace(self, name: str, data: bytearray, used: float, etag: str | None) -> Stat | None:
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
         return await self._call(self._files.replace, name, data, used, etag)
 
     async def head(self, name: str) -> Stat | None:
@@ -72,7 +73,7 @@ class Threaded:
         Scatter(into).feed(memoryview(data))
         return stat
 
-    async def renew(self, name: str, etag: str, used: float) -> Stat | None:
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         return await self._call(self._files.renew, name, etag, used)
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
