@@ -91,7 +91,7 @@ class PrefixCache:
             dirty_max_age_s=0.0 if offload.mode == "eager" else offload.dirty_max_age,
         )
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
-        near = [cpus_near(self.pool.device)]
+        near = [cpus_near(self.pool.rows.device)]
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
         self.pool.attach(self.cache.manager.host.arena, offload.copy_by, calibration_folder())
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
@@ -323,9 +323,8 @@ class PrefixCache:
 
     def stats(self) -> dict[str, Any]:
         """The cache's statistics, with `g1` and the prompt tokens served by tier."""
-        counters = self.pool.counters
         g1 = {"blocks": self.pool.resident, "capacity": self.pool.blocks, "dirty": self.pool.dirty,
-              "evictions": counters.evicted, "spill_lost": counters.spill_lost}  # fmt: skip
+              "evictions": self.pool.evicted, "spill_lost": self.pool.spill_lost}  # fmt: skip
         return {**self.cache.stats(), "g1": g1, "tokens": dict(self.served)}
 
     def check(self) -> None:
@@ -408,7 +407,7 @@ class PrefixCache:
         """One block that G1 has no slot for, straight onto the device, shaped like `_kv[slot : slot + 1]`."""
         import torch
 
-        flat = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(self.pool.device)
+        flat = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(self.pool.rows.device)
         return flat.view(self.shape.dtype).view(1, *self.shape.block(self.block_tokens))
 
 
