@@ -72,7 +72,8 @@ class Lifetime:
     """The stamps on one stored block and its last use. A value: verbs return new ones.
 
     Encoded in LIFETIME_BYTES bytes (docs/format.md): last use f64, count u8, then STAMPS_MAX × (created f64,
-    ttl u32 s, max_age u32 s, ceiling u8), little-endian; 0 stands for "no bound".
+    ttl u32 s, max_age u32 s, ceiling u8), little-endian; 0 stands for "no bound". Seconds are rounded down, which never
+    lengthens a life; a stamp of less than one is left out.
     """
 
     last_use: Wall
@@ -80,8 +81,10 @@ class Lifetime:
 
     @classmethod
     def of(cls, terms: Terms, wall_s: Wall) -> Lifetime:
-        """A block that a request under `terms` made at `wall_s`."""
-        return cls(wall_s, (Stamp(wall_s, terms.ttl, terms.max_age, terms.ceiling),))
+        """A block that a request under `terms` made at `wall_s`. Below G2 lives are in whole seconds: shorter ones stay
+        in RAM."""
+        brief = min(_or_inf(terms.ttl), _or_inf(terms.max_age)) < 1
+        return cls(wall_s, (Stamp(wall_s, terms.ttl, terms.max_age, Depth.G2 if brief else terms.ceiling),))
 
     @classmethod
     def common(cls, lives: Sequence[Lifetime]) -> Lifetime:
@@ -164,8 +167,9 @@ class Lifetime:
 
     def encode(self) -> bytes:
         """LIFETIME_BYTES bytes."""
-        out = [_HEAD.pack(self.last_use, len(self.stamps))]
-        out += [_STAMP.pack(s.created, _seconds(s.ttl), _seconds(s.max_age), s.ceiling) for s in self.stamps]
+        lasting = [s for s in self.stamps if min(_or_inf(s.ttl), _or_inf(s.max_age)) >= 1]
+        out = [_HEAD.pack(self.last_use, len(lasting))]
+        out += [_STAMP.pack(s.created, int(s.ttl or 0), int(s.max_age or 0), s.ceiling) for s in lasting]
         return b"".join(out).ljust(LIFETIME_BYTES, b"\0")
 
     @classmethod
@@ -188,8 +192,3 @@ class Lifetime:
 _HEAD = struct.Struct("<dB")
 _STAMP = struct.Struct("<dIIB")
 LIFETIME_BYTES = _HEAD.size + STAMPS_MAX * _STAMP.size
-
-
-def _seconds(value: float | None) -> int:
-    # Whole seconds, at least 1, since 0 means "no bound"; rounding down never lengthens a life.
-    return 0 if value is None else max(1, int(value))

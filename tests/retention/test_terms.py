@@ -94,3 +94,20 @@ def test_impossible_terms_are_refused(bad: dict[str, float]) -> None:
 def test_an_unknown_class_lists_the_known() -> None:
     with pytest.raises(InvalidRequest, match="known: 1h, 24h, 5m, in_memory"):
         resolve("2h", BUILTIN.values())
+
+
+@pytest.mark.parametrize(("ttl", "max_age"), [(0.2, None), (None, 0.2), (0.2, 3600.0), (3600.0, 0.9)])
+def test_a_life_below_a_second_is_not_stored_longer(ttl: float | None, max_age: float | None) -> None:
+    """Stored lives are in whole seconds: one that is shorter stays in RAM, and is left out of what is stored."""
+    brief = Terms("brief", ttl=ttl, max_age=max_age)
+    life = Lifetime.of(brief, T0)
+    assert life.servable(Depth.G2, T0) and not life.servable(Depth.G3, T0)
+    assert not Lifetime.decode(life.encode()).stamps
+    both = life.add(Terms("1h", ttl=3600.0), T0)
+    assert [stamp.ttl for stamp in Lifetime.decode(both.encode()).stamps] == [3600.0]
+
+
+def test_parts_of_a_second_are_rounded_down() -> None:
+    life = Lifetime.of(Terms("x", ttl=1.9, max_age=2.9), T0)
+    (stamp,) = Lifetime.decode(life.encode()).stamps
+    assert (stamp.ttl, stamp.max_age) == (1, 2)
