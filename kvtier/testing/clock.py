@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from kvtier.times import Mono, Wall
 
@@ -14,7 +15,7 @@ class VirtualClock:
     """
 
     def __init__(self, wall: float = 1_800_000_000.0) -> None:
-        self._wall = Wall(wall)
+        self._wall = cast(Wall, wall)  # as given: whole seconds stay whole in what is stored
         self._monotonic = Mono(1_000.0)
 
     def monotonic(self) -> Mono:
