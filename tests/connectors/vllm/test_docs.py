@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,7 @@ def test_commands_name_what_there_is() -> None:
     found = transfers((ROOT / "README.md").read_text()) + transfers(DOCS)
     assert len(found) == 3
     for transfer in found:
-        module = {"kvtier.connectors.vllm": vllm, "kvtier.connectors.vllm.offloading": vllm_tier}[
-            transfer["kv_connector_module_path"]
-        ]
-        assert hasattr(module, transfer["kv_connector"])
+        assert hasattr(import_module(transfer["kv_connector_module_path"]), transfer["kv_connector"])
     preset = {"kvtier_config": str(ROOT / found[0]["kv_connector_extra_config"]["kvtier_config"])}
     assert Settings.parse(preset).config.tiers.g3 is not None
 

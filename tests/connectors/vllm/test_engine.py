@@ -180,7 +180,7 @@ def test_a_hanging_disk_costs_a_request_no_more_than_the_deadline(engine: Any) -
 def test_what_would_arrive_later_than_prefill_takes_is_computed(engine: Any) -> None:
     right = engine.generate(prompts=[prompt(66, 500)])[0]
     engine.flush()
-    engine.limit(weighs=True)
+    engine.limit(weighs_loads=True)
     engine.generate(prompts=[prompt(67, 500)])
     cost = engine.prefill_cost()
     assert cost is not None and 1e-5 < cost < 10
@@ -191,7 +191,7 @@ def test_what_would_arrive_later_than_prefill_takes_is_computed(engine: Any) -> 
         again = engine.generate(prompts=[prompt(66, 500)])[0]
         assert again["tokens"] == right["tokens"] and again["read"] == read
     assert engine.stats()["requests"]["misses"]["slower"] == 15
-    engine.limit(weighs=False)
+    engine.limit(weighs_loads=False)
     engine.pretend(tier="g3", seconds_per_block=None)
 
 

@@ -240,7 +240,9 @@ def test_the_same_content_in_the_same_block_is_another_tenancy(engine: Any) -> N
 def test_blocks_are_copied_ahead_of_their_reuse_and_not_before(engine: Any) -> None:
     """Twelve prompts of 14 blocks through a pool of 127, with `offload.mode: lazy`: what is about to be handed out has
     been copied, what was filled last has not."""
-    assert engine.limits()["spill_ahead"] == 32, "four steps of 512 tokens could take 64, a quarter of the pool is 32"
+    assert engine.limits()["spill_ahead_blocks"] == 32, (
+        "four steps of 512 tokens could take 64, a quarter of the pool is 32"
+    )
     assert engine.reset()
     engine.offload(mode="lazy")
     before = engine.counters()
