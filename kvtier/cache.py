@@ -390,7 +390,7 @@ class Cache(_Face):
         return self._loop.submit(work)
 
     def _run(
-        self, work: Coroutine[Any, Any, T], deadline: float | None = None, late: Callable[[], T] | None = None
+        self, work: Coroutine[Any, Any, T], deadline: Mono | None = None, late: Callable[[], T] | None = None
     ) -> T:
         """Await `work` on the loop. Where the loop itself does not answer by the deadline, `late()` is the answer."""
         left_s = _LONGEST_S if deadline is None else max(0.0, deadline - self._clock.monotonic())

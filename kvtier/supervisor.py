@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
+from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def close(self, deadline: float) -> None:
+    async def close(self, deadline: Mono) -> None:
         """Cancel every task, and wait until all have ended or the deadline is over."""
         tasks = set(self._tasks)
         for task in tasks:

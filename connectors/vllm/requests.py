@@ -15,6 +15,7 @@ from kvtier.connectors.vllm.confirm import Track
 from kvtier.connectors.vllm.identity import Adapters
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
+from kvtier.times import Mono
 
 
 class RequestReader:
@@ -43,11 +44,11 @@ class RequestState:
     control: Control
     promoted: Promoted = field(default_factory=Promoted)
     pinning: Pinning | None = None
-    wait_until_s: float | None = None  # for the promotion; monotonic
+    wait_until_s: Mono | None = None  # for the promotion
     lease: Lease | None = None
     lease_start: int = 0
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken
-    lease_until_s: float = 0.0
+    lease_until_s: float = 0.0  # monotonic
     asked: int = 0  # blocks beyond the engine's own hit, until their reading is recorded
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
 

@@ -76,7 +76,7 @@ class _Storing:
 
     manager: Manager
     runs: list[_Copies]
-    since_s: float  # monotonic
+    since_s: Mono
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
     abandoned: bool = False
@@ -260,10 +260,10 @@ class Stores:
             manager.commit(run.chain, run.slots, run.generations)
             self._counters["blocks_stored"] += len(run.slots)
 
-    def abort_overdue(self, now_s: float) -> None:
+    def abort_overdue(self, mono_s: Mono) -> None:
         """Abort copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
         overdue = next(iter(self._storing.values()), None)
-        if overdue is None or overdue.abandoned or now_s - overdue.since_s < self.limits.ack_timeout_s:
+        if overdue is None or overdue.abandoned or mono_s - overdue.since_s < self.limits.ack_timeout_s:
             return
         log.error("a rank has not answered a copy for %.0f s: nothing more is offloaded", self.limits.ack_timeout_s)
         self.stopped = True
