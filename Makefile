@@ -19,18 +19,19 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-sglang test-vllm-oldest test-long check types bench gpu-check gpu-wheels clean
+.PHONY: help setup sglang demo test test-sglang test-vllm-oldest test-long check types pictures bench gpu-check gpu-wheels clean
 
 help:
-	@echo "make setup      .venv with everything the other targets need"
-	@echo "make sglang     .venv-sglang: SGLang for the CPU beside what .venv has (250 MB more); part of setup"
+	@echo "make setup      .venv with the requirements of all other targets"
+	@echo "make sglang     .venv-sglang: SGLang for the CPU on top of .venv (250 MB more); part of setup"
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
 	@echo "make test       the quick tests        make test-long   all of them        make test-sglang  SGLang's"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make check      style, types, direction of imports"
-	@echo "make bench      what the tiers and the index cost; writes benchmarks/results/"
-	@echo "make gpu-check  all that needs a GPU, in eight minutes; GPU_PYTHON names the interpreter"
-	@echo "make gpu-wheels beforehand, with a network: what gpu-check needs beside CUDA torch, CuPy and transformers"
+	@echo "make pictures   docs/pictures/*.svg from the text beside them"
+	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
+	@echo "make gpu-check  all tests and measurements that need a GPU, in eight minutes; GPU_PYTHON names the interpreter"
+	@echo "make gpu-wheels beforehand, with a network: the wheels of gpu-check beside CUDA torch, CuPy and transformers"
 
 setup: $(READY) $(SGLANG)/.ready
 
@@ -95,6 +96,10 @@ check: $(READY) types
 types:
 	@rm -rf build/types && mkdir -p build/types/kvtier
 	@ln -s $(CURDIR)/kvtier/* $(CURDIR)/connectors $(CURDIR)/kernels build/types/kvtier/
+
+# Needs nothing but Python.
+pictures:
+	$(PYTHON) docs/pictures/draw.py docs/pictures/*.toml
 
 bench: $(BASE)
 	$(BIN)/kvtier bench index --save benchmarks/results

@@ -1,4 +1,4 @@
-"""What policies cost per reference, and how fast the simulator is; writes benchmarks/results/retention_cost.json.
+"""CPU time of policies per reference, and the simulator's speed; writes benchmarks/results/retention_cost.json.
 
 python benchmarks/retention_cost.py TRACE
 """

@@ -1,8 +1,8 @@
-"""What kvtier costs an SGLang engine that gets no hits from it: pairs of requests, with and without, in one run.
+"""Cost of kvtier to an SGLang engine that gets no hits from it: pairs of requests, with and without, in one run.
 
     .venv-sglang/bin/python benchmarks/sglang_overhead.py --save benchmarks/results
 
-Two engines, one over kvtier (RAM and disk) and one over nothing, are asked the same prompts in turn, one at a time, the
+Two engines, one over kvtier (RAM and disk) and one over nothing, get the same prompts in turn, one at a time, the
 one first that was second before; every prompt is new, so nothing is ever found and everything is stored: the worst
 case. Ratios within pairs, since two runs on a shared machine differ by more than what is measured. Copies are made on
 the scheduler's thread here; a GPU makes them beside it.

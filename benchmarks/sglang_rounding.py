@@ -1,4 +1,4 @@
-"""Whether answers over SGLang's tree and over kvtier are those of an engine without any cache, and by how much floats
+"""Compares answers over SGLang's tree and over kvtier with those of an engine without any cache, and how much floats
 that are added up in other batches move them.
 
     .venv-sglang/bin/python benchmarks/sglang_rounding.py --save benchmarks/results
@@ -66,12 +66,12 @@ def measure(requests: int, folder: Path) -> dict[str, Any]:
         "tokens": sum(len(answer["tokens"]) for answer in truth),
         "smallest_gap_of_two_best": min(gap for answer in truth for gap in answer["gaps"]),
     }
-    others = {
+    variants = {
         "other_pieces": {"disable_radix_cache": True, "chunked_prefill_size": 2048},
         "tree": {},
         "kvtier": linker(folder, control),
     }
-    for name, more in others.items():
+    for name, more in variants.items():
         answers, witness = replay(prompts, {**common, **more}, control if name == "kvtier" else None)
         out[name] = compared(answers, truth) | witness
     return out

@@ -1,4 +1,4 @@
-"""What the vLLM connector costs an engine that gets no hits from it.
+"""Cost of the vLLM connector to an engine that gets no hits from it.
 
     python benchmarks/vllm_overhead.py steps  --save benchmarks/results     share of step time inside its calls
     python benchmarks/vllm_overhead.py jitter --save benchmarks/results     p99 of decode steps while G3 promotes
@@ -16,7 +16,7 @@ engine's own cache promotes from disk at full rate, its G3 in a process of its o
 engine's process does whose G3 works on threads (`threads`), and while another process does all of it over an arena of
 its own (`elsewhere`). Each round of windows gives ratios to the pausing one. What `elsewhere` costs is the machine's
 (memory bandwidth, cores, host); what the others cost more is the interpreter lock's. `kept_waiting` is the share of
-time in which the thread that computes did not run, which tells more than ratios of steps on a shared host. With
+time in which the thread that computes did not run, a steadier figure than ratios of steps on a shared host. With
 `--cores apart` that thread has one core to itself and everything else shares another: a GPU's engine does not compute
 where promotion does. With `--executor mp` the forward has a process to itself, as it has with several ranks: then the
 engine's own cache is the one on threads.
@@ -199,9 +199,9 @@ def jitter(name: str, window: float, rounds: int, apart: bool, executor: str) ->
         for worker in multiprocessing.active_children():
             move(worker.pid, compute)
         _, half = parts(llm)
-        namespace, size = half._core.namespace, half._core.namespace.block_bytes
+        namespace, size = half._caches.namespace, half._caches.namespace.block_bytes
         promoting = {"elsewhere": stack.enter_context(child_promoting(llm, folder, rest))}
-        caches = {labels[1]: half._core.current[0]}
+        caches = {labels[1]: half._caches.current[0]}
         if "process" in labels:
             config = kvtier.Config.parse({"tiers": tiers_in(f"{folder}/g3-threads")})
             caches["threads"] = stack.enter_context(kvtier.open(config, namespace))
@@ -236,7 +236,7 @@ def tiers_in(path: str) -> dict[str, Any]:
 
 
 def cores(apart: bool) -> tuple[set[int], set[int]]:
-    """For the thread that computes, and for all others."""
+    """For the thread that computes, and for all the rest."""
     mine = sorted(os.sched_getaffinity(0))
     if not apart:
         return set(mine), set(mine)
@@ -265,7 +265,7 @@ class Decoding:
         )  # fmt: skip
 
     def steps(self, seconds: float) -> list[float]:
-        """How long each step took."""
+        """Duration of each step."""
         seen: list[float] = []
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -352,7 +352,7 @@ def promote(cache: Any, chains: Sequence[Any], go: Any, blocks: Any) -> None:
 @contextmanager
 def child_promoting(llm: Any, folder: str, where: set[int]) -> Iterator[tuple[Any, Any]]:
     """A process that promotes over tiers of its own while its switch is set; the switch, and its count of blocks."""
-    fields = parts(llm)[1]._core.namespace.fields()
+    fields = parts(llm)[1]._caches.namespace.fields()
     tiers = tiers_in(f"{folder}/g3-elsewhere")
     context = multiprocessing.get_context("spawn")
     go, blocks = context.Event(), context.Value("q", 0)

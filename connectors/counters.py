@@ -20,7 +20,7 @@ def tokens_by_tier(tiers: Iterable[str], block_tokens: int) -> Counter[str]:
 
 
 class Growth(Generic[Name]):
-    """What was added to counters between two reports. One thread reports; others may count meanwhile."""
+    """The growth of counters between two reports. One thread reports; other threads may count meanwhile."""
 
     def __init__(self) -> None:
         self._reported: Counter[Name] = Counter()

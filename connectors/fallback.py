@@ -23,7 +23,7 @@ def or_fallback(call: Callable[..., T], *arguments: Any, fallback: T, **named: A
 
 
 def falls_back_to(answer: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """`or_fallback` for every call of a method. All failed calls share `answer`: nobody may change it."""
+    """`or_fallback` for every call of a method. All failed calls return the same `answer`: it must not be changed."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)

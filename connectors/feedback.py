@@ -56,7 +56,7 @@ class Feedback:
 
 
 def pin_outcome(pinning: Pinning | None) -> dict[str, Any]:
-    """What is known of a pin by now."""
+    """The state of a pin by now."""
     if pinning is not None and not pinning.done():
         return {"pending": True}
     failed = pinning is None or pinning.cancelled() or pinning.exception() is not None

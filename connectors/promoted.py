@@ -45,8 +45,8 @@ class Promoted:
         return lease.miss if lease is not None and depth in (None, self.start + len(lease)) else None
 
     def abandon(self, *, cancel: bool = True) -> None:
-        """Release its lease, now or when it ends, and stop it unless `cancel` is false. What it has brought up stays in
-        G2, where it may be evicted. Idempotent."""
+        """Release its lease, now or when it ends, and stop it unless `cancel` is false. Blocks that are up stay
+        in G2, where they may be evicted. Idempotent."""
         if self.future is not None and not (cancel and self.future.cancel()):
             self.future.add_done_callback(_release)
 

@@ -41,8 +41,8 @@ class Rotation(Generic[T]):
         return opened
 
     def rotate(self) -> T | None:
-        """New weights: go on in a namespace that nobody else has (see `epoch_after_reset`). Returns at once, with what
-        was current and is being closed now; until the next one is open there is none."""
+        """New weights: go on in a namespace of this process alone (see `epoch_after_reset`). Returns at once, with the
+        one that was current and is being closed; until the next is open there is none."""
         with self._lock:
             if self._closed:
                 return None

@@ -5,7 +5,7 @@
 A command names (block, slot, generation) triples and gets a ticket; `poll` moves the queue on and returns
 acknowledgements, which name the same triples. Between a command and its acknowledgement the memory on both
 sides belongs to the copy: the manager keeps such slots quarantined and frees them on the acknowledgement,
-which a cancelled copy gets too, when nothing touches its memory any more. What the engine itself refuses:
+which a cancelled copy gets too, when nothing touches its memory any more. The engine refuses:
 
     stale   a store must name a newer generation than any command for that slot before, a load none older
     taken   a slot that is being filled; a slot to fill that is being read; a block that is being loaded
@@ -14,7 +14,7 @@ Order: a copy starts after the event it was given (the compute that filled the b
 a load into a block whose store is still reading waits for that store, and a store waits for a load into its block.
 Priority: loads go first. While any load waits or flies, only a small window of store bytes may fly.
 
-The engine is bookkeeping and runs anywhere; a `Mover` makes the copies (`kvtier.kernels.cpu`, `kvtier.kernels.cuda`).
+The engine only keeps order and runs anywhere; a `Mover` makes the copies (`kvtier.kernels.cpu`, `kvtier.kernels.cuda`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOADS_FIRST = (Lane.EXPEDITED, Lane.LOAD, Lane.STORE)
 
 
 class Outcome(Enum):
-    """What became of acknowledged moves. In every case nothing touches their memory any more."""
+    """Outcome of acknowledged moves. In every case nothing touches their memory any more."""
 
     DONE = "done"  # the bytes are there
     ABORTED = "aborted"  # cancelled; a destination that was in flight holds undefined bytes
@@ -61,7 +61,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class CopyLimits:
-    """Bounds of the engine's queues, in bytes of payload unless said otherwise."""
+    """Bounds of the engine's queues, in bytes of payload unless named otherwise."""
 
     chunk_bytes: int = 16 * MIB  # the unit of launching, throttling and cancelling
     load_window_bytes: int = 4096 * MIB  # loads in flight
@@ -125,8 +125,8 @@ class CopyEngine:
         self._chunks: dict[int, _Chunk] = {}
         self._acks: list[Ack] = []
         self._tickets = self._numbers = 0
-        # Who uses a block or slot, as a chunk number (0: nobody), and the highest generation named so far. Several
-        # stores may read one block: the youngest is noted, and stays noted when it is cancelled before its launch,
+        # The chunk that uses a block or slot, by number (0: none), and the highest generation named so far. Several
+        # stores may read one block: the youngest is recorded, and stays so when it is cancelled before its launch,
         # since older ones may still be reading (`_last_store_until` finds them).
         self._block_stored_by = np.zeros(mover.blocks, dtype=np.int64)
         self._block_loaded_by = np.zeros(mover.blocks, dtype=np.int64)
@@ -163,15 +163,15 @@ class CopyEngine:
         return self._submit(Lane.EXPEDITED if expedited else Lane.LOAD, moves, fresh, after)
 
     def poll(self) -> list[Ack]:
-        """Launch what may be launched, and hand out the acknowledgements since the last call."""
+        """Launch chunks that may start, and return the acknowledgements since the last call."""
         self._land()
         self._launch_ready()
         acks, self._acks = self._acks, []
         return acks
 
     def cancel(self, ticket: int) -> None:
-        """Give up a ticket: what has not been launched never will be, what flies ends in quarantine. Both are
-        acknowledged by later polls. A ticket that is over or unknown is ignored."""
+        """Cancel a ticket: waiting chunks are never launched, those in flight end in quarantine. Polls acknowledge both
+        later. A ticket that is over or unknown is ignored."""
         job = self._jobs.get(ticket)
         if job is None or job.cancelled:
             return
@@ -184,8 +184,8 @@ class CopyEngine:
             self._finish(chunk, Outcome.ABORTED)
 
     def fence(self, ticket: int) -> None:
-        """Order what the caller's current stream does next behind this ticket's copies; launches them now.
-        Says nothing about their outcome: only an acknowledgement does. A ticket that is over is ignored."""
+        """Order the caller's current stream behind this ticket's copies, and launch them now. Only an acknowledgement
+        tells their outcome. A ticket that is over is ignored."""
         job = self._jobs.get(ticket)
         if job is None:
             return
@@ -197,13 +197,13 @@ class CopyEngine:
     def wait(
         self,
         tickets: Iterable[int],
-        timeout: float,
+        timeout_s: float,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> bool:
-        """Poll until all tickets are over, at most `timeout` seconds; whether they are. Keeps the acknowledgements
-        for the next `poll`."""
-        deadline = now() + timeout
+        """Poll until all tickets are over, at most `timeout_s`; returns whether they are. The acknowledgements stay for
+        the next `poll`."""
+        deadline = now() + timeout_s
         pending = set(tickets)
         while True:
             self._land()
@@ -215,13 +215,13 @@ class CopyEngine:
                 return False
             sleep(50e-6)
 
-    def close(self, timeout: float) -> bool:
-        """Cancel everything, wait for what flies, and release the mover. False: something still flies or was lost;
-        the memory stays held, and the caller must not reuse it in this process."""
+    def close(self, timeout_s: float) -> bool:
+        """Cancel everything, wait for copies in flight, and release the mover. False: a copy is still in flight or was
+        lost; the memory stays held, and the caller must not reuse it in this process."""
         self._closed = True
         for ticket in list(self._jobs):
             self.cancel(ticket)
-        clean = self.wait(list(self._jobs), timeout)
+        clean = self.wait(list(self._jobs), timeout_s)
         if clean:
             self._mover.close()
         return clean
@@ -266,7 +266,7 @@ class CopyEngine:
     # Commands
 
     def _admit(self, moves: Moves, written: str) -> None:
-        """Raise, before anything is changed, for what no manager should ask."""
+        """Raise for an invalid command, before anything is changed."""
         if self._closed:
             raise ClosedError("the copy engine is closed")
         if self._broken:
@@ -287,7 +287,7 @@ class CopyEngine:
         refused = moves.take(~fresh)
         if len(refused):
             moves = moves.take(fresh)
-        gate = self._mover.gate(after) if len(moves) else None  # the last thing that can raise
+        gate = self._mover.gate(after) if len(moves) else None  # the last call that can raise
         self._tickets += 1
         ticket = self._tickets
         if len(refused) or gate is None:
@@ -353,7 +353,7 @@ class CopyEngine:
         return all(number not in self._chunks or self._chunks[number].flight for number in chunk.behind)
 
     def _force(self, number: int) -> None:
-        """Launch every waiting chunk up to `number`, oldest first, whatever the windows say."""
+        """Launch every waiting chunk up to `number`, oldest first, beyond the windows."""
         while True:
             heads = [queue[0].number for queue in self._waiting.values() if queue]
             if not heads or min(heads) > number:
@@ -400,7 +400,7 @@ class CopyEngine:
                 self._finish(chunk, Outcome.ABORTED if chunk.job.cancelled else failed)
 
     def _break(self, reason: str) -> None:
-        """Take no more commands, and give back what no copy has touched."""
+        """Take no more commands, and fail the chunks that were not launched."""
         self._broken = self._broken or reason
         for queue in self._waiting.values():
             while queue:
@@ -409,7 +409,7 @@ class CopyEngine:
                 self._finish(chunk, Outcome.FAILED)
 
     def _finish(self, chunk: _Chunk, outcome: Outcome) -> None:
-        """Let go of the chunk's blocks and slots and acknowledge it."""
+        """Release the chunk's blocks and slots and acknowledge it."""
         job, moves = chunk.job, chunk.moves
         if job.lane is Lane.STORE:
             if chunk.flight is not None:

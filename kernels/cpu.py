@@ -1,7 +1,7 @@
 """The fallback without a device: the same engine over CPU tensors and host memory.
 
-Copies are made inside `CopyEngine.poll`, in the order a device would make them, so that everything above the
-engine meets the same states, acknowledgements and races as with CUDA.
+Copies are made inside `CopyEngine.poll`, in the order of a device, so that callers see the same states,
+acknowledgements and races as with CUDA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Gate:
 
 
 class CpuMover:
-    """Copies with memmove, one flight per `state` query and never before its gate and what it is behind."""
+    """Copies with memmove, one flight per `state` query and never before its gate and the flights before it."""
 
     def __init__(self, device: Paged, host: Paged, shape: Shape) -> None:
         self.block_bytes = shape.block_bytes

@@ -74,7 +74,7 @@ class CudaMover:
             False: _Kernel(driver, host, device, shape, host, MAX_CTAS),
         }
         self._scratch = {lane: _Scratch(driver, self._events, shape.layers * shape.kv) for lane in Lane}
-        # Made when first needed: where fragments are long it never is, and device memory is scarce.
+        # Allocated when first needed, never where fragments are long: device memory is scarce.
         self._make_staging = partial(_Staging.of, driver, device, host, shape, staging_bytes)
         self._staging: dict[Lane, _Staging | None] = {}
 
@@ -112,7 +112,7 @@ class CudaMover:
                 raise DeviceError("no event to record", -1)
             self._driver.record(event, stream)
         except DeviceError as error:
-            log.error("cannot tell when a refused copy is over: %s", error)
+            log.error("the end of a refused copy is unknown: %s", error)
             return _CudaFlight(self._driver, self._events, 0, State.LOST)
         return _CudaFlight(self._driver, self._events, event, State.PENDING, State.FAILED if failed else State.DONE)
 
@@ -122,7 +122,7 @@ class CudaMover:
         self._held, self._planners, self._kernels, self._scratch, self._staging = (), {}, {}, {}, {}
 
     def method_for(self, store: bool, items: int) -> Method:
-        """How a launch of `items` blocks is copied, unless that turns out to be impossible."""
+        """The method for a launch of `items` blocks, before any fallback."""
         planner = self._planners[store]
         return self._method or self._table.choose(store, planner.fragment_bytes, items * planner.fragments)
 
@@ -142,7 +142,7 @@ class CudaMover:
         except DeviceError as error:
             log.warning("%s copies do not work here, using the copy engine from now on: %s", method.value, error)
             self._method = Method.DMA
-        # Also behind a part of the above: on the same stream, over the same bytes.
+        # Right even after a part of the above: on the same stream, over the same bytes.
         self._driver.copy(self._planners[store].runs(src, dst), stream, pageable=self._pageable)
 
     def _staging_of(self, lane: Lane) -> _Staging | None:
@@ -182,7 +182,7 @@ class _Gate:
     caller: object = None
 
     def close(self) -> None:
-        """Every wait for it has been enqueued, and a wait stands for what was recorded when it was enqueued."""
+        """Every wait for it has been enqueued, and a wait refers to the record at that time."""
         if self.pool is not None:
             self.pool.give(self.event)
             self.pool = None
@@ -205,7 +205,7 @@ class _CudaFlight:
         return self._state
 
     def hold(self, stream: int) -> None:
-        """What is enqueued on `stream` from now on comes behind this flight."""
+        """Order work that is enqueued on `stream` from now on behind this flight."""
         if self.state() is State.PENDING:
             self._driver.wait(stream, self._event)
         elif self._state is State.LOST:
@@ -219,7 +219,7 @@ class _CudaFlight:
 
 
 class _Scratch:
-    """Where a lane's kernels find their addresses: base tables and item lists, written by the host, read by the device.
+    """The address tables of a lane's kernels: bases and items, written by the host, read by the device.
 
     A launch's table travels pinned → device on the lane's stream, right before its kernel, so one piece of device
     memory serves every launch. The pinned side is a ring of slices, each guarded by an event behind its last copy.

@@ -1,7 +1,7 @@
-"""What the CUDA mover asks of the device: streams, events, copies, kernels. One protocol, one implementation.
+"""The device for the CUDA mover: streams, events, copies, kernels. One protocol, one implementation.
 
 Calls go to the driver API through ctypes rather than to a runtime library: the batch copy exists only there,
-and driver calls leave no "last error" behind that another library in the process would trip over. Handles and
+and driver calls leave no "last error" that another library in the process would report as its own. Handles and
 addresses are plain integers. Signatures and constants: CUDA driver API reference, cuda.h.
 """
 
@@ -19,7 +19,7 @@ from kvtier.errors import KVTierError
 from kvtier.kernels.plan import Runs
 
 SUCCESS, OUT_OF_MEMORY, NOT_READY = 0, 2, 600  # CUresult
-_CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: a graph is being captured, so nothing can be asked now
+_CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: a graph is being captured: no answer now
 _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _BATCH_ABI = 12080  # the version whose cuMemcpyBatchAsync has the nine arguments below
@@ -28,7 +28,7 @@ _HOST_PORTABLE_AND_MAPPED = 3  # for every context of the process, and for kerne
 
 
 KERNELS = (*(f"kvtier_copy_{unit}" for unit in (16, 8, 4, 2, 1)), "kvtier_delay")
-"""What copy.cu defines."""
+"""The kernels in copy.cu."""
 
 
 class DeviceError(KVTierError):
@@ -54,7 +54,7 @@ class Driver(Protocol):
     def record(self, event: int, stream: int) -> None: ...
 
     def wait(self, stream: int, event: int) -> None:
-        """What is enqueued on `stream` from now on waits for what `event` recorded last."""
+        """Make work that is enqueued on `stream` from now on wait for the last record of `event`."""
 
     def reached(self, event: int) -> bool:
         """Whether the recorded work is over. Raises DeviceError when the device is in error."""
@@ -77,7 +77,7 @@ class Driver(Protocol):
     def unregister(self, address: int) -> None: ...
 
     def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        """Give these and all memory back. Only when nothing enqueued is pending."""
+        """Release these and all memory. Only when nothing enqueued is pending."""
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -145,7 +145,7 @@ class CudaDriver:
     """libcuda for device `ordinal`, in its primary context, which torch and CuPy use as well.
 
     `library` is the loaded libcuda.so.1. torch gives the current stream, CuPy compiles the kernels (NVRTC) at their
-    first launch, and keeps what it compiled on disk. Raises DeviceError where the driver is too old, OSError without
+    first launch and caches them on disk. Raises DeviceError where the driver is too old, OSError without
     one.
     """
 
@@ -176,7 +176,7 @@ class CudaDriver:
 
     @property
     def name(self) -> str:
-        """Model and driver version: what a calibration is valid for."""
+        """Model and driver version: the scope of a calibration."""
         text, version = ctypes.create_string_buffer(128), ctypes.c_int()
         self._call("cuDeviceGetName", text, len(text), self._device)
         self._call("cuDriverGetVersion", ctypes.byref(version))
@@ -261,11 +261,11 @@ class CudaDriver:
                     source = (Path(__file__).parent / "copy.cu").read_text(encoding="ascii")
                     self._module = cupy.RawModule(code=source, options=("-std=c++17",), backend="nvrtc")
                 return int(self._module.get_function(name).kernel.ptr)
-        except Exception as error:  # no CuPy, no compiler, no such architecture: one answer to all
+        except Exception as error:  # no CuPy, no compiler, no such architecture: one error for all
             raise DeviceError(f"kernel {name} ({error})", int(getattr(error, "status", None) or -1)) from error
 
     def device_memory(self, nbytes: int) -> int:
-        # Not from torch's allocator: what that hands out may still be in use by work queued on torch's stream.
+        # Not from torch's allocator: its memory may still be in use by work queued on torch's stream.
         address = ctypes.c_uint64()
         with self._current():
             self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)

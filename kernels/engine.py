@@ -93,13 +93,13 @@ def _pinned_mover(
 
 def _ordinal(device: Paged) -> int | None:
     """The CUDA device that the memory lies on; None for host memory."""
-    tensor: Any = device.keep[0] if device.keep else None
+    tensor: Any = device.owners[0] if device.owners else None
     return int(tensor.device.index) if getattr(tensor, "is_cuda", False) else None
 
 
 def cpus_near(device: Any) -> frozenset[int]:
-    """CPUs of the NUMA node of a torch device, for memory that it copies to and from; empty for "cpu" and where the
-    machine does not say."""
+    """CPUs of the NUMA node of a torch device, for memory that it copies to and from; empty for "cpu" and where
+    unknown."""
     if device.type != "cuda":
         return frozenset()
     try:
@@ -152,7 +152,7 @@ def measurement(
             for count in counts:
                 times = [_once(mover, store, count // _FRAGMENTS_PER_BLOCK, now) for _ in range(3)]
                 if mover.method_for(store, 1) is not method:
-                    break  # it gave way to the copy engine
+                    break  # it fell back to the copy engine
                 if None in times:
                     return seconds  # something hangs; its memory is left to the process
                 seconds[store, count] = min(each for each in times[1:] if each is not None)
@@ -177,7 +177,7 @@ def _scratch_mover(driver: Driver, method: Method, fragment_bytes: int, blocks: 
 
 
 def _once(mover: CudaMover, store: bool, blocks: int, now: Callable[[], float]) -> float | None:
-    """Seconds for one launch; None when it failed or did not end in time."""
+    """Seconds for one launch; None when it failed or was late."""
     every = np.arange(blocks, dtype=np.int64)
     started = now()
     gate = mover.gate(None)

@@ -26,7 +26,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How blocks of one shape are walked from one paged memory to another."""
+    """The walk over blocks of one shape from one paged memory to another."""
 
     planes: int
     outer: Axis
@@ -40,7 +40,7 @@ class Grid:
 
     @property
     def max_items(self) -> int:
-        """How many blocks one launch may copy."""
+        """Blocks that one launch may copy."""
         return max(1, MAX_UNITS // 2 // self.units(1))
 
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a block lie: one description for engine tensors, pools and host slots alike.
+"""Layout of a block's bytes: one description for engine tensors, pools and host slots.
 
 A block has up to five axes: layer, kv (K before V), token, head and channel. A `Paged` memory holds many items
 (device blocks, or host slots) of one `Shape`; the address of an element of item i is
@@ -27,7 +27,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Order(StrEnum):
-    """How tokens and heads nest inside a layer of a slot."""
+    """Nesting of tokens and heads inside a layer of a slot."""
 
     NHD = "NHD"  # token, head, channel
     HND = "HND"  # head, token, channel
@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """The channels of one head of one token: what is contiguous in every layout."""
+        """The channels of one head of one token: contiguous in every layout."""
         return self.channels * self.element_bytes
 
     @property
@@ -60,7 +60,7 @@ class Shape:
 
     @classmethod
     def opaque(cls, nbytes: int, pieces: int = 1) -> Shape:
-        """A block of `pieces` runs of `nbytes` each, about whose inside nothing is known."""
+        """A block of `pieces` runs of `nbytes` each, without inner structure."""
         return cls(layers=pieces, kv=1, tokens=1, heads=1, channels=nbytes, element_bytes=1)
 
 
@@ -78,7 +78,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paged:
-    """Memory of `count` items. Holds on to what owns the memory (`keep`) as long as it lives.
+    """Memory of `count` items. Keeps the `owners` of the memory alive.
 
     bases    uint64[layers, kv], address of that layer's K or V in item 0
     stride   bytes from one item to the next; `token` and `head` likewise inside an item
@@ -91,7 +91,7 @@ class Paged:
     token: int
     head: int
     regions: tuple[Region, ...]
-    keep: tuple[object, ...] = field(default=(), repr=False)
+    owners: tuple[object, ...] = field(default=(), repr=False)
 
     def rows(self, shape: Shape) -> Addresses:
         """Addresses of item 0's rows, uint64[layers, kv, tokens, heads]."""
@@ -102,7 +102,7 @@ class Paged:
 
     def at(self, new_bases: Addresses, count: int, stride: int, regions: tuple[Region, ...]) -> Paged:
         """The same inner structure in other memory."""
-        return replace(self, bases=new_bases, count=count, stride=stride, regions=regions, keep=())
+        return replace(self, bases=new_bases, count=count, stride=stride, regions=regions, owners=())
 
     def validate(self, shape: Shape) -> Paged:
         """Raise InvalidRequest unless every row of every item lies inside one region and the rows of neighbouring
@@ -161,7 +161,7 @@ def of_tensors(tensors: Sequence[Any], dims: str, shape: Shape) -> Paged:
         token=first["N"],
         head=first["H"],
         regions=_join(Region(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in flat),
-        keep=tuple(flat),
+        owners=tuple(flat),
     ).validate(shape)
 
 
@@ -180,7 +180,7 @@ def of_pool(pool: Any, pieces: int = 1) -> tuple[Paged, Shape]:
     bases = np.array([[base + piece * shape.row_bytes] for piece in range(pieces)], dtype=np.uint64)
     storage = pool.untyped_storage()
     regions = (Region(storage.data_ptr(), storage.nbytes()),)
-    paged = Paged(bases, blocks, pool.stride(0), token=0, head=0, regions=regions, keep=(pool,))
+    paged = Paged(bases, blocks, pool.stride(0), token=0, head=0, regions=regions, owners=(pool,))
     return paged.validate(shape), shape
 
 
@@ -202,7 +202,7 @@ def of_arenas(arenas: Sequence[memoryview], slot_bytes: int, shape: Shape) -> Pa
         token=0,
         head=0,
         regions=_join(Region(array.ctypes.data, array.nbytes) for array in held),
-        keep=tuple(held),
+        owners=tuple(held),
     ).validate(shape)
 
 
@@ -228,7 +228,7 @@ def of_slots(arena: memoryview, slot_bytes: int, shape: Shape, order: Order = Or
         token=token,
         head=head,
         regions=_join([Region(held.ctypes.data, held.nbytes)]),
-        keep=(held,),
+        owners=(held,),
     ).validate(shape)
 
 

@@ -1,6 +1,6 @@
 """Host memory that a GPU copies to and from: mapped from a memfd, populated near the GPU.
 
-Imports nothing but the standard library, so that whoever only allocates need not load more.
+Imports the standard library only, for processes that only allocate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POPULATE_STEP_BYTES = 1 << 28
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done and bytes in all."""
+"""Called with the name of the step, bytes done and bytes in all."""
 
 
 def attach(fd: int) -> memoryview:
@@ -30,7 +30,7 @@ def attach(fd: int) -> memoryview:
 
 
 def node_cpus(pci_bus_id: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """CPUs of the NUMA node that the PCI device is attached to; empty where the machine does not say."""
+    """CPUs of the NUMA node that the PCI device is attached to; empty where unknown."""
     device = sysfs / "bus" / "pci" / "devices" / pci_bus_id
     try:
         if int((device / "numa_node").read_text(encoding="ascii")) < 0:
@@ -56,16 +56,16 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
     libc.madvise.argtypes, libc.madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
     near = frozenset(cpus) & os.sched_getaffinity(0)
 
-    def settle() -> None:
+    def move_near() -> None:
         if near:
-            os.sched_setaffinity(0, near)  # of this worker thread alone; the caller's stays
+            os.sched_setaffinity(0, near)  # of this worker thread alone
 
     def fault(start: int) -> int:
         nbytes = min(POPULATE_STEP_BYTES, length - start)
         return 0 if libc.madvise(address + start, nbytes, _MADV_POPULATE_WRITE) == 0 else ctypes.get_errno()
 
     done = 0
-    with ThreadPoolExecutor(max_workers=threads, initializer=settle, thread_name_prefix="kvtier-populate") as pool:
+    with ThreadPoolExecutor(max_workers=threads, initializer=move_near, thread_name_prefix="kvtier-populate") as pool:
         for start, code in zip(steps, pool.map(fault, steps), strict=True):
             if code == errno.EINVAL:
                 raise OSError(code, "this kernel cannot populate memory ahead of use (Linux 5.14 can)")
@@ -79,17 +79,17 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
 
 
 class Reporter:
-    """A `Progress` that logs a line when a tenth more is done, of memory large enough for it to take a while."""
+    """A `Progress` that logs a line per tenth, for memory of at least `least_bytes`."""
 
     def __init__(self, least_bytes: int = 8 << 30) -> None:
         self._least_bytes = least_bytes
-        self._said = dict[str, int]()
+        self._reported = dict[str, int]()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, step: str, done: int, total: int) -> None:
         tenth = 10 * done // total if total else 10
-        if total >= self._least_bytes and tenth > self._said.get(what, 0):
-            self._said[what] = tenth
-            log.info("%s host memory: %d of %d GiB", what, done >> 30, total >> 30)
+        if total >= self._least_bytes and tenth > self._reported.get(step, 0):
+            self._reported[step] = tenth
+            log.info("%s host memory: %d of %d GiB", step, done >> 30, total >> 30)
 
 
 def _cpu_list(text: str) -> frozenset[int]:

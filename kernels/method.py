@@ -1,4 +1,4 @@
-"""Which way of copying is fastest for fragments of a size, in a number: a table, measured once per device.
+"""The fastest way to copy, by fragment size and count: a table, measured once per device.
 
 dma     the copy engine, one descriptor per run: no SM taken; cost per descriptor, so best for long runs
 direct  a kernel of few CTAs that reads or writes pinned host memory itself
@@ -22,7 +22,7 @@ KIB = 1 << 10
 
 FRAGMENTS_BYTES = (512, 2 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB)
 COUNTS = (16, 64, 256, 1024)
-"""What calibration measures: fragment sizes, and how many of them one launch moves."""
+"""Measured by calibration: fragment sizes, and fragments per launch."""
 
 _VERSION = 1
 
@@ -39,7 +39,7 @@ Cell = tuple[bool, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The best method per measured cell; empty: a rule of thumb. `device` names what it was measured on."""
+    """The best method per measured cell; empty: a rule of thumb. `device`: where it was measured."""
 
     device: str
     best: Mapping[Cell, Method]
@@ -73,7 +73,7 @@ def table_path(folder: Path, device: str) -> Path:
 
 
 def load_table(path: Path, device: str) -> Table | None:
-    """The table saved for this very device; None if there is none, or another's, or one that cannot be read."""
+    """The table saved for this device; None if there is none, or it is another device's or cannot be read."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["version"] != _VERSION or document["device"] != device:
@@ -85,12 +85,11 @@ def load_table(path: Path, device: str) -> Table | None:
 
 
 Measure = Callable[[Method, int], Mapping[tuple[bool, int], float]]
-"""Seconds by (store, count) of one method at one fragment size; what it cannot do is left out."""
+"""Seconds by (store, count) of one method at one fragment size, without the cells that it cannot copy."""
 
 
 def calibrate(device: str, measure: Measure, now: Callable[[], float], *, first: int, budget_s: float = 2.0) -> Table:
-    """Measure fragment sizes, those nearest to `first` (bytes) before others, until the budget is used up. What was
-    not measured stays unknown."""
+    """Measure fragment sizes, nearest to `first` (bytes) first, until the budget is used up. The rest stay unknown."""
     deadline = now() + budget_s
     best: dict[Cell, Method] = {}
     for fragment in sorted(FRAGMENTS_BYTES, key=lambda size: max(size, first) / min(size, first)):

@@ -1,4 +1,4 @@
-"""What makes copies, as the copy engine sees it: a mover launches flights, behind gates and other flights."""
+"""The copy engine's protocol for making copies: a mover launches flights, behind gates and other flights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class State(Enum):
     PENDING = "pending"
     DONE = "done"
     FAILED = "failed"  # failed, and over: its memory is free to use
-    LOST = "lost"  # failed, and nobody can know whether it is over: its memory stays in quarantine
+    LOST = "lost"  # failed, and perhaps not over: its memory stays in quarantine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """Which block goes with which slot: three int64 arrays of one length."""
+    """Pairs of block and slot, with the slot's generation: three int64 arrays of one length."""
 
     blocks: Indices
     slots: Indices
@@ -62,7 +62,7 @@ class Event(Protocol):
 
 
 class Gate(Protocol):
-    """What a mover waits for before a copy starts; taken when the command arrives."""
+    """A condition for the start of a copy; taken when the command arrives."""
 
     def close(self) -> None:
         """No further copy will wait for it."""
@@ -75,8 +75,7 @@ class Flight(Protocol):
         """Never blocks. Once it is not PENDING it does not change."""
 
     def fence(self) -> None:
-        """Order what the caller's current stream does next behind this copy, without waiting on the host
-        where the device can do so."""
+        """Order the caller's current stream behind this copy, without waiting on the host where the device can."""
 
 
 class Mover(Protocol):
@@ -91,7 +90,7 @@ class Mover(Protocol):
 
     def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
         """Start copying, behind the gate and the given flights. Never waits for the device and never raises for it:
-        a refusal becomes a flight that is FAILED once what was already under way is over, or LOST."""
+        a refusal becomes a flight that is FAILED once copies under way are over, or LOST."""
 
     def close(self) -> None:
-        """Give streams, events and memory back. Only when no flight is pending."""
+        """Release streams, events and memory. Only when no flight is pending."""

@@ -30,7 +30,7 @@ def page_lock(
     """Page-lock host memory in chunks of whole slots. Returns the chunks, to be undone by `page_unlock`.
 
     All or nothing: where the driver refuses a chunk, the ones before are released and the result is empty, with a
-    warning. Copies then take the slower way through pageable memory, and stay right.
+    warning. Copies then go through pageable memory: slower, and still right.
     """
     step = chunk_bytes // slot_bytes * slot_bytes
     if step < 1:

@@ -2,8 +2,8 @@
 
 The pattern of one block, its rows merged where both sides are contiguous, is computed once; a plan for many
 blocks is that pattern added to every block's addresses, merged again where neighbours continue each other.
-A driver that is handed the result never merges adjacent copies itself, and submission costs CPU time per run,
-so fewer and longer runs are what makes a copy fast.
+The driver does not merge adjacent copies, and submission costs CPU time per run, so fewer and longer runs make a copy
+fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.kernels.layout import Addresses, Indices, Paged, Shape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Copies to be made, in no particular order: three uint64 arrays of one length. Bytes, addresses."""
+    """Copies to make, in no particular order: three uint64 arrays of one length. Bytes, addresses."""
 
     src: Addresses
     dst: Addresses
@@ -35,7 +35,7 @@ class Planner:
     """Plans copies of whole blocks from `src` to `dst`, which hold blocks of one `shape`. Stateless after init.
 
     `pattern` are the runs from item 0 to item 0; `fragment_bytes` is the longest run that every block has on both sides
-    (what a copy method is chosen by), `fragments` how many of them make a block.
+    (by which a copy method is chosen), `fragments` how many of them make a block.
     """
 
     def __init__(self, src: Paged, dst: Paged, shape: Shape) -> None:

@@ -16,7 +16,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Collection, Coroutine, Generator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,7 @@ from kvtier.manager.manager import Flushed
 from kvtier.named_pins import AsyncNamedPins, NamedPins
 from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
+from kvtier.supervisor import LoopOnThread
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
 
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 T = TypeVar("T")
+
+_LONGEST_S = 600.0
+"""More than the manager takes for any call without a deadline of the caller's."""
+
+_GRACE_S = 1.0
+"""What a loop that is busy may be late."""
 
 
 class _Face:
@@ -218,6 +225,7 @@ class AsyncCache(_Face):
         return await self._purge(salt)
 
     async def close(self) -> Flushed:
+        """See `Cache.close`. Cancelled, it skips the flush, closes everything within a second, and then raises."""
         return await self.manager.close()
 
 
@@ -255,13 +263,13 @@ class Cache(_Face):
         computes: bool = False,
     ) -> None:
         super().__init__(config, namespace, clock, lower, near, computes)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier", daemon=True)
-        self._thread.start()
+        self._loop = LoopOnThread("kvtier")
+        self._closing = threading.Lock()
+        self._closed = threading.Event()
         try:
-            self._run(self.manager.start())
+            self._loop.run(self.manager.start())
         except BaseException:
-            self._stop()
+            self._loop.end(_GRACE_S)
             raise
 
     @property
@@ -298,7 +306,7 @@ class Cache(_Face):
         deadline = self._deadline(timeout, self.config.deadlines.put)
         try:
             while (version := put.step()) is not None:
-                if not self._run(self.manager.space.wait(deadline, version)):
+                if not self._run(self.manager.space.wait(deadline, version), deadline, lambda: False):
                     return put.finish()
         except BaseException:
             put.cancel()
@@ -312,7 +320,8 @@ class Cache(_Face):
         resident = self.manager.prefix(chain)
         if resident == len(chain) or not self.manager.lower:
             return resident
-        return self._run(self.manager.match(chain, self._deadline(timeout, self.config.deadlines.lookup)))
+        deadline = self._deadline(timeout, self.config.deadlines.lookup)
+        return self._run(self.manager.match(chain, deadline), deadline, lambda: resident)
 
     def get(
         self,
@@ -333,19 +342,22 @@ class Cache(_Face):
         lease = self.manager.pin(chain, start)
         if len(lease) < len(chain) - start and self.manager.lower:
             lease.release()
-            lease = self._run(self.manager.promote(chain, deadline, start, referenced=True))
+            promoting = self.manager.promote(chain, deadline, start, referenced=True)
+            lease = self._run(promoting, deadline, lambda: self.manager.pin(chain, start))
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
 
     def prewarm(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
         """Bring the blocks of `keys` that any tier has into RAM by `timeout` seconds (deadlines.get), for a request to
         come. Returns how many leading blocks are there now."""
         chain = self._chain(keys, distinct=False)
-        return self._run(self.manager.prewarm(chain, self._deadline(timeout, self.config.deadlines.get)))
+        deadline = self._deadline(timeout, self.config.deadlines.get)
+        return self._run(self.manager.prewarm(chain, deadline), deadline, lambda: self.manager.prefix(chain))
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Wait until all blocks put are durable as deep as their terms allow, at most `timeout` s (deadlines.flush)."""
         self._chain((), distinct=False)
-        return self._run(self.manager.flush(self._deadline(timeout, self.config.deadlines.flush)))
+        deadline = self._deadline(timeout, self.config.deadlines.flush)
+        return self._run(self.manager.flush(deadline), deadline, self.manager.flushed)
 
     def evict(self, tier: str) -> int:
         """Drop this namespace's copies from one tier ("g2", "g3", "g4"); returns how many blocks went."""
@@ -358,26 +370,36 @@ class Cache(_Face):
         return self._run(self._purge(salt))
 
     def close(self) -> Flushed:
-        """Flush, then close every tier. Idempotent. In a forked child it does nothing."""
-        if os.getpid() != self._pid or self.manager.closed:
+        """Flush, then close every tier, within deadlines.close. Calls of other threads return, or raise ClosedError.
+        Idempotent; returns when the cache is closed, whoever closes it. In a forked child it does nothing."""
+        if os.getpid() != self._pid:
+            return Flushed({}, 0, 0)
+        limit_s = self.config.deadlines.close
+        if not self._closing.acquire(blocking=False):
+            self._closed.wait(limit_s + 4 * _GRACE_S)
             return Flushed({}, 0, 0)
         try:
-            return self._run(self.manager.close())
+            return self._run(self.manager.close(), self._clock.monotonic() + limit_s, self.manager.flushed)
         finally:
-            self._stop()
+            self._loop.end(_GRACE_S)
+            self._closed.set()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine of `manager` on the cache's event loop, without waiting for it: for connectors, whose engine
-        thread must not wait. The future is the caller's; cancelling it cancels the work."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        thread must not wait. The future is the caller's; cancelling it cancels the work. Raises ClosedError."""
+        return self._loop.submit(work)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.submit(work).result()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def _run(
+        self, work: Coroutine[Any, Any, T], deadline: float | None = None, late: Callable[[], T] | None = None
+    ) -> T:
+        """Await `work` on the loop. Where the loop itself does not answer by the deadline, `late()` is the answer."""
+        left_s = _LONGEST_S if deadline is None else max(0.0, deadline - self._clock.monotonic())
+        try:
+            return self._loop.run(work, left_s + _GRACE_S)
+        except TimeoutError:
+            if late is None:
+                raise
+            return late()
 
 
 def chain_hashes(

@@ -52,6 +52,12 @@ ENGINE = {
 }
 """Entries of `stats()["engine"]`, which connectors add."""
 
+TASKS = {
+    "restarts": Family("kvtier_task_restarts", "Background tasks that failed and were restarted.", label="task"),
+    "abandoned": Family("kvtier_abandoned_tasks", "Background tasks that did not end when the cache was closed."),
+}
+"""Entries of `stats()["tasks"]`."""
+
 TIERS = {
     "blocks": Family("kvtier_tier_blocks", "Blocks held.", counter=False),
     "bytes": Family("kvtier_tier_bytes", "Bytes held.", counter=False),
@@ -70,6 +76,7 @@ TIERS = {
     "read_bytes": Family("kvtier_tier_read_bytes", "Bytes read."),
     "written_bytes": Family("kvtier_tier_written_bytes", "Bytes written."),
     "counters": Family("kvtier_tier_events", "What only this kind of tier counts, by kind.", label="kind"),
+    "unanswered": Family("kvtier_tier_unanswered_calls", "Calls without an answer in time, by verb.", label="verb"),
     "health": Family("kvtier_tier_health", "1 for the state the tier is in.", counter=False, label="state"),
 }
 """Entries of `stats()[tier]`."""
@@ -84,8 +91,9 @@ class StatsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """One metric family per entry. Takes as long as `stats` does; waits for no tier."""
         stats = self._stats()
-        tiers = {name: entry for name, entry in stats.items() if name not in ("requests", "engine")}
-        for section, families in (("requests", REQUESTS), ("engine", ENGINE)):
+        sections = {"requests": REQUESTS, "engine": ENGINE, "tasks": TASKS}
+        tiers = {name: entry for name, entry in stats.items() if name not in sections}
+        for section, families in sections.items():
             for key, family in families.items():
                 yield _export(family, {(): stats.get(section, {}).get(key)}, ())
         for key, family in TIERS.items():

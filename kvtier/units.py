@@ -22,7 +22,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*", re.ASCII)
 
 
 def shorten(value: object) -> str:
-    """How a wrong value is shown in a message: within a line, whatever it is."""
+    """A wrong value as messages show it: within a line."""
     if isinstance(value, str | bytes):
         # Cut before quoting: repr of a megabyte costs more than the message is worth.
         return repr(value) if len(value) <= TEXT_CHARS_MAX else f"{value[:TEXT_CHARS_MAX]!r}…"

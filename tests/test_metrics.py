@@ -13,7 +13,7 @@ import kvtier
 from kvtier.cli import main
 from kvtier.cli.top import read_figures
 from kvtier.errors import InvalidRequest
-from kvtier.metrics import REQUESTS, TIERS, StatsCollector, serve
+from kvtier.metrics import REQUESTS, TASKS, TIERS, StatsCollector, serve
 from kvtier.testing import chain_of, payloads_of, sample_namespace
 
 STATS = {
@@ -60,8 +60,8 @@ def test_every_figure_is_exported() -> None:
 
 
 def test_no_label_names_a_tenant() -> None:
-    labels = {family.label for family in (*REQUESTS.values(), *TIERS.values())} - {None}
-    assert labels == {"reason", "figure", "outcome", "state", "kind", "tier", "class"}
+    labels = {family.label for family in (*REQUESTS.values(), *TASKS.values(), *TIERS.values())} - {None}
+    assert labels == {"reason", "figure", "outcome", "state", "kind", "tier", "class", "task", "verb"}
 
 
 def test_top_reads_the_endpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_every_entry_of_a_real_cache_is_exported(tmp_path: Path) -> None:
         with cache.get(keys) as hit:
             assert len(hit) == 2
         stats = cache.stats()
-        assert {"requests", "g2", "g3"} == set(stats)
+        assert {"requests", "tasks", "g2", "g3"} == set(stats)
         assert set(stats["requests"]) <= set(REQUESTS)
         assert set(stats["g2"]) | set(stats["g3"]) <= set(TIERS)
         with serve(cache.stats, 0) as endpoint:

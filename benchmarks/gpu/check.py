@@ -121,18 +121,18 @@ def sanitize(part: str, path: Path, seconds: float, smoke: bool, seen: Callable[
     if tool is None:
         return append(path, {"name": "compute-sanitizer", "skipped": "the tool is not installed"})
     checked = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
-    said = overrun([*checked, *command("overrun", smoke)], min(60.0, seconds / 2))
-    if "Device not supported" in said:
+    output = overrun([*checked, *command("overrun", smoke)], min(60.0, seconds / 2))
+    if "Device not supported" in output:
         return append(path, {"name": "compute-sanitizer", "skipped": "the tool does not support this device"})
-    if "Invalid __global__ read" in said:
+    if "Invalid __global__ read" in output:
         append(path, {"name": "one byte too far is seen", "passed": True})
     else:
-        append(path, {"name": "one byte too far is seen", "error": "it was not reported", "detail": said[-3000:]})
+        append(path, {"name": "one byte too far is seen", "error": "it was not reported", "detail": output[-3000:]})
     supervise([*checked, *command(part, smoke)], path, seconds / 2, seen)
 
 
 def overrun(checked: list[str], seconds: float) -> str:
-    """What the tool says to a kernel that reads beyond its memory."""
+    """The tool's output on a kernel that reads beyond its memory."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*checked, "--rows", str(Path(folder) / "rows"), "--budget", str(seconds)]
         try:

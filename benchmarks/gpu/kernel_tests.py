@@ -34,8 +34,8 @@ class Reporter:
         name = _name(report.nodeid)
         if report.failed:
             lines = report.longreprtext.strip().splitlines() or ["failed"]
-            said = next((line[1:].strip() for line in reversed(lines) if line.startswith("E ")), lines[-1])
-            self._rows.end(name, {"error": said[:500], "detail": report.longreprtext[-3000:]})
+            error = next((line[1:].strip() for line in reversed(lines) if line.startswith("E ")), lines[-1])
+            self._rows.end(name, {"error": error[:500], "detail": report.longreprtext[-3000:]})
         elif report.skipped:
             self._rows.end(name, {"skipped": str(report.longrepr[2]) if report.longrepr else "skipped"})
         elif report.when == "call":
@@ -43,7 +43,7 @@ class Reporter:
 
 
 def measure(device: str, rows: Rows, *, tiny: bool) -> None:
-    """Run what is left. After a failure the process ends: no later test shall suffer from its device."""
+    """Run what is left. After a failure the process ends, so that its device cannot spoil later tests."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever is installed there: these tests need pytest alone
     options = ["-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
     code = pytest.main([str(TESTS), *options], plugins=[Reporter(rows)])

@@ -31,7 +31,7 @@ _TAIL_CHARS = 3000
 
 
 class Skip(Exception):
-    """This row cannot be had here; the message says why."""
+    """This row cannot be measured here; the message gives the reason."""
 
 
 class Rows:
@@ -105,7 +105,7 @@ def supervise(command: Sequence[str], path: Path, seconds: float, seen: Callable
             finally:
                 _end(process)
             log.seek(0)
-            said = log.read()[-_TAIL_CHARS:]
+            output = log.read()[-_TAIL_CHARS:]
         code = process.returncode
         if code == 0 and not why:
             return
@@ -114,7 +114,7 @@ def supervise(command: Sequence[str], path: Path, seconds: float, seen: Callable
         broken = [name for name, row in rows.items() if "begun" in row]
         again = bool(broken) or (code == AGAIN and _ended(rows) > before)
         for name in broken or ([] if again else ["the process"]):
-            append(path, {"name": name, "error": reason, "detail": said})
+            append(path, {"name": name, "error": reason, "detail": output})
         seen()
         if not again or time.monotonic() > deadline:
             return

@@ -9,7 +9,7 @@ from typing import Any
 KIB, MIB = 1 << 10, 1 << 20
 Parts = Mapping[str, Sequence[Mapping[str, Any]]]
 Line = tuple[str, str, str]
-"""What, what was seen, and the verdict."""
+"""Subject, observation and verdict."""
 
 
 def failures(parts: Parts, proof: Sequence[str] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""What moving blocks costs on a GPU, beside one big pinned copy of the same run. A part of `make gpu-check`.
+"""Cost of moving blocks on a GPU, beside one large pinned copy of the same run. A part of `make gpu-check`.
 
 Every figure is wall time from the command to the completed copy, submission included; medians. Fragments are laid
 out as an engine's layer-first tensors against block-major slots, in random order, so that neighbours rarely merge.
@@ -75,7 +75,7 @@ class Bench:
             self.figures["methods"] = [[s, f, n, m.value] for (s, f, n), m in sorted(self.table.best.items())]
 
     def start_up(self) -> dict[str, Any]:
-        """What opening cost, and which method calibration chose for what."""
+        """Time to open, and the methods that calibration chose."""
         return self.figures
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Bench:
         def paged(tensor: torch.Tensor, between: int, stride: int) -> Paged:
             bases = np.uint64(tensor.data_ptr()) + index * np.uint64(between)
             region = Region(tensor.data_ptr(), self.nbytes)
-            return Paged(bases, blocks, stride, token=0, head=0, regions=(region,), keep=(tensor,)).validate(shape)
+            return Paged(bases, blocks, stride, token=0, head=0, regions=(region,), owners=(tensor,)).validate(shape)
 
         return paged(self.pool, blocks, fragment), paged(self.host, 1, shape.block_bytes), shape, blocks
 
@@ -134,7 +134,7 @@ class Bench:
         return CopyEngine(self.mover, UNLIMITED), blocks, shape
 
     def close_engine(self, engine: CopyEngine, method: Method | None) -> None:
-        """Raises Skip for figures that are another method's: the one asked for cannot run here."""
+        """Raises Skip if another method ran: the requested one cannot run here."""
         gave_way = self.cuda and method is not None and self.mover.method_for(True, 1) is not method
         assert engine.close(10.0)
         if gave_way:
@@ -205,7 +205,7 @@ class Bench:
     def interference(
         self, fragment: int, count: int, method: Method | None, size: int, products: int
     ) -> dict[str, Any]:
-        """How much slower bf16 matrix products run while stores and loads fly all the time: 0.02 is 2 %.
+        """Slowdown of bf16 matrix products while stores and loads run all the time: 0.02 is 2 %.
 
         All products are enqueued at once, and the device's clock times them, so that only the device is shared.
         """
@@ -312,7 +312,7 @@ def _name(fragment: int, count: int, method: Method | None) -> str:
 
 
 def _cells(bench: Bench, tiny: bool) -> list[tuple[int, int, Method | None]]:
-    """What is swept: `auto` everywhere, and each method by itself where they compete."""
+    """The sweep: `auto` everywhere, and each method by itself where they compete."""
     fragments, counts = ((4 * KIB, 16 * KIB), (16, 256)) if tiny else (FRAGMENTS, COUNTS)
     cells: list[tuple[int, int, Method | None]] = [
         (fragment, count, None) for fragment in fragments for count in counts if 2 * fragment * count <= bench.nbytes

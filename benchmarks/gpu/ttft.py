@@ -36,7 +36,7 @@ TINY = {
 
 
 def measure(device: str, rows: Rows, *, tiny: bool) -> None:
-    """A row per length, in ascending order; a length that does not fit says why."""
+    """A row per length, in ascending order; a length that does not fit has the reason."""
     lengths = (64, 128) if tiny else (8192, 32768, 131072)
     with tempfile.TemporaryDirectory(dir=rows.folder) as folder:
         bench = Bench(device, Path(folder), tiny=tiny)
@@ -45,7 +45,7 @@ def measure(device: str, rows: Rows, *, tiny: bool) -> None:
 
 
 class Bench:
-    """The model, made when it is first asked for, and how fast this disk took what G3 wrote."""
+    """The model, made at first use, and the speed of this disk for G3's writes."""
 
     def __init__(self, device: str, folder: Path, *, tiny: bool) -> None:
         self._device, self._folder, self._tiny = torch.device(device), folder, tiny
@@ -124,7 +124,7 @@ class Bench:
         figures["recompute_s"] = statistics.median(recomputed)
         figures |= {f"{name[:2]}_speedup": figures["recompute_s"] / figures[name] for name in emptied}
         if not with_disk:
-            figures["g3_skipped"] = "no room on the disk, or no time to write it"
+            figures["g3_skipped"] = "no space on the disk, or no time to write it"
         return figures
 
     def _hit(
@@ -169,15 +169,15 @@ class Bench:
         prefixes = PrefixCache(config, self._model, name="random", weights="seed-0")
         if (slots := prefixes.cache.manager.host.capacity) < blocks + 1:
             prefixes.close()
-            raise Skip(f"host memory had room for {slots} of {blocks + 1} blocks of {block_bytes} bytes")
+            raise Skip(f"host memory had space for {slots} of {blocks + 1} blocks of {block_bytes} bytes")
         return prefixes
 
     def _check_time(self, tokens: int, left_s: float) -> None:
         """Computing grows with the square of a long prefix, all else with its length."""
         if last := self._last:
             scale = tokens / last["tokens"]
-            others = sum(last.get(name, 0.0) for name in ("store_s", "flush_s", "g2_s", "g3_s"))
-            wanted = 2.3 * scale * last["recompute_s"] + 1.5 * scale * others + 5
+            rest_s = sum(last.get(name, 0.0) for name in ("store_s", "flush_s", "g2_s", "g3_s"))
+            wanted = 2.3 * scale * last["recompute_s"] + 1.5 * scale * rest_s + 5
             if wanted > left_s:
                 raise Skip(f"no time left: it would take {wanted:.0f} s, {left_s:.0f} are left")
 
@@ -211,7 +211,7 @@ class Bench:
 
 
 def _disk_bytes(nbytes: int) -> int:
-    """What G3 needs for that: whole segments of 1 GiB, and one written ahead."""
+    """Capacity of G3 for that: whole segments of 1 GiB, and one preallocated."""
     return (nbytes // GIB + 4) * GIB
 
 

@@ -75,7 +75,7 @@ class PageCopies:
     def offload(self, chain: Sequence[BlockKey], start: int, pages: Sequence[int], terms: Terms | ChainTerms) -> None:
         """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them; its completion has the outcome.
 
-        Blocks that are here already cost nothing. Where G2 has no room the tail is left out, and the offload fails.
+        Blocks that are here already cost nothing. Where G2 has no space the tail is left out, and the offload fails.
         """
         offload = PageOffload(chain, whole=False, over=True)
         self._offloads.append(offload)

@@ -32,7 +32,7 @@ from kvtier.errors import ConfigError, IdentityError
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.metrics import serve
-from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.host.slot import copy_in, copy_out
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ _SGLANG_KEYS = frozenset(
     }
 )  # fmt: skip
 """Keys of the extra configuration that SGLang reads."""
+
+Page = list[tuple[int, int]]
+"""Addresses and sizes of a page's pieces."""
 
 _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
@@ -68,7 +71,6 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         self._control = Controls(self._settings.config).parse(None)
         self._rotation: Rotation[kvtier.Cache] | None = None
         self._warned = False
-        self._stale = False  # weights changed, and the tree was not flushed since
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the cache for this pool's pages. Reads the checkpoint; may take seconds."""
@@ -116,7 +118,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         return Namespace(
             layout=f"sglang-host:{pool.layout}",
             block_tokens=int(pool.page_size),
-            block_bytes=sum(self._pieces([0])[0][1]),
+            block_bytes=sum(size for _, size in self._pieces([0])[0]),
             layers=f"{pool.start_layer}:{pool.end_layer}",
             kv_heads=int(getattr(pool, "head_num", 1)),
             head_size=int(getattr(pool, "head_dim", 0) or 0),
@@ -127,20 +129,18 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
 
     # ── pages ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _pieces(self, firsts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Addresses and sizes of each page's pieces in the host pool; a page starts at token slot `firsts[i]`."""
+    def _pieces(self, firsts: Sequence[int]) -> list[Page]:
+        """Each page's pieces in the host pool; a page starts at token slot `firsts[i]`."""
         import torch
 
         page = self.mem_pool_host.page_size
         indices = torch.cat([torch.arange(first, first + page) for first in firsts])
-        addresses, sizes = self.mem_pool_host.get_page_buffer_meta(indices)
-        each = len(addresses) // len(firsts)
-        return [
-            ([int(a) for a in addresses[i : i + each]], [int(s) for s in sizes[i : i + each]])
-            for i in range(0, len(addresses), each)
-        ]
+        places = zip(*self.mem_pool_host.get_page_buffer_meta(indices), strict=True)
+        pieces = [(int(address), int(size)) for address, size in places]
+        each = len(pieces) // len(firsts)
+        return [pieces[i : i + each] for i in range(0, len(pieces), each)]
 
-    def _pages(self, host_indices: Any) -> list[tuple[list[int], list[int]]]:
+    def _pages(self, host_indices: Any) -> list[Page]:
         return self._pieces([int(first) for first in host_indices[:: self.mem_pool_host.page_size].tolist()])
 
     @staticmethod
@@ -162,33 +162,29 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Copy pages into the host pool, verified; true for the leading ones that are there by deadlines.get."""
-        cache, done = self._cache, 0
-        try:
-            if cache is not None and keys:
-                chain, start = self._chain(keys, extra_info)
-                pages = self._pages(host_indices)
-                with cache.get(chain, start=start) as hit:
-                    for block, page in zip(hit.blocks, pages, strict=False):
-                        _scatter(block, page)
-                        done += 1
-        except Exception:
-            log.exception("a read failed; the engine goes on without")
+        done = self._get(keys, host_indices, extra_info)
         return [True] * done + [False] * (len(keys) - done)
 
+    @falls_back_to(0)
+    def _get(self, keys: list[str], host_indices: Any, extra_info: Any) -> int:
+        cache = self._cache
+        if cache is None or not keys:
+            return 0
+        chain, start = self._chain(keys, extra_info)
+        pages = self._pages(host_indices)
+        with cache.get(chain, start=start) as hit:
+            for block, page in zip(hit.blocks, pages, strict=False):
+                copy_in(_views(page), block)
+            return min(len(hit), len(pages))
+
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Copy pages out of the host pool; true for those that are stored. Waits for room up to deadlines.put."""
-        cache, done = self._cache, 0
+        """Copy pages out of the host pool; true for those that are stored. Waits for space up to deadlines.put."""
         if extra_info is not None and extra_info.prefix_keys is None:
             self._warn_of_prefixes()
             return [False] * len(keys)
         if not getattr(self._place, "is_storage_writer", True):
             return [True] * len(keys)  # another rank writes these very bytes
-        try:
-            if cache is not None and keys:
-                chain, start = self._chain(keys, extra_info)
-                done = self._put(cache, chain, start, self._pages(host_indices))
-        except Exception:
-            log.exception("a write failed; the engine goes on without")
+        done = self._put(keys, host_indices, extra_info)
         return [True] * done + [False] * (len(keys) - done)
 
     def _warn_of_prefixes(self) -> None:
@@ -200,29 +196,32 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
                 "kvtier cannot tell which pages come before a batch, and stores nothing"
             )
 
-    def _put(
-        self, cache: kvtier.Cache, chain: Sequence[BlockKey], start: int, pages: Sequence[tuple[list[int], list[int]]]
-    ) -> int:
-        """Store pages as blocks start … of `chain`; how many are in the cache now."""
+    @falls_back_to(0)
+    def _put(self, keys: list[str], host_indices: Any, extra_info: Any) -> int:
+        cache = self._cache
+        if cache is None or not keys:
+            return 0
+        chain, start = self._chain(keys, extra_info)
+        pages = self._pages(host_indices)
         manager, reached = cache.manager, start
         deadline = SystemClock().monotonic() + self._settings.config.deadlines.put
         while reached < len(chain):
-            seen = manager.space.version
-            room = manager.queue_space() if manager.lower else len(chain)
-            if room:
-                stop = min(len(chain), reached + room)
+            version = manager.space.version
+            space = manager.queue_space() if manager.lower else len(chain)
+            if space:
+                stop = min(len(chain), reached + space)
                 slots, reached = manager.reserve(chain, reached, stop, self._control.terms)
                 generations = [slot.generation for slot in slots]
                 try:
                     for slot in slots:
-                        _gather(slot, pages[slot.index - start])
+                        copy_out(_views(pages[slot.index - start]), slot.pieces[0])
                 except BaseException:
                     manager.abort(slots, generations)
                     raise
                 manager.commit(chain, slots, generations)
                 if reached == stop:
                     continue
-            if not cache.submit(manager.space.wait(deadline, seen)).result():
+            if not cache.submit(manager.space.wait(deadline, version)).result():
                 break
         manager.finish_put(chain)
         return reached - start
@@ -263,16 +262,10 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def weights_change(self) -> None:
-        if not self._settings.config.keep_on_reset and self._rotation is not None:
-            self._stale = True
+    def _rotate(self) -> bool:
+        if self._rotation is not None:
             self._rotation.rotate()
-
-    def flushed(self) -> None:
-        """The queues of the old weights' pages are empty now: those stored meanwhile must not be found."""
-        if self._stale and self._rotation is not None:
-            self._stale = False
-            self._rotation.rotate()
+        return self._rotation is not None
 
     def clear(self) -> None:
         """Drop this namespace's pages from every tier, for all replicas that share it."""
@@ -297,20 +290,6 @@ def running_engine() -> tuple[Any, Any]:
     return server, ModelConfig.from_server_args(server)
 
 
-def _scatter(block: memoryview, page: tuple[list[int], list[int]]) -> None:
-    start = 0
-    for address, size in zip(*page, strict=True):
-        _bytes_at(address, size)[:] = block[start : start + size]
-        start += size
-
-
-def _gather(slot: Slot, page: tuple[list[int], list[int]]) -> None:
-    (into,), start = slot.pieces, 0
-    for address, size in zip(*page, strict=True):
-        into[start : start + size] = _bytes_at(address, size)
-        start += size
-
-
-def _bytes_at(address: int, size: int) -> memoryview:
-    """Memory of the host pool, which SGLang keeps alive during the call."""
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+def _views(page: Page) -> list[memoryview]:
+    """A page's memory in the host pool, which SGLang keeps alive during the call."""
+    return [memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B") for address, size in page]

@@ -11,7 +11,7 @@ of new weights. Small hooks, made with SGLang's own HookRegistry, call a `Linker
     weights             changed in place
 
 SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
-process did not do so (SGLANG_PLUGINS names others) installs the hooks itself. They pass through for other linkers. A
+process did not do so (SGLANG_PLUGINS excludes it) installs the hooks itself. They pass through for other linkers. A
 HiCacheStorage is a `WeightsListener`: it is called for new weights and for flushes.
 """
 
@@ -23,19 +23,35 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
+from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.settings import Settings
 from kvtier.errors import ConfigError
 
 
 class WeightsListener(ABC):
     """Stores blocks of the engine's weights. All calls come from the scheduler's thread; none may wait or raise."""
 
-    @abstractmethod
+    _settings: Settings
+    _stale = False  # the weights changed, and the tree was not flushed since
+
+    @falls_back_to(None)
     def weights_change(self) -> None:
         """The weights are about to change in place."""
+        if not self._settings.config.keep_on_reset:
+            self._stale = True  # and stays so where the next call fails
+            self._stale = self._rotate()
+
+    @falls_back_to(None)
+    def flushed(self) -> None:
+        """The tree is empty now, and so are the queues of a HiCache. If the weights changed since the last time, blocks
+        stored meanwhile may follow a prefix of old ones."""
+        if self._stale:
+            self._stale = False
+            self._rotate()
 
     @abstractmethod
-    def flushed(self) -> None:
-        """The tree is empty now, and so are the queues of a HiCache."""
+    def _rotate(self) -> bool:
+        """Go on under another namespace; whether there was a cache to replace."""
 
 
 class LinkerListener(WeightsListener):

@@ -86,7 +86,6 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._order = self._ordering_stream()
         self._requests = QueuedRequests(self._settings, self._pool.page)
         self._prefill = PrefillClock(self._computed, self._pool.page)
-        self._stale = False  # weights changed, and the tree was not flushed since
         self._looked_up: tuple[Any, Callable[[], list[str]]] | None = None
         self._agree: Callable[[bool], bool] = bool
         self._offloading: Any = None
@@ -300,42 +299,26 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @falls_back_to(None)
-    def weights_change(self) -> None:
-        if self._settings.config.keep_on_reset:
-            return
-        self._stale = True
-        self._rotate()
-
-    @falls_back_to(None)
     def reset(self) -> None:
         """The tree is being emptied: wait for copies, forget requests. Stored blocks stay."""
-        self._quiesce()
-
-    @falls_back_to(None)
-    def flushed(self) -> None:
-        """If the weights changed since the last time, blocks stored meanwhile may follow a prefix of old ones."""
-        if self._stale:
-            self._stale = False
-            self._rotate()
-
-    def _quiesce(self) -> None:
         self._requests.clear()
         if self._pages is not None:
             self._pages.quiesce()
         self._loads.clear()
         self._lost = 0
 
-    def _rotate(self) -> None:
+    def _rotate(self) -> bool:
         self._requests.clear()
         old = self._pages
         if old is not None:
             self._lost += old.outstanding()  # before another thread closes it, and they are forgotten
             self._events.update(dict(old.events))
         self._rotation.rotate()
+        return True
 
     @falls_back_to(None)
     def close(self) -> None:
-        self._quiesce()
+        self.reset()
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
 
 

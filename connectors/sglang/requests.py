@@ -98,7 +98,7 @@ class QueuedRequests:
             queued.pinning = self._feedback.pin(cache, scope, control, queued.chain)
 
     def control_of(self, req: Any) -> tuple[Control, Scope | None]:
-        """What the request asked for, and who may share its blocks (None: it may not be cached)."""
+        """The request's parameters, and its scope (None: it may not be cached)."""
         custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
         control = self._controls.parse(custom.get(_NAME) if isinstance(custom, dict) else None)
         # SGLang folds an adapter's id into the extra key, which seeds the page hashes; both also name the scope.

@@ -91,7 +91,7 @@ class PrefixCache:
             dirty_max_age_s=0.0 if offload.mode == "eager" else offload.dirty_max_age,
         )
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
-        near = [cpus_near(self.pool.device)]
+        near = [cpus_near(self.pool.rows.device)]
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
         self.pool.attach(self.cache.manager.host.arena, offload.copy_by, calibration_folder())
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
@@ -136,7 +136,7 @@ class PrefixCache:
                     beyond += [self._from_host(block) for block in hit.blocks[len(onboarded) :]]
                     tiers += hit.tiers
                 if not len(hit) or hit.miss is not Miss.NO_ROOM:
-                    break  # else the prefix is longer than G2, which has room again now
+                    break  # else the prefix is longer than G2, which has space again now
             blocks = torch.cat([self._kv[slots], *beyond]) if beyond else self._kv[slots]
         finally:
             self.pool.free(slots)
@@ -158,9 +158,10 @@ class PrefixCache:
         """Keep the full blocks of `cache`, which holds the KV of a prefix of `output_ids`. Returns how many are new.
 
         Call it when `generate` has returned: its blocks are confirmed then. Copies within the device, and to host RAM
-        what must make room; where that is full, waits for the tiers below up to `timeout` seconds (deadlines.put), then
-        keeps the head and refuses the rest. Raises InvalidRequest, with nothing stored, for padding, for tokens that
-        `generate` may have masked as padding, and for layers or types that blocks cannot be cut from.
+        the blocks that must make space; where that is full, waits for the tiers below up to `timeout` seconds
+        (deadlines.put), then stores the head and refuses the rest. Raises InvalidRequest, with nothing stored, for
+        padding, for tokens that `generate` may have masked as padding, and for layers or types that blocks cannot be
+        cut from.
         """
         tokens = self._row(output_ids, attention_mask)
         if attention_mask is None:
@@ -174,10 +175,10 @@ class PrefixCache:
         known = self.pool.pin(chain, now)
         self.pool.confirm(known, chain, life, dirty_since=dirty_since)
         self.pool.free(known)
-        # What `fetch` took from below and G1 had no room for is below still: it need not come again.
+        # Blocks that `fetch` took from below and G1 had no slot for are below still: they need not come again.
         first = start = max(len(known), min(self._fetched.get(cache, 0), len(chain)))
         limit = self._config.deadlines.put if timeout is None else timeout
-        while start < len(chain) and (count := self._make_room(len(chain) - start, limit)):
+        while start < len(chain) and (count := self._make_space(len(chain) - start, limit)):
             slots = self.pool.allocate(count)
             self._write(slots, cache, start)
             self.pool.confirm(slots, chain, life, first=start, dirty_since=dirty_since)
@@ -187,10 +188,10 @@ class PrefixCache:
         return start - first
 
     def _onboard(self, chain: Sequence[BlockKey], start: int, hit: Hit) -> list[int]:
-        """Slots, the caller's, with the leading blocks of `hit`, as many as G1 has room for without a loss."""
+        """Slots, the caller's, with the leading blocks of `hit`, as many as G1 has space for without a loss."""
         if not self._usable():
             return []
-        slots = self.pool.allocate(self._make_room(len(hit), wait_s=0.0))
+        slots = self.pool.allocate(self._make_space(len(hit), wait_s=0.0))
         places = [(slot.number, slot.generation) for slot in hit.slots[: len(slots)]]
 
         def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
@@ -221,13 +222,14 @@ class PrefixCache:
     def flush(self, timeout: float | None = None) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
         deadline = self.clock.monotonic() + (self._config.deadlines.flush if timeout is None else timeout)
+        manager = self.cache.manager
         while self.pool.dirty:
-            seen = self.cache.manager.space.version
-            if not self._offload(self.cache.manager.queue_space(), self.pool.blocks) and not self._wait(deadline, seen):
+            version = manager.space.version
+            if not self._offload(manager.queue_space(), self.pool.blocks) and not self._wait(deadline, version):
                 break
         return self.cache.flush(max(0.0, deadline - self.clock.monotonic()))
 
-    def _make_room(self, wanted: int, wait_s: float) -> int:
+    def _make_space(self, wanted: int, wait_s: float) -> int:
         """How many slots, at most `wanted`, `allocate` hands out without losing a dirty block.
 
         Offloads what is in the way as long as the queue below G2 takes it, waiting for that up to `wait_s`.
@@ -235,18 +237,18 @@ class PrefixCache:
         manager, deadline = self.cache.manager, self.clock.monotonic() + wait_s
         wanted = min(wanted, self.pool.free_blocks)
         while True:
-            seen = manager.space.version
+            version = manager.space.version
             clean = self.pool.clean_ahead(wanted)
             if clean == wanted:
                 return clean
-            if not self._offload(min(wanted, manager.queue_space()), wanted) and not self._wait(deadline, seen):
+            if not self._offload(min(wanted, manager.queue_space()), wanted) and not self._wait(deadline, version):
                 return clean
 
-    def _wait(self, deadline: Mono, seen: int) -> bool:
-        """Until there may be room below that there was not at version `seen` of `space`; False at the deadline."""
+    def _wait(self, deadline: Mono, version: int) -> bool:
+        """Until there may be space below that there was not at version `version` of `space`; False at the deadline."""
         if self.clock.monotonic() >= deadline:
             return False
-        return self.cache.submit(self.cache.manager.space.wait(deadline, seen)).result()
+        return self.cache.submit(self.cache.manager.space.wait(deadline, version)).result()
 
     def _offload(self, limit: int, ahead: int) -> int:
         if not self._usable():
@@ -258,7 +260,7 @@ class PrefixCache:
                 there = 0 if self._lost else self._offload_run(run)
             except TierError as error:
                 self._lose(error)
-                continue  # unsettled until the copy has ended: it may read these slots yet
+                continue  # in flight until the copy has ended: it may read these slots yet
             except BaseException:
                 self.pool.copies_done(run, again_since=self.clock.monotonic())
                 raise
@@ -321,9 +323,8 @@ class PrefixCache:
 
     def stats(self) -> dict[str, Any]:
         """The cache's statistics, with `g1` and the prompt tokens served by tier."""
-        counters = self.pool.counters
         g1 = {"blocks": self.pool.resident, "capacity": self.pool.blocks, "dirty": self.pool.dirty,
-              "evictions": counters.evicted, "spill_lost": counters.spill_lost}  # fmt: skip
+              "evictions": self.pool.evicted, "spill_lost": self.pool.spill_lost}  # fmt: skip
         return {**self.cache.stats(), "g1": g1, "tokens": dict(self.served)}
 
     def check(self) -> None:
@@ -332,7 +333,7 @@ class PrefixCache:
         self.cache.check()
 
     def close(self) -> Flushed:
-        """Offload, flush, let go of everything. Idempotent."""
+        """Offload, flush, release everything. Idempotent."""
         if not self.cache.manager.closed:
             self.flush(self._config.deadlines.close)
         self.pool.detach()
@@ -367,7 +368,7 @@ class PrefixCache:
         pad = getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
         if pad is not None and bool((ids == pad).any()):
             raise InvalidRequest(
-                f"the tokens contain the padding id {pad}, which `generate` masks unless it is told not to; pass it "
+                f"the tokens contain the padding id {pad}, which `generate` masks by default; pass it "
                 "attention_mask=torch.ones_like(input_ids), and the mask of the whole output to `store`"
             )
 
@@ -406,7 +407,7 @@ class PrefixCache:
         """One block that G1 has no slot for, straight onto the device, shaped like `_kv[slot : slot + 1]`."""
         import torch
 
-        flat = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(self.pool.device)
+        flat = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(self.pool.rows.device)
         return flat.view(self.shape.dtype).view(1, *self.shape.block(self.block_tokens))
 
 
@@ -416,7 +417,7 @@ def _leading(arrived: Sequence[bool]) -> int:
 
 
 def _terms_of(life: Lifetime | None) -> Terms:
-    """What to add to a block that G2 has already: the widest of the stamps that it carries in G1."""
+    """Terms to add to a block that G2 has already: the widest of the stamps that it carries in G1."""
     assert life is not None
     stamp = max(life.stamps, key=lambda stamp: stamp.ceiling)
     return Terms("offload", ttl=stamp.ttl, max_age=stamp.max_age, ceiling=stamp.ceiling)

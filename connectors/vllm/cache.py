@@ -15,7 +15,7 @@ from kvtier.events import Events
 from kvtier.identity.namespace import Namespace
 
 
-class SchedulerCache:
+class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
     """At most one open cache and the handle of its arena. `current` is None while there is none.
 
     The engine's thread never waits for a tier: the cache is replaced on a thread of its own. Thread-safe.
@@ -31,32 +31,19 @@ class SchedulerCache:
         computes: bool = False,
     ) -> None:
         """`near`, `computes`: for `kvtier.open`. `events` collects the changes of every cache's blocks."""
-        self._settings = settings
+        super().__init__(settings.config, namespace, self._attach, lambda current: current[0].close())
         self._near = near
         self._computes = computes
         self._events = events
         self._arenas = 0
-        self._rotation = Rotation(settings.config, namespace, self._open, lambda current: current[0].close())
-
-    @property
-    def namespace(self) -> Namespace:
-        return self._rotation.namespace
-
-    @property
-    def current(self) -> tuple[Cache, ArenaHandle] | None:
-        return self._rotation.current
 
     @property
     def cache(self) -> Cache | None:
         current = self.current  # one reading: another thread replaces it
         return None if current is None else current[0]
 
-    def open(self) -> None:
-        """Attach to the tiers. Takes as long as populating the arena does. Raises ConfigError, FormatError."""
-        self._rotation.open()
-
-    def _open(self, namespace: Namespace) -> tuple[Cache, ArenaHandle]:
-        cache = kvtier.open(self._settings.config, namespace, near=self._near, computes=self._computes)
+    def _attach(self, namespace: Namespace) -> tuple[Cache, ArenaHandle]:
+        cache = kvtier.open(self._config, namespace, near=self._near, computes=self._computes)
         if self._events is not None:
             cache.manager.subscribe(self._events)
         arena = cache.manager.host.arena
@@ -68,17 +55,11 @@ class SchedulerCache:
             slots=arena.slots,
             slot_bytes=arena.slot_bytes,
             piece_bytes=arena.piece_bytes,
-            copy_by=self._settings.config.offload.copy_by,
+            copy_by=self._config.offload.copy_by,
             calibration=str(calibration_folder() or ""),
         )
 
-    def rotate(self) -> None:
-        """The engine has new weights: nothing stored until now may be found again. Returns at once; until the
-        new cache is open there is none."""
+    def rotate(self) -> tuple[Cache, ArenaHandle] | None:
         if (cache := self.cache) is not None and self._events is not None:
             cache.manager.subscribe(None)
-        self._rotation.rotate()
-
-    def close(self, timeout_s: float) -> bool:
-        """Flush and close, at most `timeout_s`; False if that was not enough (the process's end does it)."""
-        return self._rotation.close(timeout_s)
+        return super().rotate()

@@ -66,7 +66,7 @@ def unwanted(request: Any) -> bool:
 
 
 def control_of(request: Any) -> object:
-    """What the request's sender asked of kvtier; None for nothing."""
+    """The request's `kvtier` parameter; None for none."""
     params = getattr(request, "kv_transfer_params", None)
     return params.get("kvtier") if isinstance(params, Mapping) else None
 

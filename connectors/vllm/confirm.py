@@ -110,18 +110,15 @@ class Confirmer:
         self._tokens: dict[int, Token] = {}  # by confirmed block
         self._last = -1
 
-    def __len__(self) -> int:
-        return len(self._tracks)
-
     def start(self, track: Track) -> None:
         self._tracks[track.name] = track
 
     def get(self, name: str) -> Track | None:
         return self._tracks.get(name)
 
-    def finish(self, name: str) -> Track | None:
+    def finish(self, name: str) -> None:
         """The engine is done with the request. Its spans under way still count when they complete."""
-        return self._tracks.pop(name, None)
+        self._tracks.pop(name, None)
 
     def place(self, track: Track, table: Sequence[int]) -> list[int]:
         """The engine gave the request this whole block table. Returns confirmed blocks that hold something else now."""
@@ -208,7 +205,7 @@ class Confirmer:
         self._confirm(track, fresh)
 
     def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:
-        """Extend trust over what the request found: blocks confirmed for others, then what its load brought."""
+        """Extend trust over blocks that were found: confirmed for other requests, then loaded for this one."""
         size = self.block_tokens
         start = track.trusted // size
         tokens: list[Token] = []
@@ -263,9 +260,9 @@ class Confirmer:
         return bool(self._steps) and self._steps[0][0] <= step
 
     def check(self) -> None:
-        """Assert that trust never exceeds the table, and that steps are in order."""
+        """Assert that confirmed blocks are trusted and in the table, and that steps are in order."""
         numbers = [number for number, _ in self._steps]
         assert numbers == sorted(numbers), "steps out of order"
         for track in self._tracks.values():
-            assert track.confirmed * self.block_tokens <= max(track.trusted, track.confirmed * self.block_tokens)
+            assert track.confirmed * self.block_tokens <= track.trusted, "a block is confirmed and not trusted"
             assert track.confirmed <= len(track.table), "more blocks confirmed than held"

@@ -125,17 +125,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             if compat.publishes(self._vllm_config)
             else None
         )
-        core = SchedulerCache(
+        caches = SchedulerCache(
             self._settings,
             namespace,
             near if len(near) == namespace.ranks_served else (),
             events.events if events is not None else None,
             computes=any(shake.pid == os.getpid() for shake in ranks.values()),
         )
-        core.open()
+        caches.open()
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
         self._scheduler = SchedulerHalf(
-            core,
+            caches,
             RequestReader(config),
             config.offload,
             self._limits(),

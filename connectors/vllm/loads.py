@@ -31,7 +31,7 @@ class Loads:
     """See the module. Owns the leases of loads under way; `counters` are the half's."""
 
     def __init__(self, ranks: int, block_tokens: int, counters: Counter[str], job: Callable[[], int]) -> None:
-        """`job` gives numbers that nobody else uses."""
+        """`job` returns a new number of a job at each call."""
         self.ranks = ranks
         self._block_tokens = block_tokens
         self._counters = counters

@@ -48,11 +48,11 @@ _LAUNCHED_MAX = 64
 
 
 class SchedulerHalf:
-    """See the module. Owns the state of one engine's requests and blocks; the cache itself belongs to `core`."""
+    """See the module. Owns the state of one engine's requests and blocks; the cache itself belongs to `caches`."""
 
     def __init__(
         self,
-        core: SchedulerCache,
+        caches: SchedulerCache,
         reader: RequestReader,
         offload: Offload,
         limits: ConnectorLimits,
@@ -62,19 +62,19 @@ class SchedulerHalf:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._growth: Growth[str] = Growth()
-        self._core = core
+        self._caches = caches
         self._events = events
         self._reader = reader
-        self._default = reader.controls.parse(None).chain_terms(core.namespace.block_tokens).only
+        self._default = reader.controls.parse(None).chain_terms(caches.namespace.block_tokens).only
         self._limits = limits
         self._clock = clock
-        self._block_tokens = core.namespace.block_tokens
+        self._block_tokens = caches.namespace.block_tokens
         self._requests: dict[str, RequestState] = {}
         self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
         self._feedback = Feedback(self._block_tokens)
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers know
-        self._idle_since: float | None = None
+        self._idle_since_s: float | None = None
         self._loads = Loads(ranks, self._block_tokens, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
@@ -94,7 +94,7 @@ class SchedulerHalf:
 
     @property
     def _manager(self) -> Manager | None:
-        cache = self._core.cache
+        cache = self._caches.cache
         return None if cache is None else cache.manager
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +102,7 @@ class SchedulerHalf:
     def arrive(self, request: Any) -> None:
         """A request was queued."""
         state = self._state_of(request)
-        cache = self._core.cache
+        cache = self._caches.cache
         if cache is None or state.promoted.future is not None:
             return
         self._prefetch(cache, state)
@@ -122,7 +122,7 @@ class SchedulerHalf:
             track.storable_blocks = request.num_prompt_tokens // self._block_tokens
         state = RequestState(track, scope, control)
         self._requests[name] = state
-        self._idle_since = None  # nobody asks `pending` while there are requests
+        self._idle_since_s = None  # `pending` is not called while there are requests
         self._confirmer.start(track)
         self._grow(state)
         return state
@@ -204,7 +204,7 @@ class SchedulerHalf:
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, output: Any) -> StepMeta:
-        """A step was planned: note what it will fill, and choose this step's copies."""
+        """A step was planned: cover the tokens it computes, and choose its copies."""
         self._step += 1
         for name in compat.preempted(output):
             if (track := self._confirmer.get(name)) is not None:
@@ -236,7 +236,7 @@ class SchedulerHalf:
         return self._loads.take()
 
     def _new_arena(self) -> ArenaHandle | None:
-        current = self._core.current
+        current = self._caches.current
         if current is None or current[1].number == self._arena:
             return None
         self._arena = current[1].number
@@ -336,13 +336,13 @@ class SchedulerHalf:
 
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
-        requests are held, and there is time for it. What is held keeps the engine from resetting its prefix cache."""
+        requests are held, and there is time for it. Held blocks keep the engine from resetting its prefix cache."""
         if self._requests:
             return False
         now = self._clock.monotonic()
-        if self._idle_since is None:
-            self._idle_since = now
-        idle = now - self._idle_since
+        if self._idle_since_s is None:
+            self._idle_since_s = now
+        idle = now - self._idle_since_s
         if self._delayed or self._loads:  # steps take the answers that give these blocks back to the engine
             return idle < self._limits.flush_timeout_s + _RETURN_S
         if idle >= self._limits.flush_timeout_s:
@@ -359,7 +359,7 @@ class SchedulerHalf:
 
     def reset(self) -> bool:
         """The engine announced new weights."""
-        self._core.rotate()
+        self._caches.rotate()
         if self._events is not None:
             self._events.clear()
         self._stores.clear()
@@ -373,7 +373,7 @@ class SchedulerHalf:
         for state in self._requests.values():
             state.drop_lease()
         self._loads.close()
-        self._core.close(self._limits.flush_timeout_s)
+        self._caches.close(self._limits.flush_timeout_s)
 
     def check(self) -> None:
         """Assert the invariants of the parts."""
@@ -382,7 +382,7 @@ class SchedulerHalf:
 
 
 async def _promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:
-    """Promote, and release the lease: nobody may be there to take it from a future that was cancelled. It still says
-    where blocks were found; `match` pins when the request may run."""
+    """Promote, and release the lease, which a cancelled future would lose. It still says where blocks were found;
+    `match` pins when the request may run."""
     with await manager.promote(chain, deadline, start) as lease:
         return lease

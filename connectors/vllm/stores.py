@@ -97,7 +97,7 @@ class Stores:
         counters: Counter[str],
         job: Callable[[], int],
     ) -> None:
-        """`job` gives numbers that nobody else uses."""
+        """`job` returns a new number of a job at each call."""
         self.limits = limits
         self.ranks = ranks
         self.stopped = False  # a rank has stopped answering: nothing more is copied out

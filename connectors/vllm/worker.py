@@ -55,8 +55,8 @@ class Described:
 
 
 def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described:
-    """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for what cannot be
-    told apart with certainty."""
+    """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for tensors
+    whose layout is not certain."""
     missing = [name for name in cache_layout.layers if name not in tensors]
     if missing:
         raise IdentityError(f"layer {missing[0]} has no KV tensor of its own; such models are not served")
@@ -97,7 +97,7 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
         token=0,
         head=0,
         regions=tuple(sorted(regions.values(), key=lambda region: region.start)),
-        keep=tuple(tensors[name] for name in cache_layout.layers),
+        owners=tuple(tensors[name] for name in cache_layout.layers),
     ).validate(shape)
     first = tensors[cache_layout.layers[0]]
     kinds = sorted(set(inner))
@@ -169,7 +169,7 @@ class WorkerHalf:
         if found is None:
             return Handshake("", "", 0, host_identity(), os.getpid(), refusal=self._refusal)
         size, where = found.shape.block_bytes, host_identity()
-        tensor: Any = found.memory.keep[0]
+        tensor: Any = found.memory.owners[0]
         return Handshake(found.identity, found.dtype, size, where, os.getpid(), engine.cpus_near(tensor.device))
 
     def attach(self, handle: ArenaHandle) -> None:

@@ -1,9 +1,9 @@
-"""Everything that must be equal for two deployments' bytes to be interchangeable.
+"""The fields that must be equal for two deployments' bytes to be interchangeable.
 
     digest = SHA-256("kvtier-namespace-1" ‖ canonical JSON of all fields, keys sorted, ASCII, no spaces)
 
-A field that is wrong serves one model's KV to another; a field that is missing does so silently. So there
-is no default for what only the caller can know, and unknown fields are refused.
+A wrong field serves one model's KV to another; a missing one does so silently. So fields that only the caller can know
+have no default, and unknown fields are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fingerprint of a checkpoint: what tells two sets of weights at one path apart.
+"""Fingerprint of a checkpoint, which tells apart two sets of weights at one path.
 
     hub snapshot   "hub:" + the commit, when the files lie in …/snapshots/<40 hex digits>/
     sampled        "s1:" + SHA-256 over config files, and of every weight file: its name, size, header, and of

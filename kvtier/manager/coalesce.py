@@ -21,6 +21,7 @@ from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Hold
 from kvtier.manager.promote import Promoter
 from kvtier.manager.write_behind import ChainBatch, WriteBehind
+from kvtier.supervisor import Service
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Tier
 from kvtier.times import Mono
@@ -56,15 +57,14 @@ class StrideCoalescer:
         self._tails: OrderedDict[BlockKey, Sequence[BlockKey]] = OrderedDict()  # first block of the tail → chain
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._pinned: Counter[BlockKey] = Counter()  # pins owned, by block
         self._pins = 0  # in all
         self._queued: set[BlockKey] = set()  # last blocks of strides in the queue that the tier has not answered for
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to work. On the loop."""
-        self._loop = loop
-        self._task = loop.create_task(self._work_through())
+    def start(self, service: Service) -> None:
+        """Begin to work, on the running loop. `service` is out while that keeps failing."""
+        self._loop = asyncio.get_running_loop()
+        self._hierarchy.supervisor.start(f"{self._tier.name} strides", self._work_through, service)
 
     def add(self, chain: Sequence[BlockKey], stop: int, holds: Sequence[Hold] = ()) -> None:
         """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which are the coalescer's now.
@@ -143,11 +143,6 @@ class StrideCoalescer:
         except TimeoutError:
             return
         await self._queue.drained(deadline)
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _work_through(self) -> None:
         while True:

@@ -8,7 +8,6 @@ earlier blocks can no longer be had stays in G2. The hierarchy's lock guards all
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -58,11 +57,9 @@ class Demoter:
         if deepest is not None and (deepest is not self._nearest or deepest.stride > 1):
             self._coalesced = deepest
             self._coalescer = StrideCoalescer(self._hierarchy, self._promoter, deepest, self.queues[deepest.name])
-        loop = asyncio.get_running_loop()
-        for queue in self.queues.values():
-            queue.start(loop)
-        if self._coalescer is not None:
-            self._coalescer.start(loop)
+            self._coalescer.start(deepest.inner.breaker)
+        for name, queue in self.queues.items():
+            queue.start(self._hierarchy.supervisor, tiers[name].inner.breaker)
 
     def _queue_for(self, tier: Metered) -> WriteBehind:
         rate, budget = self._hierarchy.limits.write_rate, self._hierarchy.limits.write_budget_per_day
@@ -273,10 +270,8 @@ class Demoter:
         waiting = self._coalescer.pending() if self._coalescer is not None else 0
         return waiting + sum(queue.pending() for queue in self.queues.values())
 
-    async def close(self) -> None:
-        """Stop; what is still queued is let go of."""
-        if self._coalescer is not None:
-            await self._coalescer.close()
+    def close(self) -> None:
+        """Unpin what is still queued. The supervisor has ended the workers."""
         for queue in self.queues.values():
-            for batch in await queue.close():
+            for batch in queue.close():
                 self._hierarchy.unpin(batch.holds)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
-from kvtier.errors import TierError
+from kvtier.errors import ClosedError, KVTierError, TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
 from kvtier.manager.space import SpaceSignal
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
+from kvtier.supervisor import Supervisor
+from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
@@ -61,35 +64,43 @@ class Hierarchy:
         self.limits = limits or ManagerLimits()
         self.lock = threading.Lock()
         self.space = SpaceSignal(self.clock, self._may_free)
+        self.supervisor = Supervisor(self.clock)
+        self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
         self._adopted = 0  # jumps of the wall clock that were accepted
-        self._drop_below = False
+        self._drop_below: set[str] = set()  # tiers that have not yet dropped what the earlier time stamped
 
     async def open(self) -> None:
         """Open all tiers on the running loop. A lower tier that fails is left out, with a warning; one that must not
         be touched (FormatError) or is misconfigured (ConfigError) raises, with everything closed again."""
         self.space.open(asyncio.get_running_loop())
-        await asyncio.to_thread(self.host.open)
-        opened: list[Metered] = []
+        allocating = asyncio.ensure_future(asyncio.to_thread(self.host.open))
         try:
+            await asyncio.shield(allocating)
             for tier in list(self.lower.values()):
                 try:
                     await tier.open()
-                    opened.append(tier)
-                except TierError as error:
+                except (TierError, ClosedError) as error:
                     log.warning("%s is left out: %s", tier.name, error)
                     del self.lower[tier.name]
         except BaseException:
-            for tier in opened:
-                await tier.close(self.clock.monotonic() + self.limits.close_s)
-            self.host.close()
+            try:
+                await asyncio.wait({allocating})  # a thread has the arena until then
+            finally:
+                await self.close(self.clock.monotonic() + self.limits.close_s)
             raise
 
     async def close(self, deadline: Mono) -> None:
-        """Close all tiers, nearest first, G2 last."""
-        for tier in self.lower.values():
-            await tier.close(deadline)
-        with self.lock:
-            self.host.close()
+        """Close all tiers at once, then G2, whatever they do."""
+        try:
+            await asyncio.gather(*(tier.close(deadline) for tier in self.lower.values()), return_exceptions=True)
+        finally:
+            with self.lock:
+                self.host.close()
+
+    @property
+    def out(self) -> bool:
+        """Whether the whole cache is out of service, since a task that it needs keeps failing."""
+        return self.service.health is not Health.WELL
 
     # ── the tiers below G2 ──────────────────────────────────────────────────────────────────────────────────
 
@@ -126,8 +137,7 @@ class Hierarchy:
         with self.lock:
             for key in keys:
                 self.host.drop(key)
-        for tier in self.lower.values():
-            await tier.evict(keys)
+        await asyncio.gather(*(tier.evict(keys) for tier in self.lower.values()))
 
     def _may_free(self) -> bool:
         with self.lock:
@@ -142,14 +152,15 @@ class Hierarchy:
         if self.clock.adopted != self._adopted:
             with self.lock:
                 self._adopted = self.clock.adopted
-                self._drop_below = True
+                self._drop_below = set(self.lower)
                 self.host.drop_made_after(time.serve + FUTURE_S)
         return time
 
     async def accept_time(self) -> None:
-        """`now` for the lower tiers; until then they serve nothing from the future."""
+        """`now` for the lower tiers; until then they serve nothing from the future. One that fails is asked again at
+        the next call."""
         future = self.now().serve + FUTURE_S
-        if self._drop_below:
-            self._drop_below = False
-            for tier in self.lower.values():
-                await tier.drop_made_after(future)
+        for name in [name for name in self._drop_below if not self.lower[name].resting]:
+            with contextlib.suppress(KVTierError):
+                await self.lower[name].drop_made_after(future)
+                self._drop_below.discard(name)

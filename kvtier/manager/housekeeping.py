@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 
+from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Hold
@@ -16,7 +17,7 @@ from kvtier.times import Wall
 
 
 class Housekeeping:
-    """One manager's housekeeping. `run` is a task on its loop; the other verbs are thread-safe and do not wait."""
+    """One manager's housekeeping. `run` is called on its loop; the other verbs are thread-safe and do not wait."""
 
     def __init__(self, hierarchy: Hierarchy, protection: Protection, purger: Purger, saved: SavedState) -> None:
         self._hierarchy = hierarchy
@@ -25,24 +26,24 @@ class Housekeeping:
         self._saved = saved
         self._used: dict[BlockKey, Wall] = {}  # a block's latest use that the tiers below do not know
         self._forgotten: deque[Sequence[Hold]] = deque()
+        self._waited_s = 0.0  # since purges and pins of elsewhere were read
 
     async def run(self) -> None:
-        """Do all of it until cancelled, every `housekeeping_s`."""
-        limits, waited_s = self._hierarchy.limits, 0.0
-        while True:
-            await asyncio.sleep(limits.housekeeping_s)
-            self.unpin_forgotten()
-            self.flush_uses()
-            with self._hierarchy.lock:
-                self._hierarchy.host.policy.train()
-            await self._hierarchy.accept_time()
-            waited_s += limits.housekeeping_s
-            elsewhere = waited_s >= limits.tombstones_s
-            if elsewhere:
-                waited_s = 0.0
-                await self._purger.sync()
-            await self._protection.tend(read_pins=elsewhere)
-            await self._saved.write_when_due()
+        """One pass, every `housekeeping_s`. Where a tier fails, or does not answer in time, a later one tries again."""
+        self.unpin_forgotten()
+        self.flush_uses()
+        with self._hierarchy.lock:
+            self._hierarchy.host.policy.train()
+        await self._hierarchy.accept_time()
+        limits = self._hierarchy.limits
+        self._waited_s += limits.housekeeping_s
+        elsewhere = self._waited_s >= limits.tombstones_s
+        if elsewhere:
+            self._waited_s = 0.0
+        if elsewhere or self._purger.owed:
+            await self._purger.sync()
+        await self._protection.tend(read_pins=elsewhere)
+        await self._saved.write_when_due()
 
     def record_use(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         """Blocks were used: to be passed on by `flush_uses`. Under the lock."""
@@ -61,8 +62,9 @@ class Housekeeping:
         for key, wall_s in used.items():
             by_time.setdefault(wall_s, []).append(key)
         for tier in self._hierarchy.lower.values():
-            for wall_s, keys in by_time.items():
-                tier.touch(keys, wall_s)
+            with contextlib.suppress(ClosedError):
+                for wall_s, keys in by_time.items():
+                    tier.touch(keys, wall_s)
 
     def forget(self, holds: Sequence[Hold]) -> None:
         """Take the pins of a lease that the garbage collector found, in the middle of anything: so without a lock."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
 from kvtier.times import Mono
+
+CANCELLED_CLOSE_S = 1.0
+"""What a close that was cancelled still takes to let go of everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +75,86 @@ class Manager:
         self._saved = SavedState(hierarchy)
         self._purger = Purger(hierarchy, self.protection)
         self._housekeeping = Housekeeping(hierarchy, self.protection, self._purger, self._saved)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: asyncio.Task[Flushed] | None = None
+        self._close_from, self._close_s = Mono(0.0), self._limits.close_s
         self.closed = True
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Open all tiers on the running loop; see `Hierarchy.open` for those that fail."""
-        await self.hierarchy.open()
-        await self._purger.sync()
-        await self._saved.open()
-        await self.protection.open()
-        self.demoter.open()
-        self._tasks.append(asyncio.get_running_loop().create_task(self._housekeeping.run()))
-        self.closed = False
+        hierarchy = self.hierarchy
+        await hierarchy.open()
+        try:
+            await self._purger.sync()
+            await self._saved.open()
+            await self.protection.open()
+            self.demoter.open()
+        except BaseException:
+            deadline = self._clock.monotonic() + self._limits.close_s
+            async with contextlib.AsyncExitStack() as ending:
+                ending.push_async_callback(hierarchy.close, deadline)
+                ending.push_async_callback(hierarchy.supervisor.close, deadline)
+            raise
+        hierarchy.supervisor.start(
+            "housekeeping", self._housekeeping.run, hierarchy.service, self._limits.housekeeping_s
+        )
+        self._closing, self.closed = None, False
 
     async def close(self) -> Flushed:
-        """Flush within `close_s`, then close everything. Idempotent; leases still out keep their bytes."""
+        """Take in nothing more, flush, then close everything, all within `close_s`, whatever a tier does. Leases still
+        out keep their bytes. Idempotent: a second call waits for the first. Cancelling the first skips the flush and
+        leaves CANCELLED_CLOSE_S for the rest, which is done all the same."""
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            return Flushed({}, 0, 0)
         if self.closed:
             return Flushed({}, 0, 0)
-        flushed = await self.flush(self._clock.monotonic() + self._limits.close_s)
         self.closed = True
-        deadline = self._clock.monotonic() + self._limits.close_s
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.demoter.close()
-        await self.promoter.close(deadline)
-        await self._saved.write()
-        await self.hierarchy.close(deadline)
-        return flushed
+        self.space.notify()  # whoever waits to store finds the cache closed
+        self._close_from, self._close_s = self._clock.monotonic(), self._limits.close_s
+        self._closing = asyncio.get_running_loop().create_task(self._close())
+        try:
+            return await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            self._close_from, self._close_s = self._clock.monotonic(), min(CANCELLED_CLOSE_S, self._close_s)
+            self._closing.cancel()
+            while not self._closing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({self._closing})
+            raise
+
+    async def _close(self) -> Flushed:
+        """Every step, whatever becomes of those before it; each has its share of the time."""
+        hierarchy = self.hierarchy
+        async with contextlib.AsyncExitStack() as steps:  # last in, first done
+            steps.push_async_callback(lambda: hierarchy.close(self._close_by(1.0)))
+            steps.push_async_callback(lambda: self._within(self._saved.write(), self._close_by(0.85)))
+            steps.callback(self.demoter.close)
+            steps.push_async_callback(lambda: hierarchy.supervisor.close(self._close_by(0.8)))
+            steps.push_async_callback(lambda: self.promoter.close(self._close_by(0.75)))
+            return await self._flush(self._close_by(0.7))
+
+    def _close_by(self, share: float) -> Mono:
+        return self._close_from + share * self._close_s
+
+    async def _within(self, work: Coroutine[Any, Any, None], deadline: Mono) -> None:
+        """Await `work`, at most until the deadline."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
+                await work
 
     def _usable(self) -> None:
         if self.closed:
             raise ClosedError("the cache is closed")
+
+    def _unusable(self) -> bool:
+        """Whether everything is a miss now. Raises ClosedError."""
+        self._usable()
+        return self.hierarchy.out
+
+    def _nothing(self) -> Lease:
+        return Lease([], [], Miss.BREAKER, self.release)
 
     def subscribe(self, events: Events | None) -> None:
         """Notify `events` of every tier's blocks from now on; None: nobody any more."""
@@ -119,7 +168,8 @@ class Manager:
 
     def prefix(self, chain: Sequence[BlockKey]) -> int:
         """Leading blocks READY in G2. Moves nothing, promises nothing."""
-        self._usable()
+        if self._unusable():
+            return 0
         now = self.hierarchy.now().serve
         with self.lock:
             return self.host.prefix(chain, now)
@@ -133,7 +183,8 @@ class Manager:
     def pin(self, chain: Sequence[BlockKey], start: int = 0) -> Lease:
         """Look up and pin, in one critical section, the blocks from `start` on that are READY in G2, up to the first
         that is not. Those before `start` the caller has (in G1); they count as used."""
-        self._usable()
+        if self._unusable():
+            return self._nothing()
         time = self.hierarchy.now()
         holds: list[Hold] = []
         miss: Miss | None = None
@@ -155,7 +206,8 @@ class Manager:
 
     async def match(self, chain: Sequence[BlockKey], deadline: Mono | None = None) -> int:
         """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
-        self._usable()
+        if self._unusable():
+            return 0
         return make_plan(await self.promoter.locate(chain, deadline), len(chain)).hit
 
     async def promote(
@@ -166,7 +218,8 @@ class Manager:
         Blocks before `start` the caller has (in G1): they are not in the lease, but count as used. `referenced`:
         `pin` was called for the same request, and the policy knows of it.
         """
-        self._usable()
+        if self._unusable():
+            return self._nothing()
         time = self.hierarchy.now()
         promoted = await self.promoter.promote(chain, start, deadline, time, referenced=referenced)
         hit, miss = start + len(promoted.holds), promoted.miss
@@ -333,13 +386,20 @@ class Manager:
     # ── whole tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def flush(self, deadline: Mono) -> Flushed:
-        """Wait until what was put is as deep as it may go, tails of strides included, and on its medium."""
+        """Wait until what was put is as deep as it may go, tails of strides included, and on its medium; at most until
+        the deadline, whatever a tier does."""
         self._usable()
+        return await self._flush(deadline)
+
+    async def _flush(self, deadline: Mono) -> Flushed:
         await self.demoter.drain(deadline)
         self._housekeeping.flush_uses()
-        await self.protection.tend()
-        for tier in self.lower.values():
-            await tier.flush(deadline)
+        await self._within(self.protection.tend(), deadline)
+        await asyncio.gather(*(tier.flush(deadline) for tier in self.lower.values()), return_exceptions=True)
+        return self.flushed()
+
+    def flushed(self) -> Flushed:
+        """What a flush would find now."""
         with self.lock:
             durable = {name: self.demoter.durable[name] for name in self.lower}
             return Flushed(durable, self.demoter.dropped, self.demoter.pending())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
@@ -14,10 +13,10 @@ from kvtier.tiers.protocol import Notebook, Pinning
 
 log = logging.getLogger(__name__)
 
-CALL_S = 10.0
-"""How long one call to a tier may take."""
+CALL_S = 15.0
+"""Longer than a tier's guard waits for one call, so that the guard says which."""
 
-FAILURES = (TierError, ClosedError, InvalidRequest, OSError)
+FAILURES = (TierError, ClosedError, InvalidRequest, TimeoutError)
 """Errors of a tier's optional verbs, which no guard turns into answers."""
 
 _PREFIX = "pin/"
@@ -49,14 +48,13 @@ class PinSync:
             with self._lock:
                 pin = self._pins.get(name)
             try:
-                async with asyncio.timeout(CALL_S):
-                    if self._notebook is not None:
-                        await self._notebook.write_note(_PREFIX + name, encode([pin]) if pin is not None else None)
-                    for tier in self._shared:
-                        if pin is not None:
-                            await tier.pin(pin)
-                        else:
-                            there |= await tier.unpin(name)
+                if self._notebook is not None:
+                    await self._notebook.write_note(_PREFIX + name, encode([pin]) if pin is not None else None)
+                for tier in self._shared:
+                    if pin is not None:
+                        await tier.pin(pin)
+                    else:
+                        there |= await tier.unpin(name)
             except FAILURES as error:
                 log.warning("pin %s is not on every medium yet: %s", name[:40], error)
                 continue
@@ -67,7 +65,7 @@ class PinSync:
 
     async def read(self) -> dict[str, Pin] | None:
         """The pins on all media, by name: of those with one name the one that ends last. None: no tier remembers any.
-        Raises TierError or OSError."""
+        Raises TierError."""
         if self._notebook is None and not self._shared:
             return None
         found: dict[str, Pin] = {}

@@ -232,7 +232,7 @@ class Promoter:
     def _start(
         self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
     ) -> asyncio.Task[dict[int, Outcome]]:
-        task = asyncio.get_running_loop().create_task(self._read(tier, chain, reserved, deadline))
+        task = self._hierarchy.supervisor.spawn(self._read(tier, chain, reserved, deadline))
         for index, _ in reserved:
             self._under_way[chain[index]] = task
         return task

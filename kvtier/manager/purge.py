@@ -1,18 +1,20 @@
 """Scopes dropped for good, in every tier.
 
 A purge is remembered in three places: G2's tombstones (this process), G3's index (every process of the machine) and
-tombstones in the bucket (every replica). Each tier learns here of the purges that the others remember.
+tombstones in the bucket (every replica). Each tier learns here of the purges that the others remember. G2 applies one
+at once; a tier that fails is asked again until it has it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 from collections.abc import Mapping
 
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
+from kvtier.tiers.meter import Metered
 from kvtier.times import Wall
 
 _ROUNDED_S = 0.001
@@ -26,19 +28,22 @@ class Purger:
         self._hierarchy = hierarchy
         self._host, self._lower = hierarchy.host, hierarchy.lower
         self._protection = protection
+        self.owed: dict[Scope, Wall] = {}
+        """Purges that some tier has not confirmed: scope → time."""
 
     async def purge(self, scope: Scope, before: Wall) -> int:
-        """Drop what a scope stored before a wall-clock time; returns how many blocks. Raises the first tier's error
-        when all have been asked."""
+        """Drop what a scope stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
+        tier that failed when all have been asked; such a tier is asked again by `sync`."""
         count = self.apply_tombstones({scope: before})
-        failures: list[Exception] = []
-        for tier in self._lower.values():
-            try:
-                count += await tier.purge(scope, before)
-            except Exception as error:  # the other tiers' blocks must go all the same
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        self.owed[scope] = max(before, self.owed.get(scope, before))
+        calls = (tier.purge(scope, before) for tier in self._lower.values())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            count += answer
+        if self.owed.get(scope) == before:
+            del self.owed[scope]
         return count
 
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> int:
@@ -50,15 +55,30 @@ class Purger:
             return self._host.apply_tombstones(tombstones)
 
     async def sync(self) -> None:
-        """Have every tier remember the purges of the others: another process may share only one of them."""
-        known = {name: dict(await tier.tombstones()) for name, tier in self._lower.items()}
-        latest: dict[Scope, Wall] = {}
+        """Have every tier remember the purges of the others: another process may share only one of them. Tiers that
+        fail are left for the next time."""
+        owed = dict(self.owed)
+        tiers = [tier for tier in self._lower.values() if not tier.resting]
+        answers = await asyncio.gather(*(tier.tombstones() for tier in tiers), return_exceptions=True)
+        known = {tier.name: answer for tier, answer in zip(tiers, answers, strict=True) if isinstance(answer, Mapping)}
+        latest = dict(owed)
         for tombstones in known.values():
             for scope, before in tombstones.items():
                 latest[scope] = max(before, latest.get(scope, before))
         self.apply_tombstones(latest)
-        for name, tier in self._lower.items():
+        asked = [self._lower[name] for name in known]
+        done = await asyncio.gather(*(self._spread(tier, latest, known[tier.name]) for tier in asked))
+        if len(asked) == len(self._lower) and all(done):
+            for scope, before in owed.items():
+                if self.owed.get(scope) == before:
+                    del self.owed[scope]
+
+    async def _spread(self, tier: Metered, latest: Mapping[Scope, Wall], known: Mapping[Scope, Wall]) -> bool:
+        """Purge in one tier what it does not know to be purged, until it fails. Whether it has all now."""
+        try:
             for scope, before in latest.items():
-                if before > known[name].get(scope, 0.0) + _ROUNDED_S:
-                    with contextlib.suppress(KVTierError, OSError):  # tried again next time
-                        await tier.purge(scope, before)
+                if before > known.get(scope, 0.0) + _ROUNDED_S:
+                    await tier.purge(scope, before)
+        except KVTierError:
+            return False
+        return True

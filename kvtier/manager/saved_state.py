@@ -6,7 +6,6 @@ check: one that is damaged, too long or of another boot is a fresh start, never 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Protocol, cast
 
@@ -18,10 +17,9 @@ from kvtier.tiers.protocol import Notebook
 log = logging.getLogger(__name__)
 
 WRITE_S = 300.0
-PATIENCE_S = 5.0
 NOTE_BYTES_MAX = 1 << 20
 _CLOCK, _POLICY = "clock", "policy"
-_FAILURES = (TierError, ClosedError, OSError)
+_FAILURES = (TierError, ClosedError)
 
 
 class Saveable(Protocol):
@@ -42,7 +40,7 @@ class SavedState:
         policy = hierarchy.host.policy
         self._policy = cast(Saveable, policy) if hasattr(policy, "encode") else None
         self._boot = boot_id() if boot is None else boot
-        self._notenotebook: Notebook | None = None
+        self._notebook: Notebook | None = None
         self._due = 0.0
         self._written: dict[str, bytes] = {}
 
@@ -53,8 +51,7 @@ class SavedState:
         if self._notebook is None:
             return
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                found = {name: await self._read(self._notebook, name) for name in (_CLOCK, _POLICY)}
+            found = {name: await self._read(self._notebook, name) for name in (_CLOCK, _POLICY)}
         except _FAILURES as error:
             log.warning("saved state cannot be read: %s", error)
             return
@@ -91,10 +88,9 @@ class SavedState:
             with self._lock:
                 values[_POLICY] = self._policy.encode()
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                for name, raw in values.items():
-                    if self._written.get(name) != raw:
-                        await self._notebook.write_note(name, raw)
-                        self._written[name] = raw
+            for name, raw in values.items():
+                if self._written.get(name) != raw:
+                    await self._notebook.write_note(name, raw)
+                    self._written[name] = raw
         except _FAILURES as error:
             log.warning("saved state is not on the medium: %s", error)

@@ -18,6 +18,7 @@ def stats_of(
     hierarchy: Hierarchy, accounts: Accounts, demoter: Demoter, promoter: Promoter, protection: Protection
 ) -> dict[str, Any]:
     """Takes the hierarchy's lock; waits for no tier."""
+    breakers = {"g2": hierarchy.service, **{name: tier.inner.breaker for name, tier in hierarchy.lower.items()}}
     with hierarchy.lock:
         host = hierarchy.host
         pinned = sum(slot.pins > 0 for slot in host.index.values())
@@ -37,6 +38,12 @@ def stats_of(
                 "quarantined": host.quarantined + promoter.overdue,
                 "late": promoter.late,
                 "refused": {"quota": host.quota.refused},
+                "health": hierarchy.service.health.value,
+            },
+            "tasks": {
+                "restarts": dict(hierarchy.supervisor.restarts),
+                "abandoned": hierarchy.supervisor.abandoned,
+                "out": {name: breaker.reason for name, breaker in breakers.items() if breaker.reason},
             },
         }
         for name, tier in hierarchy.lower.items():
@@ -65,5 +72,6 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
         "pending": queue.pending(),
         "read_bytes": tier.read_bytes,
         "written_bytes": tier.written_bytes,
+        "unanswered": dict(tier.inner.unanswered),
         "health": tier.health.value,
     }

@@ -19,6 +19,7 @@ from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
+from kvtier.supervisor import Service, Supervisor
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
@@ -105,13 +106,13 @@ class WriteBehind:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._workers: list[asyncio.Task[None]] = []
         self._writing: dict[BlockKey, asyncio.Future[None]] = {}  # block with a writer → the end of its batch
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to empty the queue. On the loop."""
-        self._loop = loop
-        self._workers = [loop.create_task(self._work()) for _ in range(self._limits.writers)]
+    def start(self, supervisor: Supervisor, service: Service) -> None:
+        """Begin to empty the queue, on the running loop. `service` is out while that keeps failing."""
+        self._loop = asyncio.get_running_loop()
+        for _ in range(self._limits.writers):
+            supervisor.start(f"{self.tier.name} write-behind", self._work, service)
 
     def space(self) -> int:
         """How many blocks `enqueue` would take now. Under the lock."""
@@ -166,11 +167,8 @@ class WriteBehind:
                 with self._lock:
                     return not self.pending()
 
-    async def close(self) -> list[ChainBatch]:
-        """Stop the workers; returns what was not written, whose pins are the caller's now."""
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+    def close(self) -> list[ChainBatch]:
+        """Empty the queue, whose workers have ended; returns what was not written, whose pins are the caller's now."""
         with self._lock:
             left, self._queued = list(self._queue), 0
             self._queue.clear()

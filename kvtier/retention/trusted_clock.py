@@ -1,15 +1,16 @@
 """The time to expire by, when the wall clock may jump.
 
 Wall time is what leaves the process, and it can be set. So it is compared with the last trusted wall time plus the
-time that has passed since by the monotonic clock, which counts suspension (`kvtier.clock`). While the two agree
-within a skew there is one time. While they do not:
+time that has passed since by the monotonic clock, which counts suspension (`kvtier.clock`). Within STEP_S the trusted
+time follows the wall clock slowly. Up to SKEW_S it goes on as if the clock had not been set: no life is wrong by more.
+Beyond:
 
     serving    goes by the later of the two, so that nothing expired is served whichever is right
     stamping   goes by the earlier, so that nothing made now outlives its terms whichever is right
-    deletion   waits: what looks dead may be alive again once an operator has set the clock right
+    deletion   waits: blocks that look expired may be alive again once an operator has set the clock right
 
-A new time that keeps its pace for `settle_s` is adopted. Blocks with a stamp from its future were stamped by a clock
-that was wrong. The owner has to drop them: they could come back to life when that time is reached.
+A new time that keeps its pace for `settle_s` is adopted, however near. Blocks with a stamp from its future were stamped
+by a clock that was wrong. The owner has to drop them: they could come back to life when that time is reached.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError
 from kvtier.times import Mono, Wall
 
+STEP_S = 2.0
+"""Apart by more, the wall clock was set, and is not just being slewed."""
 SKEW_S = 120.0
+"""Apart by more, times differ by purpose until one is adopted."""
 SETTLE_S = 600.0
 SLEW = 0.001
 """Share of elapsed time by which the trusted time follows the wall clock: NTP slews by at most half of that."""
@@ -69,18 +73,21 @@ class WallClockGuard:
         mono_s, wall_s = self._clock.monotonic(), self._clock.wall()
         passed_s = mono_s - self.anchor.mono_s
         expected = self.anchor.wall_s + passed_s
-        if abs(wall_s - expected) <= self._skew_s:
+        apart_s, earlier = abs(wall_s - expected), min(wall_s, expected)
+        if apart_s <= STEP_S:
             self._candidate = None
             follow_s = max(-SLEW * passed_s, min(SLEW * passed_s, wall_s - expected))
             self.anchor = Anchor(expected + follow_s, mono_s)
-            return Reading(max(wall_s, expected), min(wall_s, expected), min(wall_s, expected))
+            return Reading(max(wall_s, expected), earlier, earlier)
         new = self._candidate
-        if new is None or abs(wall_s - new.wall_s - (mono_s - new.mono_s)) > self._skew_s:
+        if new is None or abs(wall_s - new.wall_s - (mono_s - new.mono_s)) > STEP_S:
             new = self._candidate = Anchor(wall_s, mono_s)
         if mono_s - new.mono_s >= self._settle_s:
             self.anchor, self._candidate = Anchor(wall_s, mono_s), None
             return Reading(wall_s, wall_s, wall_s, adopted=True)
-        return Reading(max(wall_s, expected), min(wall_s, expected), None)
+        if apart_s <= self._skew_s:
+            return Reading(expected, expected, earlier)
+        return Reading(max(wall_s, expected), earlier, None)
 
 
 class CheckedClock:

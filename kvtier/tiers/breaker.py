@@ -34,7 +34,14 @@ class Breaker:
         self._open_s = self._limits.open_s
         self._retry_at = 0.0
         self.health = Health.WELL
+        self.reason = ""
+        """Why it opened; empty while the tier is well."""
         self.opened = 0
+
+    @property
+    def resting(self) -> bool:
+        """Whether a call now would come before the next probe."""
+        return self.health is not Health.WELL and self._clock.monotonic() < self._retry_at
 
     def allows(self) -> bool:
         """Whether the tier may be called now. Turns OUT into PROBING when its time is over; the one caller that then
@@ -52,14 +59,20 @@ class Breaker:
         self.errors = 0
         self._open_s = self._limits.open_s
         self.health = Health.WELL
+        self.reason = ""
 
     def failed(self) -> None:
         """Report a call that failed or timed out."""
         self.errors += 1
         if self.health is Health.PROBING or self.errors >= self._limits.errors_max:
-            if self.health is Health.PROBING:
-                self._open_s = min(2 * self._open_s, self._limits.open_s_max)
-            else:
-                self.opened += 1
-            self.health = Health.OUT
-            self._retry_at = self._clock.monotonic() + self._open_s
+            self.trip(f"{self.errors} errors in a row")
+
+    def trip(self, reason: str) -> None:
+        """Open at once."""
+        if self.health is Health.WELL:
+            self.opened += 1
+            self.reason = reason
+        elif self.health is Health.PROBING:
+            self._open_s = min(2 * self._open_s, self._limits.open_s_max)
+        self.health = Health.OUT
+        self._retry_at = self._clock.monotonic() + self._open_s

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, ConfigError, FormatError, InvalidRequest, TierError, TierTimeout
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.tiers.breaker import Breaker
@@ -89,14 +92,50 @@ class Wrapper:
         await self.inner.close(deadline)
 
 
+@dataclass(frozen=True, slots=True)
+class GuardLimits:
+    """How long a guard waits for the verbs to which no caller gives a deadline, and from when on it blames a tier that
+    is late: a caller that gives it less is impatient."""
+
+    lookup_s: float = 0.1
+    read_s: float = 1.0
+
+    open_s: float = 60.0  # a large store that was not closed is repaired first
+    call_s: float = 10.0  # one commit or a few small objects: longer is a device or network that does not answer
+    purge_s: float = 60.0  # lists and deletes a scope; it takes effect earlier, and is tried again
+    evict_s: float = 300.0  # may delete a million objects
+
+
 class Guarded(Wrapper):
-    """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`
-    and `purge`, whose failures their caller must see."""
+    """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`,
+    `purge`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError whatever the
+    tier raised. No verb but `read` and `write` outlasts its deadline, even if the tier does not heed cancellation."""
 
     def __init__(self, inner: Tier, clock: Clock, breaker: Breaker | None = None) -> None:
         super().__init__(inner)
         self._clock = clock
         self.breaker = breaker or Breaker(clock)
+        self.limits = GuardLimits()
+        self.unanswered: Counter[str] = Counter()
+        """Calls without an answer in time, by verb."""
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._closed: asyncio.Future[None] | None = None
+
+    async def open(self) -> None:
+        """Raises TierError, ConfigError or FormatError. A tier that opens too late is closed again."""
+        self._closed = asyncio.get_running_loop().create_future()
+        opening = asyncio.ensure_future(self._call("open"))
+        try:
+            await self._answer("open", opening, self.limits.open_s)
+        except BaseException:
+            opening.add_done_callback(self._close_late)
+            raise
+
+    def _close_late(self, opening: asyncio.Future[Any]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            closing = asyncio.ensure_future(self.inner.close(self._clock.monotonic() + self.limits.call_s))
+            self._calls.add(closing)
+            closing.add_done_callback(self._ended)
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         with self._absorb("peek"):
@@ -107,12 +146,13 @@ class Guarded(Wrapper):
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(wanted)
         with self._absorb("lookup"):
+            given_s = self._left_s(deadline)
             try:
-                async with asyncio.timeout(self._left_s(deadline)):
+                async with asyncio.timeout(given_s):
                     found = await self.inner.lookup(chain, wanted, deadline)
             except TimeoutError:
                 found = [Miss.LATE] * len(wanted)
-            self._report(Miss.ERROR in found or Miss.LATE in found)
+            self._judge(found, given_s >= self.limits.lookup_s)
             return found
         return [Miss.ERROR] * len(wanted)
 
@@ -121,8 +161,9 @@ class Guarded(Wrapper):
         if not self.breaker.allows():
             return [Miss.BREAKER] * len(targets)
         with self._absorb("read"):
-            results = await self._overdue(self.inner.read(chain, targets, deadline), deadline)
-            self._report(Miss.ERROR in results or Miss.LATE in results)
+            patient = self._left_s(deadline) >= self.limits.read_s
+            results = await self._overdue(self.inner.read(chain, targets, deadline), deadline, patient)
+            self._judge(results, patient)
             return results
         return [Miss.ERROR] * len(targets)
 
@@ -130,8 +171,11 @@ class Guarded(Wrapper):
         if not self.breaker.allows():
             return [Stored.FAILED] * len(blocks)
         with self._absorb("write"):
-            results = await self._overdue(self.inner.write(blocks, deadline), deadline)
-            self._report(Stored.FAILED in results)
+            results = await self._overdue(self.inner.write(blocks, deadline), deadline, True)
+            if Stored.FAILED in results:
+                self.breaker.failed()
+            else:
+                self.breaker.succeeded()
             return results
         return [Stored.FAILED] * len(blocks)
 
@@ -140,39 +184,96 @@ class Guarded(Wrapper):
             self.inner.touch(keys, now)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
-        with self._absorb("evict"):
-            return await self.inner.evict(keys)
+        with suppress(TierError):
+            seconds = self.limits.evict_s if keys is None else self.limits.call_s
+            return int(await self._bounded("evict", seconds, keys))
         return 0
 
     async def drop_made_after(self, time: Wall) -> int:
-        with self._absorb("drop_made_after"):
-            return await super().drop_made_after(time)
-        return 0
+        if not hasattr(self.inner, "drop_made_after"):
+            return 0
+        return int(await self._bounded("drop_made_after", self.limits.purge_s, time))
+
+    async def purge(self, scope: Scope, before: Wall) -> int:
+        return int(await self._bounded("purge", self.limits.purge_s, scope, before))
 
     async def tombstones(self) -> Mapping[Scope, Wall]:
-        with self._absorb("tombstones"):
-            return await self.inner.tombstones()
-        return {}
+        found: Mapping[Scope, Wall] = await self._bounded("tombstones", self.limits.call_s)
+        return found
+
+    async def ask(self, verb: str, *arguments: Any) -> Any:
+        """A verb of an optional protocol. Raises TierError, at once while the breaker rests, InvalidRequest or
+        ClosedError."""
+        if self.breaker.resting:
+            raise TierError(self.name, verb, f"out of service: {self.breaker.reason}")
+        return await self._bounded(verb, self.limits.call_s, *arguments)
 
     async def flush(self, deadline: Mono) -> None:
-        with self._absorb("flush"):
-            async with asyncio.timeout(self._left_s(deadline)):
-                await self.inner.flush(deadline)
+        with suppress(TierError):
+            await self._bounded("flush", self._left_s(deadline), deadline)
 
     async def close(self, deadline: Mono) -> None:
-        with self._absorb("close"):
-            async with asyncio.timeout(self._left_s(deadline)):
-                await self.inner.close(deadline)
+        """The tier gets three quarters of the time; calls that are still under way then raise ClosedError."""
+        left_s = self._left_s(deadline)
+        try:
+            with suppress(TierError):
+                await self._bounded("close", left_s, deadline - left_s / 4)
+        finally:
+            if self._closed is not None and not self._closed.done():
+                self._closed.set_result(None)
+
+    async def _bounded(self, verb: str, seconds: float, *arguments: Any) -> Any:
+        return await self._answer(verb, asyncio.ensure_future(self._call(verb, *arguments)), seconds)
+
+    async def _call(self, verb: str, *arguments: Any) -> Any:
+        return await getattr(self.inner, verb)(*arguments)
+
+    async def _answer(self, verb: str, call: asyncio.Future[T], seconds: float) -> T:
+        """The result of a call, within `seconds`. One that takes longer is cancelled, but for `open`, and left to end
+        when it does; its answer is dropped, and the breaker hears of it if it had time enough."""
+        self._calls.add(call)
+        call.add_done_callback(self._ended)
+        closed: set[asyncio.Future[Any]] = set()
+        if self._closed is not None and not self._closed.done():
+            closed.add(self._closed)
+        try:
+            await asyncio.wait({call} | closed, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late = not call.done()
+            if late and verb != "open":
+                call.cancel()
+        if late and any(future.done() for future in closed):
+            raise ClosedError(f"{self.name} is closed")
+        try:
+            if late:
+                self.unanswered[verb] += 1
+                raise TierTimeout(self.name, verb, f"no answer within {seconds:.3g} s")
+            if call.cancelled():
+                raise TierError(self.name, verb, "cancelled by the tier itself")
+            return call.result()
+        except (ClosedError, ConfigError, FormatError, InvalidRequest):
+            raise
+        except Exception as error:
+            if not (late and seconds < self.limits.call_s):
+                self._failed(verb, error)
+            if isinstance(error, TierError):
+                raise
+            raise TierError(self.name, verb, f"{type(error).__name__}: {error}") from error
+
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # nobody else may ask for it any more
 
     def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
 
-    async def _overdue(self, work: Awaitable[T], deadline: Mono) -> T:
-        """Await `work` to its end; report a failure to the breaker if it outlives the deadline."""
+    async def _overdue(self, work: Awaitable[T], deadline: Mono, patient: bool) -> T:
+        """Await `work` to its end; report a failure to the breaker if it outlives a deadline that was patient."""
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._left_s(deadline) + 0.05)
-            if not done:
+            if not done and patient:
                 self.breaker.failed()
             return await task
         except asyncio.CancelledError:
@@ -187,12 +288,26 @@ class Guarded(Wrapper):
         except ClosedError:
             raise
         except Exception as error:
-            level = logging.DEBUG if self.breaker.errors else logging.WARNING
-            self.breaker.failed()
-            log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
+            self._failed(verb, error)
 
-    def _report(self, failed: bool) -> None:
-        if failed:
+    def _failed(self, verb: str, error: Exception) -> None:
+        level = logging.DEBUG if self.breaker.errors else logging.WARNING
+        self.breaker.failed()
+        log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
+
+    def _judge(self, results: Sequence[object], patient: bool) -> None:
+        """Report to the breaker what a lookup or read came to: lateness only if the tier was given time enough."""
+        if Miss.ERROR in results or (patient and Miss.LATE in results):
             self.breaker.failed()
-        else:
+        elif Miss.LATE not in results:
             self.breaker.succeeded()
+
+
+class OptionalVerbs:
+    """The verbs of `Retaining`, `Pinning` and `Notebook` that a tier has, by its guard."""
+
+    def __init__(self, guard: Guarded) -> None:
+        self._guard = guard
+
+    def __getattr__(self, verb: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self._guard.ask, verb)

@@ -10,7 +10,7 @@ from kvtier.clock import Clock
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey
 from kvtier.tiers.breaker import Health
-from kvtier.tiers.guard import Guarded, Wrapper
+from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
 from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, Retaining, Sealed, Stored, Target
 from kvtier.times import Mono
 
@@ -37,7 +37,7 @@ class Latency:
 class Metered(Wrapper):
     """Counts blocks by outcome, bytes, and latency per call; estimates what a read costs.
 
-    `retaining`, `pinning` and `notebook` give the tier itself, past guard and breaker: their verbs raise TierError.
+    `retaining`, `pinning` and `notebook` give the tier's verbs as its guard asks them: see `Guarded.ask`.
     """
 
     ESTIMATE_S = 60.0
@@ -67,17 +67,22 @@ class Metered(Wrapper):
         """Whether the breaker is closed."""
         return self.health is Health.WELL
 
+    @property
+    def resting(self) -> bool:
+        """Whether the breaker is open, and it is too early for a probe."""
+        return self.inner.breaker.resting
+
     def retaining(self) -> Retaining | None:
         """The tier, if it can exempt blocks from eviction."""
-        return cast(Retaining, self.inner.inner) if self._can(Retaining) else None
+        return cast(Retaining, OptionalVerbs(self.inner)) if self._can(Retaining) else None
 
     def pinning(self) -> Pinning | None:
         """The tier, if it keeps named pins."""
-        return cast(Pinning, self.inner.inner) if self._can(Pinning) else None
+        return cast(Pinning, OptionalVerbs(self.inner)) if self._can(Pinning) else None
 
     def notebook(self) -> Notebook | None:
         """The tier, if it stores notes."""
-        return cast(Notebook, self.inner.inner) if self._can(Notebook) else None
+        return cast(Notebook, OptionalVerbs(self.inner)) if self._can(Notebook) else None
 
     def _can(self, protocol: type) -> bool:
         """Whether the tier has every verb of an optional protocol. By `hasattr`, so that a wrapper may offer them."""

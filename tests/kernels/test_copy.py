@@ -224,8 +224,8 @@ def test_a_lost_copy_is_never_acknowledged_and_ends_the_engine() -> None:
     assert engine.stats().quarantined == 2 and engine.stats().broken
     with pytest.raises(TierError, match="lost"):
         engine.store(some(1, first=9))
-    assert not engine.wait([ticket], timeout=10.0)
-    assert not engine.close(timeout=10.0) and not mover.closed
+    assert not engine.wait([ticket], timeout_s=10.0)
+    assert not engine.close(timeout_s=10.0) and not mover.closed
     engine.check()
 
 
@@ -312,9 +312,9 @@ def test_closing_cancels_waits_and_releases_the_mover() -> None:
     mover = ManualMover()
     engine = engine_of(mover, CopyLimits(chunk_bytes=100, store_window_bytes=100))
     engine.store(some(3))
-    assert not engine.close(timeout=0.0) and not mover.closed
+    assert not engine.close(timeout_s=0.0) and not mover.closed
     mover.end(0)
-    assert engine.close(timeout=0.0) and mover.closed
+    assert engine.close(timeout_s=0.0) and mover.closed
     assert outcomes(engine.poll()) == {Outcome.ABORTED: 3}
     with pytest.raises(ClosedError):
         engine.load(some(1))

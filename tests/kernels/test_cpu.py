@@ -43,7 +43,7 @@ def test_whole_blocks_travel_to_every_rank_and_back() -> None:
     expected = torch.zeros_like(pool)
     expected[6], expected[5], expected[4] = before[1], before[2], before[3]
     assert torch.equal(pool, expected)
-    assert engine.close(timeout=1.0)
+    assert engine.close(timeout_s=1.0)
 
 
 LAYOUTS = list(product(["KBNHC", "BKNHC", "BKHNC", "BNHKC", "BHNKC"], Order, [False, True]))
@@ -135,9 +135,9 @@ def test_a_cancelled_copy_behind_a_closed_gate_leaves_only_quarantine() -> None:
     ticket = engine.load(Moves.of([(0, 0, 0)]), after=event)
     engine.cancel(ticket)
     assert drain(engine) == [] and engine.stats().quarantined == 1
-    assert not engine.close(timeout=0.0)
+    assert not engine.close(timeout_s=0.0)
     event.reached = True
-    assert engine.close(timeout=1.0)
+    assert engine.close(timeout_s=1.0)
     assert drain(engine) == [(ticket, Outcome.ABORTED)]
 
 

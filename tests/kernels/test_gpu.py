@@ -77,7 +77,7 @@ def cuda_engine(
 
 
 def finish(engine: CopyEngine, *tickets: int) -> list[Ack]:
-    assert engine.wait(tickets, timeout=60.0), engine.stats()
+    assert engine.wait(tickets, timeout_s=60.0), engine.stats()
     engine.check()
     return engine.poll()
 
@@ -201,7 +201,7 @@ def test_random_work_with_delays_never_gives_a_wrong_byte(method: Method) -> Non
     walk = GpuWalk(7, method)
     for _ in range(ITERATIONS // len(Method) + 1):
         walk.act()
-    walk.engine.wait(list(walk.tickets), timeout=60.0)
+    walk.engine.wait(list(walk.tickets), timeout_s=60.0)
     walk.settle()
     assert walk.wrong.item() == 0 and not walk.mismatches
     stats = walk.engine.stats()
@@ -218,7 +218,7 @@ def test_the_walk_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         walk.act()
         if walk.mismatches or walk.wrong.item():
             break
-    walk.engine.wait(list(walk.tickets), timeout=60.0)
+    walk.engine.wait(list(walk.tickets), timeout_s=60.0)
     torch.cuda.synchronize()
     assert walk.mismatches or walk.wrong.item()
     walk.engine.close(10.0)

@@ -10,7 +10,8 @@ import pytest
 import kvtier
 from kvtier.clock import Clock, SystemClock
 from kvtier.identity.keys import BlockKey
-from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
+from kvtier.retention.terms import Depth
+from kvtier.testing import Fault, FaultyTier, MemoryTier, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.protocol import Loaded, Miss, Target
 
 BLOCK = 4096
@@ -75,3 +76,33 @@ async def test_a_tier_that_is_not_there_cannot_be_emptied() -> None:
     async with kvtier.aopen(CONFIG, NS, tiers=[MemoryTier(NS, SystemClock())]) as cache:
         with pytest.raises(kvtier.InvalidRequest, match="it has g2, g3"):
             await cache.evict("g4")
+
+
+async def test_impatient_calls_do_not_take_a_healthy_tier_out_of_service() -> None:
+    """Ten matches and ten gets that wait no time, over two tiers of which the first is slow."""
+    clock = SystemClock()
+    slow = FaultyTier(Punctual(clock, 0.05), [Fault("lookup", "slow", seconds=0.05)])
+    deep = MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=1)
+    chain = chain_of(NS, 8)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[slow, deep]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        for _ in range(10):
+            await cache.match([*chain, *chain_of(NS, 16, seed=1)[8:]], timeout=0.001)
+            async with cache.get(chain, timeout=0.07):
+                pass
+        for tier in cache.manager.lower.values():
+            assert tier.healthy(), tier.name
+        assert await cache.match(chain, timeout=5) == 8
+        async with cache.get(chain, timeout=5) as hit:
+            assert len(hit.blocks) == 8
+
+
+async def test_a_tier_that_is_late_for_patient_callers_goes_out_of_service() -> None:
+    clock = SystemClock()
+    tier = FaultyTier(MemoryTier(NS, clock), [Fault("lookup", "hang")])
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
+        for _ in range(6):
+            await cache.match(chain_of(NS, 2), timeout=0.15)
+        assert not cache.manager.lower["g3"].healthy()

@@ -73,6 +73,25 @@ def test_small_steps_do_not_add_up_to_a_jump() -> None:
     assert reading.serve >= true + 99.0
 
 
+@pytest.mark.parametrize("step_s", [-110.0, -5.0, 5.0, 110.0])
+def test_a_small_step_changes_nothing_and_is_adopted_within_ten_minutes(step_s: float) -> None:
+    """NTP sets a clock by less than the skew: one-minute blocks go on being served, and soon there is one time."""
+    clock = VirtualClock()
+    expiry = WallClockGuard(clock)
+    minute = Terms("minute", ttl=60.0)
+    clock.advance(5.0)
+    before = expiry.read()
+    clock.jump_wall(step_s)
+    reading = expiry.read()
+    assert reading.serve == reading.stamp == before.serve
+    for _ in range(59):
+        life = Lifetime.of(minute, expiry.read().stamp)
+        clock.advance(10.0)
+        assert life.servable(Depth.G2, expiry.read().serve)
+    clock.advance(10.0)
+    assert expiry.read().adopted and expiry.read() == (clock.wall(), clock.wall(), clock.wall(), False)
+
+
 def test_an_anchor_carries_the_rule_over_a_restart() -> None:
     clock = VirtualClock()
     before = WallClockGuard(clock)

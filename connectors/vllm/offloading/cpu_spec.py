@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CpuWorker(OffloadingWorker):
-    """Copies when told to: a job is done before its submit returns."""
+    """Copies at once: a job is done before its submit returns."""
 
     def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
         """`region` is this worker's from now on."""
@@ -71,7 +71,7 @@ class CpuWorker(OffloadingWorker):
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        """No job is ever under way."""
 
     def shutdown(self) -> None:
         self._pairs.clear()

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
-
+from kvtier.tiers.host.slot import copy_out
 from kvtier.tiers.protocol import Pieces
 
 
@@ -34,11 +33,7 @@ class Rows:
     def write(self, row: int, pieces: Pieces) -> None:
         """Copy a block into a row. Other threads run meanwhile."""
         with self.read([row]) as (view,):
-            whole, start = np.frombuffer(view, np.uint8), 0
-            for piece in pieces:
-                np.copyto(whole[start : start + len(piece)], np.frombuffer(piece, np.uint8))
-                start += len(piece)
-            del whole
+            copy_out(pieces, view)
 
     def release(self) -> None:
         """Allow vLLM to unmap its memory. Idempotent."""

@@ -89,7 +89,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._introduced = False
         if config.security.salt == "deny" and not self._introduces:
             raise ConfigError(
-                "security.salt is deny, but vLLM's OffloadingConnector does not tell a tier a request's salt (it is in "
+                "security.salt is deny, but vLLM's OffloadingConnector does not name a request's salt (it is in "
                 "the block hashes, so salts share nothing either way); use kv_connector KVTierOffloadingConnector from "
                 "kvtier.connectors.vllm.offloading, or salt: shared"
             )
@@ -115,14 +115,14 @@ class KVTierSecondaryTier(SecondaryTierManager):
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
         alone = offloading_spec.config.parallel.world_size == 1  # then this is the worker's process, too
-        self._core = SchedulerCache(settings, namespace, events=self._events, computes=alone)
-        self._core.open()
+        self._caches = SchedulerCache(settings, namespace, events=self._events, computes=alone)
+        self._caches.open()
         self._rows = Rows(primary_kv_view)
         log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
 
     @property
     def _cache(self) -> Cache | None:
-        return self._core.cache
+        return self._caches.cache
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -175,7 +175,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             if not search.load.done():
                 return LookupResult.RETRY
             if search.served and state.searches < _SEARCHES_MAX:
-                search = None  # vLLM made room for what came by dropping other blocks of this very request
+                search = None  # vLLM made space for its blocks by dropping others of this very request
         if search is None:
             search = self._search(cache, state, state.chain_of(context, self._block_tokens), depth)
         again, search.last = depth <= search.last, depth
@@ -317,7 +317,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return good
 
     def _store(self, state: TierRequest | None, chain: list[BlockKey], placed: list[Placed]) -> list[bytes]:
-        """Returns all keys: a block that finds no room is no failure of the job."""
+        """Returns all keys: a block that finds no space is no failure of the job."""
         cache = self._cache
         if state is not None and cache is not None and chain:
             for run in runs_of(sorted(placed, key=lambda item: item.depth), lambda item: (chain, item.depth)):
@@ -337,7 +337,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 return
 
     def drain_jobs(self) -> None:
-        """Wait for the copies; the one that waits for room goes on for `store_wait` at most. vLLM calls this when it
+        """Wait for the copies; the one that waits for space goes on for `store_wait` at most. vLLM calls this when it
         resets its caches, which may mean new weights: nothing stored until now may be found again (unless
         `keep_on_reset`)."""
         self._hurry = True
@@ -347,7 +347,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             state.stale = True
             if state.search is not None:
                 or_fallback(state.search.end, fallback=None)
-        self._core.rotate()
+        self._caches.rotate()
 
     # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -386,4 +386,4 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 or_fallback(state.search.end, fallback=None)
         self._requests.clear()
         self._rows.release()
-        self._core.close(self._flush_s)
+        self._caches.close(self._flush_s)

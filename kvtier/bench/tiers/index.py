@@ -130,7 +130,7 @@ class PoolCycle:
         return time.thread_time() - confirmed + allocated - begin
 
     def seconds_per_block(self) -> float:
-        before = self._pool.counters.evicted
+        before = self._pool.evicted
         seconds = sum(self._serve() for _ in range(self._repeats))
-        assert self._pool.counters.evicted - before == self._repeats * self._blocks
+        assert self._pool.evicted - before == self._repeats * self._blocks
         return seconds / (self._repeats * self._blocks)

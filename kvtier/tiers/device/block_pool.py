@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.errors import CapacityError, ConfigError, InvalidRequest
@@ -28,23 +27,11 @@ from kvtier.times import Mono, Wall
 _RENEW_S = 1.0  # uses closer together than this renew a block's ttl only once
 
 
-@dataclass(slots=True)
-class PoolCounters:
-    """Since the pool was made, in blocks."""
-
-    allocated: int = 0
-    evicted: int = 0  # named blocks whose slot was handed out
-    spill_lost: int = 0  # of these, blocks that no lower tier had
-    confirmed: int = 0
-    duplicate: int = 0  # confirmed under a name that another slot held already
-
-
 class BlockPool:
     """`blocks` slots, numbered from 0. One owner thread; nothing here blocks or waits.
 
-    A slot has a reference count, a generation (raised each time it is handed out) and at most one name. Slots that
-    the caller got from `allocate` or `pin` are its to read, and to write if they came from `allocate`, until it
-    passes them to `free`.
+    A slot has a reference count and at most one name. Slots that the caller got from `allocate` or `pin` are its to
+    read, and to write if they came from `allocate`, until it passes them to `free`.
 
     `horizon` is how many of the slots that are handed out next `pick` looks at; `dirty_max_age_s` is how long a
     block may stay dirty outside it.
@@ -56,12 +43,12 @@ class BlockPool:
         self.blocks = blocks
         self.horizon = horizon
         self.dirty_max_age_s = dirty_max_age_s
-        self.counters = PoolCounters()
+        self.evicted = 0  # named blocks whose slot was handed out
+        self.spill_lost = 0  # of these, blocks that no lower tier had
         self.on_lost: Callable[[Sequence[BlockKey]], None] | None = None  # called with blocks that no lower tier had
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._index: dict[BlockKey, int] = {}
         self._refs = [0] * blocks
-        self._generations = [0] * blocks
         self._keys: list[BlockKey | None] = [None] * blocks
         self._lives: list[Lifetime | None] = [None] * blocks
         self._ends = [Wall(0)] * blocks  # when the block dies if it is never used again
@@ -82,20 +69,18 @@ class BlockPool:
         slots = [pop(False)[0] for _ in range(count)]
         if self._copying:
             slots = self._without_copying(slots, count)
-        refs, keys, index, generations = self._refs, self._keys, self._index, self._generations
+        refs, keys, index = self._refs, self._keys, self._index
         resident = len(index)
         for slot in slots:
             refs[slot] = 1
-            generations[slot] += 1
             key = keys[slot]
             if key is not None:
                 del index[key]
                 keys[slot] = None
-        self.counters.allocated += count
-        self.counters.evicted += resident - len(index)
+        self.evicted += resident - len(index)
         if self._dirty:
             lost = self._dirty.discard(slots)
-            self.counters.spill_lost += len(lost)
+            self.spill_lost += len(lost)
             if lost and self.on_lost is not None:
                 self.on_lost(lost)
         return slots
@@ -124,10 +109,6 @@ class BlockPool:
         if not self._copying:
             return len(self._free)
         return len(self._free) - sum(1 for slot in self._copying if not self._refs[slot])
-
-    def generation(self, slot: int) -> int:
-        """How often the slot was handed out: tells a stale command from a current one."""
-        return self._generations[slot]
 
     def _without_copying(self, slots: list[int], count: int) -> list[int]:
         """Replace the slots that a copy still reads by the next ones; the former stay first in the queue."""
@@ -213,9 +194,7 @@ class BlockPool:
                 if dirty_since is not None:
                     add(slot, chain, depth, dirty_since)
             else:
-                self.counters.duplicate += holder != slot
                 self._extend(holder, chain, depth, life, dirty_since)
-        self.counters.confirmed += len(slots)
 
     def _extend(
         self, slot: int, chain: Sequence[BlockKey], depth: int, life: Lifetime, dirty_since: Mono | None

@@ -56,11 +56,6 @@ class DevicePool(BlockPool):
         self._engine: CopyEngine | None = None
         self._overdue: dict[int, Late] = {}  # by ticket: cancelled copies that may still be running
 
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes are."""
-        return self.rows.device
-
     def typed(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """All slots as one tensor `[blocks, *shape]` of `dtype`: a view, index it by slot.
 
@@ -110,10 +105,6 @@ class DevicePool(BlockPool):
             return False
         self._deliver(self._engine.poll())
         return not self._overdue and not self._engine.stats().broken
-
-    def block(self, slot: int) -> memoryview:
-        """The bytes of the block in `slot`: the slot itself for a pool in RAM, else a copy. Read-only."""
-        return memoryview(self.rows[slot].cpu().numpy()).toreadonly()
 
     def _attached(self) -> CopyEngine:
         if self._engine is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.index import ObjectEntry
@@ -31,15 +30,9 @@ class Remover:
         for scope in {scope_of_key(key) for key in wanted - gone}:
             async for page in self._list(self._store.names.scope(scope)):
                 unknown = [(last, stat.size) for last, stat in page if self._store.index.get(last) is None]
-                found = await asyncio.gather(*(self._inspect(last, size) for last, size in unknown))
+                found = await asyncio.gather(*(self._store.inspect(last, size) for last, size in unknown))
                 gone |= await self._delete_holding([entry for entry in found if entry is not None], wanted)
         return len(gone)
-
-    async def _inspect(self, last: BlockKey, size: int) -> ObjectEntry | None:
-        try:
-            return await self._store.inspect(last, size)
-        except CorruptError:
-            return None
 
     async def _delete_holding(self, entries: Sequence[ObjectEntry], wanted: set[BlockKey]) -> set[BlockKey]:
         """Delete those of `entries` that hold some of `wanted`; returns which of `wanted`."""

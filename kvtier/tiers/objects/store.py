@@ -101,8 +101,13 @@ class ObjectStore:
         return None
 
     async def inspect(self, last: BlockKey, size: int) -> ObjectEntry | None:
-        """Read the header of the object named by `last`, of which a listing gave the size; None if it is gone. Raises
-        CorruptError or TierError; changes neither bucket nor index."""
+        """The object named by `last`, of which a listing gave the size, by its header; None if it is gone or damaged.
+        Changes neither bucket nor index. Raises TierError."""
+        with contextlib.suppress(CorruptError):
+            return await self._inspect(last, size)
+        return None
+
+    async def _inspect(self, last: BlockKey, size: int) -> ObjectEntry | None:
         raw = bytearray(min(size, header_bytes_of(self.stride)))
         async with self._probes:
             stat = await self.bucket.read(self.names.stride(last), 0, [memoryview(raw)])
@@ -118,7 +123,7 @@ class ObjectStore:
         """Whether a tombstone covers the object; one that cannot be read counts as covered."""
         known = self.index.get(last)
         try:
-            entry = known if known is not None else await self.inspect(last, size)
+            entry = known if known is not None else await self._inspect(last, size)
         except CorruptError:
             return True
         return entry is not None and self.tombstones.cover(entry.frame.scope, entry.frame.life.born)

@@ -8,13 +8,11 @@ being rewritten stays.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
-from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
@@ -92,13 +90,11 @@ class Sweeper:
         for last, stat in strides if self._store.pins else ():
             if stat.modified is None or stat.modified > old:
                 continue
-            entry = self._store.index.get(last)
-            if entry is None:
-                with contextlib.suppress(CorruptError):
-                    entry = await self._store.inspect(last, stat.size)
+            entry = self._store.index.get(last) or await self._store.inspect(last, stat.size)
             wall_s = self._clock.wall()
-            pinned = entry is not None and self._store.pins.cover(entry, wall_s)
-            if entry is not None and pinned and not entry.life.servable(Depth.G4, wall_s):
+            if entry is None or entry.life.servable(Depth.G4, wall_s):
+                continue
+            if self._store.pins.cover(entry, wall_s):
                 await self._store.renew(entry, entry.renewed)
 
     def _random_start(self) -> str:
@@ -114,10 +110,7 @@ class Sweeper:
     async def _delete_dead(self, last: BlockKey, size: int) -> ObjectEntry | None:
         """Delete an object that its present header shows to be dead, in that very version; returns it if so. One that
         cannot be read is left to the next read of its name."""
-        try:
-            entry = await self._store.inspect(last, size)
-        except CorruptError:
-            return None
+        entry = await self._store.inspect(last, size)
         if entry is None or self._store.miss_of(entry, self._clock.wall() - GRACE_S) not in (Miss.EXPIRED, Miss.PURGED):
             return None
         return entry if await self._store.delete_version(entry) else None

@@ -160,16 +160,16 @@ def test_a_ceiling_keeps_blocks_above_it(engine: Any, prompt: Any, ceiling: str,
 
 def test_answers_say_what_became_of_their_requests(engine: Any, prompt: Any) -> None:
     (first,) = engine.host.generate(prompt(15), rid=["first"], new=32, kvtier={"pin": {"name": "p", "ttl": "1h"}})
-    ((told,),) = [[entry for entry in first["told"] if entry is not None]]
-    assert (told["tokens_read"], told["pin"]["name"]) == ({}, "p")
-    assert told["pin"].get("until", 0) > time.time()
+    ((reported,),) = [[entry for entry in first["answer"] if entry is not None]]
+    assert (reported["tokens_read"], reported["pin"]["name"]) == ({}, "p")
+    assert reported["pin"].get("until", 0) > time.time()
     engine.host.flush()
     (same,) = engine.host.generate(prompt(15), kvtier={"compared_with": "first"})
-    assert same["told"] == [{"tokens_read": {"g2": PROMPT_PAGES * 16}, "same_tokens": PROMPT_PAGES * 16}]
+    assert same["answer"] == [{"tokens_read": {"g2": PROMPT_PAGES * 16}, "same_tokens": PROMPT_PAGES * 16}]
     (half,) = engine.host.generate(prompt(15)[:200] + prompt(16, 197), kvtier={"compared_with": "first"})
-    assert half["told"] == [{"tokens_read": {}, "same_tokens": 192}]
+    assert half["answer"] == [{"tokens_read": {}, "same_tokens": 192}]
     (other,) = engine.host.generate(prompt(15), cache_salt="else", kvtier={"compared_with": "first"})
-    assert other["told"] == [{"tokens_read": {}, "same_tokens": None}]
+    assert other["answer"] == [{"tokens_read": {}, "same_tokens": None}]
 
 
 @pytest.mark.parametrize("tier", ["g3", "g4"])
@@ -182,7 +182,7 @@ def test_what_left_host_ram_comes_back_from_below(engine: Any, prompt: Any, tier
     (restored,) = engine.host.generate(prompt(seed))
     assert restored["host"] == PROMPT_PAGES * 16
     assert (restored["tokens"], restored["logprobs"]) == (own["tokens"], own["logprobs"])
-    assert restored["told"] == [{"tokens_read": {tier: PROMPT_PAGES * 16}}]
+    assert restored["answer"] == [{"tokens_read": {tier: PROMPT_PAGES * 16}}]
     assert engine.read(tier) - before == PROMPT_PAGES * 16
 
 
@@ -252,7 +252,7 @@ def test_a_load_that_fails_ends_its_request_and_poisons_nothing(engine: Any, pro
     assert restored["tokens"] == own["tokens"]
 
 
-def test_what_was_read_is_told_by_tier(engine: Any, prompt: Any) -> None:
+def test_tokens_read_are_reported_by_tier(engine: Any, prompt: Any) -> None:
     before = engine.metric("kvtier_tokens_read_total", tier="g2")
     engine.host.generate(prompt(78))
     engine.host.flush()

@@ -35,7 +35,7 @@ def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         sglang_hooks.install()
 
 
-def test_a_plug_in_that_was_loaded_without_ours_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_that_was_loaded_without_ours_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.connectors.sglang import hooks as sglang_hooks
     from kvtier.errors import ConfigError
 

@@ -33,7 +33,7 @@ def test_offloading_again_stores_nothing(bench: Any) -> None:
     assert b.linker.stats()["requests"]["accepted"] == before == 4
 
 
-def test_salts_and_wishes_of_requests_are_kept(bench: Any) -> None:
+def test_salts_and_parameters_of_requests_are_kept(bench: Any) -> None:
     b, keys = bench(), keys_of(2)
     assert b.offload(keys, [1, 2], salt="alice")
     b.settle()
@@ -121,7 +121,7 @@ def test_a_queued_load_can_be_cancelled(bench: Any) -> None:
     assert b.pinned() == 0
 
 
-def test_a_layer_that_never_comes_is_told_at_the_end(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_never_comes_is_reported_at_the_end(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     b, keys = bench(), keys_of(2)
     b.offload(keys, [1, 2])
     b.settle()

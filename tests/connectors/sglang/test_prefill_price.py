@@ -23,17 +23,17 @@ def batch_of(tokens: int, began: float, **changed: Any) -> Any:
 def test_only_batches_that_did_nothing_but_compute_prompts_tell_the_price(bench: Any) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    b, told = bench(), []
-    b.linker._prefill._computed = lambda blocks, seconds: told.append(blocks)
+    b, reported = bench(), []
+    b.linker._prefill._computed = lambda blocks, seconds: reported.append(blocks)
     now = time.monotonic()
     for other in ({"forward_mode": ForwardMode.DECODE}, {"forward_mode": ForwardMode.MIXED}):
         b.linker.batch_done(batch_of(8 * PAGE, now - 1, **other))
     b.linker.batch_done(batch_of(8 * PAGE, now - 1, hicache_consumer_index=3))
     b.linker.batch_done(batch_of(7 * PAGE, now - 1))  # too short to tell
     b.linker.batch_done(SimpleNamespace())  # of a release that names things otherwise
-    assert told == []
+    assert reported == []
     b.linker.batch_done(batch_of(9 * PAGE, now - 1))
-    assert told == [9]
+    assert reported == [9]
 
 
 def test_what_prefill_costs_decides_what_is_loaded(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Requests before their admission: what is waited for, on all ranks alike, and what is booked and said of it."""
+"""Requests before their admission: what is waited for, on all ranks alike, and what is recorded and answered."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_aborted_request_lets_go_of_its_promotion(bench: Any) -> None:
     cache.check()
 
 
-def test_tokens_are_booked_by_the_tier_they_came_from(bench: Any) -> None:
+def test_tokens_are_recorded_by_the_tier_they_came_from(bench: Any) -> None:
     b, keys = bench(), keys_of(6)
     stored_below(b, keys)
     b.offload(keys[:2], [1, 2])
@@ -140,12 +140,12 @@ def test_prompts_are_pinned_whether_they_are_looked_up_or_on_the_device(bench: A
     b.offload(keys, [1, 2, 3, 4])
     b.settle()
     assert {pin.name: pin.resident for pin in cache.pins.list()} == {"manual": 4, "hot": 3}
-    for _ in range(100):  # what is told changes when the pin is on disk
-        ((told,),) = known.customized_info.values()
-        if "until" in told["pin"]:
+    for _ in range(100):  # the answer changes when the pin is on disk
+        ((reported,),) = known.customized_info.values()
+        if "until" in reported["pin"]:
             break
         time.sleep(0.02)
-    assert told["pin"]["name"] == "hot" and told["pin"]["until"] > 0
+    assert reported["pin"]["name"] == "hot" and reported["pin"]["until"] > 0
 
 
 def test_answers_say_what_was_read_and_how_far_prompts_agree(bench: Any) -> None:
@@ -154,15 +154,15 @@ def test_answers_say_what_was_read_and_how_far_prompts_agree(bench: Any) -> None
     b.settle()
     first, same, other = b.req("first"), b.req("same", compared_with="first"), b.req("other", compared_with="first")
     unknown = b.req("unknown", compared_with="first", salt="alice")
-    told = []
+    reported = []
     for req, chain in ((first, keys), (same, keys), (other, [*keys[:2], *keys_of(2, 1)]), (unknown, keys)):
         b.linker.before_lookup(req, list, b.vote)
         if hits := len(b.linker.lookup(req.rid, b.transfer(chain))):
             b.linker.load(req.rid, b.transfer(chain[:hits], [5, 6, 7, 8][:hits]))
         b.linker.admitted(req)
         b.run()
-        told += req.customized_info["kvtier"]
-    assert told == [
+        reported += req.customized_info["kvtier"]
+    assert reported == [
         {"tokens_read": {"g2": 4 * PAGE}},
         {"tokens_read": {"g2": 4 * PAGE}, "same_tokens": 4 * PAGE},
         {"tokens_read": {"g2": 2 * PAGE}, "same_tokens": 2 * PAGE},

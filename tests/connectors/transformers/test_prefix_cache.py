@@ -114,7 +114,7 @@ def test_a_pool_smaller_than_the_prompt_loses_nothing(config: Any, model: Any) -
                 output, hit = turn(prefixes, model, one)
                 prefixes.flush()
                 assert torch.equal(output, expected)
-        assert hit == 320 and prefixes.pool.counters.spill_lost == 0
+        assert hit == 320 and prefixes.pool.spill_lost == 0
         assert prefixes.stats()["requests"]["dropped"] == 0
 
 

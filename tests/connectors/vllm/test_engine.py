@@ -43,16 +43,16 @@ def test_blocks_come_back_from_disk(engine: Any) -> None:
     cold = engine.generate(prompts=[prompt(4)])
     assert engine.flush()["pending"] == 0
     assert engine.reset()
-    told = engine.sources()
+    reported = engine.sources()
     engine.generate(prompts=[prompt(4)])
     assert engine.evict(tier="g2") > 0
     assert engine.reset()
     warm = engine.generate(prompts=[prompt(4)])
     assert tokens(warm) == tokens(cold) and warm[0]["read"] == {"g3": 288}
-    told = {name: count - told.get(name, 0) for name, count in engine.sources().items()}
+    reported = {name: count - reported.get(name, 0) for name, count in engine.sources().items()}
     if keeps_accounts():
-        assert told["vllm:kvtier_tokens_read:g2"] == told["vllm:kvtier_tokens_read:g3"] == 288
-        assert told["host"] == told["disk"] == 288, "and so it is in vLLM's own account"
+        assert reported["vllm:kvtier_tokens_read:g2"] == reported["vllm:kvtier_tokens_read:g3"] == 288
+        assert reported["host"] == reported["disk"] == 288, "and so it is in vLLM's own account"
     assert engine.check() == IDLE
 
 
@@ -237,11 +237,11 @@ def test_a_request_pins_its_prompt(engine: Any) -> None:
     assert engine.stats()["g2"]["evictions"] > before + 9, "the control: blocks had to leave"
     assert engine.resident(prompt=prompt(72))[0] == 9
     again = engine.generate(prompts=[prompt(72)], control={"pin": {"name": "manual", "ttl": "2h"}})[0]
-    assert "refused" not in first["told"]["pin"] and again["told"]["pin"]["name"] == "manual"
+    assert "refused" not in first["answer"]["pin"] and again["answer"]["pin"]["name"] == "manual"
     assert again["tokens"] == first["tokens"] and engine.pins(count=1) == {"manual": 9}
     taken = engine.generate(prompts=[prompt(73)], control={"pin": {"name": "manual", "ttl": "2h"}})[0]
     engine.generate(prompts=[prompt(73)], control={"pin": {"name": "manual", "ttl": "2h"}}, salt="a")
-    assert "until" not in taken["told"]["pin"], "the name belongs to another prompt"
+    assert "until" not in taken["answer"]["pin"], "the name belongs to another prompt"
     pins = engine.pins(count=2)
     assert len(pins) == 2 and pins["manual"] == 9, "another tenant's names are its own"
     engine.unpin()
@@ -252,11 +252,11 @@ def test_a_request_learns_where_its_prompt_left_an_earlier_one(engine: Any) -> N
     first = engine.generate(prompts=[prompt(71)])[0]
     changed = [*prompt(71)[:150], 7, *prompt(71)[151:]]
     other = engine.generate(prompts=[changed], control={"compared_with": first["id"]})[0]
-    assert other["told"]["same_tokens"] == 128, "four blocks of 32 before token 150"
+    assert other["answer"]["same_tokens"] == 128, "four blocks of 32 before token 150"
     unknown = engine.generate(prompts=[changed], control={"compared_with": "nobody"})[0]
-    assert unknown["told"]["same_tokens"] is None
+    assert unknown["answer"]["same_tokens"] is None
     foreign = engine.generate(prompts=[prompt(71)], control={"compared_with": first["id"]}, salt="a")[0]
-    assert foreign["told"]["same_tokens"] is None, "nothing is told of requests of another tenant"
+    assert foreign["answer"]["same_tokens"] is None, "no answer names requests of another tenant"
 
 
 def test_new_weights_in_place_end_everything_stored_before(engine: Any) -> None:

@@ -26,7 +26,7 @@ def mended(engine: Any) -> Iterator[None]:
 def test_a_failed_copy_costs_time_and_nothing_else(engine: Any) -> None:
     prompts = [prompt(8), prompt(9), prompt(10)]
     cold = engine.generate(prompts=prompts)
-    before, told = engine.counters(), engine.sources()
+    before, reported = engine.counters(), engine.sources()
     assert engine.reset()
     engine.break_loads(how="fail", positions=[4])
     warm = engine.generate(prompts=prompts)
@@ -36,7 +36,7 @@ def test_a_failed_copy_costs_time_and_nothing_else(engine: Any) -> None:
     assert sorted(out["read"].get("g2", 0) for out in warm) == [128, 288, 288], "one is cut at its first bad block"
     if keeps_accounts():
         ours, theirs = (
-            engine.sources()[name] - told.get(name, 0)
+            engine.sources()[name] - reported.get(name, 0)
             for name in ("vllm:kvtier_tokens_read:g2", "vllm:external_prefix_cache_hits")
         )
         assert (ours, theirs) == (128 + 288 + 288, 3 * 288), "vLLM counts what was computed again, too"
@@ -66,10 +66,10 @@ def test_a_load_is_asked_for_once_and_never_inside_a_step(engine: Any) -> None:
     assert [288, True] in answers and all(not loads for count, loads in answers if not count)
     assert all(loads for count, loads in answers if count)
     assert [out for name, out in calls if name == "allocated"] == [288, 0, 0], "the loaded one comes twice"
-    told = [out for name, out in calls if name == "start"]
+    reported = [out for name, out in calls if name == "start"]
     stores = [name for name, _ in calls if name in ("start", "store")]
-    assert told == sorted(set(told)), "one description per step"
-    assert stores == ["start", "store"] * len(told), "each step of the worker has both, also those without a forward"
+    assert reported == sorted(set(reported)), "one description per step"
+    assert stores == ["start", "store"] * len(reported), "each step of the worker has both, with or without a forward"
     assert engine.check() == IDLE
 
 
@@ -365,12 +365,12 @@ def test_more_blocks_than_the_pool_has(engine: Any) -> None:
     cold = [engine.generate(prompts=[p], tokens=110, control={"load": False, "store": False})[0] for p in prompts]
     for held in (False, True):
         assert engine.reset()
-        told = engine.sources()
+        reported = engine.sources()
         if held:
             engine.hold_stores()
         together = engine.generate(prompts=prompts, tokens=110, settle=False, control={"load": held})
         assert tokens(together) == tokens(cold)
-        assert engine.sources()["vllm:num_preemptions"] > told.get("vllm:num_preemptions", 0)
+        assert engine.sources()["vllm:num_preemptions"] > reported.get("vllm:num_preemptions", 0)
         engine.mend()
         engine.settle()
         assert engine.check() == IDLE

@@ -21,7 +21,7 @@ SIZE = 16
 CHAIN = chain_of(sample_namespace(), 4)
 
 
-def told(depth: int) -> object:
+def reported(depth: int) -> object:
     return maybe_convert_block_hash(BlockHash(CHAIN[depth][-32:]))
 
 
@@ -44,10 +44,10 @@ def test_each_tier_has_its_medium_and_each_block_its_tokens_and_parent() -> None
         ("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE"),
     ]  # fmt: skip
     for event, depth in zip(stored, [1, 2] * 3, strict=True):
-        assert event.block_hashes == [told(depth)] and event.parent_block_hash == told(depth - 1)
+        assert event.block_hashes == [reported(depth)] and event.parent_block_hash == reported(depth - 1)
         assert event.token_ids == list(range(depth * SIZE, (depth + 1) * SIZE)) and event.block_size == SIZE
     (removed,) = [event for event in out if isinstance(event, BlockRemoved)]
-    assert removed.block_hashes == [told(1)] and removed.medium == "CPU" and removed.ownership == "kvtier"
+    assert removed.block_hashes == [reported(1)] and removed.medium == "CPU" and removed.ownership == "kvtier"
     assert list(events.take()) == []
     batch = KVEventBatch(ts=1.0, events=out)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch)
@@ -58,10 +58,10 @@ def test_a_block_of_which_only_the_name_is_known_says_so() -> None:
     events = learnt(known_max=1)
     events.events.of("g3")(CHAIN[:1], True)
     (event,) = events.take()
-    assert event.token_ids == [] and event.block_size == 0 and event.block_hashes == [told(0)]
+    assert event.token_ids == [] and event.block_size == 0 and event.block_hashes == [reported(0)]
 
 
-def test_new_weights_clear_what_was_told() -> None:
+def test_new_weights_clear_what_was_reported() -> None:
     events = learnt()
     events.events.of("g2")(CHAIN, True)
     events.clear()

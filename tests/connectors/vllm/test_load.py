@@ -47,8 +47,8 @@ def test_five_hundred_requests_over_a_sick_tier(start: Start, tmp_path: Path, ti
     for _ in range(10):
         slowest = max(slowest, served_from_below(engine, prompts, cold))
     misses = engine.stats()["requests"]["misses"]
-    told = {"error": ("error", "breaker"), "hang": ("late", "breaker"), "corrupt": ("corrupt",)}[fault]
-    struck = sum(misses.get(reason, 0) for reason in told)
+    reported = {"error": ("error", "breaker"), "hang": ("late", "breaker"), "corrupt": ("corrupt",)}[fault]
+    struck = sum(misses.get(reason, 0) for reason in reported)
     assert struck > 0, "the fault was never met"
     assert slowest < 30
     waits = engine.waits()

@@ -30,7 +30,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.requests: list[list[int]] = []
         self.content: dict[int, BlockKey] = {}  # what was written to a slot last
         self.copies: list[list[tuple[Dirty, BlockKey]]] = []
-        self.generations = [0] * BLOCKS
         self.life = Lifetime.of(BUILTIN["24h"], 0.0)
 
     def held(self) -> set[int]:
@@ -58,7 +57,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(new) & (self.held() | self.copied() | set(pinned)), "a slot in use was handed out"
         for slot, key in zip(new, chain[len(pinned) : length], strict=True):
             self.content[slot] = key
-            self.generations[slot] += 1
         self.pool.confirm(new, chain, self.life, first=len(pinned), dirty_since=self.now if dirty else None)
         assert len(self.pool.match(chain[:length], self.now)) == length
         self.requests.append(pinned + new)
@@ -96,7 +94,6 @@ class PoolMachine(RuleBasedStateMachine):
     def conserved(self) -> None:
         self.pool.check()
         assert self.pool.free_blocks == BLOCKS - len(self.held() | self.copied())
-        assert [self.pool.generation(slot) for slot in range(BLOCKS)] == self.generations
         for chain in CHAINS:
             for slot, key in zip(self.pool.match(chain, self.now), chain, strict=False):
                 assert self.content[slot] == key

@@ -42,7 +42,7 @@ def test_bytes_come_back_from_the_host_as_they_went_there(arena: Arena) -> None:
     pool.rows.zero_()
     again = pool.allocate(4)
     assert pool.copy_in(places, again, never) == [True] * 4
-    assert [bytes(pool.block(slot)) for slot in again] == payloads
+    assert [bytes(pool.rows[slot].numpy()) for slot in again] == payloads
     pool.detach()
     pool.detach()
 
@@ -90,7 +90,7 @@ def test_a_typed_view_is_the_memory_itself() -> None:
     pool = DevicePool(3, BLOCK)
     blocks = pool.typed(torch.float32, (2, 2, 16, 32))
     blocks[1] = torch.arange(2048, dtype=torch.float32).view(2, 2, 16, 32)
-    assert bytes(pool.block(1)) == torch.arange(2048, dtype=torch.float32).numpy().tobytes()
+    assert bytes(pool.rows[1].numpy()) == torch.arange(2048, dtype=torch.float32).numpy().tobytes()
     with pytest.raises(InvalidRequest, match="8192"):
         pool.typed(torch.float32, (2, 2, 16, 31))
 

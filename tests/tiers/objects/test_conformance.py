@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli.g4 import RULE, _put_rule, backstop, exam_of, findings
+from kvtier.cli.g4 import RULE, _put_rule, backstop, findings, probe_bucket
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
@@ -28,10 +28,10 @@ def levels(found: Config) -> dict[str, str]:
 def test_a_good_server_is_found_good(seaweedfs: S3Server, client: str) -> None:
     good = config(f"{seaweedfs.new_bucket()}/p", seaweedfs.options, g4={"client": client})
     assert good.tiers.g4 is not None
-    exam = exam_of(good.tiers.g4)
-    assert not [trait for trait in exam.traits if trait.ok is False]
-    assert exam.skew_s is not None and abs(exam.skew_s) < 30
-    assert exam.read_bytes_per_s and exam.write_bytes_per_s
+    report = probe_bucket(good.tiers.g4)
+    assert not [trait for trait in report.traits if trait.ok is False]
+    assert report.skew_s is not None and abs(report.skew_s) < 30
+    assert report.read_bytes_per_s and report.write_bytes_per_s
     assert levels(good) == {"g4": "ok", "g4 clock": "ok", "g4 break-even": "ok"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.times import Wall
@@ -22,6 +21,8 @@ class CombinedBucket:
         self._secondary = secondary
         self._started = False
         self._starting = asyncio.Lock()
+        self.start, self.create, self.replace, self.head = primary.start, primary.create, primary.replace, primary.head
+        self.read, self.delete_many, self.list = primary.read, primary.delete_many, primary.list
 
     async def _connected(self) -> Bucket:
         async with self._starting:
@@ -30,33 +31,12 @@ class CombinedBucket:
                 self._started = True
         return self._secondary
 
-    async def start(self) -> None:
-        await self._primary.start()
-
-    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
-        return await self._primary.create(name, data, used)
-
-    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
-        return await self._primary.replace(name, data, used, etag)
-
-    async def head(self, name: str) -> Stat | None:
-        return await self._primary.head(name)
-
-    async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
-        return await self._primary.read(name, start, into)
-
     async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         return await (await self._connected()).renew(name, etag, used)
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
         bucket = self._primary if etag is None else await self._connected()
         return await bucket.delete(name, etag)
-
-    async def delete_many(self, names: Sequence[str]) -> None:
-        await self._primary.delete_many(names)
-
-    def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
-        return self._primary.list(prefix, after)
 
     async def close(self) -> None:
         await self._primary.close()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections import deque
 from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvtier.tiers.objects.bucket.protocol import TIER, Transient
+from kvtier.tiers.objects.bucket.protocol import TIER, Scatter, Transient
 
 DIRECT_BYTES = 16 << 10
 """Reads of at least this size are worth a signed URL."""
@@ -152,7 +151,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._head = bytearray(_HEAD_BYTES_MAX)
         self._filled = 0
-        self._views: deque[memoryview] = deque()
+        self._scatter = Scatter(())
         self._range = (0, 0)
         self._headers: Headers | None = None
         self._answer: asyncio.Future[tuple[int, Headers | None]] | None = None
@@ -167,7 +166,7 @@ class _Connection(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         self._filled = self._received = 0
         self._headers, self._range = None, (start, stop)
-        self._views = deque(view for view in into if len(view))
+        self._scatter = Scatter(into)
         answer: asyncio.Future[tuple[int, Headers | None]] = loop.create_future()
         self._answer = answer
         try:
@@ -196,7 +195,7 @@ class _Connection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """Close at once; no buffer is written to any more."""
         self.alive = False
-        self._views.clear()
+        self._scatter = Scatter(())
         if self._transport is not None:
             self._transport.abort()
 
@@ -211,8 +210,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._fail(Transient(TIER, "get", "body shorter than announced") if self._received else _Stale())
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._headers is not None and self._views:
-            return self._views[0]
+        if self._headers is not None and not self._scatter.full:
+            return self._scatter.buffer
         return memoryview(self._head)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -220,7 +219,8 @@ class _Connection(asyncio.BufferedProtocol):
         if self._answer is None or self._answer.done():
             self.abort()  # more than was announced, or a response to nothing
         elif self._headers is not None:
-            self._advance(nbytes)
+            self._scatter.advance(nbytes)
+            self._end_if_full()
         else:
             seen = self._filled
             self._filled += nbytes
@@ -247,23 +247,13 @@ class _Connection(asyncio.BufferedProtocol):
             self._answer.set_result((status, None))
             return
         self._headers = headers
-        rest = memoryview(self._head)[end + 4 : self._filled]
-        while len(rest) and self._views:
-            view = self._views[0]
-            count = min(len(view), len(rest))
-            view[:count] = rest[:count]
-            rest = rest[count:]
-            self._advance(count)
+        rest = self._scatter.feed(memoryview(self._head)[end + 4 : self._filled])
+        self._end_if_full()
         if len(rest):
             self.abort()
 
-    def _advance(self, count: int) -> None:
-        """`count` bytes have been received into the first view."""
-        assert self._answer is not None
-        view = self._views.popleft()[count:]
-        if len(view):
-            self._views.appendleft(view)
-        elif not self._views:
+    def _end_if_full(self) -> None:
+        if self._answer is not None and self._scatter.full:
             self._answer.set_result((206, self._headers))
 
 

@@ -22,12 +22,11 @@ from kvtier.tiers.objects.bucket.direct_http import (
     reachable,
     size_of,
 )
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use
 from kvtier.times import Wall
 
 T = TypeVar("T")
 _CHUNK = 4 << 20
-_DELETES = 16
 
 # s3fs's names of options that both libraries have.
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token", "anon": "skip_signature"}
@@ -238,22 +237,13 @@ class ObstoreBucket:
 
 
 def _stat(name: str, answer: Any) -> Stat:
-    meta = answer.meta
-    try:
-        used = Wall(answer.attributes[USED])
-    except (KeyError, ValueError):
-        used = None
+    meta, used = answer.meta, recorded_use(answer.attributes)
     return Stat(name, meta["size"], meta["e_tag"] or "", used, meta["last_modified"].timestamp())
 
 
 def _answered(name: str, headers: Headers) -> Stat:
-    """From the headers of an answer with the bytes that were asked for."""
     answer = answer_of(headers)
-    modified = answer["LastModified"]
-    try:
-        used = Wall(headers[f"x-amz-meta-{USED}"])
-    except (KeyError, ValueError):
-        used = None
+    modified, used = answer["LastModified"], recorded_use(answer["Metadata"])
     return Stat(name, size_of(headers), answer["ETag"], used, modified.timestamp() if modified is not None else None)
 
 

@@ -13,7 +13,8 @@ may echo what was signed.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,31 +95,45 @@ async def first_page(bucket: Bucket, prefix: str, after: str = "") -> list[Stat]
     return []
 
 
+def recorded_use(metadata: Mapping[str, str]) -> Wall | None:
+    """`Stat.used` by an object's metadata. Pure."""
+    try:
+        return Wall(metadata[USED])
+    except (KeyError, ValueError):
+        return None
+
+
 class Scatter:
-    """Lays a body that comes in chunks into buffers in order, without its first `skip` bytes and those past the end."""
+    """Lays a body into buffers in order, without its first `skip` bytes: from chunks by `feed`, or received into
+    `buffer` and counted by `advance`."""
 
     def __init__(self, into: Sequence[memoryview], skip: int = 0) -> None:
-        self._into = [view for view in into if len(view)]
-        self._which = 0
-        self._offset = 0
+        self._views = deque(view for view in into if len(view))
         self._skip = skip
 
     @property
     def full(self) -> bool:
-        return self._which == len(self._into)
+        return not self._views
 
-    def feed(self, chunk: memoryview) -> None:
-        """The next bytes of the body."""
-        if self._skip:
-            dropped = min(self._skip, len(chunk))
-            self._skip -= dropped
-            chunk = chunk[dropped:]
+    @property
+    def buffer(self) -> memoryview:
+        """Where the next bytes go; not if `full`."""
+        return self._views[0]
+
+    def advance(self, count: int) -> None:
+        """`count` bytes were written to `buffer`."""
+        rest = self._views.popleft()[count:]
+        if len(rest):
+            self._views.appendleft(rest)
+
+    def feed(self, chunk: memoryview) -> memoryview:
+        """The next bytes of the body; returns those past the end of the buffers."""
+        dropped = min(self._skip, len(chunk))
+        self._skip -= dropped
+        chunk = chunk[dropped:]
         while len(chunk) and not self.full:
-            buffer = self._into[self._which]
-            count = min(len(chunk), len(buffer) - self._offset)
-            buffer[self._offset : self._offset + count] = chunk[:count]
+            count = min(len(chunk), len(self.buffer))
+            self.buffer[:count] = chunk[:count]
+            self.advance(count)
             chunk = chunk[count:]
-            self._offset += count
-            if self._offset == len(buffer):
-                self._which += 1
-                self._offset = 0
+        return chunk

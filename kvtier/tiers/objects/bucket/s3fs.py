@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use
 from kvtier.times import Wall
 
 SKEW_S = 60.0
@@ -241,13 +241,10 @@ class S3Bucket:
 
     def _used(self, answer: Mapping[str, Any]) -> Wall | None:
         """The recorded use, but no later than the object's age by the server's own clock allows."""
-        try:
-            used = Wall(answer.get("Metadata", {})[USED])
-        except (KeyError, ValueError):
-            return None
+        used = recorded_use(answer.get("Metadata", {}))
         date = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
         modified = answer.get("LastModified")
-        if date is None or modified is None:
+        if used is None or date is None or modified is None:
             return used
         try:
             age: float = (parsedate_to_datetime(date) - modified).total_seconds()

@@ -1,4 +1,4 @@
-"""Runs one SGLang engine on the CPU and does what it is told, one line of JSON answered by another.
+"""Runs one SGLang engine on the CPU driven by lines of JSON, each answered by another.
 
     python engine_host.py '{"model_path": …, more arguments of sgl.Engine}' ORDERS_FD ANSWERS_FD
 
@@ -106,7 +106,7 @@ def answer_of(result: dict[str, Any], seconds: float) -> dict[str, Any]:
         "tokens": list(result["output_ids"]),
         "logprobs": [step[0] for step in meta.get("output_token_logprobs", [])],
         "gaps": [max(step)[0] - min(step)[0] for step in meta.get("output_top_logprobs", [])],
-        "told": meta.get("kvtier"),
+        "answer": meta.get("kvtier"),
         "cached": meta["cached_tokens"],
         "host": details.get("host", 0),
         "storage": details.get("storage", 0),

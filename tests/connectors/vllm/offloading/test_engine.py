@@ -48,12 +48,12 @@ def test_prompts_come_back_from_every_place(engine: Any, arguments: dict[str, An
     assert engine.flush()["pending"] == 0 and engine.evict(tier="g2") > 0
     assert engine.forget()
     engine.generate(prompts=[prompt(3, 20)])  # events leave with the engine's steps
-    told = [event for event in engine.heard() if event["kind"] == "BlockStored" and event["ownership"] == "kvtier"]
-    assert len({event["hashes"][0] for event in told}) == 15 + 5 and told[0]["medium"] == "STORAGE"
+    reported = [event for event in engine.heard() if event["kind"] == "BlockStored" and event["ownership"] == "kvtier"]
+    assert len({event["hashes"][0] for event in reported}) == 15 + 5 and reported[0]["medium"] == "STORAGE"
     disk = [engine.generate(prompts=[p])[0] for p in prompts]
     assert tokens(disk) == tokens(cold) and disk[0]["cached"] == 480
-    told = engine.sources()
-    assert told["vllm:kvtier_tokens_read:g3"] == 480 + 160 and told["disk"] > 0
+    reported = engine.sources()
+    assert reported["vllm:kvtier_tokens_read:g3"] == 480 + 160 and reported["disk"] > 0
     assert engine.idle() == IDLE
 
     assert engine.evict(tier="g2") > 0 and engine.forget()
@@ -79,16 +79,16 @@ def test_wrong_bytes_would_be_noticed(engine: Any) -> None:
     assert tokens(engine.generate(prompts=[prompt(3)])) != tokens(right)
 
 
-def test_salts_share_nothing_and_senders_are_told(engine: Any) -> None:
+def test_salts_share_nothing_and_senders_get_answers(engine: Any) -> None:
     """vLLM's tiers do not hear of salts, pins and senders; under kvtier's offloading connector they do."""
     asked = {"pin": {"name": "manual", "ttl": "1h"}}
     cold = engine.generate(prompts=[prompt(7)], salt="one", control=asked)[0]
-    assert "refused" not in cold["told"]["pin"]
+    assert "refused" not in cold["answer"]["pin"]
     assert engine.forget()
     assert engine.generate(prompts=[prompt(7)], salt="two")[0]["read"] == {}
     assert engine.forget()
     warm = engine.generate(prompts=[prompt(7)], salt="one", control={**asked, "compared_with": cold["id"]})[0]
-    assert warm["tokens"] == cold["tokens"] and warm["told"]["same_tokens"] == 288
+    assert warm["tokens"] == cold["tokens"] and warm["answer"]["same_tokens"] == 288
     assert warm["read"] == {"g2": 288}
     assert [blocks for name, blocks in engine.pins(count=1).items() if name.endswith("/manual")] == [9]
     engine.unpin()

@@ -45,7 +45,7 @@ ROW, TOKENS, CHUNKS = 8192, 32, 16
 
 def described(**changes: Any) -> OffloadingConfig:
     """What vLLM tells a tier of its engine."""
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "groups": (OffloadingGroupConfig(TOKENS, ("layers.0", "layers.1"), 0),),
         "worker_kv_bytes_per_block": ROW,
         "enable_kv_cache_events": False,
@@ -56,7 +56,7 @@ def described(**changes: Any) -> OffloadingConfig:
         "parallel": OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
         "kv_cache_layout": "LBHNC",
     }
-    return OffloadingConfig(**{**told, **changes})
+    return OffloadingConfig(**{**reported, **changes})
 
 
 def chain(seed: int, count: int) -> list[bytes]:
@@ -337,7 +337,7 @@ def test_a_request_says_what_is_read_and_kept(make: Callable[..., Stack]) -> Non
     assert stack.cache.stats()["g3"]["blocks"] == 3
 
 
-def test_a_wish_that_vllms_own_connector_cannot_carry_is_refused_with_advice(
+def test_a_pin_that_vllms_own_connector_cannot_carry_is_refused_with_advice(
     make: Callable[..., Stack], caplog: pytest.LogCaptureFixture
 ) -> None:
     stack = make()

@@ -36,7 +36,7 @@ class Faults:
             def zeros(loads: Any) -> None:
                 plain(loads)
                 worker.poll()
-                tensors = worker._described.memory.keep
+                tensors = worker._described.memory.owners
                 for job in loads:
                     for tensor in tensors:
                         for block in job.moves.blocks:
@@ -53,7 +53,7 @@ class Faults:
                     failed = {p for p in positions or [0] if p < len(moves.blocks)}
                     worker._failed[moves.job] = failed
                     worker.poll()
-                    for tensor in worker._described.memory.keep:
+                    for tensor in worker._described.memory.owners:
                         for position in failed:
                             tensor[moves.blocks[position]].fill_(7.0)
 
@@ -71,7 +71,7 @@ class Faults:
                 if count % 3 == 0:
                     worker._failed.setdefault(moves.job, set()).add(count % len(moves.blocks))
                     worker.poll()
-                    for tensor in worker._described.memory.keep:
+                    for tensor in worker._described.memory.owners:
                         tensor[moves.blocks[count % len(moves.blocks)]].fill_(7.0)
 
             plain_load, begun = worker.load, 0
@@ -112,7 +112,7 @@ class Faults:
         would that fails."""
         track = self._track(name)
         bad = [track.table[position] for position in positions]
-        for tensor in self.worker._described.memory.keep:
+        for tensor in self.worker._described.memory.owners:
             for block in bad:
                 tensor[block].fill_(7.0)
         self.worker._bad_blocks.update(bad)
@@ -176,7 +176,7 @@ class Faults:
 
         self.core.pause_scheduler(mode="abort", clear_cache=True)
         get_kv_transfer_group().unregister_kv_caches()
-        for tensor in self.worker._described.memory.keep:
+        for tensor in self.worker._described.memory.owners:
             tensor.fill_(7.0)
 
     def wake(self) -> None:
@@ -186,13 +186,13 @@ class Faults:
         self.core.resume_scheduler()
 
     def keep_on_reset(self, keep: bool) -> None:
-        rotation = self.half._core._rotation
+        rotation = self.half._caches
         rotation._config = rotation._config.model_copy(update={"keep_on_reset": keep})
 
     def open_anew(self) -> bool:
         """Whether the cache that follows new weights is open; waits a while for it."""
         deadline = time.monotonic() + 20
-        while not self.half._core._rotation.join(0.1) and time.monotonic() < deadline:
+        while not self.half._caches.join(0.1) and time.monotonic() < deadline:
             pass
         return self.cache is not None
 

@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, told what to do in JSON lines over a pipe. Run by conftest.Engine.
+"""A vLLM engine in a process of its own, driven by JSON lines over a pipe. Run by conftest.Engine.
 
     python engine_host.py '{"model": …, "config": …, "processes": "one" | "own", …}' COMMANDS_FD ANSWERS_FD
 
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # run by itself, and told not to look beside itself
+sys.path.insert(0, str(Path(__file__).parent))  # run by itself with -P, which leaves its folder out
 
 from engine_faults import Faults
 
@@ -142,7 +142,7 @@ class Host(Faults):
                 "cached": out.num_cached_tokens,
                 "finish": out.outputs[0].finish_reason,
                 "id": out.request_id,
-                "told": (out.kv_transfer_params or {}).get("kvtier") or {},
+                "answer": (out.kv_transfer_params or {}).get("kvtier") or {},
                 "read": ((out.kv_transfer_params or {}).get("kvtier") or {}).get("tokens_read", {}),
             }
             for out in outs
@@ -192,7 +192,7 @@ class Host(Faults):
 
     @property
     def cache(self) -> Any:
-        current = self.half._core.current
+        current = self.half._caches.current
         return None if current is None else current[0]
 
     def settle(self) -> None:
@@ -276,7 +276,7 @@ class Host(Faults):
         return cost
 
     def namespace(self) -> dict[str, Any]:
-        return dict(self.half._core.namespace.fields())
+        return dict(self.half._caches.namespace.fields())
 
     def _track(self, name: str) -> Any:
         return next(state.track for key, state in self.half._requests.items() if key.startswith(name))
@@ -288,7 +288,7 @@ class Host(Faults):
             self.llm.llm_engine.step()
 
     def record_calls(self) -> None:
-        """Note the scheduler half's answers, and what each step of the worker was told."""
+        """Note the scheduler half's answers, and the calls of each step of the worker."""
         calls = self._calls = []
         half, worker, cache = self.half, self.worker, self.cache
 
@@ -321,7 +321,7 @@ class Host(Faults):
         return calls
 
     def record_waits(self) -> None:
-        """Note how long requests are told to ask again."""
+        """Note how long requests are asked again."""
         plain, began, waits = self.half.match, {}, self._waits
 
         def match(request: Any, computed: int) -> Any:

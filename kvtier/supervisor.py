@@ -1,0 +1,194 @@
+"""The background of a cache: tasks that are kept running and counted, on an event loop that strands no caller.
+
+supervisor.start("housekeeping", work, service)   restarted after an exception, with a pause that doubles
+supervisor.spawn(coroutine)                       runs once; its result is the caller's
+supervisor.close(deadline)                        cancels all of them; one that hangs is abandoned
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from kvtier.clock import Clock
+from kvtier.errors import ClosedError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+WINDOW_S = 60.0
+FAILURES_MAX = 3
+"""A task that failed so often within WINDOW_S takes its service down."""
+
+PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 5.0
+"""Between a failure and the restart: the first, and the longest that doubling leads to."""
+
+_UNWIND_S = 0.05
+"""What cancelled tasks have at least to undo what they hold, even where the deadline is over."""
+
+
+class Service(Protocol):
+    """What cannot be relied on while a task keeps failing: one tier, or the whole cache."""
+
+    def trip(self, reason: str) -> None:
+        """Take it out of service."""
+
+    def succeeded(self) -> None:
+        """It works again."""
+
+
+class Supervisor:
+    """Owns the background tasks of one event loop. Every verb is called on it; the counters are read anywhere."""
+
+    def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        """`sleep` waits between runs and before restarts."""
+        self._clock = clock
+        self._sleep = sleep
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failures: dict[str, deque[float]] = {}  # task → monotonic times within WINDOW_S
+        self.restarts: Counter[str] = Counter()
+        """By task."""
+        self.abandoned = 0
+        """Tasks that did not end when `close` cancelled them."""
+
+    def start(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], service: Service, every_s: float | None = None
+    ) -> None:
+        """Run `work` until `close`: once and for ever, or anew `every_s` seconds after each end.
+
+        An exception ends one run only. By then `work` has undone in its `finally` whatever it held. Tasks of one name
+        are counted together. A periodic task brings its service back with its first run that succeeds; for any other
+        task the service finds out by itself.
+        """
+        self.spawn(self._keep_running(name, work, service, every_s))
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` once, as a task that `close` ends. Its result and exception are the caller's."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self, deadline: float) -> None:
+        """Cancel every task, and wait until all have ended or the deadline is over."""
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=max(_UNWIND_S, deadline - self._clock.monotonic()))
+        hung = [task.get_name() for task in tasks if not task.done()]
+        self.abandoned += len(hung)
+        if hung:
+            log.warning("abandoned at close, since they do not end: %s", ", ".join(hung))
+
+    async def _keep_running(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], service: Service, every_s: float | None
+    ) -> None:
+        task, pause_s, tripped = asyncio.current_task(), 0.0, False
+        assert task is not None
+        task.set_name(name)
+        while True:
+            await self._sleep(pause_s or every_s or 0.0)
+            try:
+                await work()
+            except (Exception, asyncio.CancelledError) as error:  # a stray cancellation is a failure, too
+                if task.cancelling():
+                    raise
+                pause_s, out = self._failed(name, error, service)
+                tripped = tripped or out
+                continue
+            if every_s is None:
+                return
+            if tripped:
+                service.succeeded()
+            pause_s, tripped = 0.0, False
+
+    def _failed(self, name: str, error: BaseException, service: Service) -> tuple[float, bool]:
+        """Count and log a failure. Returns the pause before the restart, and whether the service is out."""
+        now = self._clock.monotonic()
+        times = self._failures.setdefault(name, deque())
+        while times and times[0] < now - WINDOW_S:
+            times.popleft()
+        times.append(now)
+        self.restarts[name] += 1
+        detail = f"{type(error).__name__}: {error}"
+        if len(times) == 1:
+            log.error("%s failed and is restarted", name, exc_info=error)
+        else:
+            log.warning("%s failed, time %d within a minute: %s", name, len(times), detail)
+        if len(times) >= FAILURES_MAX:
+            service.trip(f"{name} failed {len(times)} times within a minute, at last with {detail}")
+        return min(PAUSE_LAST_S, PAUSE_FIRST_S * 2 ** min(len(times) - 1, 10)), len(times) >= FAILURES_MAX
+
+
+class LoopOnThread:
+    """An event loop on a daemon thread, for callers on other threads. Whoever waits for it when it ends gets
+    ClosedError. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        """Starts the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._lock = threading.Lock()
+        self._ended = False
+        self._waiting: set[concurrent.futures.Future[Any]] = set()
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the loop; cancelling the future cancels it. Raises ClosedError when the loop has ended."""
+        with self._lock:
+            if self._ended:
+                work.close()
+                raise ClosedError("the cache is closed")
+            future = asyncio.run_coroutine_threadsafe(self._until_end(work), self._loop)
+            self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
+
+    def run(self, work: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
+        """What a coroutine returns. Raises TimeoutError, with the coroutine cancelled, if that takes longer than
+        `within_s`, and ClosedError when the loop ends."""
+        future = self.submit(work)
+        try:
+            return future.result(within_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def end(self, grace_s: float) -> None:
+        """Cancel what runs and end the thread. Blocks until that is done, at most 2 `grace_s`: what hangs is left to
+        its daemon thread. Idempotent."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain(grace_s)))
+        self._thread.join(2 * grace_s)
+        for future in list(self._waiting):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(ClosedError("the cache is closed"))
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _until_end(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._ended:
+                raise ClosedError("the cache is closed") from None
+            raise
+
+    async def _drain(self, grace_s: float) -> None:
+        """What was submitted has begun by now: the loop takes tasks in the order of their making."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        self._loop.stop()
