@@ -19,8 +19,8 @@ from kvtier.tiers.disk.records import (
     SLOT_ALIGN,
     SPARE,
     Entry,
+    FreeSlot,
     Segment,
-    Slot,
     SlotReservation,
     free_key,
     free_prefix,
@@ -87,7 +87,7 @@ class Segments:
         """A slot of the class that is not in use, as (segment, slot); None if there is none."""
         return self._take_free(slot_cls) or self._take_fresh(slot_cls)
 
-    def give(self, held: Slot | Entry | SlotReservation) -> None:
+    def give(self, held: FreeSlot | Entry | SlotReservation) -> None:
         """The slot of these is free again; a segment without any use goes back to all classes."""
         record = self._record(held.segment)
         self._changed[held.segment] = replace(record, used=record.used - 1)

@@ -19,8 +19,8 @@ from kvtier.tiers.disk.records import (
     SPARE,
     Counters,
     Entry,
+    FreeSlot,
     Segment,
-    Slot,
     SlotReservation,
     free_slot,
     number_of,
@@ -55,7 +55,7 @@ class _Holders:
         self.segments = segments
         self.slots: dict[tuple[int, int], str] = {}
 
-    def add(self, held: Slot | Entry | SlotReservation, holder: str) -> None:
+    def add(self, held: FreeSlot | Entry | SlotReservation, holder: str) -> None:
         place = (held.segment, held.slot)
         assert place not in self.slots, f"slot {place} is held by {self.slots[place]} and {holder}"
         record = self.segments[held.segment]

@@ -113,10 +113,6 @@ class EvictionOrder:
             yield slot_cls
             key = self._seek(number_key(ORDER, slot_cls + 1))
 
-    def rows(self) -> Iterator[tuple[bytes, bytes]]:
-        """All rows."""
-        return rows(self._txn, ORDER)
-
     def rows_in(self, slot_cls: int, segment: int) -> list[tuple[bytes, bytes]]:
         """The rows of a class whose blocks lie in one segment. Reads all rows of the class."""
         found = rows(self._txn, number_key(ORDER, slot_cls))

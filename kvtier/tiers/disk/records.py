@@ -201,8 +201,8 @@ def same_write(name: bytes, raw: bytes, current: bytes) -> bool:
         return False
 
 
-class Slot(NamedTuple):
-    """A place for a block: the `slot`-th one of a segment that is cut into slots of `slot_class`."""
+class FreeSlot(NamedTuple):
+    """The `slot`-th slot, free or about to be, of a segment that is cut into slots of `slot_class`."""
 
     slot_class: int
     segment: int
@@ -224,9 +224,9 @@ def free_prefix(slot_cls: int, segment: int) -> bytes:
     return _PLACE.pack(FREE, slot_cls, segment)
 
 
-def free_slot(key: bytes) -> Slot:
+def free_slot(key: bytes) -> FreeSlot:
     """The slot that a key of `free` names."""
-    return Slot(*_FREE.unpack(key)[1:])
+    return FreeSlot(*_FREE.unpack(key)[1:])
 
 
 def number_key(table: bytes, number: int) -> bytes:

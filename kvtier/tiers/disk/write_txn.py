@@ -24,6 +24,7 @@ from kvtier.tiers.disk.records import (
     GEOMETRY_KEY,
     NAMESPACE_KEY,
     NOTE_KEY,
+    ORDER,
     PURGED_KEY,
     RESERVED,
     RETAINED_KEY,
@@ -32,8 +33,8 @@ from kvtier.tiers.disk.records import (
     TIME,
     Counters,
     Entry,
+    FreeSlot,
     NewBlock,
-    Slot,
     SlotReservation,
     order_parts,
     priority_in,
@@ -300,7 +301,7 @@ class WriteTxn:
         """Cut the store to another capacity, evicting what lies beyond it. The caller uses the store alone and has
         reclaimed, and cuts the files after the commit. Reads the whole index."""
         geometry = replace(self.geometry, capacity=capacity_bytes)
-        for key, name in list(self._order.rows()):
+        for key, name in list(rows(self._txn, ORDER)):
             slot_cls, _rank, segment, slot = order_parts(key)
             if slot >= geometry.slots_of(segment, slot_cls):
                 self.drop(name)
@@ -367,11 +368,11 @@ class WriteTxn:
     def _delete_unreadable(self, name: bytes) -> None:
         """Remove a block whose entry cannot be read: its slot is found in `order`, by a scan."""
         self._delete_entry(name)
-        for key in [key for key, value in self._order.rows() if value == name]:
+        for key in [key for key, value in rows(self._txn, ORDER) if value == name]:
             slot_cls, _rank, segment, slot = order_parts(key)
             self._order.remove(key)
             self._count_bytes(name, -slot_cls)
-            self.segments.give(Slot(slot_cls, segment, slot))
+            self.segments.give(FreeSlot(slot_cls, segment, slot))
 
     def _delete_entry(self, name: bytes) -> None:
         self._txn.delete(BLOCKS + name)
