@@ -24,8 +24,7 @@ from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.worker import protocol
 from kvtier.tiers.disk.worker.process import WorkerProcess
-from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, SharedArena
-from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, MappableArena, SharedArena
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
 
@@ -54,7 +53,7 @@ class DiskWorkerClient:
         namespace: Namespace,
         *,
         clock: Clock,
-        arena: Arena,
+        arena: MappableArena,
         quota: float = 0.0,
     ) -> None:
         self.block_bytes = namespace.block_bytes

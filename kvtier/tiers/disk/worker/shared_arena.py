@@ -7,9 +7,19 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtier.tiers.protocol import Pieces
+
+
+class MappableArena(Protocol):
+    """G2's memory, one memfd per rank, as far as another process may map it."""
+
+    def fds(self) -> tuple[int, ...]:
+        """Descriptors that a child may inherit."""
+
+    def views(self) -> tuple[memoryview, ...]:
+        """All memory of each rank, as this process has it mapped."""
 
 
 class ArenaSpan(NamedTuple):
