@@ -226,10 +226,10 @@ class WriteTxn:
         that failed were a slot's next tenant, not damage. A renewed entry is still the same write.
         """
         current = self._txn.get(BLOCKS + name)
-        if current is None or not same_write(name, raw, current):
-            return False
-        self.drop(name)
-        return True
+        same = current is not None and same_write(name, raw, current)
+        if same:
+            self.drop(name)
+        return same
 
     # Retained blocks and saved state.
 
@@ -323,10 +323,10 @@ class WriteTxn:
     def _cancel_reservation(self, reservation: SlotReservation) -> bool:
         """Delete its record; the slot is the caller's. False if it is not ours any more."""
         raw = self._txn.get(reservation.key)
-        if raw is None or SlotReservation.serial_of(raw) != reservation.serial:
-            return False
-        self._txn.delete(reservation.key)
-        return True
+        ours = raw is not None and SlotReservation.serial_of(raw) == reservation.serial
+        if ours:
+            self._txn.delete(reservation.key)
+        return ours
 
     def _rank_of(self, name: bytes) -> int | None:
         """The rank of a block, None if it is not here."""
@@ -398,16 +398,14 @@ class WriteTxn:
         """Whether the block's scope stays within `share_bytes` with it. Its own coldest blocks are evicted for that."""
         self._shares.begin()
         scope, size = scope_in(block.name), slot_class(block.length) * SLOT_ALIGN
-        evictions = 0
-        while self._shares.of(scope) + size > share_bytes:
-            victim = None
-            if evictions < SCOPE_EVICTIONS_MAX:
-                victim = self._evict(lambda: self._order.victim_in_scope(scope, self._wall_s), priority, spared)
+        for _ in range(SCOPE_EVICTIONS_MAX):
+            if self._shares.of(scope) + size <= share_bytes:
+                return True
+            victim = self._evict(lambda: self._order.victim_in_scope(scope, self._wall_s), priority, spared)
             if victim is None:
                 return False
             self.segments.give(victim)
-            evictions += 1
-        return True
+        return self._shares.of(scope) + size <= share_bytes
 
     def _evict(
         self, next_victim: Callable[[], tuple[bytes, bytes] | None], priority: int, spared: bytes | None = None
