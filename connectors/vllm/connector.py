@@ -64,15 +64,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._stored: StepMeta | None = None
         if role == KVConnectorRole.WORKER:
-            self._worker = self._make_worker(self._cache_layout)
+            self._worker = WorkerHalf(self._cache_layout)
         elif getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") != "recompute":
             log.warning(
                 'kv_load_failure_policy is "fail": a block that cannot be copied in then fails its request; '
                 'set "recompute", so that it costs time only'
             )
-
-    def _make_worker(self, cache_layout: CacheLayout) -> WorkerHalf:
-        return WorkerHalf(cache_layout)
 
     # A cache delivers nothing: a block that is not saved is computed again.
     @property

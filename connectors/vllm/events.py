@@ -72,24 +72,17 @@ class KVEvents:
             self._cleared = False
             yield AllBlocksCleared()
         for change in self.events.take():
-            medium, locality = MEDIA.get(change.tier, (None, None))
-            if medium is not None:
-                yield from (
-                    self._stored(change, medium, locality)
-                    if change.stored
-                    else [
-                        _made(
-                            BlockRemoved,
-                            block_hashes=[_name(key) for key in change.keys],
-                            medium=medium,
-                            group_idx=0,
-                            locality=locality,
-                            ownership=OWNERSHIP,
-                        )
-                    ]
-                )
+            if change.tier not in MEDIA:
+                continue
+            medium, locality = MEDIA[change.tier]
+            if change.stored:
+                yield from self._stored(change, medium, locality)
+            else:
+                names = [_name(key) for key in change.keys]
+                where = {"medium": medium, "group_idx": 0, "locality": locality, "ownership": OWNERSHIP}
+                yield _made(BlockRemoved, block_hashes=names, **where)
 
-    def _stored(self, change: Change, medium: str, locality: str | None) -> Iterable[Any]:
+    def _stored(self, change: Change, medium: str, locality: str) -> Iterable[Any]:
         for key in change.keys:
             content = self._known.get(key) or _Content(None, (), None, None)
             yield _made(

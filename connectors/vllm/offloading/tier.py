@@ -286,9 +286,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return future
 
     def _placed(self, job: TransferJob) -> list[Placed]:
-        rows = [int(row) for row in job.chunk_ids]
-        context = job.req_context
-        return [Placed(key, self._depth(key, context), row) for key, row in zip(job.keys, rows, strict=True)]
+        places = zip(job.keys, job.chunk_ids, strict=True)
+        return [Placed(key, self._depth(key, job.req_context), int(row)) for key, row in places]
 
     def _load(self, state: TierRequest | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
         """Returns the keys whose rows hold their block now."""
