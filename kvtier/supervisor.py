@@ -163,14 +163,14 @@ class LoopOnThread:
             raise
 
     def end(self, grace_s: float) -> None:
-        """Cancel what runs and end the thread. Blocks until that is done, at most 2 `grace_s`: what hangs is left to
-        its daemon thread. Idempotent."""
+        """Cancel what runs and end the thread. Blocks until that is done, at most `grace_s`: a stuck loop is left
+        to its daemon thread. Idempotent."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain(grace_s)))
-        self._thread.join(2 * grace_s)
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain()))
+        self._thread.join(grace_s)
         for future in list(self._waiting):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(ClosedError("the cache is closed"))
@@ -185,11 +185,11 @@ class LoopOnThread:
                 raise ClosedError("the cache is closed") from None
             raise
 
-    async def _drain(self, grace_s: float) -> None:
+    async def _drain(self) -> None:
         """What was submitted has begun by now: the loop takes tasks in the order of their making."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=grace_s)
+            await asyncio.wait(tasks, timeout=_UNWIND_S)
         self._loop.stop()

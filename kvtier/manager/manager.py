@@ -106,7 +106,7 @@ class Manager:
         out keep their bytes. Idempotent: a second call waits for the first. Cancelling the first skips the flush and
         leaves CANCELLED_CLOSE_S for the rest, which is done all the same."""
         if self._closing is not None:
-            await asyncio.shield(self._closing)
+            await asyncio.wait({self._closing})
             return Flushed({}, 0, 0)
         if self.closed:
             return Flushed({}, 0, 0)

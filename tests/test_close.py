@@ -1,0 +1,235 @@
+"""flush and close hold their deadlines whatever a tier does, and a closing cache strands nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.clock import Clock, SystemClock
+from kvtier.identity.keys import BlockKey
+from kvtier.manager import manager
+from kvtier.retention.terms import Depth
+from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.protocol import Tier
+from tests.manager.support.stubborn import StubbornTier
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+KEYS = list(chain_of(NS, 8))
+SLACK_S = 0.4
+"""More than 50 ms, for a loaded machine; what must not happen takes seconds."""
+
+
+def config(close: str = "1s") -> kvtier.Config:
+    return kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}, "deadlines": {"close": close}})
+
+
+def stubborn(clock: Clock | None = None) -> StubbornTier:
+    return StubbornTier(NS, clock or SystemClock())
+
+
+def arena(cache: Any) -> Any:
+    return cache.manager.host.arena
+
+
+VERBS = ["write", "lookup", "flush", "close", "retain", "write_note", "evict", "purge", "tombstones"]
+
+
+@pytest.mark.parametrize("kind", ["hang", "stubborn", "crash"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_flush_and_close_hold_their_deadlines_whatever_a_tier_does(verb: str, kind: str) -> None:
+    tier = stubborn()
+    faulty = FaultyTier(tier)
+    deep = MemoryTier(NS, SystemClock(), name="g4", depth=Depth.G4)
+    cache = kvtier.open(config(), NS, tiers=[faulty, deep])
+    faulty.faults = [Fault(verb, kind)] if kind != "stubborn" else []
+    tier.stuck = frozenset([verb] if kind == "stubborn" else [])
+    cache.put(KEYS, payloads_of(KEYS, BLOCK))
+    cache.put(list(chain_of(NS, 8, seed=1))[:4], payloads_of(list(chain_of(NS, 8, seed=1))[:4], BLOCK))
+    cache.manager.protection._to_retain.update(map(BlockKey, KEYS))
+    began = time.monotonic()
+    flushed = cache.flush(timeout=0.2)
+    assert time.monotonic() - began < 0.2 + SLACK_S
+    if verb == "write" and kind != "crash":
+        assert flushed.pending == 12 and flushed.durable["g3"] == 0
+    began = time.monotonic()
+    cache.close()
+    assert time.monotonic() - began < 1.0 + SLACK_S
+    assert not arena(cache)._maps
+    tier.stuck = frozenset()
+
+
+async def test_a_tier_that_hangs_takes_no_other_tiers_time_to_flush_and_close() -> None:
+    clock = VirtualClock()
+    deep = MemoryTier(NS, clock, name="g4", depth=Depth.G4)
+    faulty = FaultyTier(MemoryTier(NS, clock), [Fault("flush", "hang"), Fault("close", "hang")])
+    cache = kvtier.aopen(config("300ms"), NS, clock=clock, tiers=[faulty, deep])
+    async with cache:
+        pass
+    assert not deep._opened and not arena(cache)._maps
+
+
+Verb = Callable[[kvtier.Cache], object]
+
+CALLS: dict[str, Verb] = {
+    "match": lambda cache: cache.match(KEYS, timeout=30),
+    "get": lambda cache: cache.get(KEYS, timeout=30).release(),
+    "prewarm": lambda cache: cache.prewarm(KEYS, timeout=30),
+    "put": lambda cache: cache.put(KEYS, payloads_of(KEYS, BLOCK), timeout=30),
+    "flush": lambda cache: cache.flush(timeout=30),
+    "evict": lambda cache: cache.evict("g3"),
+    "purge": lambda cache: cache.purge("tenant"),
+    "pins": lambda cache: cache.pins.delete(cache.pins.create(f"docs/{threading.get_ident()}", KEYS, "1h").name),
+    "close": lambda cache: cache.close(),
+}
+
+
+@pytest.mark.parametrize("kind", ["hang", "stubborn", "well"])
+def test_whoever_is_in_a_call_when_the_cache_closes_comes_back(kind: str) -> None:
+    """Four threads per verb, over a tier that answers nothing: each returns, or gets ClosedError."""
+    tier = stubborn()
+    faulty = FaultyTier(tier)
+    cache = kvtier.open(config("600ms"), NS, tiers=[faulty])
+    faulty.faults = [Fault("*", "hang")] if kind == "hang" else []
+    if kind == "stubborn":
+        tier.stuck = frozenset({"lookup", "flush", "evict", "purge", "close", "retain", "write_note"})
+    failures: list[BaseException] = []
+    closing = threading.Event()
+
+    def work(verb: str) -> None:
+        while True:
+            try:
+                CALLS[verb](cache)
+            except kvtier.ClosedError:
+                return
+            except BaseException as error:
+                failures.append(error)
+                return
+            if closing.is_set() and cache.manager.closed:
+                return
+
+    names = [name for name in CALLS if name != "close"] * 4
+    threads = [threading.Thread(target=work, args=(name,), name=name, daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    closing.set()
+    began = time.monotonic()
+    closers = [threading.Thread(target=cache.close, name="close", daemon=True) for _ in range(3)]
+    for thread in closers:
+        thread.start()
+    for thread in [*threads, *closers]:
+        thread.join(max(0.1, began + 10 - time.monotonic()))
+    stranded = [thread.name for thread in [*threads, *closers] if thread.is_alive()]
+    assert (stranded, failures) == ([], [])
+    assert time.monotonic() - began < 4
+    with pytest.raises(kvtier.ClosedError):
+        cache.submit(asyncio.sleep(0))
+    for name, call in CALLS.items():
+        if name != "close":
+            with pytest.raises(kvtier.ClosedError):
+                call(cache)
+    assert cache.close() == kvtier.Flushed({}, 0, 0)
+    tier.stuck = frozenset()
+
+
+def test_a_loop_that_is_stuck_costs_the_answer_not_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that blocks the event loop itself."""
+    monkeypatch.setattr("kvtier.cache._GRACE_S", 0.1)
+    go = threading.Event()
+
+    class Blocking(MemoryTier):
+        async def lookup(self, *arguments: Any) -> Any:
+            go.wait(20)
+            return await super().lookup(*arguments)
+
+    cache = kvtier.open(config("100ms"), NS, tiers=[Blocking(NS, SystemClock())])
+    cache.put(KEYS[:4], payloads_of(KEYS[:4], BLOCK))
+    began = time.monotonic()
+    assert cache.match(KEYS, timeout=0.1) == 4
+    with cache.get(KEYS, timeout=0.1) as hit:
+        assert len(hit) == 4
+    cache.flush(timeout=0.1)
+    cache.close()
+    assert time.monotonic() - began < 0.4 + 5 * 0.1 + 2 * SLACK_S
+    go.set()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8, 11])
+@pytest.mark.parametrize("stuck", [(), ("flush", "close", "write"), ("close", "write_note")])
+async def test_a_close_that_is_cancelled_closes_everything_all_the_same(
+    steps: int, stuck: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "CANCELLED_CLOSE_S", 0.2)
+    clock = SystemClock()
+    tier, deep = stubborn(clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4)
+    cache = kvtier.aopen(config("20s"), NS, clock=clock, tiers=[FaultyTier(tier), deep])
+    await cache.__aenter__()
+    assert await cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
+    tier.stuck = frozenset(stuck)
+    closing = asyncio.ensure_future(cache.close())
+    for _ in range(steps):
+        await asyncio.sleep(0 if steps < 8 else 0.002)
+    closing.cancel()
+    await asyncio.sleep(0)
+    closing.cancel()
+    began = time.monotonic()
+    await asyncio.wait({closing})
+    assert (closing.cancelled() or not stuck) and time.monotonic() - began < 0.2 + SLACK_S
+    assert cache.manager.closed or steps == 0
+    if steps:
+        assert not arena(cache)._maps and not deep._opened
+        assert await cache.close() == kvtier.Flushed({}, 0, 0)
+    else:  # it had not begun
+        tier.stuck = frozenset()
+        await cache.close()
+    tier.stuck = frozenset()
+
+
+async def test_an_open_that_is_cancelled_leaves_nothing_open() -> None:
+    clock = VirtualClock()
+    for verb in ("open", "tombstones", "read_notes", "retained"):
+        inner = MemoryTier(NS, clock)
+        cache = kvtier.aopen(config(), NS, clock=clock, tiers=[FaultyTier(inner, [Fault(verb, "hang")])])
+        opening = asyncio.ensure_future(cache.__aenter__())
+        await asyncio.sleep(0.1)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert not inner._opened and not arena(cache)._maps and cache.manager.closed, verb
+
+
+async def test_calls_of_other_tasks_end_when_the_cache_is_closed() -> None:
+    clock = VirtualClock()
+    tiers: list[Tier] = [FaultyTier(MemoryTier(NS, clock))]
+    cache = kvtier.aopen(config("400ms"), NS, clock=clock, tiers=tiers)
+    await cache.__aenter__()
+    tiers[0].faults = [Fault("*", "hang")]  # type: ignore[attr-defined]
+    calls = [
+        asyncio.ensure_future(call)
+        for call in (
+            cache.evict("g3"), cache.purge(), cache.flush(timeout=30), cache.match(KEYS, timeout=30), cache.close(),
+            cache.put(KEYS, payloads_of(KEYS, BLOCK), timeout=30), cache.close(),
+        )
+    ]  # fmt: skip
+    done, waiting = await asyncio.wait(calls, timeout=5)
+    assert not waiting
+    for call in done:
+        assert call.exception() is None or isinstance(call.exception(), kvtier.ClosedError)
+
+
+def test_close_does_nothing_in_a_forked_child() -> None:
+    cache = kvtier.open(config(), NS, tiers=[MemoryTier(NS, SystemClock())])
+    child = os.fork()
+    if not child:
+        os._exit(0 if cache.close() == kvtier.Flushed({}, 0, 0) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
+    assert cache.close().durable == {"g3": 8}
