@@ -180,7 +180,7 @@ class TestLoopOnThread:
         with pytest.raises(TimeoutError):
             loop.run(asyncio.sleep(0), 0.05)
         loop.end(0.05)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
         with pytest.raises(ClosedError):
             future.result(0)
         go.set()

@@ -44,7 +44,7 @@ class Demoter:
         self._pinned_max = 0  # slots of G2 that one queue may pin
         self.queues: dict[str, WriteBehind] = {}
         self.admission = Admission(hierarchy.limits.store_threshold, hierarchy.limits.min_prefix_blocks)
-        self.durable: Counter[str] = Counter()  # blocks by tier
+        self.durable: Counter[str] = Counter()  # blocks written, by tier
         self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of space in its queue
 
     def open(self) -> None:
@@ -240,7 +240,7 @@ class Demoter:
         if tier is self._nearest and Stored.FULL in results:
             self._full_until = self._clock.monotonic() + _FULL_S
         with self._lock:
-            self.durable[tier.name] += len(durable)
+            self.durable[tier.name] += results.count(Stored.STORED)
             if tier is self._nearest:
                 self.dropped += len(results) - len(durable)
             if self._protection.busy:

@@ -46,8 +46,8 @@ CANCELLED_CLOSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """What `flush` found. `durable[tier]`: blocks put through this handle that are on that tier's medium;
-    `dropped`: accepted blocks that no lower tier took; `pending`: still under way at the deadline."""
+    """The state at the end of a flush. `durable[tier]`: blocks that this handle wrote to that tier's medium; `dropped`:
+    accepted blocks that no lower tier took; `pending`: still under way at the deadline."""
 
     durable: Mapping[str, int]
     dropped: int

@@ -113,7 +113,7 @@ async def test_a_purge_that_one_tier_fails_reaches_the_others_and_is_tried_again
         began = time.monotonic()
         with pytest.raises(TierError):
             await cache.purge()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
         assert await cache.match(KEYS) == 8, "G3 itself was not purged"
         assert len(deep.store.entries) == 0
         assert cache.manager.prefix(KEYS) == 0, "G2's tombstone does not wait"
@@ -135,7 +135,7 @@ async def test_an_evict_without_an_answer_is_bounded(kind: str) -> None:
         await put(cache)
         began = time.monotonic()
         assert await cache.evict("g3") == 0
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
         assert cache.manager.lower["g3"].inner.breaker.errors > 0
         tier.stuck = frozenset()
 
@@ -207,8 +207,8 @@ async def test_three_deaths_of_housekeeping_make_every_block_a_miss_until_it_liv
     async with opened(clock, [MemoryTier(NS, clock)]) as cache:
         await put(cache)
         await cache.flush()
-        train = cache.manager.host.train
-        cache.manager.host.train = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+        train = cache.manager.host.policy.train
+        cache.manager.host.policy.train = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
         await until(lambda: cache.manager.hierarchy.service.health is Health.OUT)
         assert await cache.match(KEYS) == 0 and cache.manager.prefix(KEYS) == 0
         async with cache.get(KEYS) as hit:
@@ -216,7 +216,7 @@ async def test_three_deaths_of_housekeeping_make_every_block_a_miss_until_it_liv
         stats = cache.stats()
         assert stats["g2"]["health"] == "out" and "ZeroDivisionError" in stats["tasks"]["out"]["g2"]
         assert stats["tasks"]["restarts"]["housekeeping"] >= 3
-        cache.manager.host.train = train  # type: ignore[method-assign]
+        cache.manager.host.policy.train = train  # type: ignore[method-assign]
         await until(lambda: cache.manager.hierarchy.service.health is Health.WELL)
         assert await cache.match(KEYS) == 8 and cache.stats()["tasks"]["out"] == {}
 
