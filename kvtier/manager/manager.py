@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ class Manager:
         """Every step, whatever becomes of those before it; each has its share of the time."""
         hierarchy = self.hierarchy
         async with contextlib.AsyncExitStack() as steps:  # last in, first done
-            steps.push_async_callback(lambda: hierarchy.close(self._close_by(1.0)))
+            steps.push_async_callback(lambda: hierarchy.close(self._close_by(0.95)))
             steps.push_async_callback(lambda: self._within(self._saved.write(), self._close_by(0.85)))
             steps.callback(self.demoter.close)
             steps.push_async_callback(lambda: hierarchy.supervisor.close(self._close_by(0.8)))
@@ -415,10 +415,10 @@ class Manager:
             self.protection.forget(name)
         return count
 
-    async def purge(self, scope: Scope) -> int:
-        """Drop a scope from every tier, for good: its blocks stored until now are misses everywhere from now on."""
+    async def purge(self, scopes: Collection[Scope]) -> int:
+        """Drop scopes from every tier, for good: their blocks stored until now are misses everywhere from now on."""
         self._usable()
-        return await self._purger.purge(scope, self.hierarchy.now().serve)
+        return await self._purger.purge(scopes, self.hierarchy.now().serve)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start and gauges of now; see docs/operations.md for each."""

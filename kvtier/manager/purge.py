@@ -8,7 +8,7 @@ at once; a tier that fails is asked again until it has it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope
@@ -31,20 +31,25 @@ class Purger:
         self.owed: dict[Scope, Wall] = {}
         """Purges that some tier has not confirmed: scope → time."""
 
-    async def purge(self, scope: Scope, before: Wall) -> int:
-        """Drop what a scope stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
-        tier that failed when all have been asked; such a tier is asked again by `sync`."""
-        count = self.apply_tombstones({scope: before})
-        self.owed[scope] = max(before, self.owed.get(scope, before))
-        calls = (tier.purge(scope, before) for tier in self._lower.values())
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
+    async def purge(self, scopes: Collection[Scope], before: Wall) -> int:
+        """Drop what scopes stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
+        tier that failed when all have been asked for all; such a tier is asked again by `sync`."""
+        purges = dict.fromkeys(scopes, before)
+        count = self.apply_tombstones(purges)
+        self.owed.update((scope, max(before, self.owed.get(scope, before))) for scope in purges)
+        calls = (tier.purge(scope, before) for tier in self._lower.values() for scope in purges)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
             count += answer
-        if self.owed.get(scope) == before:
-            del self.owed[scope]
+        self._confirm(purges)
         return count
+
+    def _confirm(self, purges: Mapping[Scope, Wall]) -> None:
+        """Every tier has these purges."""
+        for scope, before in purges.items():
+            if self.owed.get(scope) == before:
+                del self.owed[scope]
 
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> int:
         """`purge` of G2 and of what is protected, for scope → time; returns how many blocks went."""
@@ -69,9 +74,7 @@ class Purger:
         asked = [self._lower[name] for name in known]
         done = await asyncio.gather(*(self._spread(tier, latest, known[tier.name]) for tier in asked))
         if len(asked) == len(self._lower) and all(done):
-            for scope, before in owed.items():
-                if self.owed.get(scope) == before:
-                    del self.owed[scope]
+            self._confirm(owed)
 
     async def _spread(self, tier: Metered, latest: Mapping[Scope, Wall], known: Mapping[Scope, Wall]) -> bool:
         """Purge in one tier what it does not know to be purged, until it fails. Whether it has all now."""
