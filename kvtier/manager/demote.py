@@ -84,7 +84,7 @@ class Demoter:
         with self._lock:
             slots = [slot for index in indices if (slot := self._host.index.get(chain[index])) is not None]
             for slot in slots:
-                slot.pins += 1
+                self._host.pin_slot(slot)
         return self.demote_pinned(chain, slots)
 
     def _may_accept(self) -> bool:
@@ -207,7 +207,7 @@ class Demoter:
             with self._lock:
                 slot = self._host.index.get(chain[index])
                 if slot is not None:
-                    slot.pins += 1
+                    self._host.pin_slot(slot)
                     slots.append(slot)
             if slot is None and miss is Miss.LATE:
                 break

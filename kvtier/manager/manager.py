@@ -345,7 +345,7 @@ class Manager:
         with self.lock:
             for slot, generation in zip(slots, generations, strict=True):
                 if self.host.commit(slot, generation):
-                    slot.pins += 1  # at once: nobody may evict it before it is queued
+                    self.host.pin_slot(slot)  # at once: nobody may evict it before it is queued
                     published.append(slot)
             if self.protection.busy:
                 self.protection.arrived(published)

@@ -21,7 +21,6 @@ def stats_of(
     breakers = {"g2": hierarchy.service, **{name: tier.inner.breaker for name, tier in hierarchy.lower.items()}}
     with hierarchy.lock:
         host = hierarchy.host
-        pinned = sum(slot.pins > 0 for slot in host.index.values())
         missed = accounts.misses.copy()  # G2 lacks what a lower tier served, too
         missed[Miss.ABSENT] += sum(n for name, n in accounts.hits.items() if name != host.name)
         out: dict[str, Any] = {
@@ -34,7 +33,7 @@ def stats_of(
                 "misses": {str(miss): n for miss, n in missed.items() if n},
                 "evictions": host.evictions,
                 "latency": {},
-                "pinned": pinned,
+                "pinned": host.pinned,
                 "quarantined": host.quarantined + promoter.overdue,
                 "late": promoter.late,
                 "refused": {"quota": host.quota.refused},

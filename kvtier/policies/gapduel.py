@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
-from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, Run, level_borders, level_of, references_after
+from kvtier.policies.order import Run
+from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, level_borders, level_of, references_after
 from kvtier.policies.shadows import ChainReference, Duel, Rule
 from kvtier.times import Mono
 

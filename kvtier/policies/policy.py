@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Protocol
 
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope
 from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.lru import LRU
+from kvtier.retention.terms import PRIORITY_MAX
 from kvtier.times import Mono
 
 
@@ -27,6 +28,10 @@ class Policy(Protocol):
     better removed from the policy meanwhile than declared not movable.
     """
 
+    def attach(self, priority_of: Callable[[BlockKey], int], *, scoped: bool) -> None:
+        """The owner's, before any other verb: the priority of a resident block, PRIORITY unless `regrade` was called;
+        and whether it will ask for victims of one scope."""
+
     def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """A request named `chain` at `mono_s`, and its first `resident` blocks are here.
 
@@ -38,17 +43,37 @@ class Policy(Protocol):
         a request that looks its chain up and stores it afterwards has referenced it once, not twice.
         """
 
-    def insert(self, key: BlockKey) -> None:
-        """`key` has become resident. One never referenced counts as referenced now, alone."""
+    def insert(self, key: BlockKey, depth: int = 0) -> None:
+        """`key` has become resident. One never referenced counts as referenced now, alone. `depth`: of the block in its
+        chain; a wrong one costs a search."""
 
     def remove(self, key: BlockKey) -> None:
         """`key` is no longer resident. Unknown keys are ignored."""
 
-    def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
+    def regrade(self, key: BlockKey) -> None:
+        """The priority of `key` is not PRIORITY, or not any more what it was."""
+
+    def suspend(self, key: BlockKey) -> None:
+        """`key`, which `movable` has refused, will be refused until `resume`: it need not be asked for again."""
+
+    def resume(self, key: BlockKey) -> None:
+        """Undo `suspend`. Idempotent; unknown keys are ignored."""
+
+    def victim(
+        self,
+        newcomer: BlockKey | None,
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> BlockKey | None:
         """The resident to evict for `newcomer`, among those that are `movable`; None: keep all, refuse it.
 
         After a refusal its descendants are to be refused too. `newcomer` None: a place is needed in any case,
-        and the coldest is chosen. The owner calls `remove` if it does evict.
+        and the coldest is chosen. The owner calls `remove` if it does evict. `depth`: the newcomer's in its chain.
+        `movable` refuses blocks of other scopes than `scope` and, mostly, those above `priority_max`: a policy that
+        keeps an order for each finds a victim whatever lies before it.
         """
 
     def train(self) -> None:

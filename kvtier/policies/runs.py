@@ -14,20 +14,25 @@ one, and never referenced less often, so a leaf leaves before its parent without
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, islice
-from math import ceil, log2
+from math import ceil, inf, log2
 from operator import neg
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.policies.order import LEVELS, Order, Run
+from kvtier.retention.terms import PRIORITY, PRIORITY_MAX
 from kvtier.times import Mono
 
-LEVELS = 40
-"""Reference counts above 2^19.5 are not told apart."""
+ARRIVING_MAX = 256
+"""Runs without residents that keep their place for blocks to come: bounds those that a search passes over."""
 
-SCAN_RUNS_MAX = 256
-"""Runs looked at for a movable victim before the newcomer is refused: bounds `victim`."""
+EXPIRED_RUNS_MAX = 8
+"""Runs of a priority above the newcomer's that are looked at, per level, for a block that has expired."""
+
+TRANSIT_MAX = 256
+"""Blocks at the eviction end that are looked at before the order: bounds `victim`."""
 
 MEMORY_MIN = 16384
 """Blocks remembered at least, resident or not; fewer cost 0.9-1.75 points of hits on short chats."""
@@ -50,32 +55,6 @@ SLACK = 64
 _LEAST = [ceil(2 ** (level / 2) - 1e-9) for level in range(LEVELS)]  # references that reach a level
 
 
-class Run:
-    """Blocks of one chain, head first, that were last referenced by the same request and have equal rank.
-
-    `blocks[0]` lies at depth `base`. `live` counts the blocks that no later request took and that are not
-    forgotten, `residents` those of them that are resident. None is resident from depth `top` on.
-    """
-
-    __slots__ = ("base", "blocks", "counts", "gap_s", "last", "length", "level", "listed", "live", "residents",
-                 "shadow_ends", "tick", "top")  # fmt: skip
-
-    def __init__(self, blocks: list[BlockKey], base: int, tick: int, last: Mono) -> None:
-        self.blocks = blocks
-        self.base = base
-        self.tick = tick
-        self.last = last
-        self.live = len(blocks)
-        self.residents = 0
-        self.top = base
-        self.listed = False
-        self.level = 0
-        self.counts: list[int] = []  # references per block, where the policy needs them
-        self.gap_s = 0.0  # between the last two references, as far as known
-        self.length = 0  # blocks of the request
-        self.shadow_ends: list[int] = []  # depth up to which each shadow cache holds this run
-
-
 class Ranking:
     """Resident blocks of one tier by rank, and a bounded memory of what was referenced lately.
 
@@ -92,16 +71,28 @@ class Ranking:
         self._passing: set[BlockKey] = set()  # to enter `_transit` when they arrive
         self._runs: dict[BlockKey, Run] = {}  # every block remembered
         self._resident: set[BlockKey] = set()
-        self._levels: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(LEVELS)]  # coldest first
-        self._top_level = 0
+        self._suspended_transit: set[BlockKey] = set()  # to return to `_transit`
+        self._order = Order()
+        self._scoped = False
+        self._scopes: dict[Scope, Order] = {}  # the same runs, by the scope of their first block
+        self._arriving: deque[Run] = deque()  # in `_order` since their reference, though none of them may come
+        self._priority_of: Callable[[BlockKey], int] = lambda _: PRIORITY
+        self._graded = False  # whether there ever was a priority but the usual one
+        self._number = 0  # of the latest run
         self._history: OrderedDict[Run, None] = OrderedDict()  # in order of forgetting
         self._tick = 0
         self._mono_s = Mono(0)
         self._bonus_s = 0.0
-        self._coldest: Run | None = None  # remembered between evictions of one request
+        self._coldest: Run | None = None  # remembered between evictions of one request, for the same
+        self._among: tuple[Scope | None, int] = (None, PRIORITY_MAX)
         self.refused = 0
 
     # -- verbs ---------------------------------------------------------------------------------------------
+
+    def attach(self, priority_of: Callable[[BlockKey], int], *, scoped: bool) -> None:
+        """Both before anything is resident."""
+        self._priority_of = priority_of
+        self._scoped = scoped
 
     def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """Renew the chain's residents and remember all of it. O(1) per block."""
@@ -126,7 +117,7 @@ class Ranking:
             depth += count
         self._forget(2 * len(keys) + 8)
 
-    def insert(self, key: BlockKey) -> None:
+    def insert(self, key: BlockKey, depth: int = 0) -> None:
         """`key` has become resident, at the rank of its last reference."""
         if key in self._resident:
             return
@@ -142,13 +133,9 @@ class Ranking:
         if index < len(run.blocks) and run.blocks[index] == key:
             run.top += 1
         else:
-            run.top = max(run.top, run.base + run.blocks.index(key) + 1)
-        if not run.listed:  # it was the coldest when it was unlisted, so it is again
-            level = self._levels[run.level]
-            level[run] = None
-            level.move_to_end(run, last=False)
-            run.listed = True
-            self._coldest = None
+            run.top = max(run.top, run.base + self._place(run, key, depth) + 1)
+        if run.lane < 0 or run.priority != PRIORITY:
+            self._regrade(run)
 
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """A reference, unless one is remembered."""
@@ -157,20 +144,61 @@ class Ranking:
 
     def remove(self, key: BlockKey) -> None:
         """`key` is no longer resident. It stays remembered."""
-        if key in self._resident:
-            self._resident.remove(key)
-            self._runs[key].residents -= 1
-            self._transit.pop(key, None)
+        if key not in self._resident:
+            return
+        self._resident.remove(key)
+        run = self._runs[key]
+        run.residents -= 1
+        self._transit.pop(key, None)
+        self._suspended_transit.discard(key)
+        if not run.residents:
+            self._leave(run)
+        elif self._graded or run.suspended == key:
+            self._regrade(run)
 
-    def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
-        """The coldest movable block if the newcomer is warmer. Looks at up to SCAN_RUNS_MAX runs."""
+    def regrade(self, key: BlockKey) -> None:
+        """The priority of `key` has changed, or is not the usual one."""
+        self._graded = True
+        if key in self._resident:
+            self._regrade(self._runs[key])
+
+    def suspend(self, key: BlockKey) -> None:
+        """`key`, a resident, is no victim until `resume`, nor are its ancestors in its run."""
+        if key in self._transit:
+            del self._transit[key]
+            self._suspended_transit.add(key)
+        run = self._runs.get(key)
+        if run is not None and run.residents and self._leaf(run) == key:
+            self._leave(run)
+            run.suspended = key
+
+    def resume(self, key: BlockKey) -> None:
+        """Undo `suspend`, if it was. The run returns to its place."""
+        if key in self._suspended_transit:
+            self._suspended_transit.remove(key)
+            self._transit[key] = None
+        run = self._runs.get(key)
+        if run is not None and run.suspended == key:
+            self._regrade(run)
+
+    def victim(
+        self,
+        newcomer: BlockKey | None,
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> BlockKey | None:
+        """The coldest movable block if the newcomer is warmer."""
         claim = None if newcomer is None else self._runs.get(newcomer)
         tick = 0 if claim is None else claim.tick
         run = self._coldest
-        if run is None or not run.residents or run.tick == tick or not movable(self._leaf(run)):
-            run = self._coldest = self._search(tick, movable)
+        if run is None or run.tick == tick or self._among != (scope, priority_max) or not movable(self._leaf(run)):
+            run = self._coldest = self._search(tick, movable, scope, priority_max)
+            self._among = (scope, priority_max)
         if run is None and claim is not None:
-            run = self._own_tail(claim, newcomer, movable)
+            run = self._own_tail(claim, newcomer, depth, movable)
         if run is not None and newcomer is not None and not self._yields(run, claim):
             self.refused += 1
             if self._refuses:
@@ -178,7 +206,7 @@ class Ranking:
             if len(self._passing) >= PASSING_MAX:  # their copies were given up
                 self._passing.clear()
             self._passing.add(newcomer)
-        for key in islice(reversed(self._transit), SCAN_RUNS_MAX):
+        for key in islice(reversed(self._transit), TRANSIT_MAX):
             if movable(key):
                 return key
         return None if run is None else self._leaf(run)
@@ -199,8 +227,17 @@ class Ranking:
         assert set(live) == set(self._history), "runs and their blocks disagree"
         for run in self._history:
             assert run.live == live[run] and run.residents == held[run], "a run counts wrong"
-            assert run.listed == (run in self._levels[run.level]) and (run.listed or not run.residents)
+            assert run.suspended is None or (run.lane < 0 and self._leaf(run) == run.suspended), "a run is suspended"
+            assert run.lane >= 0 or run.suspended is not None or not run.residents, "a run is in no lane"
+            assert run.lane in (-1, run.priority * LEVELS + run.level), "a run is in another lane than its own"
+            if run.residents:
+                assert run.priority == self._priority_of(self._leaf(run)), "a run has another priority than its leaf"
             assert run.live <= len(run.blocks) <= 2 * run.live + SLACK, "a run lists too many blocks that it lost"
+        waiting = sorted(run.number for run in self._history if run.lane >= 0)
+        for orders in ([self._order], self._scopes.values()) if self._scoped else ([self._order],):
+            lanes = [[run.number for run in lane] for order in orders for lane in order.lanes.values()]
+            assert all(lane and lane == sorted(lane) for lane in lanes), "a lane is out of order"
+            assert sorted(number for lane in lanes for number in lane) == waiting, "runs and lanes disagree"
 
     # -- for subclasses -----------------------------------------------------------------------------------
 
@@ -224,10 +261,13 @@ class Ranking:
         if run.residents:
             run.residents -= sum(map(self._resident.__contains__, islice(keys, depth, depth + count)))
         if not run.live:
-            self._unlist(run)
+            self._leave(run)
             del self._history[run]
-        elif len(run.blocks) > 2 * run.live + SLACK:
+            return
+        if len(run.blocks) > 2 * run.live + SLACK:
             self._compact(run)
+        if self._graded or run.suspended is not None:
+            self._regrade(run)
 
     def _compact(self, run: Run) -> None:
         """Delete the blocks that other runs took: in a chain, those at the head."""
@@ -246,15 +286,54 @@ class Ranking:
         run.residents = sum(map(self._resident.__contains__, run.blocks))
         closed = self._resident.isdisjoint(islice(run.blocks, run.residents, None))
         run.top = run.base + (run.residents if closed else len(run.blocks))
-        self._levels[run.level][run] = None
-        run.listed = True
-        self._top_level = max(self._top_level, run.level)
         self._history[run] = None
+        self._number += 1
+        run.number = self._number
+        if self._graded and run.residents:
+            run.priority = self._priority_of(self._leaf(run))
+        if self._scoped:
+            run.scope = scope_of_key(run.blocks[0])
+        self._enter(run)
+        if not run.residents:
+            self._arriving.append(run)
+            if len(self._arriving) > ARRIVING_MAX:
+                late = self._arriving.popleft()
+                if not late.residents:
+                    self._leave(late)
 
-    def _unlist(self, run: Run) -> None:
-        if run.listed:
-            del self._levels[run.level][run]
-            run.listed = False
+    def _enter(self, run: Run) -> None:
+        run.lane = run.priority * LEVELS + run.level
+        self._order.add(run)
+        if run.scope is not None:
+            if (order := self._scopes.get(run.scope)) is None:
+                order = self._scopes[run.scope] = Order()
+            order.add(run)
+
+    def _leave(self, run: Run) -> None:
+        run.suspended = None
+        if run.lane < 0:
+            return
+        if run is self._coldest:
+            self._coldest = None
+        self._order.remove(run)
+        if run.scope is not None:
+            order = self._scopes[run.scope]
+            order.remove(run)
+            if not order.lanes:
+                del self._scopes[run.scope]
+        run.lane = -1
+
+    def _regrade(self, run: Run) -> None:
+        """Bring a run into the lane of its leaf."""
+        priority = run.priority
+        if self._graded and run.residents:
+            priority = self._priority_of(self._leaf(run))
+        if run.lane < 0 or priority != run.priority:
+            self._leave(run)
+            run.priority = priority
+            if run.residents:
+                self._enter(run)
+            self._coldest = None
 
     def _unreferenced(self, key: BlockKey) -> Run:
         """A block of which no reference is remembered counts as referenced now, alone."""
@@ -272,42 +351,44 @@ class Ranking:
                 return key
             run.top -= 1
 
-    def _search(self, tick: int, movable: Callable[[BlockKey], bool]) -> Run | None:
+    def _search(
+        self, tick: int, movable: Callable[[BlockKey], bool], scope: Scope | None, priority_max: int
+    ) -> Run | None:
         """The run of the lowest rank whose leaf is movable, except those of the request `tick`.
 
-        A run whose leaf is not movable is skipped as a whole: the rest of it are the leaf's ancestors.
+        A run whose leaf is not movable is skipped as a whole: the rest of it are the leaf's ancestors. Passes over runs
+        of the newcomer's own request, and over pinned leaves, which the owner suspends after the first time.
         """
-        heads: list[tuple[float, Run, Iterator[Run]]] = []
-        for number in range(self._top_level + 1):
-            level = self._levels[number]
-            while level:  # runs without residents are unlisted when they have become the coldest
-                run = next(iter(level))
-                if run.residents:
+        order = self._order if scope is None or not self._scoped else self._scopes.get(scope)
+        lanes = {} if order is None else order.lanes
+        coldest, rank_min = None, inf
+        for number in sorted(lanes):
+            bonus_s = self._bonus_s * (number % LEVELS) / 2
+            runs: Iterable[Run] = lanes[number]
+            if number >= (priority_max + 1) * LEVELS:
+                runs = islice(runs, EXPIRED_RUNS_MAX)
+            for run in runs:
+                if run.last + bonus_s >= rank_min:
                     break
-                self._unlist(run)
-            walk = iter(level)
-            if (head := next(walk, None)) is not None:
-                heads.append((head.last + self._bonus_s * number / 2, head, walk))
-        for _ in range(SCAN_RUNS_MAX):
-            if not heads:
-                return None
-            place = min(range(len(heads)), key=lambda i: heads[i][0])
-            _, run, walk = heads[place]
-            if run.residents and run.tick != tick and movable(self._leaf(run)):
-                return run
-            after = next(walk, None)
-            if after is None:
-                del heads[place]
-            else:
-                heads[place] = (after.last + self._bonus_s * after.level / 2, after, walk)
-        return None
+                if run.residents and run.tick != tick and movable(self._leaf(run)):
+                    coldest, rank_min = run, run.last + bonus_s
+                    break
+        return coldest
 
-    def _own_tail(self, claim: Run, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> Run | None:
+    def _own_tail(
+        self, claim: Run, newcomer: BlockKey | None, depth: int, movable: Callable[[BlockKey], bool]
+    ) -> Run | None:
         """The newcomer's own run, if it holds a deeper block: possible only while the residents have a hole."""
         if not claim.residents or newcomer is None:
             return None
         leaf = self._leaf(claim)
-        return claim if claim.blocks.index(newcomer) < claim.top - claim.base - 1 and movable(leaf) else None
+        deeper = self._place(claim, newcomer, depth) < claim.top - claim.base - 1
+        return claim if deeper and movable(leaf) else None
+
+    def _place(self, run: Run, key: BlockKey, depth: int) -> int:
+        """Where a block is in its run. `depth`: in its chain, as far as the owner knows; else O(blocks)."""
+        place = depth - run.base
+        return place if run.blocks[place : place + 1] == [key] and place >= 0 else run.blocks.index(key)
 
     def _forget(self, blocks_max: int) -> None:
         """Forget up to `blocks_max` absent blocks past the limit, oldest run first, deepest block first."""
@@ -328,7 +409,7 @@ class Ranking:
             del run.counts[len(run.blocks) :]
             run.top = min(run.top, run.base + len(run.blocks))
             if not run.live:
-                self._unlist(run)
+                self._leave(run)
                 del self._history[run]
             elif len(run.blocks) > 2 * run.live + SLACK:
                 self._compact(run)

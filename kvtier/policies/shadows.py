@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from math import exp, inf
 
-from kvtier.policies.runs import LEVELS, Run
+from kvtier.policies.order import LEVELS, Run
 from kvtier.times import Mono
 
 Rule = tuple[float, float]

@@ -20,6 +20,8 @@ from kvtier.errors import InvalidRequest
 PRIORITY = 50
 """Priority of a class that names none, and of a block whose terms are not known."""
 
+PRIORITY_MAX = 100
+
 
 class Depth(IntEnum):
     """Tiers by distance from the GPU, for ceilings."""
@@ -47,7 +49,7 @@ class Terms:
             value = getattr(self, label)
             if value is not None and not 0 < value < 2**32:
                 raise InvalidRequest(f"retention {self.name!r}: {label} must be positive, got {value}")
-        if not 0 <= self.priority <= 100:
+        if not 0 <= self.priority <= PRIORITY_MAX:
             raise InvalidRequest(f"retention {self.name!r}: priority must lie in 0 … 100, got {self.priority}")
 
 

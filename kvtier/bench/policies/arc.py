@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvtier.bench.policies.arrivals import Fresh
-from kvtier.identity.keys import BlockKey
+from kvtier.bench.policies.arrivals import Fresh, Ungraded
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.terms import PRIORITY_MAX
 from kvtier.times import Mono
 
 
-class ARC:
+class ARC(Ungraded):
     """Adaptive replacement over single blocks; knows of chains only that a tail enters before its head."""
 
     def __init__(self, capacity: int) -> None:
@@ -41,7 +42,7 @@ class ARC:
                 gain = max(1.0, len(self._ghosts_once) / len(self._ghosts_again))
                 self._target = max(0.0, self._target - gain)
 
-    def insert(self, key: BlockKey) -> None:
+    def insert(self, key: BlockKey, depth: int = 0) -> None:
         if key not in self._once and key not in self._again:
             self._fresh.add(key)
 
@@ -62,7 +63,15 @@ class ARC:
         else:
             self._fresh.discard(key)
 
-    def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
+    def victim(
+        self,
+        newcomer: BlockKey | None,
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> BlockKey | None:
         seen_once = len(self._once) + len(self._fresh)
         known = newcomer in self._ghosts_again
         first = bool(self._once) and (seen_once > self._target or (known and seen_once == self._target))

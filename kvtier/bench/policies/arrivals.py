@@ -11,6 +11,22 @@ from collections.abc import Callable, Iterator
 from kvtier.identity.keys import BlockKey
 
 
+class Ungraded:
+    """The verbs of a policy that looks at every block until one is movable."""
+
+    def attach(self, priority_of: Callable[[BlockKey], int], *, scoped: bool) -> None:
+        """Nothing."""
+
+    def regrade(self, key: BlockKey) -> None:
+        """Nothing."""
+
+    def suspend(self, key: BlockKey) -> None:
+        """Nothing."""
+
+    def resume(self, key: BlockKey) -> None:
+        """Nothing."""
+
+
 class Fresh:
     """An ordered set, head of the chain first."""
 

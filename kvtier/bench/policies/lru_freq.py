@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtier.identity.keys import BlockKey
-from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, Run, level_borders, level_of, references_after
+from kvtier.policies.order import Run
+from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, level_borders, level_of, references_after
 from kvtier.times import Mono
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvtier.bench.policies.arrivals import Fresh
-from kvtier.identity.keys import BlockKey
+from kvtier.bench.policies.arrivals import Fresh, Ungraded
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.terms import PRIORITY_MAX
 from kvtier.times import Mono
 
 SMALL_SHARE = 0.1
 USES_MAX = 3
 
 
-class S3FIFO:
+class S3FIFO(Ungraded):
     """Three queues over single blocks; knows of chains only that a tail enters before its head."""
 
     def __init__(self, capacity: int) -> None:
@@ -36,7 +37,7 @@ class S3FIFO:
             if key in uses:
                 uses[key] = min(USES_MAX, uses[key] + 1)
 
-    def insert(self, key: BlockKey) -> None:
+    def insert(self, key: BlockKey, depth: int = 0) -> None:
         if key not in self._uses:
             self._uses[key] = 0
             self._fresh.add(key)
@@ -55,7 +56,15 @@ class S3FIFO:
             if len(self._ghosts) > self._ghosts_max:
                 self._ghosts.popitem(last=False)
 
-    def victim(self, newcomer: BlockKey | None, movable: Callable[[BlockKey], bool]) -> BlockKey | None:
+    def victim(
+        self,
+        newcomer: BlockKey | None,
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> BlockKey | None:
         # Every turn lowers a count, moves small to main, or passes over what cannot be moved.
         turns = (USES_MAX + 2) * len(self._main) + len(self._small)
         for _ in range(turns):

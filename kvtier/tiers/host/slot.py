@@ -32,7 +32,7 @@ class Slot:
 
     __slots__ = (
         "digest", "expires_at", "generation", "index", "key", "kind", "last_use", "number", "pieces", "pins",
-        "priority", "stamps", "state",
+        "priority", "stamps", "state", "suspended",
     )  # fmt: skip
 
     def __init__(self, number: int, pieces: Pieces) -> None:
@@ -42,7 +42,8 @@ class Slot:
         self.state = SlotState.FREE
         self.key: BlockKey | None = None
         self.index = 0  # depth of the block in its chain
-        self.pins = 0
+        self.pins = 0  # changed by the HostTier alone, which counts pinned slots
+        self.suspended = False  # whether the policy leaves it out while it is pinned
         self.priority = PRIORITY
         self.kind = ""  # name of the retention class it was stored under
         self.digest: bytes | None = None  # None until sealed

@@ -13,14 +13,13 @@ from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.policy import Policy
 from kvtier.retention.lifetime import Lifetime
-from kvtier.retention.terms import PRIORITY, Depth
+from kvtier.retention.terms import PRIORITY, PRIORITY_MAX, Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.quota import Quota
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
-PRIORITY_MAX = 100
 _EPOCH = Wall(0)
 
 
@@ -52,6 +51,8 @@ class HostTier:
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
+        self._pinned = 0  # slots with a pin, in any state
+        policy.attach(lambda key: self.index[key].priority, scoped=bool(quota))
 
     def open(self) -> None:
         """Allocate the arena. Raises ConfigError when memory is short of one block."""
@@ -78,8 +79,13 @@ class HostTier:
         return Miss.PENDING if key in self._filling else Miss.ABSENT
 
     def busy(self) -> bool:
-        """Whether some slot is pinned, being filled or quarantined, and so becomes evictable by itself. O(n)."""
-        return any(slot.pins or slot.state is SlotState.FILLING for slot in self._slots)
+        """Whether some slot is pinned, being filled or quarantined, and so becomes evictable by itself."""
+        return bool(self._pinned or self._filling)
+
+    @property
+    def pinned(self) -> int:
+        """How many READY blocks are pinned."""
+        return self._pinned - self.quarantined
 
     def prefix(self, chain: Sequence[BlockKey], wall_s: Wall) -> int:
         """How many leading blocks of `chain` are READY and alive at `wall_s`. Changes nothing."""
@@ -101,10 +107,16 @@ class HostTier:
         slot = self.index.get(key)
         if slot is None or slot.expires_at < wall_s:
             return None
-        slot.pins += 1
+        self.pin_slot(slot)
         if used_wall_s is not None:
             slot.use(used_wall_s)
         return slot
+
+    def pin_slot(self, slot: Slot) -> None:
+        """`pin` for a slot that the caller has just found, or committed, under the lock."""
+        if not slot.pins:
+            self._pinned += 1
+        slot.pins += 1
 
     def unpin(self, slot: Slot, generation: int) -> None:
         """Undo one `pin`. A slot that was dropped meanwhile is freed with its last pin. Stale: counted, ignored."""
@@ -112,9 +124,16 @@ class HostTier:
             self.stale_messages += 1
             return
         slot.pins -= 1
-        if slot.pins == 0 and slot.state is SlotState.QUARANTINED:
+        if slot.pins:
+            return
+        self._pinned -= 1
+        if slot.state is SlotState.QUARANTINED:
             self.quarantined -= 1
             self._release(slot)
+        elif slot.suspended:
+            slot.suspended = False
+            assert slot.key is not None
+            self.policy.resume(slot.key)
 
     def reserve(
         self,
@@ -137,7 +156,7 @@ class HostTier:
             return None
         full = self.quota.full(key)
         if full or not self._free:
-            victim = self._victim(key, exempt, insist, priority, scope_of_key(key) if full else None, wall_s)
+            victim = self._victim(key, index, exempt, insist, priority, scope_of_key(key) if full else None, wall_s)
             if victim is None:
                 self.quota.refused += full
                 return None
@@ -154,26 +173,40 @@ class HostTier:
     def _victim(
         self,
         newcomer: BlockKey,
+        depth: int,
         exempt: Callable[[BlockKey], bool] | None,
         insist: bool,
         priority: int,
         scope: Scope | None,
         wall_s: Wall,
     ) -> BlockKey | None:
+        pinned: list[Slot] = []
+
         def movable(key: BlockKey) -> bool:
             slot = self.index[key]
-            if slot.pins or (exempt and exempt(key)) or (slot.priority > limit and slot.expires_at >= wall_s):
+            if slot.pins:
+                pinned.append(slot)
+                return False
+            if (exempt and exempt(key)) or (slot.priority > limit and slot.expires_at >= wall_s):
                 return False
             return scope is None or scope_of_key(key) == scope
 
+        def choose(newcomer: BlockKey | None) -> BlockKey | None:
+            chosen = self.policy.victim(newcomer, movable, depth=depth, scope=scope, priority_max=limit)
+            for slot in pinned:
+                slot.suspended = True
+                assert slot.key is not None
+                self.policy.suspend(slot.key)
+            pinned.clear()
+            return chosen
+
         levels = sorted(self._priorities) if len(self._priorities) > 1 else [priority]
         limit = priority
-        for limit in levels:
-            limit = min(limit, priority)
-            if (victim := self.policy.victim(newcomer, movable)) is not None:
+        for limit in sorted({min(level, priority) for level in levels}):  # noqa: B007
+            if (victim := choose(newcomer)) is not None:
                 return victim
         for limit in [*levels, PRIORITY_MAX] if insist else ():  # noqa: B007
-            if (victim := self.policy.victim(None, movable)) is not None:
+            if (victim := choose(None)) is not None:
                 return victim
         return None
 
@@ -204,7 +237,9 @@ class HostTier:
         slot.state, slot.digest = SlotState.READY, digest
         self.index[slot.key] = slot
         self._priorities[slot.priority] += 1
-        self.policy.insert(slot.key)
+        self.policy.insert(slot.key, slot.index)
+        if slot.priority != PRIORITY:
+            self.policy.regrade(slot.key)
         if self.notify is not None:
             self.notify((slot.key,), True)
         return True
@@ -218,7 +253,7 @@ class HostTier:
         del self._filling[slot.key]
         if in_flight:
             slot.state = SlotState.QUARANTINED
-            slot.pins += 1  # the writer's
+            self.pin_slot(slot)  # the writer's
             self.quarantined += 1
         else:
             self._release(slot)
@@ -251,6 +286,8 @@ class HostTier:
             self._count_out(slot.priority)
             slot.priority = priority
             self._priorities[priority] += 1
+            assert slot.key is not None
+            self.policy.regrade(slot.key)
 
     def retain(self, keys: Iterable[BlockKey]) -> None:
         """Exempt these blocks, as far as they are READY, from eviction until `release_retained`. Idempotent."""
@@ -264,7 +301,9 @@ class HostTier:
         for key in keys:
             if key in self._retained:
                 self._retained.remove(key)
-                self.policy.insert(key)
+                self.policy.insert(key, self.index[key].index)
+                if self.index[key].priority != PRIORITY:
+                    self.policy.regrade(key)
 
     @property
     def retained(self) -> int:
@@ -297,7 +336,7 @@ class HostTier:
     def _release(self, slot: Slot) -> None:
         assert slot.key is not None
         self.quota.give(slot.key)
-        slot.state, slot.key, slot.digest, slot.stamps = SlotState.FREE, None, None, ()
+        slot.state, slot.key, slot.digest, slot.stamps, slot.suspended = SlotState.FREE, None, None, (), False
         slot.generation += 1
         self._free.append(slot)
 
@@ -310,6 +349,7 @@ class HostTier:
         assert self.quarantined == len(by_state[SlotState.QUARANTINED]), "quarantine count is off"
         assert all(self.index[s.key] is s for s in by_state[SlotState.READY] if s.key is not None)
         assert all(s.pins == 0 and s.key is None for s in by_state[SlotState.FREE]), "a free slot is pinned or named"
+        assert self._pinned == sum(s.pins > 0 for s in self._slots), "pinned slots are miscounted"
         assert all(s.pins >= 1 for s in by_state[SlotState.QUARANTINED]), "a quarantined slot without a pin"
         assert self._retained <= self.index.keys(), "a block is retained that is not here"
         self.policy.check(set(self.index) - self._retained)

@@ -1,0 +1,146 @@
+"""The order in which runs give up blocks: one lane per priority and level, the coldest run of each first.
+
+A run enters a lane at its warm end, in C. One that comes back (a pin ended, its leaf's priority changed) enters where
+it belongs, by its number: those are few, and lie in short sorted pages.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from operator import attrgetter
+
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.terms import PRIORITY
+from kvtier.times import Mono
+
+LEVELS = 40
+"""Reference counts above 2^19.5 are not told apart."""
+
+PAGE = 512
+"""Runs on a page are at most twice this: bounds what moves when one enters or leaves."""
+
+_number = attrgetter("number")
+
+
+class Run:
+    """Blocks of one chain, head first, that were last referenced by the same request and have equal rank.
+
+    `blocks[0]` lies at depth `base`. `live` counts the blocks that no later request took and that are not
+    forgotten, `residents` those of them that are resident. None is resident from depth `top` on. Runs are numbered in
+    the order in which they were referenced, the tail of a chain first. `lane` is where the run waits to give up its
+    deepest resident, -1: nowhere. While the owner has suspended that block, `suspended` names it.
+    """
+
+    __slots__ = ("base", "blocks", "counts", "gap_s", "lane", "last", "length", "level", "live", "number",
+                 "priority", "residents", "scope", "shadow_ends", "suspended", "tick", "top")  # fmt: skip
+
+    def __init__(self, blocks: list[BlockKey], base: int, tick: int, last: Mono) -> None:
+        self.blocks = blocks
+        self.base = base
+        self.tick = tick
+        self.last = last
+        self.live = len(blocks)
+        self.residents = 0
+        self.top = base
+        self.number = 0
+        self.lane = -1
+        self.level = 0
+        self.priority = PRIORITY  # of its deepest resident
+        self.scope: Scope | None = None  # where the order is kept by scope, too
+        self.suspended: BlockKey | None = None
+        self.counts: list[int] = []  # references per block, where the policy needs them
+        self.gap_s = 0.0  # between the last two references, as far as known
+        self.length = 0  # blocks of the request
+        self.shadow_ends: list[int] = []  # depth up to which each shadow cache holds this run
+
+
+class Pages:
+    """Runs sorted by number. O(PAGE + n / PAGE) machine words per change, in C."""
+
+    __slots__ = ("_firsts", "_pages")
+
+    def __init__(self) -> None:
+        self._pages: list[list[Run]] = []
+        self._firsts: list[int] = []  # of each page: a number up to that of its first run
+
+    def add(self, run: Run) -> None:
+        """Runs have distinct numbers."""
+        if not self._pages:
+            self._pages, self._firsts = [[run]], [run.number]
+            return
+        place = max(0, bisect_right(self._firsts, run.number) - 1)
+        page = self._pages[place]
+        insort(page, run, key=_number)
+        self._firsts[place] = min(self._firsts[place], run.number)
+        if len(page) > 2 * PAGE:
+            self._pages.insert(place + 1, page[PAGE:])
+            self._firsts.insert(place + 1, page[PAGE].number)
+            del page[PAGE:]
+
+    def remove(self, run: Run) -> None:
+        """It is here."""
+        place = bisect_right(self._firsts, run.number) - 1
+        page = self._pages[place]
+        del page[bisect_left(page, run.number, key=_number)]
+        if not page:
+            del self._pages[place], self._firsts[place]
+
+    def __bool__(self) -> bool:
+        return bool(self._pages)
+
+    def __iter__(self) -> Iterator[Run]:
+        return (run for page in self._pages for run in page)
+
+
+class Lane:
+    """Runs of one priority and level, by number."""
+
+    __slots__ = ("_latest", "_pages", "_runs")
+
+    def __init__(self) -> None:
+        self._runs: OrderedDict[Run, None] = OrderedDict()
+        self._pages = Pages()
+        self._latest = -1  # number of the last run that entered at the warm end
+
+    def add(self, run: Run) -> None:
+        if run.number > self._latest:
+            self._latest = run.number
+            self._runs[run] = None
+        else:
+            self._pages.add(run)
+
+    def remove(self, run: Run) -> None:
+        if run in self._runs:
+            del self._runs[run]
+        else:
+            self._pages.remove(run)
+
+    def __bool__(self) -> bool:
+        return bool(self._runs or self._pages)
+
+    def __iter__(self) -> Iterator[Run]:
+        return heapq.merge(self._runs, self._pages, key=_number) if self._pages else iter(self._runs)
+
+
+class Order:
+    """Lanes with at least one run. A run is in the lane that its `lane` names."""
+
+    __slots__ = ("lanes",)
+
+    def __init__(self) -> None:
+        self.lanes: dict[int, Lane] = {}  # by priority * LEVELS + level
+
+    def add(self, run: Run) -> None:
+        lane = self.lanes.get(run.lane)
+        if lane is None:
+            lane = self.lanes[run.lane] = Lane()
+        lane.add(run)
+
+    def remove(self, run: Run) -> None:
+        lane = self.lanes[run.lane]
+        lane.remove(run)
+        if not lane:
+            del self.lanes[run.lane]
