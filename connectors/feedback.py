@@ -16,7 +16,7 @@ from kvtier.manager.protection import Protection
 
 log = logging.getLogger(__name__)
 
-Pinning = Future[dict[str, Any]]
+PinFuture = Future[dict[str, Any]]
 
 
 class Feedback:
@@ -26,7 +26,7 @@ class Feedback:
         self._block_tokens = block_tokens
         self._recent = RecentChains()
 
-    def pin(self, cache: Cache, scope: Scope, control: Control, prompt: Sequence[BlockKey]) -> Pinning | None:
+    def pin(self, cache: Cache, scope: Scope, control: Control, prompt: Sequence[BlockKey]) -> PinFuture | None:
         """Begin to pin the prompt, if its sender asked for that."""
         if control.pin is None or not control.store or not prompt:
             return None
@@ -39,7 +39,7 @@ class Feedback:
         control: Control,
         prompt: Sequence[BlockKey],
         read: Mapping[str, int],
-        pinning: Pinning | None,
+        pinning: PinFuture | None,
     ) -> dict[str, Any]:
         """The answer to the sender of the request `name`: `read` (tokens by tier) and what it asked for. Remembers the
         prompt, so that later requests can be compared with it."""
@@ -55,7 +55,7 @@ class Feedback:
         return answer
 
 
-def pin_outcome(pinning: Pinning | None) -> dict[str, Any]:
+def pin_outcome(pinning: PinFuture | None) -> dict[str, Any]:
     """The state of a pin by now."""
     if pinning is not None and not pinning.done():
         return {"pending": True}

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import Any
 
 
-def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package (PEP 562): `homes` has the module, below the package, of each of its names."""
+def names_of(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a package (PEP 562): `homes` has the module, below it, of each name."""
 
     def load(name: str) -> Any:
         if name not in homes:
@@ -18,4 +18,4 @@ def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return load
+    return load, lambda: sorted(homes)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     )
     from kvtier.hit import Hit
     from kvtier.identity.namespace import Namespace
-    from kvtier.manager.manager import Flushed
+    from kvtier.manager.closing import Flushed
     from kvtier.retention.terms import Terms
 
 _HOMES = {
     "AsyncCache": "cache", "Cache": "cache", "Hit": "hit", "aopen": "cache", "chain_hashes": "cache", "open": "cache",
     "CapacityError": "errors", "ClosedError": "errors", "ConfigError": "errors", "FormatError": "errors",
     "IdentityError": "errors", "InvalidRequest": "errors", "KVTierError": "errors",
-    "Config": "config", "Flushed": "manager.manager", "Namespace": "identity.namespace", "Terms": "retention.terms",
+    "Config": "config", "Flushed": "manager.closing", "Namespace": "identity.namespace", "Terms": "retention.terms",
 }  # fmt: skip
 
 __all__ = [

@@ -29,7 +29,7 @@ from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.accounts import Account
 from kvtier.manager.build import build
-from kvtier.manager.manager import Flushed
+from kvtier.manager.closing import Flushed
 from kvtier.named_pins import AsyncNamedPins, NamedPins
 from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
@@ -46,7 +46,7 @@ _LONGEST_S = 600.0
 """More than the manager takes for any call without a deadline of the caller's."""
 
 _GRACE_S = 1.0
-"""What a loop that is busy may be late."""
+"""How late a busy loop may answer."""
 
 
 class _Face:
@@ -298,8 +298,8 @@ class Cache(_Face):
 
         `keys` name a chain from its first block; `buffers` are those of keys[start:], bytes-like of block_bytes each,
         copied before this returns. `retention` is a class of the configuration, or `(start, stop, class)` per range of
-        the request's tokens. With `wait`, waits for room in the queues to the lower tiers until `timeout` seconds
-        (deadlines.put); without, blocks that find no room stay in G2 only, or are refused, newest and deepest first.
+        the request's tokens. With `wait`, waits for space in the queues to the lower tiers until `timeout` seconds
+        (deadlines.put); without, blocks that find no space stay in G2 only, or are refused, newest and deepest first.
         The account of `request_id` counts stored blocks. Raises InvalidRequest, and then nothing was stored.
         """
         put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
@@ -314,7 +314,7 @@ class Cache(_Face):
         return put.accepted
 
     def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
-        """Longest prefix of `keys` resident in any mix of tiers. Moves nothing, promises nothing. Waits for lower
+        """Longest prefix of `keys` resident in any mix of tiers. Moves nothing and pins nothing. Waits for lower
         tiers at most `timeout` seconds (deadlines.lookup)."""
         chain = self._chain(keys, distinct=False)
         resident = self.manager.prefix(chain)

@@ -4,13 +4,13 @@
     ├── ConfigError            the YAML file, a preset or an argument of `kvtier.open` is wrong
     ├── InvalidRequest         a key, buffer, retention class or time-out of one call is wrong
     ├── IdentityError          a namespace field is missing, unknown or cannot be determined
-    ├── CapacityError          everything that could make room is pinned; nothing was changed
+    ├── CapacityError          every block that could be evicted is pinned; nothing was changed
     ├── ClosedError            the cache is closed, or was opened in another process
     ├── FormatError            a directory, file or object is of a foreign format or version
     ├── CorruptError           bytes failed a check (never reaches an engine: it becomes a miss)
     └── TierError              a tier could not do its work (never reaches an engine either)
         ├── TierTimeout        it did not do so within the deadline
-        └── TierFull           it has no room, or its volume has none
+        └── TierFull           it has no space, or its volume has none
 
 A miss is not an error. `TierError` and `CorruptError` are turned into misses in one place, the guard of each lower
 tier; a caller sees a mistake of its own (`ConfigError`, `InvalidRequest`, `IdentityError`, `ClosedError`), or a folder
@@ -66,4 +66,4 @@ class TierTimeout(TierError):
 
 
 class TierFull(TierError):
-    """A tier, or the volume below it, has no room left."""
+    """A tier, or the volume below it, has no space left."""

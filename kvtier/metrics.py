@@ -48,7 +48,7 @@ REQUESTS = {
 
 ENGINE = {
     "tokens_read": Family("kvtier_tokens_read", "Prompt tokens that an engine was given, by tier.", label="tier"),
-    "events": Family("kvtier_events", "What happened to an engine's blocks and look-ups.", label="event"),
+    "events": Family("kvtier_events", "Events of an engine's blocks and look-ups, by kind.", label="event"),
 }
 """Entries of `stats()["engine"]`, which connectors add."""
 
@@ -68,14 +68,14 @@ TIERS = {
     "latency": Family("kvtier_tier_latency_ms", "Time per call over the last calls.", counter=False, label="figure"),
     "pinned": Family("kvtier_tier_pinned_blocks", "Blocks under a lease.", counter=False),
     "quarantined": Family("kvtier_tier_quarantined_blocks", "Slots that wait for a late transfer.", counter=False),
-    "late": Family("kvtier_tier_late_blocks", "Transfers that missed their deadline."),
+    "late": Family("kvtier_tier_late_blocks", "Blocks that arrived after the deadline of whoever asked."),
     "loaded": Family("kvtier_tier_loaded_blocks", "Blocks read and verified."),
     "stored": Family("kvtier_tier_stored_blocks", "Blocks handed to this tier, by outcome.", label="outcome"),
     "refused": Family("kvtier_tier_refused_blocks", "Blocks the queue did not take, by reason.", label="reason"),
     "pending": Family("kvtier_tier_pending_blocks", "Blocks waiting to be written.", counter=False),
     "read_bytes": Family("kvtier_tier_read_bytes", "Bytes read."),
     "written_bytes": Family("kvtier_tier_written_bytes", "Bytes written."),
-    "counters": Family("kvtier_tier_events", "What only this kind of tier counts, by kind.", label="kind"),
+    "counters": Family("kvtier_tier_events", "Counters of this kind of tier alone, by kind.", label="kind"),
     "unanswered": Family("kvtier_tier_unanswered_calls", "Calls without an answer in time, by verb.", label="verb"),
     "health": Family("kvtier_tier_health", "1 for the state the tier is in.", counter=False, label="state"),
 }

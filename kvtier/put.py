@@ -118,7 +118,9 @@ class Put:
             if self._terms.guarantees:
                 manager.guarantee(chain, self._terms)  # refused: before anything is stored
             self._begun = True
-            manager.finish_put(chain)  # before room is made for it: else the policy gives each block a rank of its own
+            manager.finish_put(
+                chain
+            )  # before its blocks are stored: else the policy gives each block a rank of its own
             version = manager.space.version
         else:
             self._waiting = self._demoter.demote_rest(chain, self._reached, self._tried)
@@ -142,7 +144,7 @@ class Put:
         return None
 
     def _store(self, stop: int, wait: bool) -> None:
-        """Store blocks up to depth `stop`, as far as there is room; sets `_reached`."""
+        """Store blocks up to depth `stop`, as far as there is space; sets `_reached`."""
         manager, chain, first = self._manager, self._chain, self._reached
         self._alone |= self._demoter.alone(chain, stop, first)
         slots, self._reached = manager.reserve(chain, first, stop, self._terms, self._claims, insist=wait)

@@ -31,11 +31,11 @@ PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 5.0
 """Between a failure and the restart: the first, and the longest that doubling leads to."""
 
 _UNWIND_S = 0.05
-"""What cancelled tasks have at least to undo what they hold, even where the deadline is over."""
+"""Least time that cancelled tasks have to undo their work, even where the deadline is over."""
 
 
 class Service(Protocol):
-    """What cannot be relied on while a task keeps failing: one tier, or the whole cache."""
+    """A tier, or the whole cache, that cannot be relied on while a task of its keeps failing."""
 
     def trip(self, reason: str) -> None:
         """Take it out of service."""
@@ -153,7 +153,7 @@ class LoopOnThread:
         return future
 
     def run(self, work: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
-        """What a coroutine returns. Raises TimeoutError, with the coroutine cancelled, if that takes longer than
+        """The result of a coroutine. Raises TimeoutError, with the coroutine cancelled, if that takes longer than
         `within_s`, and ClosedError when the loop ends."""
         future = self.submit(work)
         try:
@@ -186,7 +186,7 @@ class LoopOnThread:
             raise
 
     async def _drain(self) -> None:
-        """What was submitted has begun by now: the loop takes tasks in the order of their making."""
+        """Cancel all tasks. All submitted work has begun by now: the loop takes tasks in the order of their making."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

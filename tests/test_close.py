@@ -14,7 +14,7 @@ import pytest
 import kvtier
 from kvtier.clock import Clock, SystemClock
 from kvtier.identity.keys import BlockKey
-from kvtier.manager import manager
+from kvtier.manager import closing as closing_module
 from kvtier.retention.terms import Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.protocol import Tier
@@ -167,7 +167,7 @@ def test_a_loop_that_is_stuck_costs_the_answer_not_the_caller(monkeypatch: pytes
 async def test_a_close_that_is_cancelled_closes_everything_all_the_same(
     steps: int, stuck: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "CANCELLED_CLOSE_S", 0.2)
+    monkeypatch.setattr(closing_module, "CANCELLED_S", 0.2)
     clock = SystemClock()
     tier, deep = stubborn(clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4)
     cache = kvtier.aopen(config("20s"), NS, clock=clock, tiers=[FaultyTier(tier), deep])

@@ -29,7 +29,7 @@ SHAPES = {
 
 
 class Streaming(CudaDriver):
-    """Whose caller computes on a stream of its own."""
+    """A driver whose caller computes on a stream of its own."""
 
     _mine = 0
 

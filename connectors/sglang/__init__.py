@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierLinker"]
 
-__getattr__ = names_of(__name__, {"KVTierLinker": "linker"})
+__getattr__, __dir__ = names_of(__name__, {"KVTierLinker": "linker"})

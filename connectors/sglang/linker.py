@@ -40,7 +40,7 @@ from kvtier.connectors.settings import Settings, weighs_loads
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.hooks import LinkerListener, install
 from kvtier.connectors.sglang.identity import Ranks, namespace_of
-from kvtier.connectors.sglang.loads import PageLoads, Wanted
+from kvtier.connectors.sglang.loads import PageLoads, WantedPages
 from kvtier.connectors.sglang.metrics import EngineMetrics
 from kvtier.connectors.sglang.pool import pool_of
 from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
@@ -224,7 +224,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         assert mine is not None
         queued, lease, numbers = mine
         queued.lease = lease
-        self._loads.add(Wanted(rid, lease, numbers))
+        self._loads.add(WantedPages(rid, lease, numbers))
         return True
 
     @falls_back_to(None)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedPages:
     """A request's leased blocks, and the pages they are for."""
 
     rid: str
@@ -37,14 +37,14 @@ class PageLoads:
         """`counter` is SGLang's LayerWiseLoadCounter; `pages` has those of the moment, None while there are none."""
         self._counter = counter
         self._pages = pages
-        self._queue: list[Wanted] = []
+        self._queue: list[WantedPages] = []
         self._under_way: dict[int, PageLoad] = {}
         self.events: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._under_way)
 
-    def add(self, wanted: Wanted) -> None:
+    def add(self, wanted: WantedPages) -> None:
         self._queue.append(wanted)
 
     def cancel(self, rid: str) -> bool:
@@ -93,6 +93,6 @@ class PageLoads:
         self._counter.reset()
 
 
-def _release(queue: Sequence[Wanted]) -> None:
+def _release(queue: Sequence[WantedPages]) -> None:
     for wanted in queue:
         wanted.lease.release()

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import prometheus_client
+
 from kvtier.connectors.counters import EVENTS, TOKENS_READ, Growth
 
 
@@ -19,9 +21,6 @@ class EngineMetrics:
 
     def __init__(self, labels: Mapping[str, str], registry: Any = None) -> None:
         """Registers them, in the process's own registry unless one is given."""
-        # Here and not above: the library chooses between memory and files when it is imported, and SGLang says which.
-        import prometheus_client
-
         where = registry if registry is not None else prometheus_client.REGISTRY
         self._labels = tuple(labels.values())
         self._families = [

@@ -15,7 +15,7 @@ from kvtier.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.connectors.control import Control, Controls, Scopes
 from kvtier.connectors.counters import tokens_by_tier
-from kvtier.connectors.feedback import Feedback, Pinning, pin_outcome
+from kvtier.connectors.feedback import Feedback, PinFuture, pin_outcome
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.settings import Settings
@@ -39,7 +39,7 @@ class QueuedRequest:
     control: Control | None = None  # known with the chain, as the scope is
     scope: Scope | None = None
     promoted: Promoted = field(default_factory=Promoted)
-    pinning: Pinning | None = None
+    pinning: PinFuture | None = None
     waits: bool = False  # as of the last look-up
     decided: bool = False  # on every rank: waits no longer
     lease: Lease | None = None  # of its load
@@ -164,7 +164,7 @@ class QueuedRequests:
             self.forget(rid)
 
 
-def put_answer(req: Any, answer: dict[str, Any], pinning: Pinning | None = None) -> None:
+def put_answer(req: Any, answer: dict[str, Any], pinning: PinFuture | None = None) -> None:
     """Put `answer` into the request's output, as `meta_info["kvtier"][0]`; a pin's fate follows when it is known. A
     request that was sent back to the queue and is admitted again has read twice."""
     info = getattr(req, "customized_info", None) or {}
@@ -175,7 +175,7 @@ def put_answer(req: Any, answer: dict[str, Any], pinning: Pinning | None = None)
     req.customized_info = {**info, _NAME: values}
     if pinning is not None:
 
-        def pinned(done: Pinning) -> None:
+        def pinned(done: PinFuture) -> None:
             values[0] = {**answer, "pin": {"name": answer["pin"]["name"], **pin_outcome(done)}}
 
         # The answer may be sent meanwhile: it has one dictionary or the other, and neither changes.

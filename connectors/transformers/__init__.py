@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixCache"]
 
-__getattr__ = names_of(__name__, {"PrefixCache": "prefix_cache"})
+__getattr__, __dir__ = names_of(__name__, {"PrefixCache": "prefix_cache"})

@@ -35,7 +35,7 @@ from kvtier.hit import Hit
 from kvtier.identity.hashing import chain_hashes, chain_root
 from kvtier.identity.keys import BlockKey, make_keys, scope_of
 from kvtier.kernels.engine import cpus_near
-from kvtier.manager.manager import Flushed
+from kvtier.manager.closing import Flushed
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth, Terms, resolve
 from kvtier.tiers.device.dirty import Dirty

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierConnector"]
 
-__getattr__ = names_of(__name__, {"KVTierConnector": "connector"})
+__getattr__, __dir__ = names_of(__name__, {"KVTierConnector": "connector"})

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.config import Config
 from kvtier.connectors.control import Control, Controls, Scopes
-from kvtier.connectors.feedback import Pinning
+from kvtier.connectors.feedback import PinFuture
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.confirm import Track
@@ -43,7 +43,7 @@ class RequestState:
     scope: Scope | None
     control: Control
     promoted: Promoted = field(default_factory=Promoted)
-    pinning: Pinning | None = None
+    pinning: PinFuture | None = None
     wait_until_s: Mono | None = None  # for the promotion
     lease: Lease | None = None
     lease_start: int = 0

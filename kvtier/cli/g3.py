@@ -13,7 +13,7 @@ import typer
 
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.clock import SystemClock
-from kvtier.tiers.disk.maintenance import Findings, Progress, looking_after
+from kvtier.tiers.disk.maintenance import Findings, MaintenanceProgress, looking_after
 from kvtier.units import parse_rate, parse_size
 
 Paths = Annotated[list[Path], typer.Argument(help="The store's path; all of them, in order, if it has several.")]
@@ -80,7 +80,7 @@ def _report(found: Findings, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Progress]:
+def _progress(quiet: bool) -> Iterator[MaintenanceProgress]:
     """A progress bar on standard error, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None

@@ -52,11 +52,11 @@ def probe_bucket(g4: G4) -> ConformanceReport:
 def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
     """(subject, "ok" | "warn" | "fail", what was found, advice) about the bucket that `g4` names."""
     try:
-        exam = probe_bucket(g4)
+        report = probe_bucket(g4)
     except (ConfigError, TierError) as error:
         yield "g4 reachable", "fail", str(error), _REACH
         return
-    broken = [trait for trait in exam.traits if trait.ok is False]
+    broken = [trait for trait in report.traits if trait.ok is False]
     for trait in broken:
         if trait.needed:
             advice = _REACH if trait.name == "reachable" else _GRANT
@@ -67,17 +67,17 @@ def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
             advice = "use a server that honours conditions, or let one replica only use this one"
             yield f"g4 {trait.name}", "fail", f"{trait.detail}: replicas would overwrite one another", advice
     if not broken:
-        tried = ", ".join(trait.name for trait in exam.traits if trait.ok)
+        tried = ", ".join(trait.name for trait in report.traits if trait.ok)
         yield "g4", "ok", f"works: {tried}", ""
-    if exam.skew_s is not None:
-        off = abs(exam.skew_s) > SKEW_MAX_S
+    if report.skew_s is not None:
+        off = abs(report.skew_s) > SKEW_MAX_S
         advice = "synchronise the clocks: expiry counts on them" if off else ""
-        yield "g4 clock", "warn" if off else "ok", f"{exam.skew_s:+.0f} s against the server", advice
-    if exam.read_bytes_per_s and exam.write_bytes_per_s:
-        pays = exam.read_bytes_per_s / _BYTES_PER_TOKEN_8B
+        yield "g4 clock", "warn" if off else "ok", f"{report.skew_s:+.0f} s against the server", advice
+    if report.read_bytes_per_s and report.write_bytes_per_s:
+        pays = report.read_bytes_per_s / _BYTES_PER_TOKEN_8B
         detail = (
-            f"{exam.parallel} requests at once: reads {exam.read_bytes_per_s / 1e6:.0f} MB/s, writes "
-            f"{exam.write_bytes_per_s / 1e6:.0f} MB/s; at 128 KiB per token (8B, bf16) a read beats a prefill slower "
+            f"{report.parallel} requests at once: reads {report.read_bytes_per_s / 1e6:.0f} MB/s, writes "
+            f"{report.write_bytes_per_s / 1e6:.0f} MB/s; at 128 KiB per token (8B, bf16) a read beats a prefill slower "
             f"than {pays:,.0f} tokens/s"
         )
         slow = "a fast GPU prefills such a model sooner: what is served from here then saves its work, not time"

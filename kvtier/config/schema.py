@@ -183,7 +183,7 @@ class Deadlines(_Section):
 
 
 class Security(_Section):
-    """Who may share blocks."""
+    """Sharing of blocks between tenants."""
 
     scope_secret: Secret | None = Field(default=None, description="Key of the scope digest, equal on all replicas.")
     salt: Literal["shared", "deny"] = Field(

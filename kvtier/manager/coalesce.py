@@ -175,7 +175,7 @@ class StrideCoalescer:
                 return
 
     async def _gather_patiently(self, chain: Sequence[BlockKey], start: int, end: int) -> tuple[Slot, ...] | None:
-        """`_gather`, again and again while G2 has no room for what must be fetched: nobody waits for this."""
+        """`_gather`, again and again while G2 has no space for blocks that must be read: nobody waits for this."""
         deadline = self._clock.monotonic() + _STEP_S
         while True:
             slots = await self._gather(chain, start, end)
@@ -184,19 +184,19 @@ class StrideCoalescer:
             # Read only now: the attempt's own pins, given back, are no news. What it missed is seen after _RETRY_S.
             retry = min(deadline, self._clock.monotonic() + _RETRY_S)
             if not await self._hierarchy.space.wait(retry, self._hierarchy.space.version):
-                now = self._clock.monotonic()
-                if now < retry or now >= deadline:  # no space is on its way, or it came too late
+                mono_s = self._clock.monotonic()
+                if mono_s < retry or mono_s >= deadline:  # no space is on its way, or it came too late
                     return None
 
     async def _gather(
         self, chain: Sequence[BlockKey], start: int, end: int
     ) -> tuple[Slot, ...] | Literal[Miss.NO_ROOM] | None:
         """Pin blocks start … end-1 in G2, fetching what is only below; None if one cannot be had or may not go."""
-        hierarchy, now = self._hierarchy, self._clock.wall()
+        hierarchy, wall_s = self._hierarchy, self._clock.wall()
         got: dict[int, Slot] = {}
         with hierarchy.lock:
             for index in range(start, end):
-                if (slot := hierarchy.host.pin(chain[index], now)) is not None:
+                if (slot := hierarchy.host.pin(chain[index], wall_s)) is not None:
                     got[index] = slot
         whole = False
         try:
@@ -209,7 +209,7 @@ class StrideCoalescer:
                 if Miss.NO_ROOM in loaded.values():
                     return Miss.NO_ROOM
             slots = tuple(got[index] for index in sorted(got))
-            whole = len(slots) == end - start and all(s.life.servable(self._tier.depth, now) for s in slots)
+            whole = len(slots) == end - start and all(s.life.servable(self._tier.depth, wall_s) for s in slots)
             return slots if whole else None
         finally:
             if not whole:

@@ -57,9 +57,9 @@ class Demoter:
         if deepest is not None and (deepest is not self._nearest or deepest.stride > 1):
             self._coalesced = deepest
             self._coalescer = StrideCoalescer(self._hierarchy, self._promoter, deepest, self.queues[deepest.name])
-            self._coalescer.start(deepest.inner.breaker)
+            self._coalescer.start(deepest.breaker)
         for name, queue in self.queues.items():
-            queue.start(self._hierarchy.supervisor, tiers[name].inner.breaker)
+            queue.start(self._hierarchy.supervisor, tiers[name].breaker)
 
     def _queue_for(self, tier: Metered) -> WriteBehind:
         rate, budget = self._hierarchy.limits.write_rate, self._hierarchy.limits.write_budget_per_day
@@ -223,8 +223,8 @@ class Demoter:
         start, complete = slots[0].index // stride * stride, stop // stride * stride
         now, holds = self._clock.wall(), list[Hold]()
         with self._lock:
-            room = max(stride, self._pinned_max) - self._coalescer.pinned()
-            complete = min(complete, start + room // stride * stride)
+            space = max(stride, self._pinned_max) - self._coalescer.pinned()
+            complete = min(complete, start + space // stride * stride)
             for key in chain[start:complete]:
                 if (slot := self._host.pin(key, now)) is not None:
                     holds.append((slot, slot.generation))
@@ -270,7 +270,7 @@ class Demoter:
         waiting = self._coalescer.pending() if self._coalescer is not None else 0
         return waiting + sum(queue.pending() for queue in self.queues.values())
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Unpin what is still queued. The supervisor has ended the workers."""
         for queue in self.queues.values():
             for batch in queue.close():

@@ -119,7 +119,7 @@ class Hierarchy:
 
     def notebook(self) -> Notebook | None:
         """Where small values of the manager's survive a restart: the nearest tier that can remember some."""
-        return next((book for tier in self.lower.values() if (book := tier.notebook()) is not None), None)
+        return next((found for tier in self.lower.values() if (found := tier.notebook()) is not None), None)
 
     # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvtier.clock import Clock
@@ -22,6 +21,7 @@ from kvtier.errors import ClosedError, InvalidRequest
 from kvtier.events import Events
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.accounts import Account, Accounts
+from kvtier.manager.closing import Closing, Flushed, Step, within
 from kvtier.manager.demote import Demoter
 from kvtier.manager.hierarchy import Hierarchy, ManagerLimits
 from kvtier.manager.housekeeping import Housekeeping
@@ -39,19 +39,6 @@ from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
 from kvtier.times import Mono
-
-CANCELLED_CLOSE_S = 1.0
-"""What a close that was cancelled still takes to let go of everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """The state at the end of a flush. `durable[tier]`: blocks that this handle wrote to that tier's medium; `dropped`:
-    accepted blocks that no lower tier took; `pending`: still under way at the deadline."""
-
-    durable: Mapping[str, int]
-    dropped: int
-    pending: int
 
 
 class Manager:
@@ -75,8 +62,7 @@ class Manager:
         self._saved = SavedState(hierarchy)
         self._purger = Purger(hierarchy, self.protection)
         self._housekeeping = Housekeeping(hierarchy, self.protection, self._purger, self._saved)
-        self._closing: asyncio.Task[Flushed] | None = None
-        self._close_from, self._close_s = Mono(0.0), self._limits.close_s
+        self._closing: Closing | None = None
         self.closed = True
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,45 +90,22 @@ class Manager:
     async def close(self) -> Flushed:
         """Take in nothing more, flush, then close everything, all within `close_s`, whatever a tier does. Leases still
         out keep their bytes. Idempotent: a second call waits for the first. Cancelling the first skips the flush and
-        leaves CANCELLED_CLOSE_S for the rest, which is done all the same."""
+        leaves CANCELLED_S for the rest, which is done all the same."""
         if self._closing is not None:
-            await asyncio.wait({self._closing})
-            return Flushed({}, 0, 0)
+            await self._closing.ended()
         if self.closed:
             return Flushed({}, 0, 0)
         self.closed = True
         self.space.notify()  # whoever waits to store finds the cache closed
-        self._close_from, self._close_s = self._clock.monotonic(), self._limits.close_s
-        self._closing = asyncio.get_running_loop().create_task(self._close())
-        try:
-            return await asyncio.shield(self._closing)
-        except asyncio.CancelledError:
-            self._close_from, self._close_s = self._clock.monotonic(), min(CANCELLED_CLOSE_S, self._close_s)
-            self._closing.cancel()
-            while not self._closing.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait({self._closing})
-            raise
-
-    async def _close(self) -> Flushed:
-        """Every step, whatever becomes of those before it; each has its share of the time."""
-        hierarchy = self.hierarchy
-        async with contextlib.AsyncExitStack() as steps:  # last in, first done
-            steps.push_async_callback(lambda: hierarchy.close(self._close_by(0.95)))
-            steps.push_async_callback(lambda: self._within(self._saved.write(), self._close_by(0.85)))
-            steps.callback(self.demoter.close)
-            steps.push_async_callback(lambda: hierarchy.supervisor.close(self._close_by(0.8)))
-            steps.push_async_callback(lambda: self.promoter.close(self._close_by(0.75)))
-            return await self._flush(self._close_by(0.7))
-
-    def _close_by(self, share: float) -> Mono:
-        return self._close_from + share * self._close_s
-
-    async def _within(self, work: Coroutine[Any, Any, None], deadline: Mono) -> None:
-        """Await `work`, at most until the deadline."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
-                await work
+        steps: list[Step] = [
+            (0.75, self.promoter.close),
+            (0.8, self.hierarchy.supervisor.close),
+            (0.8, lambda _: self.demoter.close()),
+            (0.85, lambda deadline: within(self._saved.write(), deadline, self._clock)),
+            (0.95, self.hierarchy.close),
+        ]
+        self._closing = Closing((0.7, self._flush), steps, self._limits.close_s, self._clock)
+        return await self._closing.result()
 
     def _usable(self) -> None:
         if self.closed:
@@ -167,7 +130,7 @@ class Manager:
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def prefix(self, chain: Sequence[BlockKey]) -> int:
-        """Leading blocks READY in G2. Moves nothing, promises nothing."""
+        """Leading blocks READY in G2. Moves nothing and pins nothing."""
         if self._unusable():
             return 0
         now = self.hierarchy.now().serve
@@ -175,7 +138,7 @@ class Manager:
             return self.host.prefix(chain, now)
 
     def holds(self, key: BlockKey) -> bool:
-        """Whether a block is READY in G2 or on its way there. Promises nothing."""
+        """Whether a block is READY in G2 or on its way there. Pins nothing."""
         now = self.hierarchy.now().serve
         with self.lock:
             return self.host.peek(key, now) in (None, Miss.PENDING)
@@ -282,7 +245,7 @@ class Manager:
         *,
         insist: bool | None = None,
     ) -> tuple[list[Slot], int]:
-        """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is room.
+        """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is space.
 
         `terms` are the request's, for all its blocks or by depth. `keep` claims blocks that must not be evicted for
         these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if there is
@@ -394,12 +357,12 @@ class Manager:
     async def _flush(self, deadline: Mono) -> Flushed:
         await self.demoter.drain(deadline)
         self._housekeeping.flush_uses()
-        await self._within(self.protection.tend(), deadline)
+        await within(self.protection.tend(), deadline, self._clock)
         await asyncio.gather(*(tier.flush(deadline) for tier in self.lower.values()), return_exceptions=True)
         return self.flushed()
 
     def flushed(self) -> Flushed:
-        """What a flush would find now."""
+        """The state that a flush would return now."""
         with self.lock:
             durable = {name: self.demoter.durable[name] for name in self.lower}
             return Flushed(durable, self.demoter.dropped, self.demoter.pending())

@@ -33,10 +33,10 @@ class Plan:
     miss: Miss | None
 
 
-def make_plan(where: Sequence[Where], room: int, resident: str = "g2", costs: Costs | None = None) -> Plan:
+def make_plan(where: Sequence[Where], slots: int, resident: str = "g2", costs: Costs | None = None) -> Plan:
     """Decide what to load. Pure.
 
-    `where[i]` is the place of block i; `resident` names the tier that needs no load; `room` blocks can be held at
+    `where[i]` is the place of block i; `resident` names the tier that needs no load; `slots` blocks can be held at
     once, resident or loaded. The hit is the longest contiguous prefix that is somewhere, that fits, and, with
     `costs`, whose last load still arrives sooner than computing those blocks would take.
     """
@@ -46,7 +46,7 @@ def make_plan(where: Sequence[Where], room: int, resident: str = "g2", costs: Co
         if isinstance(place, Miss):
             miss = place
             break
-        if hit == room:
+        if hit == slots:
             miss = Miss.NO_ROOM
             break
         hit += 1

@@ -24,7 +24,7 @@ GRACE_S = 1.0
 
 _SMOOTHING = 0.2
 
-Outcome = Slot | Miss
+LoadOutcome = Slot | Miss
 """A slot that is pinned once for the caller, or why the block was not loaded."""
 
 
@@ -48,8 +48,8 @@ class Promoter:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
-        self._under_way: dict[BlockKey, asyncio.Task[dict[int, Outcome]]] = {}
-        self._abandoned: set[asyncio.Task[dict[int, Outcome]]] = set()
+        self._under_way: dict[BlockKey, asyncio.Task[dict[int, LoadOutcome]]] = {}
+        self._abandoned: set[asyncio.Task[dict[int, LoadOutcome]]] = set()
         self._compute_s_per_block: float | None = None
         self.overdue = 0  # slots of loads that nobody waits for any more
         self.late = 0  # blocks that arrived after their deadline
@@ -109,7 +109,7 @@ class Promoter:
                     slot = self._host.pin(chain[index], time.serve, time.stamp)
                     if slot is not None:
                         pinned[index] = slot
-            if not referenced:  # before the loads, so that the policy knows for whom it makes room
+            if not referenced:  # before the loads, so that the policy knows for which request it evicts
                 self._host.policy.reference(chain, start + len(pinned), self._clock.monotonic())
         try:
             outcomes = await self.load(chain, plan.loads, deadline)
@@ -132,14 +132,14 @@ class Promoter:
 
     async def load(
         self, chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: Mono
-    ) -> dict[int, Outcome]:
+    ) -> dict[int, LoadOutcome]:
         """Bring the blocks at `loads[tier]` of `chain` into G2; answers for each by `deadline`.
 
         Every Slot in the result is pinned once, which the caller undoes, and not renewed: that is for who serves it.
         Past the bound of abandoned loads nothing is started: NO_ROOM. A load that is shared with an earlier request and
         came too late for that one is tried again for this one.
         """
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, LoadOutcome] = {}
         try:
             while loads:
                 shared = await self._load_once(chain, loads, deadline, outcomes)
@@ -157,11 +157,11 @@ class Promoter:
         chain: Sequence[BlockKey],
         loads: Mapping[str, Sequence[int]],
         deadline: Mono,
-        outcomes: dict[int, Outcome],
+        outcomes: dict[int, LoadOutcome],
     ) -> Collection[int]:
         """Set the outcome of each load; returns the depths that earlier requests were loading."""
-        mine: list[asyncio.Task[dict[int, Outcome]]] = []
-        joined: dict[int, asyncio.Task[dict[int, Outcome]]] = {}
+        mine: list[asyncio.Task[dict[int, LoadOutcome]]] = []
+        joined: dict[int, asyncio.Task[dict[int, LoadOutcome]]] = {}
         for name, indices in loads.items():
             reserved: list[tuple[int, Slot]] = []
             for index in indices:
@@ -198,7 +198,7 @@ class Promoter:
                     outcomes[index] = Miss.LATE
         return joined
 
-    def _reserve(self, chain: Sequence[BlockKey], index: int) -> Outcome:
+    def _reserve(self, chain: Sequence[BlockKey], index: int) -> LoadOutcome:
         """A FILLING slot; or, where the block turned up meanwhile, its READY slot, pinned; or why neither."""
         with self._lock:
             if self.overdue >= max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction)):
@@ -214,24 +214,24 @@ class Promoter:
                 return self._host.reserve(chain[index], index, insist=True) or Miss.NO_ROOM
             return self._host.pin(chain[index], self._clock.wall()) or why or Miss.EVICTED
 
-    def _pin(self, key: BlockKey) -> Outcome:
+    def _pin(self, key: BlockKey) -> LoadOutcome:
         with self._lock:
             now = self._clock.wall()
             return self._host.pin(key, now) or self._host.peek(key, now) or Miss.EVICTED
 
-    def _unpin(self, outcomes: Mapping[int, Outcome]) -> None:
+    def _unpin(self, outcomes: Mapping[int, LoadOutcome]) -> None:
         with self._lock:
             for outcome in outcomes.values():
                 if isinstance(outcome, Slot):
                     self._host.unpin(outcome, outcome.generation)
 
-    async def _wait(self, tasks: set[asyncio.Task[dict[int, Outcome]]], deadline: Mono) -> None:
+    async def _wait(self, tasks: set[asyncio.Task[dict[int, LoadOutcome]]], deadline: Mono) -> None:
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock.monotonic()))
 
     def _start(
         self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
-    ) -> asyncio.Task[dict[int, Outcome]]:
+    ) -> asyncio.Task[dict[int, LoadOutcome]]:
         task = self._hierarchy.supervisor.spawn(self._read(tier, chain, reserved, deadline))
         for index, _ in reserved:
             self._under_way[chain[index]] = task
@@ -239,7 +239,7 @@ class Promoter:
 
     async def _read(
         self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
-    ) -> dict[int, Outcome]:
+    ) -> dict[int, LoadOutcome]:
         """Fill reserved slots; every one of them is READY and pinned, or free again, when this returns."""
         generations = [slot.generation for _, slot in reserved]
         results: Sequence[Loaded | Miss] = [Miss.ERROR] * len(reserved)
@@ -251,7 +251,7 @@ class Promoter:
             in_flight = True  # the tier was cut off: its threads may still write to the slots
             raise
         finally:
-            outcomes: dict[int, Outcome] = {}
+            outcomes: dict[int, LoadOutcome] = {}
             with self._lock:
                 for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
                     self._under_way.pop(chain[index], None)
@@ -265,13 +265,13 @@ class Promoter:
                         outcomes[index] = Miss.PURGED
         return outcomes
 
-    def _abandon(self, task: asyncio.Task[dict[int, Outcome]]) -> None:
+    def _abandon(self, task: asyncio.Task[dict[int, LoadOutcome]]) -> None:
         """Nobody waits for this load any more: undo its pins when it ends."""
         waiting = sum(under_way is task for under_way in self._under_way.values())
         self.overdue += waiting
         self._abandoned.add(task)
 
-        def ended(task: asyncio.Task[dict[int, Outcome]]) -> None:
+        def ended(task: asyncio.Task[dict[int, LoadOutcome]]) -> None:
             self._abandoned.discard(task)
             self.overdue -= waiting
             if task.cancelled() or task.exception() is not None:

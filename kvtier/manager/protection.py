@@ -79,11 +79,11 @@ class Protection:
         except FAILURES as error:
             log.warning("pins and guarantees of earlier processes cannot be read: %s", error)
             return
-        now = self._clock.read().stamp
+        wall_s = self._clock.read().stamp
         with self._lock:
             self._below.update(retained)
             for key, until in retained.items():
-                if not self.pins.covers(key) and until > now:
+                if not self.pins.covers(key) and until > wall_s:
                     self.guarantees.adopt(key, until)
                     self._terms[key] = _Guarantee(0.0, Wall(0))  # its time after a use is not known any more
             for key in retained:
@@ -104,7 +104,7 @@ class Protection:
         self.pins.limit_blocks = max(0, self._budget - len(self.guarantees))
         self.guarantees.limit_blocks = max(0, self._budget - len(self.pins))
 
-    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, now: Wall, stop: int = -1) -> None:
+    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, wall_s: Wall, stop: int = -1) -> None:
         """Reserve the bytes of the guaranteed blocks among start … stop-1 (-1: the end), here or to come; all or none.
 
         Raises InvalidRequest when that is more than may be guaranteed.
@@ -116,16 +116,16 @@ class Protection:
         everything = [key for keys, _ in spans for key in keys]
         self._divide_budget()
         if not self.guarantees.fits(everything):
-            self._expire(now)
+            self._expire(wall_s)
             self._divide_budget()
-        self.guarantees.reserve(everything, now)  # all, or none
+        self.guarantees.reserve(everything, wall_s)  # all, or none
         for keys, block in spans:
             hard = block.terms.max_age
             seconds = block.guarantee_s if hard is None else min(block.guarantee_s, hard)
-            self.guarantees.reserve(list(keys), now + seconds)
-            self._terms.update(dict.fromkeys(keys, _Guarantee(seconds, now)))
+            self.guarantees.reserve(list(keys), wall_s + seconds)
+            self._terms.update(dict.fromkeys(keys, _Guarantee(seconds, wall_s)))
             if block.terms.ceiling >= Depth.G3:
-                self._to_retain.update(key for key in keys if self._below.get(key, _NEVER) < now + seconds)
+                self._to_retain.update(key for key in keys if self._below.get(key, _NEVER) < wall_s + seconds)
             self._retain(keys)
 
     def claim(self, keys: Iterable[BlockKey]) -> None:
@@ -150,32 +150,32 @@ class Protection:
         if not wanted:
             return
         untils = self.pins.untils(slot.key for slot in wanted if slot.key is not None)
-        now = self._clock.read().serve
+        wall_s = self._clock.read().serve
         for slot in wanted:
             if slot.key in untils:
-                _extend(slot, untils[slot.key], now)
+                _extend(slot, untils[slot.key], wall_s)
         self._retain(slot.key for slot in wanted if slot.key is not None)
 
     def _retain(self, keys: Iterable[BlockKey]) -> None:
         """Retain in G2 the blocks that no tier below retains, as far as G2's share goes."""
         host = self._host
         alone = [key for key in keys if key not in self._below and key in host.index]
-        room = max(0, self._retained_max - host.retained)
-        host.retain(alone[:room])
-        self.unheld += len(alone[room:])
+        space = max(0, self._retained_max - host.retained)
+        host.retain(alone[:space])
+        self.unheld += len(alone[space:])
 
     def stored(self, tier: str, keys: Iterable[BlockKey]) -> None:
         """These blocks are durable in `tier`: protected ones are to be retained there, if it can."""
         if tier == self._tier_name:
             self._to_retain.update(key for key in keys if key not in self._below and self._wanted(key))
 
-    def used(self, keys: Iterable[BlockKey], now: Wall) -> None:
-        """Blocks were used at `now`: their guarantees begin anew."""
+    def used(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:
+        """Blocks were used at `wall_s`: their guarantees begin anew."""
         for key in keys:
             terms = self._terms.get(key)
             if terms is not None:
-                self.guarantees.adopt(key, now + terms.seconds)
-                if self._below.get(key, now + terms.seconds) < now + terms.seconds:
+                self.guarantees.adopt(key, wall_s + terms.seconds)
+                if self._below.get(key, wall_s + terms.seconds) < wall_s + terms.seconds:
                     self._to_retain.add(key)
 
     def purge(self, scope: Scope, before: Wall) -> None:
@@ -220,21 +220,21 @@ class Protection:
         pin is on its media, and the tiers below retain what they have of it. Raises InvalidRequest, and then nothing
         has changed."""
         async with self._turn:
-            now = self._clock.read().stamp
+            wall_s = self._clock.read().stamp
             with self._lock:
-                self._expire(now)
+                self._expire(wall_s)
                 self._divide_budget()
-                pin = self.pins.create(name, list(chain), now, ttl, tokens)
+                pin = self.pins.create(name, list(chain), wall_s, ttl, tokens)
             await self._establish(pin)
             return pin
 
     async def extend(self, name: str, ttl: float) -> Pin:
         """Let a pin end `ttl` seconds from now, later or sooner. Raises InvalidRequest if there is none."""
         async with self._turn:
-            now = self._clock.read().stamp
+            wall_s = self._clock.read().stamp
             with self._lock:
-                self._expire(now)
-                pin = self.pins.extend(name, now, ttl)
+                self._expire(wall_s)
+                pin = self.pins.extend(name, wall_s, ttl)
             await self._establish(pin)
             return pin
 
@@ -242,9 +242,9 @@ class Protection:
         """End a pin; whether there was one. Its blocks leave as others do from now on; with `drop`, those that nothing
         else protects leave every tier at once."""
         async with self._turn:
-            now = self._clock.read().stamp
+            wall_s = self._clock.read().stamp
             with self._lock:
-                self._expire(now)
+                self._expire(wall_s)
                 there = self.pins.get(name) is not None
                 freed = self.pins.delete(name)
                 for key in freed:
@@ -259,9 +259,9 @@ class Protection:
 
     def listed(self) -> list[Pin]:
         """The pins that have not ended, by name."""
-        now = self._clock.wall()
+        wall_s = self._clock.wall()
         with self._lock:
-            return [pin for pin in self.pins.listed() if pin.until >= now]
+            return [pin for pin in self.pins.listed() if pin.until >= wall_s]
 
     @property
     def block_bytes(self) -> int:
@@ -274,10 +274,10 @@ class Protection:
             return sum(key in self._host.index for key in pin.chain)
 
     async def _establish(self, pin: Pin) -> None:
-        now = self._clock.wall()
+        wall_s = self._clock.wall()
         with self._lock:
             index = self._host.index
-            self.arrived([index[key] for key in pin.chain if key in index and index[key].expires_at >= now])
+            self.arrived([index[key] for key in pin.chain if key in index and index[key].expires_at >= wall_s])
             self._to_retain.update(pin.chain)
             self._sync.unwritten.add(pin.name)
         await self._sync.write([pin.name])
@@ -289,10 +289,10 @@ class Protection:
         """End pins and guarantees whose time is over, and bring changes to the tiers below; with `read_pins`, take in
         those made elsewhere."""
         async with self._turn:
-            now = self._clock.read().delete
+            wall_s = self._clock.read().delete
             with self._lock:
-                if now is not None:
-                    self._expire(now)
+                if wall_s is not None:
+                    self._expire(wall_s)
                 names = list(self._sync.unwritten)
             await self._sync.write(names)
             await self._retain_below()
@@ -320,13 +320,13 @@ class Protection:
                     elif not self.pins.covers(key):
                         self._withdraw(key)
 
-    def _expire(self, now: Wall) -> None:
-        ended = [pin.name for pin in self.pins.listed() if pin.until < now]
+    def _expire(self, wall_s: Wall) -> None:
+        ended = [pin.name for pin in self.pins.listed() if pin.until < wall_s]
         self._sync.unwritten.update(ended)
-        for key in self.guarantees.expire(now):
+        for key in self.guarantees.expire(wall_s):
             self._terms.pop(key, None)  # though a pin may keep the block: its use renews no guarantee that is over
             self._end(key)
-        for key in self.pins.expire(now):
+        for key in self.pins.expire(wall_s):
             self._end(key)
 
     async def _retain_below(self) -> None:
@@ -384,7 +384,7 @@ class Protection:
         found = await self._sync.read()
         if found is None:
             return
-        now = self._clock.read().stamp
+        wall_s = self._clock.read().stamp
         with self._lock:
             unwritten = self._sync.unwritten
             for pin in self.pins.listed():
@@ -394,7 +394,7 @@ class Protection:
             for pin in found.values():
                 if pin.name in unwritten or self.pins.get(pin.name) == pin:
                     continue
-                if pin.until < now:
+                if pin.until < wall_s:
                     unwritten.add(pin.name)
                     continue
                 self.pins.adopt(pin)
@@ -418,7 +418,7 @@ class Protection:
         assert self._host.retained <= self._retained_max, "more of G2 is retained than its share"
 
 
-def _extend(slot: Slot, until: Wall, now: Wall) -> None:
-    ceiling = slot.life.ceiling(now)
+def _extend(slot: Slot, until: Wall, wall_s: Wall) -> None:
+    ceiling = slot.life.ceiling(wall_s)
     if ceiling is not None:
-        slot.life = slot.life.extend_until(until, ceiling, now)
+        slot.life = slot.life.extend_until(until, ceiling, wall_s)

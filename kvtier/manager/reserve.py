@@ -33,7 +33,7 @@ class ChainReservation:
     widened: list[int] = field(default_factory=list)
 
     def take(self, host: HostTier, losses: Losses, start: int, stop: int, terms: ChainTerms) -> int:
-        """Reserve blocks start … stop-1; returns the depth reached: there was no room for it, or it is `stop`. Blocks
+        """Reserve blocks start … stop-1; returns the depth reached: there was no space for it, or it is `stop`. Blocks
         that another caller is filling are passed over."""
         reached = start
         for first, end, block in terms.spans(start, stop):

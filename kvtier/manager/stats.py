@@ -18,7 +18,7 @@ def stats_of(
     hierarchy: Hierarchy, accounts: Accounts, demoter: Demoter, promoter: Promoter, protection: Protection
 ) -> dict[str, Any]:
     """Takes the hierarchy's lock; waits for no tier."""
-    breakers = {"g2": hierarchy.service, **{name: tier.inner.breaker for name, tier in hierarchy.lower.items()}}
+    breakers = {"g2": hierarchy.service, **{name: tier.breaker for name, tier in hierarchy.lower.items()}}
     with hierarchy.lock:
         host = hierarchy.host
         missed = accounts.misses.copy()  # G2 lacks what a lower tier served, too
@@ -71,6 +71,6 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
         "pending": queue.pending(),
         "read_bytes": tier.read_bytes,
         "written_bytes": tier.written_bytes,
-        "unanswered": dict(tier.inner.unanswered),
+        "unanswered": dict(tier.unanswered),
         "health": tier.health.value,
     }

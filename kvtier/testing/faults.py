@@ -19,6 +19,8 @@ from kvtier.times import Mono, Wall
 _OPTIONAL = frozenset(
     {"drop_made_after", "pin", "pins", "read_notes", "release_retained", "retain", "retained", "unpin", "write_note"}
 )
+_VERBS = _OPTIONAL | {"*", "close", "evict", "flush", "lookup", "open", "peek", "purge", "read", "tombstones", "write"}
+_KINDS = frozenset({"crash", "drop", "error", "hang", "linger", "scribble", "slow"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Fault:
     `kind`: "error" raises TierError, "crash" raises a bare OSError, "hang" never returns, "slow" waits `seconds`
     first, "linger" afterwards, "drop" answers ABSENT / FAILED without the tier, "scribble" damages bytes after their
     check. `rate` of calls are hit, drawn from the tier's seed; after `times` hits (None: never) the fault is over.
+    Raises ValueError for a verb or kind that does not exist, which would never strike.
     """
 
     verb: str
@@ -35,6 +38,11 @@ class Fault:
     rate: float = 1.0
     times: int | None = None
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.verb not in _VERBS or self.kind not in _KINDS:
+            known = f"verbs: {', '.join(sorted(_VERBS))}; kinds: {', '.join(sorted(_KINDS))}"
+            raise ValueError(f"no fault {self.kind!r} of {self.verb!r}; {known}")
 
 
 class FaultyTier:
@@ -122,8 +130,8 @@ class FaultyTier:
             return [Stored.FAILED] * len(blocks)
         return await self.inner.write(blocks, deadline)
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
-        self.inner.touch(keys, now)
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
+        self.inner.touch(keys, wall_s)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         await self._inject("evict")

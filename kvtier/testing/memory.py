@@ -87,12 +87,12 @@ class MemoryTier:
         self._usable()
         return [self._write_one(block) for block in blocks]
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         self._usable()
         for key in keys:
             entry = self.store.entries.get(self._namespace + key)
             if entry is not None:
-                self.store.entries[self._namespace + key] = replace(entry, life=entry.life.used(now))
+                self.store.entries[self._namespace + key] = replace(entry, life=entry.life.used(wall_s))
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         self._usable()

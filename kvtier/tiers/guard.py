@@ -51,8 +51,8 @@ class Wrapper:
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         return await self.inner.write(blocks, deadline)
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
-        self.inner.touch(keys, now)
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
+        self.inner.touch(keys, wall_s)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         return await self.inner.evict(keys)
@@ -179,9 +179,9 @@ class Guarded(Wrapper):
             return results
         return [Stored.FAILED] * len(blocks)
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         with self._absorb("touch"):
-            self.inner.touch(keys, now)
+            self.inner.touch(keys, wall_s)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         with suppress(TierError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from kvtier.clock import Clock
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey
-from kvtier.tiers.breaker import Health
+from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
 from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, Retaining, Sealed, Stored, Target
 from kvtier.times import Mono
@@ -58,6 +58,16 @@ class Metered(Wrapper):
         self._read_s_per_block: float | None = None
         self._read_at_s = 0.0
         self._notify: Notify | None = None
+
+    @property
+    def breaker(self) -> Breaker:
+        """Takes the tier out of service."""
+        return self.inner.breaker
+
+    @property
+    def unanswered(self) -> Mapping[str, int]:
+        """Calls without an answer in time, by verb."""
+        return self.inner.unanswered
 
     @property
     def health(self) -> Health:

@@ -24,8 +24,8 @@ class Miss(StrEnum):
 
     ABSENT = "absent"  # not stored here
     EXPIRED = "expired"  # its terms ended
-    EVICTED = "evicted"  # was here, and made room for other blocks
-    QUOTA = "quota"  # its scope had no room left when it was stored
+    EVICTED = "evicted"  # was here, and was evicted for other blocks
+    QUOTA = "quota"  # its scope had no space left when it was stored
     SPILL_LOST = "spill_lost"  # the engine reused its memory before it was copied out
     PURGED = "purged"  # older than a tombstone of its scope
     PENDING = "pending"  # being written
@@ -139,9 +139,9 @@ class Tier(Protocol):
         With `stride` > 1 the blocks are consecutive, of one chain, and start at a multiple of it.
         """
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
-        """Record that these blocks were used at wall time `now` in some tier, last key coldest. Keys that are not here
-        are ignored. Batched: reaches the medium with a later write or flush."""
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
+        """Record that these blocks were used at `wall_s` in some tier, last key coldest. Keys that are not here are
+        ignored. Batched: reaches the medium with a later write or flush."""
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         """Delete this tier's copies of `keys` (None: of the whole namespace). Returns how many it had."""

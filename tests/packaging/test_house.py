@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 MODULE_LINES_MAX = 450
+SHORTER = {"kvtier.manager.manager": 400}  # the one that all verbs pass: its work is its parts'
 FUNCTION_LINES_MAX = 60
 PLACES = {"kvtier/": "kvtier.", "connectors/": "kvtier.connectors.", "kernels/": "kvtier.kernels."}
 
@@ -31,7 +32,7 @@ def sources(root: Path, tree: list[str]) -> dict[str, str]:
 
 def long_modules(sources: Mapping[str, str]) -> Iterator[str]:
     for name, text in sources.items():
-        if (lines := len(text.splitlines())) > MODULE_LINES_MAX:
+        if (lines := len(text.splitlines())) > SHORTER.get(name, MODULE_LINES_MAX):
             yield f"{name}: {lines} lines"
 
 

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierOffloadingConnector", "KVTierSecondaryTier"]
 
-__getattr__ = names_of(__name__, {"KVTierOffloadingConnector": "connector", "KVTierSecondaryTier": "tier"})
+__getattr__, __dir__ = names_of(__name__, {"KVTierOffloadingConnector": "connector", "KVTierSecondaryTier": "tier"})

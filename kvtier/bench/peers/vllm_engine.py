@@ -1,6 +1,6 @@
 """One vLLM engine that replays prompts one after another, in a process of its own. Run by `kvtier.bench.peers.vllm`.
 
-    python vllm_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false}'
+    python -P vllm_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false}'
 
 Scheduler and worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which starts in a third of the time. An
 engine in a process of its own goes on stepping while it is idle and its connector has work; here that happens between

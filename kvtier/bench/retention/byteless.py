@@ -28,7 +28,7 @@ class EmptyArena(Arena):
         super().__init__(1, 1, slots * BLOCK_BYTES)
         self.slots = slots
 
-    def open(self, room: Callable[[], int] = lambda: 0) -> None:
+    def open(self, free: Callable[[], int] = lambda: 0) -> None:
         """Nothing to allocate."""
 
     def pieces(self, slot: int) -> tuple[memoryview, ...]:
@@ -91,12 +91,12 @@ class EmptyTier:
         now = self._clock.wall()
         return [self._write_one(block, now) for block in blocks]
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         entries = self._entries
-        here = [key for key in keys if (entry := entries.get(key)) is not None and entry.last_use < now]
+        here = [key for key in keys if (entry := entries.get(key)) is not None and entry.last_use < wall_s]
         for key in here:
-            entries[key].last_use = now
-        self._record_use(here, now)
+            entries[key].last_use = wall_s
+        self._record_use(here, wall_s)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         matching = list(self._entries) if keys is None else [key for key in keys if key in self._entries]

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvtier.bench.record import summary
-from kvtier.bench.tiers.objects import STRIDE, Place
+from kvtier.bench.tiers.objects import STRIDE, ServerPlace
 from kvtier.clock import SystemClock
 from kvtier.config import G4
 from kvtier.identity.namespace import Namespace
@@ -35,7 +35,7 @@ DELAY_S = 0.25
 _DEADLINE_S = 600.0
 
 
-def lookups(place: Place, strides: int) -> dict[str, Any]:
+def lookups(place: ServerPlace, strides: int) -> dict[str, Any]:
     """Fill a bucket with `strides` real objects of tiny blocks and look a prompt of 512 blocks up in it.
 
     `learn`: a second replica reads the first one's deltas. `warm`: by its index alone. `cold`: by a replica with an
@@ -44,7 +44,7 @@ def lookups(place: Place, strides: int) -> dict[str, Any]:
     return asyncio.run(_lookups(place, strides))
 
 
-async def _lookups(place: Place, strides: int) -> dict[str, Any]:
+async def _lookups(place: ServerPlace, strides: int) -> dict[str, Any]:
     namespace, clock = sample_namespace(TINY_BYTES), SystemClock()
     deadline = clock.monotonic() + _DEADLINE_S
     per_chain = PROMPT_BLOCKS // STRIDE
@@ -76,14 +76,14 @@ async def _lookups(place: Place, strides: int) -> dict[str, Any]:
     }
 
 
-async def _opened(place: Place, namespace: Namespace) -> ObjectTier:
+async def _opened(place: ServerPlace, namespace: Namespace) -> ObjectTier:
     limits = BucketLimits(concurrency=32, read_s=60)
     tier = ObjectTier(place.url, namespace, clock=SystemClock(), options=place.options, stride=STRIDE, limits=limits)
     await tier.open()
     return tier
 
 
-async def _cold(place: Place, namespace: Namespace, prompt: Any) -> dict[str, float]:
+async def _cold(place: ServerPlace, namespace: Namespace, prompt: Any) -> dict[str, float]:
     tier = await _opened(place, namespace)
     deadline = SystemClock().monotonic() + _DEADLINE_S
     count = _counting(tier)
@@ -95,7 +95,7 @@ async def _cold(place: Place, namespace: Namespace, prompt: Any) -> dict[str, fl
     return took
 
 
-async def _round_trips(place: Place, namespace: Namespace, prompt: Any) -> float:
+async def _round_trips(place: ServerPlace, namespace: Namespace, prompt: Any) -> float:
     """Time of a cold look-up in units of DELAY_S, which is added to every request."""
     tier = await _opened(place, namespace)
     _delayed(tier, DELAY_S)
@@ -107,7 +107,7 @@ async def _round_trips(place: Place, namespace: Namespace, prompt: Any) -> float
     return round(took / DELAY_S, 2)
 
 
-async def _by_index(place: Place, namespace: Namespace, prompt: Any, strides: int) -> dict[str, Any]:
+async def _by_index(place: ServerPlace, namespace: Namespace, prompt: Any, strides: int) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tier = await _opened(place, namespace)
     clock = SystemClock()

@@ -44,7 +44,7 @@ _DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerPlace:
     """A bucket to measure on: its URL and the s3fs options that reach it."""
 
     url: str
@@ -52,7 +52,7 @@ class Place:
 
 
 @contextmanager
-def emptied(place: Place) -> Iterator[Place]:
+def emptied(place: ServerPlace) -> Iterator[ServerPlace]:
     """`place`, whose objects are all deleted at the end."""
 
     async def empty() -> None:
@@ -71,24 +71,24 @@ def emptied(place: Place) -> Iterator[Place]:
 
 
 @contextmanager
-def on_loopback(folder: Path | None = None) -> Iterator[Place]:
+def on_loopback(folder: Path | None = None) -> Iterator[ServerPlace]:
     """A new bucket of a SeaweedFS that runs meanwhile, with its data in a temporary directory of `folder`."""
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=folder) as data:
         server = SeaweedFS(Path(data))
         server.start()
         try:
-            yield Place(server.new_bucket(), server.options)
+            yield ServerPlace(server.new_bucket(), server.options)
         finally:
             server.stop()
 
 
-def measure(place: Place, client: Literal["s3fs", "obstore"], rounds: int) -> dict[str, Any]:
+def measure(place: ServerPlace, client: Literal["s3fs", "obstore"], rounds: int) -> dict[str, Any]:
     """Throughput in GB/s and CPU seconds per GB of each subject, for reads of 2, 8 and 32 MiB at concurrency 1, 8
     and 32, and of writes of 32 MiB. Fills the bucket with 512 MiB first and empties it afterwards."""
     return asyncio.run(_measure(place, client, rounds))
 
 
-async def _measure(place: Place, client: Literal["s3fs", "obstore"], rounds: int) -> dict[str, Any]:
+async def _measure(place: ServerPlace, client: Literal["s3fs", "obstore"], rounds: int) -> dict[str, Any]:
     namespace, clock = sample_namespace(BLOCK_BYTES), SystemClock()
     tiers: dict[int, ObjectTier] = {}
     for concurrency in CONCURRENCY:
@@ -206,7 +206,7 @@ def _http(urls: Sequence[str], blocks: int) -> Subject:
 
 
 async def _bare(
-    place: Place, client: str
+    place: ServerPlace, client: str
 ) -> tuple[Callable[[str, int, int], Awaitable[Any]], Callable[[], Awaitable[None]]]:
     """The client library's own ranged read, and what closes it."""
     bucket = urlsplit(place.url).netloc
@@ -238,7 +238,7 @@ async def _nothing() -> None:
     pass
 
 
-async def _presigned(place: Place, names: Sequence[str]) -> list[str]:
+async def _presigned(place: ServerPlace, names: Sequence[str]) -> list[str]:
     import s3fs
 
     fs = s3fs.S3FileSystem(asynchronous=True, skip_instance_cache=True, **place.options)

@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.units import parse_size
 
 if TYPE_CHECKING:
-    from kvtier.bench.tiers.objects import Place
+    from kvtier.bench.tiers.objects import ServerPlace
 
 RESTART_BLOCKS = 1_000_000
 
@@ -135,7 +135,7 @@ def _show_disk(results: dict[str, Any]) -> None:
         )
 
 
-def _reads(place: Place, rounds: int) -> dict[str, Any]:
+def _reads(place: ServerPlace, rounds: int) -> dict[str, Any]:
     from kvtier.bench.tiers import objects
 
     clients: tuple[Literal["s3fs", "obstore"], ...] = ("s3fs", "obstore")
@@ -154,7 +154,7 @@ def _show_reads(found: dict[str, Any]) -> None:
         write_table(columns, rows, title=f"G4 over {client}")
 
 
-def _bucket(place: Place, strides: int, g4: G4) -> dict[str, Any]:
+def _bucket(place: ServerPlace, strides: int, g4: G4) -> dict[str, Any]:
     from kvtier.bench.tiers import bucket
 
     return {"lookup": bucket.lookups(place, strides), "requests": bucket.per_100k_tokens(g4)}
@@ -174,17 +174,17 @@ def _show_bucket(found: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _place(g4: G4 | None) -> Iterator[Place]:
+def _place(g4: G4 | None) -> Iterator[ServerPlace]:
     """A new prefix in the configured bucket, emptied afterwards; or a bucket of a server on loopback."""
-    from kvtier.bench.tiers.objects import Place, emptied, on_loopback
+    from kvtier.bench.tiers.objects import ServerPlace, emptied, on_loopback
 
     if g4 is None:
         with on_loopback() as place:
-            yield Place(f"{place.url}/bench", place.options)
+            yield ServerPlace(f"{place.url}/bench", place.options)
         return
     if not g4.url.startswith("s3://"):
         raise ConfigError(f"tiers.g4.url is {g4.url}: this measures an s3:// URL")
-    with emptied(Place(f"{g4.url.rstrip('/')}/kvtier-bench-{uuid4().hex[:12]}", g4.options)) as place:
+    with emptied(ServerPlace(f"{g4.url.rstrip('/')}/kvtier-bench-{uuid4().hex[:12]}", g4.options)) as place:
         yield place
 
 

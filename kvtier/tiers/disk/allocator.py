@@ -51,7 +51,7 @@ class Geometry:
         return max(0, size) // SLOT_ALIGN * SLOT_ALIGN
 
     def slots_of(self, segment: int, slot_cls: int) -> int:
-        """How many slots of a class the segment has room for. Pure."""
+        """How many slots of a class the segment has space for. Pure."""
         return self.size_of(segment) // (slot_cls * SLOT_ALIGN)
 
     def encode(self) -> bytes:

@@ -89,7 +89,7 @@ def _check_segments(txn: Any, holders: _Holders, counters: Counters, used: Count
     spare = {number_of(key) for key, _ in rows(txn, SPARE)}
     segments = holders.segments
     assert set(segments) == set(range(counters.segments)), "segment records and their counter disagree"
-    assert counters.segments <= geometry.segments, "more segments than the capacity has room for"
+    assert counters.segments <= geometry.segments, "more segments than the capacity has space for"
     for number, record in segments.items():
         assert record.used == used[number], f"segment {number} counts {record.used} uses of {used[number]}"
         assert (record.slot_class == 0) == (number in spare), f"segment {number} is both spare and in use, or neither"

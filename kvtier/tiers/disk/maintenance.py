@@ -35,7 +35,7 @@ COMMIT_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 DAMAGED_NAMES_MAX = 100
 
-Progress = Callable[[int, int], None]
+MaintenanceProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) after some blocks each."""
 
 
@@ -119,11 +119,13 @@ class Maintenance:
             ],
         }
 
-    def verify(self, progress: Progress = lambda done, total: None) -> Findings:
+    def verify(self, progress: MaintenanceProgress = lambda done, total: None) -> Findings:
         """Check the index and read every block against its digest. Changes nothing."""
         return self._read_all(progress, remove=False, bytes_per_s=None)
 
-    def scrub(self, progress: Progress = lambda done, total: None, *, bytes_per_s: float | None = None) -> Findings:
+    def scrub(
+        self, progress: MaintenanceProgress = lambda done, total: None, *, bytes_per_s: float | None = None
+    ) -> Findings:
         """Like `verify`, at most `bytes_per_s` fast, and delete the damaged blocks."""
         return self._read_all(progress, remove=True, bytes_per_s=bytes_per_s)
 
@@ -142,7 +144,7 @@ class Maintenance:
             counts["deleted_blocks"] += deleted
         return counts
 
-    def _read_all(self, progress: Progress, *, remove: bool, bytes_per_s: float | None) -> Findings:
+    def _read_all(self, progress: MaintenanceProgress, *, remove: bool, bytes_per_s: float | None) -> Findings:
         found = Findings()
         began = time.monotonic()
         try:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
 FREE_BYTES_MIN = 1 << 20
-"""A commit that fails with less than this on the volume failed for want of room."""
+"""A commit that fails with less than this on the volume failed for want of space."""
 
 
 class Quarantine:
@@ -113,7 +113,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def is_full(path: Path) -> bool:
-    """Whether the volume has no room for a commit."""
+    """Whether the volume has no space for a commit."""
     try:
         status = os.statvfs(path)
     except OSError:

@@ -201,7 +201,7 @@ class Slab:
                 try:
                     self._calls.allocate(file.fd, size)
                 except OSError:
-                    os.ftruncate(file.fd, status.st_size)  # give back the part that there was room for
+                    os.ftruncate(file.fd, status.st_size)  # give back the part that was allocated
                     raise
                 os.fsync(file.fd)
             if segment not in self._named:  # the process that made the file may not have synced its name yet
@@ -259,11 +259,11 @@ def _whole(
     """`call` with up to `most` bytes until all pieces are moved; the kernel may move fewer bytes at a time."""
     left = [piece.cast("B") for piece in pieces]
     while left:
-        some, room = [], most
+        some, rest = [], most
         for piece in left[:_IOV_MAX]:
-            some.append(piece[:room])
-            room -= len(some[-1])
-            if not room:
+            some.append(piece[:rest])
+            rest -= len(some[-1])
+            if not rest:
                 break
         moved = call(fd, some, offset)
         if moved <= 0:

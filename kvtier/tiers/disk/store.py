@@ -279,7 +279,7 @@ class Store:
             index.clear_dead_readers()
             return TierFull("g3", "commit", detail)
         if isinstance(error, lmdb.Error) and is_full(self.parts[0]):
-            # Only the new pages found no room: the store can be read, and written to once there is room.
+            # Only the new pages found no space: the store can be read, and written to once there is space.
             self.volume_full()
             return TierFull("g3", "commit", detail)
         if not isinstance(error, (lmdb.Error, OSError)):

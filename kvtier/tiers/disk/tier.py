@@ -153,9 +153,9 @@ class DiskTier:
             except TierFull:
                 return [Stored.FULL] * len(blocks)
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         prefix = self._prefix
-        self._store.touches.record([prefix + key for key in keys], now)
+        self._store.touches.record([prefix + key for key in keys], wall_s)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         store = self._store

@@ -64,7 +64,7 @@ class WriteBatch:
 
     async def _reserve(self, deadline: Mono) -> None:
         wall_s = self._clock.wall()
-        # Parents first: where room ends, the deepest blocks are refused.
+        # Parents first: where space ends, the deepest blocks are refused.
         places = sorted(range(len(self._blocks)), key=lambda place: self._blocks[place].depth)
 
         def reserve(txn: WriteTxn) -> list[SlotReservation | Stored]:

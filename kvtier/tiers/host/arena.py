@@ -28,16 +28,16 @@ _HEADROOM_FRACTION = 0.05
 def available_bytes() -> int:
     """Bytes that this process may still allocate: the lesser of MemAvailable and its cgroup's rest, less headroom."""
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    room = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    free = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
     cgroup = Path("/sys/fs/cgroup")
     try:
         limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
         if limit != "max":
             used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-            room = min(room, int(limit) - used)
+            free = min(free, int(limit) - used)
     except (OSError, ValueError):
         pass  # no cgroup v2 here: MemAvailable alone decides
-    return max(0, int(room * (1 - _HEADROOM_FRACTION)))
+    return max(0, int(free * (1 - _HEADROOM_FRACTION)))
 
 
 class Arena:
@@ -71,13 +71,13 @@ class Arena:
         """Bytes allocated when open, alignment included."""
         return self.slots * self.slot_bytes * self.ranks
 
-    def open(self, room: Callable[[], int] = available_bytes) -> None:
+    def open(self, free: Callable[[], int] = available_bytes) -> None:
         """Allocate and populate. May take seconds per 10 GiB.
 
         Where memory is short the arena becomes smaller, with a warning. Raises ConfigError if then not one
         block fits.
         """
-        fitting = min(self.slots, room() // (self.slot_bytes * self.ranks))
+        fitting = min(self.slots, free() // (self.slot_bytes * self.ranks))
         if fitting < self.slots:
             self._shrink(fitting)
         for rank in range(self.ranks):
@@ -89,7 +89,7 @@ class Arena:
                 f"tiers.g2.capacity: {self.capacity_bytes} bytes asked for, but memory is short of even one block"
             )
         log.warning(
-            "tiers.g2.capacity: %d bytes asked for, memory has room for %d; G2 is that much smaller",
+            "tiers.g2.capacity: %d bytes asked for, memory has space for %d; G2 is that much smaller",
             self.capacity_bytes, slots * self.slot_bytes * self.ranks,
         )  # fmt: skip
         self.slots = slots

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 
 from kvtier.clock import Clock
 from kvtier.errors import TierError
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.sweep import Sweeper
+
+log = logging.getLogger(__name__)
 
 RECORD_S = 30.0
 """Between two searches for uses that are worth recording in the bucket."""
@@ -26,6 +28,7 @@ class Background:
         self._sweeper = sweeper
         self._clock = clock
         self._record_at = clock.monotonic() + RECORD_S
+        self.failed = 0  # tasks that ended with an error that is not the bucket's
         self.writing: asyncio.Task[None] | None = None
         self.polling: asyncio.Task[None] | None = None
 
@@ -42,9 +45,14 @@ class Background:
 
     def _start(self, last: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         async def bounded() -> None:
-            with contextlib.suppress(TierError, TimeoutError):
+            try:
                 async with asyncio.timeout(TASK_S):
                     await work()
+            except (TierError, TimeoutError):
+                pass
+            except Exception:
+                self.failed += 1
+                log.exception("g4: work in the background failed")
 
         if last is not None and not last.done():
             return last

@@ -1,7 +1,7 @@
 """Arithmetic of strides: S consecutive blocks of a chain, aligned in depth, which G4 stores as one object.
 
 A short stride has fewer blocks, the last ones that a chain had when it was stored; it starts at a multiple of S too.
-Pure.
+Pure. Blocks are collected into strides in `kvtier.manager.coalesce`.
 """
 
 from __future__ import annotations

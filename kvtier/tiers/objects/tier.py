@@ -308,9 +308,9 @@ class ObjectTier:
 
     # -- renewal --------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         self._usable()
-        self._store.index.touch(keys, now)
+        self._store.index.touch(keys, wall_s)
 
     async def flush(self, deadline: Mono) -> None:
         """Record uses that are due, and publish to other replicas the objects written. The rest stays due."""

@@ -136,19 +136,19 @@ def test_slots_are_aligned_apart_and_shared_by_file_descriptor() -> None:
 def test_short_memory_makes_a_smaller_arena_or_a_clear_error(caplog: pytest.LogCaptureFixture) -> None:
     arena = Arena(BLOCK, 1, 100 * BLOCK)
     with caplog.at_level(logging.WARNING):
-        arena.open(room=lambda: 10 * BLOCK)
+        arena.open(free=lambda: 10 * BLOCK)
     assert arena.slots == 10
     assert "tiers.g2.capacity" in caplog.text
     arena.close()
     with pytest.raises(ConfigError, match=r"tiers\.g2\.capacity"):
-        Arena(BLOCK, 1, 100 * BLOCK).open(room=lambda: BLOCK - 1)
+        Arena(BLOCK, 1, 100 * BLOCK).open(free=lambda: BLOCK - 1)
     assert available_bytes() > 0
 
 
 def test_an_absurd_capacity_is_no_crash() -> None:
     """More than the machine has: never a SIGBUS at first touch."""
     arena = Arena(1 << 20, 1, 1 << 50)
-    arena.open(room=lambda: min(available_bytes(), 64 << 20))
+    arena.open(free=lambda: min(available_bytes(), 64 << 20))
     assert arena.slots == 64
     arena.pieces(63)[0][-1] = 1
     arena.close()

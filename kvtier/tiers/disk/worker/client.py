@@ -207,8 +207,8 @@ class DiskWorkerClient:
 
     # Everything else.
 
-    def touch(self, keys: Sequence[BlockKey], now: Wall) -> None:
-        self._running("touch").send("touch", keys, now)
+    def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
+        self._running("touch").send("touch", keys, wall_s)
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         try:

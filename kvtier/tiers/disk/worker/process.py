@@ -104,7 +104,7 @@ class WorkerProcess:
         self._write(protocol.Call(self._calls, verb, self._clock.read(), protocol.packed(arguments)))
         return self._calls, answer
 
-    def _write(self, request: protocol.Request) -> None:
+    def _write(self, request: protocol.WorkerRequest) -> None:
         if not self._writer.is_closing():
             self._writer.write(protocol.frame(request))
 

@@ -88,7 +88,7 @@ class LogLine(msgspec.Struct, array_like=True, tag="log", frozen=True):
     text: str
 
 
-Request = Call | Cancel
+WorkerRequest = Call | Cancel
 Reply = Answer | Refusal | Evicted | LogLine
 
 
@@ -129,7 +129,7 @@ def verbs() -> Mapping[str, Verb]:
     return {name: Verb(decoder(arguments), decoder(result)) for name, (arguments, result) in types.items()}
 
 
-def frame(message: Request | Reply) -> bytes:
+def frame(message: WorkerRequest | Reply) -> bytes:
     """A message as it travels. Pure."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
@@ -148,5 +148,5 @@ async def next_body(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+requests: msgspec.msgpack.Decoder[WorkerRequest] = msgspec.msgpack.Decoder(WorkerRequest)
 replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
