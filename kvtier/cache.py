@@ -118,7 +118,7 @@ class _Face:
         # Keys may have been made without the secret (`kvtier.chain_hashes`), or for an isolated class.
         classes = ["", *(terms.name for terms in self._classes if terms.isolate)]
         scopes = {scope_of(salt, isolated=name, secret=secret) for name in classes for secret in (self._secret, b"")}
-        return sum([await self.manager.purge(scope) for scope in scopes])
+        return await self.manager.purge(*scopes)
 
     def _tier_name(self, tier: str) -> str:
         names = (self.manager.host.name, *self.manager.lower)

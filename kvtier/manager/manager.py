@@ -408,17 +408,16 @@ class Manager:
         """Drop one tier's copies of this namespace; returns how many. Blocks under a lease stay until it ends."""
         self._usable()
         if name == self.host.name:
-            with self.lock:
-                return sum(self.host.drop(key) for key in list(self.host.index))
+            return await self.hierarchy.drop_slices(self.host.drop_where(lambda slot: True))
         count = await self.lower[name].evict(None)
         with self.lock:
             self.protection.forget(name)
         return count
 
-    async def purge(self, scope: Scope) -> int:
-        """Drop a scope from every tier, for good: its blocks stored until now are misses everywhere from now on."""
+    async def purge(self, *scopes: Scope) -> int:
+        """Drop scopes from every tier, for good: their blocks stored until now are misses everywhere from now on."""
         self._usable()
-        return await self._purger.purge(scope, self.hierarchy.now().serve)
+        return await self._purger.purge(scopes, self.hierarchy.now().serve)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start and gauges of now; see docs/operations.md for each."""
