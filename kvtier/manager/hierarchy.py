@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
@@ -25,6 +25,9 @@ from kvtier.tiers.protocol import Notebook, Tier
 from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
+
+SLICE_BLOCKS = 256
+"""Blocks of a chain that a verb looks at in one hold of the lock: half a millisecond of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +58,23 @@ class Hierarchy:
     """
 
     def __init__(
-        self, host: HostTier, lower: Sequence[Tier], clock: Clock, limits: ManagerLimits | None = None
+        self,
+        host: HostTier,
+        lower: Sequence[Tier],
+        clock: Clock,
+        limits: ManagerLimits | None = None,
+        lock: threading.Lock | None = None,
     ) -> None:
-        """`lower` are the raw tiers below G2, nearest first. Opens nothing."""
+        """`lower` are the raw tiers below G2, nearest first. Opens nothing. `lock`: one that measures itself."""
         self.host = host
         self.lower = {tier.name: Metered(Guarded(tier, clock), clock) for tier in lower}
         self.clock = TrustedClock.around(clock)
         self.limits = limits or ManagerLimits()
-        self.lock = threading.Lock()
+        self.lock = lock or threading.Lock()
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
+        self._later: list[Iterator[int]] = []  # slices that drop what an earlier time stamped
         self._adopted = 0  # jumps of the wall clock that were accepted
         self._drop_below: set[str] = set()  # tiers that have not yet dropped what the earlier time stamped
 
@@ -127,10 +136,23 @@ class Hierarchy:
         """Undo pins, the deepest block's first. Does not wait; whoever waits for space hears of it."""
         if not holds:
             return
-        with self.lock:
-            for slot, generation in reversed(holds):
-                self.host.unpin(slot, generation)
+        for stop in range(len(holds), 0, -SLICE_BLOCKS):
+            with self.lock:
+                for slot, generation in reversed(holds[max(0, stop - SLICE_BLOCKS) : stop]):
+                    self.host.unpin(slot, generation)
         self.space.notify()
+
+    def prefix(self, chain: Sequence[BlockKey]) -> int:
+        """Leading blocks READY in G2."""
+        now, count = self.now().serve, 0
+        while count < len(chain):
+            part = chain[count : count + SLICE_BLOCKS]
+            with self.lock:
+                found = self.host.prefix(part, now)
+            count += found
+            if found < len(part):
+                break
+        return count
 
     async def drop_everywhere(self, keys: Sequence[BlockKey]) -> None:
         """Drop these blocks from every tier. Those under a lease stay until it ends."""
@@ -138,6 +160,22 @@ class Hierarchy:
             for key in keys:
                 self.host.drop(key)
         await asyncio.gather(*(tier.evict(keys) for tier in self.lower.values()))
+
+    async def drop_slices(self, slices: Iterator[int]) -> int:
+        """Drop blocks of G2 slice by slice, and release the lock in between; returns how many. Goes on to the end,
+        though the caller is cancelled."""
+        return await asyncio.shield(self.supervisor.spawn(self._drop_slices(slices)))
+
+    async def _drop_slices(self, slices: Iterator[int]) -> int:
+        count, more = 0, True
+        while more:
+            with self.lock:
+                dropped = next(slices, None)
+            more = dropped is not None
+            count += dropped or 0
+            await asyncio.sleep(0)
+        self.space.notify()
+        return count
 
     def _may_free(self) -> bool:
         with self.lock:
@@ -147,19 +185,21 @@ class Hierarchy:
 
     def now(self) -> Reading:
         """The time. If the wall clock was set and that is accepted now, blocks of G2 that the earlier time stamped and
-        that lie in the future are dropped: they would come back to life when that time is reached. Takes the lock."""
+        that lie in the future are misses: they would come back to life when that time is reached. Takes the lock."""
         time = self.clock.read()
         if self.clock.adopted != self._adopted:
             with self.lock:
                 self._adopted = self.clock.adopted
                 self._drop_below = set(self.lower)
-                self.host.drop_made_after(time.serve + FUTURE_S)
+                self._later.append(self.host.refuse_made_after(time.serve + FUTURE_S))
         return time
 
     async def accept_time(self) -> None:
         """`now` for the lower tiers; until then they serve nothing from the future. One that fails is asked again at
-        the next call."""
+        the next call. G2 drops what `now` has refused."""
         future = self.now().serve + FUTURE_S
+        while self._later:
+            await self.drop_slices(self._later.pop())
         for name in [name for name in self._drop_below if not self.lower[name].resting]:
             with contextlib.suppress(KVTierError):
                 await self.lower[name].drop_made_after(future)

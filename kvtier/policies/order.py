@@ -1,6 +1,6 @@
-"""The order in which runs give up blocks: one lane per priority and level, the coldest run of each first.
+"""The order in which runs give up blocks: one queue per priority and level, the coldest run of each first.
 
-A run enters a lane at its warm end, in C. One that comes back (a pin ended, its leaf's priority changed) enters where
+A run enters a queue at its warm end, in C. One that comes back (a pin ended, its leaf's priority changed) enters where
 it belongs, by its number: those are few, and lie in short sorted pages.
 """
 
@@ -30,11 +30,11 @@ class Run:
 
     `blocks[0]` lies at depth `base`. `live` counts the blocks that no later request took and that are not
     forgotten, `residents` those of them that are resident. None is resident from depth `top` on. Runs are numbered in
-    the order in which they were referenced, the tail of a chain first. `lane` is where the run waits to give up its
+    the order in which they were referenced, the tail of a chain first. `grade` is where the run waits to give up its
     deepest resident, -1: nowhere. While the owner has suspended that block, `suspended` names it.
     """
 
-    __slots__ = ("base", "blocks", "counts", "gap_s", "lane", "last", "length", "level", "live", "number",
+    __slots__ = ("base", "blocks", "counts", "gap_s", "grade", "last", "length", "level", "live", "number",
                  "priority", "residents", "scope", "shadow_ends", "suspended", "tick", "top")  # fmt: skip
 
     def __init__(self, blocks: list[BlockKey], base: int, tick: int, last: Mono) -> None:
@@ -46,7 +46,7 @@ class Run:
         self.residents = 0
         self.top = base
         self.number = 0
-        self.lane = -1
+        self.grade = -1
         self.level = 0
         self.priority = PRIORITY  # of its deepest resident
         self.scope: Scope | None = None  # where the order is kept by scope, too
@@ -95,7 +95,7 @@ class Pages:
         return (run for page in self._pages for run in page)
 
 
-class Lane:
+class RunQueue:
     """Runs of one priority and level, by number."""
 
     __slots__ = ("_latest", "_pages", "_runs")
@@ -125,22 +125,22 @@ class Lane:
         return heapq.merge(self._runs, self._pages, key=_number) if self._pages else iter(self._runs)
 
 
-class Order:
-    """Lanes with at least one run. A run is in the lane that its `lane` names."""
+class RunOrder:
+    """Queues with at least one run. A run is in the queue that its `grade` names."""
 
-    __slots__ = ("lanes",)
+    __slots__ = ("queues",)
 
     def __init__(self) -> None:
-        self.lanes: dict[int, Lane] = {}  # by priority * LEVELS + level
+        self.queues: dict[int, RunQueue] = {}  # by priority * LEVELS + level
 
     def add(self, run: Run) -> None:
-        lane = self.lanes.get(run.lane)
-        if lane is None:
-            lane = self.lanes[run.lane] = Lane()
-        lane.add(run)
+        queue = self.queues.get(run.grade)
+        if queue is None:
+            queue = self.queues[run.grade] = RunQueue()
+        queue.add(run)
 
     def remove(self, run: Run) -> None:
-        lane = self.lanes[run.lane]
-        lane.remove(run)
-        if not lane:
-            del self.lanes[run.lane]
+        queue = self.queues[run.grade]
+        queue.remove(run)
+        if not queue:
+            del self.queues[run.grade]

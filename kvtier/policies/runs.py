@@ -21,7 +21,7 @@ from math import ceil, inf, log2
 from operator import neg
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
-from kvtier.policies.order import LEVELS, Order, Run
+from kvtier.policies.order import LEVELS, Run, RunOrder
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX
 from kvtier.times import Mono
 
@@ -72,9 +72,9 @@ class Ranking:
         self._runs: dict[BlockKey, Run] = {}  # every block remembered
         self._resident: set[BlockKey] = set()
         self._suspended_transit: set[BlockKey] = set()  # to return to `_transit`
-        self._order = Order()
+        self._order = RunOrder()
         self._scoped = False
-        self._scopes: dict[Scope, Order] = {}  # the same runs, by the scope of their first block
+        self._scopes: dict[Scope, RunOrder] = {}  # the same runs, by the scope of their first block
         self._arriving: deque[Run] = deque()  # in `_order` since their reference, though none of them may come
         self._priority_of: Callable[[BlockKey], int] = lambda _: PRIORITY
         self._graded = False  # whether there ever was a priority but the usual one
@@ -134,7 +134,7 @@ class Ranking:
             run.top += 1
         else:
             run.top = max(run.top, run.base + self._place(run, key, depth) + 1)
-        if run.lane < 0 or run.priority != PRIORITY:
+        if run.grade < 0 or run.priority != PRIORITY:
             self._regrade(run)
 
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
@@ -227,17 +227,17 @@ class Ranking:
         assert set(live) == set(self._history), "runs and their blocks disagree"
         for run in self._history:
             assert run.live == live[run] and run.residents == held[run], "a run counts wrong"
-            assert run.suspended is None or (run.lane < 0 and self._leaf(run) == run.suspended), "a run is suspended"
-            assert run.lane >= 0 or run.suspended is not None or not run.residents, "a run is in no lane"
-            assert run.lane in (-1, run.priority * LEVELS + run.level), "a run is in another lane than its own"
+            assert run.suspended is None or (run.grade < 0 and self._leaf(run) == run.suspended), "a run is suspended"
+            assert run.grade >= 0 or run.suspended is not None or not run.residents, "a run is in no queue"
+            assert run.grade in (-1, run.priority * LEVELS + run.level), "a run is in another queue than its own"
             if run.residents:
                 assert run.priority == self._priority_of(self._leaf(run)), "a run has another priority than its leaf"
             assert run.live <= len(run.blocks) <= 2 * run.live + SLACK, "a run lists too many blocks that it lost"
-        waiting = sorted(run.number for run in self._history if run.lane >= 0)
+        waiting = sorted(run.number for run in self._history if run.grade >= 0)
         for orders in ([self._order], self._scopes.values()) if self._scoped else ([self._order],):
-            lanes = [[run.number for run in lane] for order in orders for lane in order.lanes.values()]
-            assert all(lane and lane == sorted(lane) for lane in lanes), "a lane is out of order"
-            assert sorted(number for lane in lanes for number in lane) == waiting, "runs and lanes disagree"
+            queues = [[run.number for run in queue] for order in orders for queue in order.queues.values()]
+            assert all(queue and queue == sorted(queue) for queue in queues), "a queue is out of order"
+            assert sorted(number for queue in queues for number in queue) == waiting, "runs and queues disagree"
 
     # -- for subclasses -----------------------------------------------------------------------------------
 
@@ -302,16 +302,16 @@ class Ranking:
                     self._leave(late)
 
     def _enter(self, run: Run) -> None:
-        run.lane = run.priority * LEVELS + run.level
+        run.grade = run.priority * LEVELS + run.level
         self._order.add(run)
         if run.scope is not None:
             if (order := self._scopes.get(run.scope)) is None:
-                order = self._scopes[run.scope] = Order()
+                order = self._scopes[run.scope] = RunOrder()
             order.add(run)
 
     def _leave(self, run: Run) -> None:
         run.suspended = None
-        if run.lane < 0:
+        if run.grade < 0:
             return
         if run is self._coldest:
             self._coldest = None
@@ -319,16 +319,16 @@ class Ranking:
         if run.scope is not None:
             order = self._scopes[run.scope]
             order.remove(run)
-            if not order.lanes:
+            if not order.queues:
                 del self._scopes[run.scope]
-        run.lane = -1
+        run.grade = -1
 
     def _regrade(self, run: Run) -> None:
-        """Bring a run into the lane of its leaf."""
+        """Bring a run into the queue of its leaf."""
         priority = run.priority
         if self._graded and run.residents:
             priority = self._priority_of(self._leaf(run))
-        if run.lane < 0 or priority != run.priority:
+        if run.grade < 0 or priority != run.priority:
             self._leave(run)
             run.priority = priority
             if run.residents:
@@ -360,11 +360,11 @@ class Ranking:
         of the newcomer's own request, and over pinned leaves, which the owner suspends after the first time.
         """
         order = self._order if scope is None or not self._scoped else self._scopes.get(scope)
-        lanes = {} if order is None else order.lanes
+        queues = {} if order is None else order.queues
         coldest, rank_min = None, inf
-        for number in sorted(lanes):
+        for number in sorted(queues):
             bonus_s = self._bonus_s * (number % LEVELS) / 2
-            runs: Iterable[Run] = lanes[number]
+            runs: Iterable[Run] = queues[number]
             if number >= (priority_max + 1) * LEVELS:
                 runs = islice(runs, EXPIRED_RUNS_MAX)
             for run in runs:

@@ -16,7 +16,7 @@ from kvtier.config.explain import known_keys
 from kvtier.config.strict_yaml import read_document
 from kvtier.errors import ConfigError
 
-SECONDS_MAX = 0.1
+SECONDS_MAX = 0.5
 MEGABYTE = "x" * 1_000_000
 
 

@@ -77,7 +77,10 @@ def test_every_make_target_named_exists() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_and_names_named_exist(page: Path) -> None:
-    for name in set(MODULE.findall(page.read_text())) - {"kvtier.yaml"}:
+    text = page.read_text()
+    if page.name == "moved.md":  # its first column names what is gone
+        text = "\n".join(line.split(" | ")[-1] for line in text.splitlines())
+    for name in set(MODULE.findall(text)) - {"kvtier.yaml"}:
         assert exists(name.split(".")), name
 
 

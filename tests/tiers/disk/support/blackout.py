@@ -212,12 +212,12 @@ def run(scratch: Path, points: int, seed: int, sabotage: str) -> dict[str, int]:
 
 def work_on(mountpoint: Path, seed: int, sabotage: str) -> None:
     """The worker."""
-    from kvtier.tiers.disk import index, slab
+    from kvtier.tiers.disk import slab
 
     if sabotage == "blocks":
         slab.SystemCalls.fdatasync = lambda self, fd: None  # type: ignore[method-assign]
     if sabotage == "names":
-        slab.sync_directory = index.sync_directory = lambda path: None  # type: ignore[attr-defined]
+        slab.sync_directory = lambda path: None  # type: ignore[attr-defined]
     report = os.open(mountpoint / REPORTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     asyncio.run(work(mountpoint / "g3", seed, report, 100))
     os.close(report)
