@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
@@ -66,6 +66,7 @@ class Hierarchy:
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
+        self._later: list[Iterator[int]] = []  # slices that drop what an earlier time stamped
         self._adopted = 0  # jumps of the wall clock that were accepted
         self._drop_below: set[str] = set()  # tiers that have not yet dropped what the earlier time stamped
 
@@ -139,6 +140,22 @@ class Hierarchy:
                 self.host.drop(key)
         await asyncio.gather(*(tier.evict(keys) for tier in self.lower.values()))
 
+    async def drop_slices(self, slices: Iterator[int]) -> int:
+        """Drop blocks of G2 slice by slice, and release the lock in between; returns how many. Goes on to the end,
+        though the caller is cancelled."""
+        return await asyncio.shield(self.supervisor.spawn(self._drop_slices(slices)))
+
+    async def _drop_slices(self, slices: Iterator[int]) -> int:
+        count, more = 0, True
+        while more:
+            with self.lock:
+                dropped = next(slices, None)
+            more = dropped is not None
+            count += dropped or 0
+            await asyncio.sleep(0)
+        self.space.notify()
+        return count
+
     def _may_free(self) -> bool:
         with self.lock:
             return self.host.busy()
@@ -147,19 +164,21 @@ class Hierarchy:
 
     def now(self) -> Reading:
         """The time. If the wall clock was set and that is accepted now, blocks of G2 that the earlier time stamped and
-        that lie in the future are dropped: they would come back to life when that time is reached. Takes the lock."""
+        that lie in the future are misses: they would come back to life when that time is reached. Takes the lock."""
         time = self.clock.read()
         if self.clock.adopted != self._adopted:
             with self.lock:
                 self._adopted = self.clock.adopted
                 self._drop_below = set(self.lower)
-                self.host.drop_made_after(time.serve + FUTURE_S)
+                self._later.append(self.host.refuse_made_after(time.serve + FUTURE_S))
         return time
 
     async def accept_time(self) -> None:
         """`now` for the lower tiers; until then they serve nothing from the future. One that fails is asked again at
-        the next call."""
+        the next call. G2 drops what `now` has refused."""
         future = self.now().serve + FUTURE_S
+        while self._later:
+            await self.drop_slices(self._later.pop())
         for name in [name for name in self._drop_below if not self.lower[name].resting]:
             with contextlib.suppress(KVTierError):
                 await self.lower[name].drop_made_after(future)

@@ -371,8 +371,7 @@ class Manager:
         """Drop one tier's copies of this namespace; returns how many. Blocks under a lease stay until it ends."""
         self._usable()
         if name == self.host.name:
-            with self.lock:
-                return sum(self.host.drop(key) for key in list(self.host.index))
+            return await self.hierarchy.drop_slices(self.host.drop_where(lambda slot: True))
         count = await self.lower[name].evict(None)
         with self.lock:
             self.protection.forget(name)

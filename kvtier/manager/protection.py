@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.manager.hierarchy import Hierarchy
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _UNBOUNDED_BLOCKS = 1 << 40
 _MARGIN = 0.125  # of a guarantee's time that it is retained longer below: not every use has to reach that tier
 _NEVER = Wall("-inf")
+_SLICE_BLOCKS = 128
+"""Blocks whose protection is taken over in one hold of the lock: half a millisecond of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,16 +371,18 @@ class Protection:
         return groups
 
     def _retained_below(self, keys: Sequence[BlockKey], done: Sequence[bool], until: Wall) -> None:
-        with self._lock:
-            for key, is_retained in zip(keys, done, strict=True):
-                if not is_retained:
-                    self._below.pop(key, None)
-                    continue
-                self._below[key] = until
-                if self._wanted(key):
-                    self._host.release_retained([key])
-                else:
-                    self._end(key)  # it ended meanwhile
+        answers = zip(keys, done, strict=True)
+        while part := list(islice(answers, _SLICE_BLOCKS)):
+            with self._lock:
+                for key, is_retained in part:
+                    if not is_retained:
+                        self._below.pop(key, None)
+                        continue
+                    self._below[key] = until
+                    if self._wanted(key):
+                        self._host.release_retained([key])
+                    else:
+                        self._end(key)  # it ended meanwhile
 
     async def _read_pins(self) -> None:
         """Take in the pins that other processes and replicas made, or ended. Raises TierError or OSError."""
@@ -403,7 +408,7 @@ class Protection:
     def stats(self) -> dict[str, int]:
         """Gauges and counters. Under the lock."""
         return {
-            "pins": len(self.pins.listed()),
+            "pins": self.pins.names,
             "pinned": len(self.pins),
             "guaranteed": len(self.guarantees),
             "refused": self.guarantees.refused,

@@ -8,7 +8,7 @@ at once; a tier that fails is asked again until it has it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope
@@ -35,10 +35,11 @@ class Purger:
         """Drop what scopes stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
         tier that failed when all have been asked for all; such a tier is asked again by `sync`."""
         purges = dict.fromkeys(scopes, before)
-        count = self.apply_tombstones(purges)
+        dropping = self._hierarchy.drop_slices(self.apply_tombstones(purges))
         self.owed.update((scope, max(before, self.owed.get(scope, before))) for scope in purges)
         calls = (tier.purge(scope, before) for tier in self._lower.values() for scope in purges)
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
+        count = 0
+        for answer in await asyncio.gather(dropping, *calls, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
             count += answer
@@ -51,8 +52,9 @@ class Purger:
             if self.owed.get(scope) == before:
                 del self.owed[scope]
 
-    def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> int:
-        """`purge` of G2 and of what is protected, for scope → time; returns how many blocks went."""
+    def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
+        """`purge` of G2 and of what is protected, for scope → time: in force when this returns. Returns the slices in
+        which the blocks are dropped, for `Hierarchy.drop_slices`."""
         with self._hierarchy.lock:
             for scope, before in tombstones.items():
                 if self._host.is_newer_tombstone(scope, before):
@@ -70,7 +72,7 @@ class Purger:
         for tombstones in known.values():
             for scope, before in tombstones.items():
                 latest[scope] = max(before, latest.get(scope, before))
-        self.apply_tombstones(latest)
+        await self._hierarchy.drop_slices(self.apply_tombstones(latest))
         asked = [self._lower[name] for name in known]
         done = await asyncio.gather(*(self._spread(tier, latest, known[tier.name]) for tier in asked))
         if len(asked) == len(self._lower) and all(done):

@@ -49,8 +49,7 @@ class ChainReservation:
         for index in range(start, stop):
             key = self.chain[index]
             found = host.index.get(key)
-            if found is not None and found.expires_at < now:
-                host.drop(key)
+            if found is not None and host.drop_dead(key, now):
                 found = None
             if found is not None:
                 self.present.append(index)

@@ -152,6 +152,11 @@ class Pins:
         """Distinct blocks that some pin names."""
         return len(self._counts)
 
+    @property
+    def names(self) -> int:
+        """How many pins there are."""
+        return len(self._pins)
+
     def listed(self) -> list[Pin]:
         """All pins, by name."""
         return sorted(self._pins.values(), key=lambda pin: pin.name)

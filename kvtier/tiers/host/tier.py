@@ -6,8 +6,9 @@ owner calls it under one lock (`kvtier.manager`), so that lookup and pin are one
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
@@ -21,6 +22,11 @@ from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
 _EPOCH = Wall(0)
+_ANY_TIME = Wall("inf")
+
+SLICE_NS = 1_000_000
+"""Thread CPU time of one slice of `drop_where`."""
+_SLICE_SLOTS = 32  # between two looks at it
 
 
 class HostTier:
@@ -45,6 +51,9 @@ class HostTier:
         self._retained: set[BlockKey] = set()  # READY, and removed from the policy
         self._priorities: Counter[int] = Counter()  # of READY slots
         self._tombstones: dict[Scope, Wall] = {}
+        self._purging: Counter[Scope] = Counter()  # whose purged blocks are still being dropped
+        self._made_max = _ANY_TIME  # later blocks are still being dropped
+        self._dropping = False  # whether either is under way: lookups look closer then
         self.quota = Quota(None)
         self.notify: Notify | None = None  # called with blocks that become visible or cease to be
         self.on_lost: Callable[[BlockKey, Miss], None] | None = None  # called with each block that is evicted, and why
@@ -75,6 +84,8 @@ class HostTier:
         """None if a READY block of this name may be served at `wall_s`, else why not. Changes nothing."""
         slot = self.index.get(key)
         if slot is not None:
+            if self._dropping and self._is_gone(slot):
+                return Miss.PURGED
             return None if slot.expires_at >= wall_s else Miss.EXPIRED
         return Miss.PENDING if key in self._filling else Miss.ABSENT
 
@@ -89,11 +100,11 @@ class HostTier:
 
     def prefix(self, chain: Sequence[BlockKey], wall_s: Wall) -> int:
         """How many leading blocks of `chain` are READY and alive at `wall_s`. Changes nothing."""
-        find = self.index.get
+        find, dropping = self.index.get, self._dropping
         count = 0
         for key in chain:
             slot = find(key)
-            if slot is None or slot.expires_at < wall_s:
+            if slot is None or slot.expires_at < wall_s or (dropping and self._is_gone(slot)):
                 break
             count += 1
         return count
@@ -105,7 +116,7 @@ class HostTier:
         no use of it.
         """
         slot = self.index.get(key)
-        if slot is None or slot.expires_at < wall_s:
+        if slot is None or slot.expires_at < wall_s or (self._dropping and self._is_gone(slot)):
             return None
         self.pin_slot(slot)
         if used_wall_s is not None:
@@ -152,7 +163,7 @@ class HostTier:
         gives way. Blocks that have expired at `wall_s` have none. A scope at its quota gives up a block of its own.
         None when the key is READY or FILLING already, or nothing may be evicted: then nothing has changed.
         """
-        if key in self.index or key in self._filling:
+        if key in self._filling or (key in self.index and not self.drop_dead(key, None)):
             return None
         full = self.quota.full(key)
         if full or not self._free:
@@ -310,20 +321,59 @@ class HostTier:
         """How many blocks are retained."""
         return len(self._retained)
 
-    def drop_made_after(self, wall_s: Wall) -> int:
-        """Drop the blocks that carry a later use or stamp: the clock that made it was wrong. Returns how many."""
-        matching = [key for key, slot in self.index.items() if max(slot.last_use, slot.life.born) > wall_s]
-        return sum(self.drop(key) for key in matching)
+    def drop_dead(self, key: BlockKey, wall_s: Wall | None) -> bool:
+        """Drop a READY block that may not be served any more: it is being dropped, or has expired at `wall_s`."""
+        slot = self.index[key]
+        expired = wall_s is not None and slot.expires_at < wall_s
+        return (expired or (self._dropping and self._is_gone(slot))) and self.drop(key)
 
-    def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> int:
-        """Drop the blocks of these scopes that were made until the given times, and admit none of them again. Returns
-        how many were dropped."""
+    def drop_where(self, matches: Callable[[Slot], bool]) -> Iterator[int]:
+        """Drop the READY blocks that match, in slices: each step takes at most SLICE_NS or so under the owner's lock,
+        which it may release in between, and gives how many went. The last is followed by the end of the iteration.
+        Blocks that arrive meanwhile may go too."""
+        slots, ready, dropped = self._slots, SlotState.READY, 0
+        began = time.thread_time_ns()
+        for start in range(0, len(slots), _SLICE_SLOTS):
+            for slot in slots[start : start + _SLICE_SLOTS]:
+                if slot.state is ready and matches(slot) and slot.key is not None:
+                    dropped += self.drop(slot.key)
+            if time.thread_time_ns() - began > SLICE_NS:
+                yield dropped
+                dropped, began = 0, time.thread_time_ns()
+        yield dropped
+
+    def refuse_made_after(self, wall_s: Wall) -> Iterator[int]:
+        """Blocks that carry a later use or stamp are misses from now on: the clock that made it was wrong. Returns the
+        slices in which they are dropped, which the owner has to run to the end."""
+        self._made_max, self._dropping = min(wall_s, self._made_max), True
+        return self._drop_later_than(wall_s)
+
+    def _drop_later_than(self, wall_s: Wall) -> Iterator[int]:
+        yield from self.drop_where(lambda slot: max(slot.last_use, slot.life.born) > wall_s)
+        if self._made_max == wall_s:
+            self._made_max, self._dropping = _ANY_TIME, bool(self._purging)
+
+    def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
+        """Blocks of these scopes that were made until the given times are misses from now on, and none is admitted
+        again. Returns the slices in which they are dropped, which the owner has to run to the end."""
         news = {scope: before for scope, before in tombstones.items() if self.is_newer_tombstone(scope, before)}
-        if not news:
-            return 0
         self._tombstones.update(news)
-        matching = [key for key, slot in self.index.items() if scope_of_key(key) in news and self._is_purged(slot)]
-        return sum(self.drop(key) for key in matching)
+        if not news or not self.index:
+            return iter(())
+        self._purging.update(news.keys())
+        self._dropping = True
+        return self._drop_purged(news)
+
+    def _drop_purged(self, scopes: Collection[Scope]) -> Iterator[int]:
+        yield from self.drop_where(
+            lambda slot: slot.key is not None and scope_of_key(slot.key) in scopes and self._is_purged(slot)
+        )
+        self._purging.subtract(scopes)
+        self._purging = +self._purging
+        self._dropping = bool(self._purging) or self._made_max < _ANY_TIME
+
+    def _is_gone(self, slot: Slot) -> bool:
+        return max(slot.last_use, slot.life.born) > self._made_max or self._is_purged(slot)
 
     def is_newer_tombstone(self, scope: Scope, before: Wall) -> bool:
         """Whether this tombstone covers more than the one that is known."""

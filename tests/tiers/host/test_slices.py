@@ -1,0 +1,171 @@
+"""Long work on G2 releases the lock in between, and what it drops is a miss from its first moment on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+import kvtier
+from kvtier.bench.retention.byteless import EmptyArena
+from kvtier.identity.keys import SHARED, scope_of
+from kvtier.policies.lru import LRU
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN
+from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.host import tier as host_tier
+from kvtier.tiers.host.slot import SlotState
+from kvtier.tiers.host.tier import HostTier
+from kvtier.tiers.protocol import Miss
+
+NS = sample_namespace(64)
+NOW = 1.8e9
+LIFE = Lifetime.of(BUILTIN["24h"], NOW)
+
+
+def filled(slots: int, *chains: list, life: Lifetime = LIFE) -> HostTier:
+    tier = HostTier(EmptyArena(slots), LRU(slots))
+    tier.open()
+    for keys in chains:
+        tier.policy.reference(keys, 0, 1.0)
+        for index, key in enumerate(keys):
+            slot = tier.reserve(key, index)
+            assert slot is not None and tier.commit(slot, slot.generation, life)
+    return tier
+
+
+def test_counters_say_what_a_scan_would() -> None:
+    keys = list(chain_of(NS, 8))
+    tier = filled(10, keys)
+    assert (tier.pinned, tier.busy()) == (0, False)
+    pins = [tier.pin(key, NOW) for key in keys[:3]]
+    tier.pin(keys[0], NOW)
+    filling = tier.reserve(chain_of(NS, 1, seed=2)[0], 0)
+    assert tier.pinned == 3 and tier.busy() and filling is not None
+    tier.drop(keys[1])
+    tier.check()
+    assert tier.pinned == 2 and tier.quarantined == 1
+    tier.abort(filling, filling.generation, in_flight=True)
+    for slot in (*pins, pins[0], filling):
+        assert slot is not None and tier.busy()
+        tier.unpin(slot, slot.generation)
+        tier.check()
+    assert (tier.pinned, tier.busy()) == (0, False)
+
+
+def test_no_scan_of_all_slots_to_ask_for_a_counter() -> None:
+    """A waiting put asks `busy`, a scrape asks `pinned`: neither may look at a million slots."""
+    tier = filled(4, list(chain_of(NS, 4)))
+    tier._slots = None  # type: ignore[assignment]
+    tier.index = None  # type: ignore[assignment]
+    assert (tier.pinned, tier.busy()) == (0, False)
+
+
+@pytest.fixture
+def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "SLICE_NS", -1)
+    monkeypatch.setattr(host_tier, "_SLICE_SLOTS", 4)
+
+
+@pytest.mark.usefixtures("tiny_slices")
+def test_purged_blocks_are_misses_before_they_are_dropped_and_new_ones_are_none() -> None:
+    mine, others = (list(chain_of(NS, 20, scope=scope)) for scope in (scope_of("a"), SHARED))
+    tier = filled(60, mine, others)
+    held = tier.pin(mine[0], NOW)
+    slices = tier.apply_tombstones({scope_of("a"): NOW})
+    assert len(tier.index) == 40, "nothing was dropped yet"
+    assert tier.peek(mine[5], NOW) is Miss.PURGED and tier.pin(mine[5], NOW) is None and tier.prefix(mine, NOW) == 0
+    assert tier.prefix(others, NOW) == 20
+    slot = tier.reserve(mine[7], 7)
+    assert slot is not None, "a purged block kept a new one out"
+    assert tier.commit(slot, slot.generation, Lifetime.of(BUILTIN["24h"], NOW + 1))
+    steps = list(slices)
+    assert len(steps) >= 10 and sum(steps) == 19
+    assert tier.peek(mine[7], NOW) is None and len(tier.index) == 21 and tier.prefix(others, NOW) == 20
+    assert held is not None and held.state is SlotState.QUARANTINED
+    tier.check()
+    assert list(tier.apply_tombstones({scope_of("a"): NOW})) == [], "known already"
+
+
+@pytest.mark.usefixtures("tiny_slices")
+def test_overlapping_purges_of_one_scope_end_with_the_last() -> None:
+    mine = list(chain_of(NS, 20, scope=scope_of("a")))
+    tier = filled(60, mine)
+    first = tier.apply_tombstones({scope_of("a"): NOW - 5})
+    second = tier.apply_tombstones({scope_of("a"): NOW})
+    assert sum(first) == 20 and tier.prefix(mine, NOW) == 0
+    assert sum(second) == 0 and not tier._dropping
+
+
+@pytest.mark.usefixtures("tiny_slices")
+def test_blocks_of_a_wrong_clock_are_misses_before_they_are_dropped() -> None:
+    early, late = list(chain_of(NS, 10)), list(chain_of(NS, 10, seed=1))
+    tier = filled(40, early)
+    for index, key in enumerate(late):
+        slot = tier.reserve(key, index)
+        assert slot is not None and tier.commit(slot, slot.generation, Lifetime.of(BUILTIN["24h"], NOW + 9000))
+    slices = tier.refuse_made_after(NOW + 120)
+    assert (tier.prefix(late, NOW), tier.prefix(early, NOW)) == (0, 10)
+    assert sum(slices) == 10 and tier.prefix(early, NOW) == 10 and not tier._dropping
+    tier.check()
+
+
+def test_a_slice_takes_a_millisecond_of_cpu_time() -> None:
+    tier = filled(20_000, *(list(chain_of(NS, 100, seed=seed)) for seed in range(200)))
+    longest = count = 0
+    slices = tier.drop_where(lambda slot: True)
+    while True:
+        began = time.thread_time_ns()
+        dropped = next(slices, None)
+        longest = max(longest, time.thread_time_ns() - began)
+        if dropped is None:
+            break
+        count += dropped
+    assert count == 20_000 and not tier.index
+    assert longest < 5_000_000, "a slice, with a margin for a slow machine"
+    tier.check()
+
+
+@pytest.mark.parametrize("verb", ["purge", "evict"])
+async def test_the_loop_and_the_lock_are_free_in_between(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "SLICE_NS", -1)
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 2000 * 4096}}})
+    async with kvtier.aopen(config, NS, clock=VirtualClock()) as cache:
+        keys = list(chain_of(NS, 1500, scope=scope_of("a")))
+        assert await cache.put(keys, [bytes(64)] * 1500) == 1500
+        turns = 0
+
+        async def beside() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                assert await cache.match(keys) == 0 or verb == "evict"
+                await asyncio.sleep(0)
+
+        work = asyncio.create_task(cache.purge("a") if verb == "purge" else cache.evict("g2"))
+        await asyncio.sleep(0)
+        other = asyncio.create_task(beside())
+        assert await work == 1500
+        other.cancel()
+        assert turns > 10
+        cache.manager.check()
+
+
+async def test_a_purge_that_is_cancelled_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "SLICE_NS", -1)
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 2000 * 4096}}})
+    async with kvtier.aopen(config, NS, clock=VirtualClock()) as cache:
+        keys = list(chain_of(NS, 1500, scope=scope_of("a")))
+        assert await cache.put(keys, [bytes(64)] * 1500) == 1500
+        work = asyncio.create_task(cache.purge("a"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        host = cache.manager.host
+        assert host.index and await cache.match(keys) == 0
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert not host.index and not host._dropping
