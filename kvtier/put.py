@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.hierarchy import SLICE_BLOCKS
 from kvtier.manager.lease import Hold
 from kvtier.manager.manager import Manager
 from kvtier.retention.ranges import ChainTerms
@@ -50,7 +51,7 @@ class Put:
         self._terms = terms
         self._wait = wait
         self._buffers = self._checked(buffers)
-        self._step_blocks = max(1, _STEP_BYTES // manager.host.block_bytes)
+        self._step_blocks = min(SLICE_BLOCKS, max(1, _STEP_BYTES // manager.host.block_bytes))
         self._depth_of = {key: depth for depth, key in enumerate(chain)}
         self._reached = start  # blocks before it are stored, or were there already
         self._alone: set[int] = set()  # depths in no lower tier: our own tail must not evict them

@@ -26,6 +26,9 @@ from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
+SLICE_BLOCKS = 256
+"""Blocks of a chain that a verb looks at in one hold of the lock: half a millisecond of work."""
+
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
@@ -55,14 +58,19 @@ class Hierarchy:
     """
 
     def __init__(
-        self, host: HostTier, lower: Sequence[Tier], clock: Clock, limits: ManagerLimits | None = None
+        self,
+        host: HostTier,
+        lower: Sequence[Tier],
+        clock: Clock,
+        limits: ManagerLimits | None = None,
+        lock: threading.Lock | None = None,
     ) -> None:
-        """`lower` are the raw tiers below G2, nearest first. Opens nothing."""
+        """`lower` are the raw tiers below G2, nearest first. Opens nothing. `lock`: one that measures itself."""
         self.host = host
         self.lower = {tier.name: Metered(Guarded(tier, clock), clock) for tier in lower}
         self.clock = TrustedClock.around(clock)
         self.limits = limits or ManagerLimits()
-        self.lock = threading.Lock()
+        self.lock = lock or threading.Lock()
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
@@ -128,10 +136,23 @@ class Hierarchy:
         """Undo pins, the deepest block's first. Does not wait; whoever waits for space hears of it."""
         if not holds:
             return
-        with self.lock:
-            for slot, generation in reversed(holds):
-                self.host.unpin(slot, generation)
+        for stop in range(len(holds), 0, -SLICE_BLOCKS):
+            with self.lock:
+                for slot, generation in reversed(holds[max(0, stop - SLICE_BLOCKS) : stop]):
+                    self.host.unpin(slot, generation)
         self.space.notify()
+
+    def prefix(self, chain: Sequence[BlockKey]) -> int:
+        """Leading blocks READY in G2."""
+        now, count = self.now().serve, 0
+        while count < len(chain):
+            part = chain[count : count + SLICE_BLOCKS]
+            with self.lock:
+                found = self.host.prefix(part, now)
+            count += found
+            if found < len(part):
+                break
+        return count
 
     async def drop_everywhere(self, keys: Sequence[BlockKey]) -> None:
         """Drop these blocks from every tier. Those under a lease stay until it ends."""

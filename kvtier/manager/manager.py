@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.accounts import Account, Accounts
 from kvtier.manager.closing import Closing, Flushed, Step, within
 from kvtier.manager.demote import Demoter
-from kvtier.manager.hierarchy import Hierarchy, ManagerLimits
+from kvtier.manager.hierarchy import SLICE_BLOCKS, Hierarchy, ManagerLimits
 from kvtier.manager.housekeeping import Housekeeping
 from kvtier.manager.lease import Hold, Lease
 from kvtier.manager.plan import make_plan
@@ -48,10 +49,15 @@ class Manager:
     """
 
     def __init__(
-        self, host: HostTier, lower: Sequence[Tier], clock: Clock, limits: ManagerLimits | None = None
+        self,
+        host: HostTier,
+        lower: Sequence[Tier],
+        clock: Clock,
+        limits: ManagerLimits | None = None,
+        lock: threading.Lock | None = None,
     ) -> None:
-        """`lower` are the raw tiers below G2, nearest first. Opens nothing."""
-        self.hierarchy = hierarchy = Hierarchy(host, lower, clock, limits)
+        """`lower` are the raw tiers below G2, nearest first. Opens nothing. `lock`: one that measures itself."""
+        self.hierarchy = hierarchy = Hierarchy(host, lower, clock, limits, lock)
         self.host, self.lower, self.lock, self.space = host, hierarchy.lower, hierarchy.lock, hierarchy.space
         self._clock, self._limits = hierarchy.clock, hierarchy.limits
         self.accounts = Accounts(self._limits.block_tokens, self._limits.classes)
@@ -133,9 +139,7 @@ class Manager:
         """Leading blocks READY in G2. Moves nothing and pins nothing."""
         if self._unusable():
             return 0
-        now = self.hierarchy.now().serve
-        with self.lock:
-            return self.host.prefix(chain, now)
+        return self.hierarchy.prefix(chain)
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is READY in G2 or on its way there. Pins nothing."""
@@ -144,20 +148,24 @@ class Manager:
             return self.host.peek(key, now) in (None, Miss.PENDING)
 
     def pin(self, chain: Sequence[BlockKey], start: int = 0) -> Lease:
-        """Look up and pin, in one critical section, the blocks from `start` on that are READY in G2, up to the first
-        that is not. Those before `start` the caller has (in G1); they count as used."""
+        """Pin the blocks from `start` on that are READY in G2, up to the first that is not; each is looked up and
+        pinned in one critical section. Those before `start` the caller has (in G1); they count as used."""
         if self._unusable():
             return self._nothing()
         time = self.hierarchy.now()
         holds: list[Hold] = []
         miss: Miss | None = None
+        for first in range(start, len(chain), SLICE_BLOCKS):
+            with self.lock:
+                for key in chain[first : first + SLICE_BLOCKS]:
+                    slot = self.host.pin(key, time.serve, time.stamp)
+                    if slot is None:
+                        miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
+                        break
+                    holds.append((slot, slot.generation))
+            if miss is not None:
+                break
         with self.lock:
-            for key in chain[start:]:
-                slot = self.host.pin(key, time.serve, time.stamp)
-                if slot is None:
-                    miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
-                    break
-                holds.append((slot, slot.generation))
             self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
             self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
         self.demoter.found(chain, range(start + len(holds)))
@@ -336,10 +344,9 @@ class Manager:
 
     def finish_put(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
         """A put of `chain` is over, and `dropped` of its blocks found no queue: order the rest, tail coldest."""
-        now = self.hierarchy.now().serve
+        resident = self.hierarchy.prefix(chain)
         with self.lock:
             self.demoter.dropped += dropped
-            resident = self.host.prefix(chain, now)
             self.host.policy.chain_stored(chain, resident, self._clock.monotonic())
 
     def queue_space(self) -> int:

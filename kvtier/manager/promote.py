@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.hierarchy import Hierarchy
+from kvtier.manager.hierarchy import SLICE_BLOCKS, Hierarchy
 from kvtier.manager.lease import Hold
 from kvtier.manager.plan import Costs, Where, make_plan
 from kvtier.retention.trusted_clock import Reading
@@ -60,9 +60,11 @@ class Promoter:
         """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Blocks before
         `start` are not looked for and given as G2's. Waits for lower tiers until `deadline`, at most `lookup_s`."""
         wall_s = self._hierarchy.now().serve
-        with self._lock:
-            where: list[Where] = [self._host.name] * start
-            where += [self._host.peek(key, wall_s) or self._host.name for key in chain[start:]]
+        where: list[Where] = [self._host.name] * start
+        for first in range(start, len(chain), SLICE_BLOCKS):
+            with self._lock:
+                part = chain[first : first + SLICE_BLOCKS]
+                where += [self._host.peek(key, wall_s) or self._host.name for key in part]
         latest = self._clock.monotonic() + self._hierarchy.limits.lookup_s
         deadline = latest if deadline is None else min(deadline, latest)
         for tier in self._hierarchy.lower.values():

@@ -8,17 +8,44 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.bench.tiers.index import BLOCK_TOKENS, TARGETS_US, measure
+from kvtier.bench.tiers.scale import SIZES, measure_scale
 from kvtier.cli.output import Json, console, deliver, write_table
 
 Tokens = Annotated[int, typer.Option("--tokens", min=BLOCK_TOKENS, max=1 << 20, help="Tokens per prompt.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, max=1000, help="Interleaved rounds; the median counts.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
+Scale = Annotated[bool, typer.Option("--scale", help="Measure G2 with up to a million blocks instead.")]
+Blocks = Annotated[int, typer.Option("--blocks", min=1000, help="With --scale: the largest number of blocks.")]
 
 
-def index(tokens: Tokens = 8192, rounds: Rounds = 9, folder: Save = None, json: Json = False) -> None:
-    """Measure hashing, matching and the block pool, in CPU microseconds per block."""
+def index(
+    tokens: Tokens = 8192,
+    rounds: Rounds = 9,
+    scale: Scale = False,
+    blocks: Blocks = SIZES[-1],
+    folder: Save = None,
+    json: Json = False,
+) -> None:
+    """Measure hashing, matching and the block pool, in CPU microseconds per block; or, with --scale, every verb as G2
+    grows."""
+    if scale:
+        sizes = [size for size in SIZES if size < blocks] + [blocks]
+        deliver("index_scale", {"sizes": measure_scale(sizes)}, _show_scale, folder, as_json=json)
+        return
     results = {"unit": "microseconds of CPU time per block", "tokens": tokens, "targets": TARGETS_US}
     deliver("index", results | measure(tokens, rounds), _show, folder, as_json=json)
+
+
+def _show_scale(results: dict[str, Any]) -> None:
+    sizes = results["sizes"]
+    head = [f"{entry['blocks']:,} blocks: µs per block, ms of lock" for entry in sizes]
+    verbs = {verb: None for entry in sizes for verb in entry["verbs"]}
+    cells = {
+        verb: [f"{f['us_per_block']:g}, {f['lock_ms']:g}" if (f := entry["verbs"].get(verb)) else "" for entry in sizes]
+        for verb in verbs
+    }
+    write_table(["thread CPU time", *head], [[verb, *row] for verb, row in cells.items()])
+    console().print("bytes of bookkeeping per block: " + ", ".join(str(entry["bytes_per_block"]) for entry in sizes))
 
 
 def _show(results: dict[str, Any]) -> None:
