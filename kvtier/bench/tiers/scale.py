@@ -129,7 +129,7 @@ class _Subject:
         await self._verb("space", 1, lambda: self._each([None], lambda _: manager.hierarchy._may_free()))
         if self._blocks > 2 * LONG_CHAIN_BLOCKS:
             await self._long_chain(2 * first)
-        await self._verb("purge", CHAIN_BLOCKS, lambda: manager.purge(scope_of_chain(self._chains - 1)))
+        await self._verb("purge", CHAIN_BLOCKS, lambda: manager.purge([scope_of_chain(self._chains - 1)]))
         await self._verb("evict", self._blocks, lambda: manager.evict("g2"))
         for lease in held:
             lease.release()
@@ -142,7 +142,7 @@ class _Subject:
         await self._verb("put 100k", len(chain) - 1, lambda: self._each([chain[:-1]], self._put))
         await self._verb("append to 100k", 1, lambda: self._each([chain], self._put))
         await self._verb("get 100k", len(chain), lambda: self._each([chain], lambda c: self._manager.pin(c).release()))
-        await self._verb("purge 100k", len(chain), lambda: self._manager.purge(scope_of_chain(number)))
+        await self._verb("purge 100k", len(chain), lambda: self._manager.purge([scope_of_chain(number)]))
 
     async def _verb(self, name: str, blocks: int, work: Callable[[], Awaitable[object]]) -> None:
         self._lock.longest_ns = 0
