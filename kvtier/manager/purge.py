@@ -35,12 +35,11 @@ class Purger:
         """Drop what scopes stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
         tier that failed when all have been asked for all; such a tier is asked again by `sync`."""
         purges = dict.fromkeys(scopes, before)
-        slices = self.apply_tombstones(purges)
+        dropping = self._hierarchy.drop_slices(self.apply_tombstones(purges))
         self.owed.update((scope, max(before, self.owed.get(scope, before))) for scope in purges)
         calls = (tier.purge(scope, before) for tier in self._lower.values() for scope in purges)
-        answers = await asyncio.gather(self._hierarchy.drop_slices(slices), *calls, return_exceptions=True)
         count = 0
-        for answer in answers:
+        for answer in await asyncio.gather(dropping, *calls, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
             count += answer
