@@ -202,24 +202,30 @@ class HostTier:
                 return False
             return scope is None or scope_of_key(key) == scope
 
-        def choose(newcomer: BlockKey | None) -> BlockKey | None:
-            chosen = self.policy.victim(newcomer, movable, depth=depth, scope=scope, priority_max=limit)
-            for slot in pinned:
-                slot.suspended = True
-                assert slot.key is not None
-                self.policy.suspend(slot.key)
-            pinned.clear()
-            return chosen
-
-        levels = sorted(self._priorities) if len(self._priorities) > 1 else [priority]
-        limit = priority
-        for limit in sorted({min(level, priority) for level in levels}):  # noqa: B007
-            if (victim := choose(newcomer)) is not None:
+        limits: Sequence[int] = (priority,)
+        if len(self._priorities) > 1:
+            limits = sorted({min(level, priority) for level in self._priorities})
+        for limit in limits:
+            victim = self.policy.victim(newcomer, movable, depth=depth, scope=scope, priority_max=limit)
+            if pinned:
+                self._suspend(pinned)
+            if victim is not None:
                 return victim
-        for limit in [*levels, PRIORITY_MAX] if insist else ():  # noqa: B007
-            if (victim := choose(None)) is not None:
+        for limit in [*sorted(self._priorities), PRIORITY_MAX] if insist else ():
+            victim = self.policy.victim(None, movable, scope=scope, priority_max=limit)
+            if pinned:
+                self._suspend(pinned)
+            if victim is not None:
                 return victim
         return None
+
+    def _suspend(self, pinned: list[Slot]) -> None:
+        """Have the policy leave these blocks out until their last unpin; empties the list."""
+        for slot in pinned:
+            slot.suspended = True
+            assert slot.key is not None
+            self.policy.suspend(slot.key)
+        pinned.clear()
 
     def commit(
         self,

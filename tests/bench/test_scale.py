@@ -1,0 +1,37 @@
+"""`kvtier bench index --scale` has a figure for every verb, and the lock is given back where it has to be."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from kvtier.bench.tiers.scale import TimedLock, _Subject, chain_of, scope_of_chain
+
+
+def test_every_verb_has_a_figure() -> None:
+    entry = asyncio.run(_Subject(2000).measure())
+    assert entry["blocks"] == 2000 and isinstance(entry["bytes_per_block"], int)
+    assert {"fill", "put", "get", "match", "stats", "space", "purge", "evict"} == set(entry["verbs"])
+    assert all(figure["us_per_block"] > 0 and figure["lock_ms"] > 0 for figure in entry["verbs"].values())
+
+
+def test_a_lock_measures_the_longest_hold_and_still_excludes() -> None:
+    lock, inside = TimedLock(), []
+
+    def count() -> None:
+        for _ in range(200):
+            with lock:
+                inside.append(len(inside))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside == list(range(800)) and lock.longest_ns > 0
+
+
+def test_chains_share_nothing_but_scopes() -> None:
+    chains = [chain_of(number, 5, scopes=2) for number in range(4)]
+    assert len({key for chain in chains for key in chain}) == 20
+    assert {key[:16] for key in chains[0]} == {scope_of_chain(0, 2)} == {key[:16] for key in chains[2]}
