@@ -103,6 +103,7 @@ pictures:
 
 bench: $(BASE)
 	$(BIN)/kvtier bench index --save benchmarks/results
+	$(BIN)/kvtier bench index --scale --save benchmarks/results
 	for tier in g2 g3 g4; do $(BIN)/kvtier bench tiers --tier $$tier --save benchmarks/results || exit 1; done
 
 # Runs with the interpreter that has CUDA torch, CuPy, NumPy and transformers; kvtier need not be installed there. The few

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from typing import cast
 
 import pytest
 
 import kvtier
 from kvtier.bench.retention.byteless import EmptyArena
 from kvtier.identity.keys import SHARED, scope_of
+from kvtier.manager.hierarchy import SLICE_BLOCKS
+from kvtier.manager.manager import Manager
 from kvtier.policies.lru import LRU
+from kvtier.put import Put
 from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.ranges import uniform
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.host import tier as host_tier
@@ -169,3 +175,50 @@ async def test_a_purge_that_is_cancelled_is_done_all_the_same(monkeypatch: pytes
         for _ in range(1000):
             await asyncio.sleep(0)
         assert not host.index and not host._dropping
+
+
+def test_a_guarantee_that_a_tier_below_takes_over_costs_no_search_per_block() -> None:
+    """Released in any order, each block finds its place in the policy by its depth."""
+    keys = list(chain_of(NS, 16_384))
+    tier = filled(16_384, keys)
+    tier.retain(keys)
+    began = time.thread_time()
+    tier.release_retained(keys[::-1])
+    assert time.thread_time() - began < 0.5, "1.7 s by a search"
+    tier.check()
+    assert tier.policy.victim(None, lambda _: True) == keys[-1]
+
+
+class SteppedLock:
+    """Counts how many pins change while it is held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.tier: HostTier | None = None
+        self.most = self._before = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._before = self.tier.pinned if self.tier is not None else 0
+
+    def __exit__(self, *_: object) -> None:
+        if self.tier is not None:
+            self.most = max(self.most, abs(self.tier.pinned - self._before))
+        self._lock.release()
+
+
+async def test_a_long_chain_takes_the_lock_many_times() -> None:
+    keys, lock = list(chain_of(NS, 3000)), SteppedLock()
+    manager = Manager(filled(3000), (), VirtualClock(), lock=cast("threading.Lock", lock))
+    await manager.start()
+    lock.tier = manager.host
+    put = Put(manager, keys, [bytes(1)] * 3000, uniform(BUILTIN["24h"]), start=0, wait=False, request_id="")
+    for slot in manager.host._slots:
+        slot.pieces = (memoryview(bytearray(1)),)
+    put.step()
+    assert put.accepted == 3000 and manager.prefix(keys) == 3000
+    with manager.pin(keys) as lease:
+        assert len(lease) == 3000 and manager.host.pinned == 3000
+    assert manager.host.pinned == 0 and 0 < lock.most <= SLICE_BLOCKS
+    manager.check()
+    await manager.close()
