@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,15 +91,15 @@ class WallClockGuard:
         return Reading(max(wall_s, expected), earlier, None)
 
 
-class CheckedClock:
+class CheckedClock(ABC):
     """A `kvtier.clock.Clock` that says, beside the time to serve by, the time to stamp and to delete by."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
+    @abstractmethod
     def read(self) -> Reading:
         """The time for all purposes at once."""
-        raise NotImplementedError
 
     def wall(self) -> Wall:
         """The time to serve by."""
