@@ -23,9 +23,10 @@ from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.expired import ExpiredScan
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
-from kvtier.tiers.disk.index import Index, Unusable
+from kvtier.tiers.disk.index import Index, Unusable, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.purged import TombstoneFold
 from kvtier.tiers.disk.quarantine import Quarantine, is_damage, is_full, probe
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
@@ -84,6 +85,7 @@ class Store:
         self._preallocating = -1  # the last segment that was to be preallocated
         self._reclaim_at = 0.0
         self._scan = ExpiredScan()
+        self._fold = TombstoneFold()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = 0.0
         self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
@@ -188,10 +190,10 @@ class Store:
             raise ClosedError(f"{self.parts[0]} was opened by the process that forked this one")
         return self._state.usable()
 
-    def submit(self, work: Callable[[WriteTxn], T]) -> CommitJob[T]:
+    def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT) -> CommitJob[T]:
         """Queue work for the next write transaction. Never blocks. Raises what `index` raises."""
         _ = self.index
-        return self._writer.submit(work)
+        return self._writer.submit(work, use)
 
     def give_back(self, reservations: Sequence[SlotReservation]) -> None:
         """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
@@ -223,7 +225,8 @@ class Store:
 
     # On the writer thread.
 
-    def _commit(self, jobs: Sequence[CommitJob[Any]]) -> None:
+    def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
+        """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
         if self._state.index is None:
             self._probe()
         try:
@@ -231,8 +234,10 @@ class Store:
         except TierError as error:
             for job in jobs:
                 job.fail(error)
-            return
-        jobs = [*jobs, *self._removals(index)]
+            return False
+        jobs = self._admitted([*jobs, *self._removals(index)], index)
+        if not jobs:
+            return False
         returned = self.reserved.take_returned()
 
         def work(txn: WriteTxn) -> tuple[WriteTxn, list[tuple[CommitJob[Any], Any]]]:
@@ -251,7 +256,7 @@ class Store:
             failure = self._commit_failed(index, error)
             for job in jobs:
                 job.fail(failure)
-            return
+            return False
         self.evictions += len(txn.evicted)
         for notify in self.subscribers if txn.evicted else ():
             notify(txn.evicted)
@@ -262,6 +267,18 @@ class Store:
             self.io.when_idle(partial(self._preallocate, segment))
         for job, result in results:
             job.future.set_result(result)
+        return True
+
+    def _admitted(self, jobs: Sequence[CommitJob[Any]], index: Index) -> Sequence[CommitJob[Any]]:
+        """The jobs whose pages the index has space for; the others fail: some process stands still inside a read."""
+        pinned = {use: index.pinned_by(use) for use in {job.use for job in jobs}}
+        for job in jobs:
+            if (pid := pinned[job.use]) is not None:
+                detail = (
+                    f"process {pid} stands still inside a read, so that no page of the index can be used again; end it"
+                )
+                job.fail(TierFull("g3", "commit", detail))
+        return [job for job in jobs if pinned[job.use] is None]
 
     def _preallocate(self, segment: int) -> bool:
         """One step of it, on an I/O thread that has nothing else to do."""
@@ -303,19 +320,29 @@ class Store:
             index.clear_dead_readers()
         jobs = self._removals(index)
         if jobs or self.touches or self.reserved.has_returned or (due and index.has_reservations()):
-            self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)])
-        return self._state.index is not None and bool(self.touches)
+            return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(self.touches)
+        return False
 
-    def _removals(self, index: Index) -> list[CommitJob[int]]:
-        """Every SCAN_EVERY_S: a job that removes the expired among the next entries, if there are any."""
+    def _removals(self, index: Index) -> list[CommitJob[Any]]:
+        """Every SCAN_EVERY_S: jobs that remove the expired among the next entries, write
+        purges that wait, and remove tombstones if there are many."""
         if not self._maintained or time.monotonic() < self._scan_at:
             return []
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         try:
             expired = [name for name in self._scan.step(index, self._wall()) if not self.touches.of(name)]
+            fold = self._fold.step(index)
+            pending = index.purges.pending()
         except Exception:  # from a damaged index: the next transaction raises it, too
             return []
-        return [CommitJob(lambda txn: txn.remove_expired(expired, self._wall()))] if expired else []
+        jobs: list[CommitJob[Any]] = []
+        if expired:
+            jobs.append(CommitJob(lambda txn: txn.remove_expired(expired, self._wall()), Use.DROP))
+        if pending:  # any transaction carries them into the index
+            jobs.append(CommitJob(lambda txn: None, Use.PURGE))
+        if fold is not None:
+            jobs.append(CommitJob(lambda txn: txn.purged.fold(*fold), Use.DROP))
+        return jobs
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""

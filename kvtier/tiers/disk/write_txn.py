@@ -7,7 +7,7 @@ commit that took them from their old owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,8 +58,11 @@ class WriteTxn:
     Times are seconds since the epoch.
     """
 
-    def __init__(self, txn: Any, owner: Owner, floors: SearchFloors, *, may_grow: bool) -> None:
-        """`floors`: where earlier transactions of this process ended their searches for a victim."""
+    def __init__(
+        self, txn: Any, owner: Owner, floors: SearchFloors, purges: Mapping[bytes, Wall], *, may_grow: bool
+    ) -> None:
+        """`floors`: where earlier transactions of this process ended their searches for a victim. `purges`: what the
+        index may not have yet, namespace ‖ scope → time."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
@@ -69,7 +72,7 @@ class WriteTxn:
         self.evicted: list[bytes] = []  # names of evicted blocks
         self._floors = floors
         self._retained = Retained(txn)
-        self._purged = Purged(txn)
+        self.purged = Purged(txn, purges)
         self.segments = Segments(txn, self.geometry, counters.segments, may_grow=may_grow)
         self._order = EvictionOrder(txn, floors, self._retained.until)
         self._shares = Shares(txn)
@@ -142,7 +145,7 @@ class WriteTxn:
             above = self._entries.rank_of(block.parent)
         else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
-        if above is None or self._purged.covers(block.name, block.life):
+        if above is None or self.purged.covers(block.name, block.life):
             return Stored.REFUSED
         if self._join(block):  # another process stored it meanwhile
             return Stored.PRESENT
@@ -250,13 +253,9 @@ class WriteTxn:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
 
-    def apply_tombstone(self, scoped: bytes, before: Wall) -> None:
-        """Set the tombstone of namespace ‖ scope, unless a newer one is there."""
-        self._purged.apply(scoped, before)
-
     def is_servable(self, name: bytes, life: Lifetime, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
-        return life.servable(Depth.G3, wall_s) and not self._purged.covers(name, life)
+        return life.servable(Depth.G3, wall_s) and not self.purged.covers(name, life)
 
     # The whole store.
 
@@ -304,7 +303,7 @@ class WriteTxn:
         entry = self.find(block.name)
         if entry is None:
             return False
-        if entry.length != block.length or self._purged.covers(block.name, entry.life):
+        if entry.length != block.length or self.purged.covers(block.name, entry.life):
             self.drop(block.name)
             return False
         warm = rank_of(max(block.priority, priority_in(entry.rank)), self.tick)
