@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
+from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
 from kvtier.tiers.disk.eviction import SearchFloors
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
@@ -137,6 +138,7 @@ class Index:
         self._floors = SearchFloors()
         self._gate = threading.Lock()
         self._closed = False
+        self._unpaid = COMMIT_BYTES  # the last transaction of a process that ended was not charged
         self.purges = PurgeLog(path.parent / "PURGES")
 
     @classmethod
@@ -329,18 +331,46 @@ class Index:
             self._env.reader_check()
             return _standing_still(self._env.readers(), info["last_txnid"])
 
-    def transact(self, work: Callable[[WriteTxn], T], *, may_grow: bool = True) -> T:
+    def balance(self) -> Balance:
+        """What was written, and what may be."""
+        with self.reading() as txn:
+            return read_balance(txn)
+
+    def allowance(self, per_day: float, now_s: float) -> Allowance:
+        """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME."""
+        return Allowance(per_day, self.owner.boot, now_s, self._unpaid)
+
+    def owe(self, size: int) -> None:
+        """So many bytes were written to the store's files: charge them with the next transaction."""
+        with self._gate:
+            self._unpaid += size
+
+    def transact(
+        self, work: Callable[[WriteTxn], T], *, may_grow: bool = True, per_day: float = 0.0, now_s: float = 0.0
+    ) -> T:
         """Run `work` in one durable write transaction; returns its result. Blocks for as long as another process holds
-        the lock. Raises lmdb.Error or what `work` raises; then nothing of the transaction is visible."""
+        the lock. Raises lmdb.Error or what `work` raises; then nothing of the transaction is visible.
+
+        `per_day`, `now_s`: as in `allowance`.
+        """
+        before, allowance = thread_written(), self.allowance(per_day, now_s)
+        try:
+            return self._transact(work, allowance, may_grow=may_grow)
+        finally:
+            after = thread_written()
+            self.owe(COMMIT_BYTES if before is None or after is None else after - before)
+
+    def _transact(self, work: Callable[[WriteTxn], T], allowance: Allowance, *, may_grow: bool) -> T:
         try:
             purges = dict(self.purges.pending())
             with self._env.begin(write=True) as lmdb_txn:
-                txn = WriteTxn(lmdb_txn, self.owner, self._floors, purges, may_grow=may_grow)
+                txn = WriteTxn(lmdb_txn, self.owner, self._floors, purges, allowance, may_grow=may_grow)
                 result = work(txn)
                 txn.save()
         except BaseException:
             self._floors.clear()  # they count with changes that were never made
             raise
+        self.owe(-allowance.unpaid)
         with contextlib.suppress(OSError, TierError):  # then they are written once more
             self.purges.settle(purges)
         return result

@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtier.clock import SystemClock
 from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
+from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.expired import ExpiredScan
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
@@ -81,6 +83,8 @@ class Store:
         self._maintained = maintained
         self._calls = calls
         self._wall = wall
+        self._boot_s: Callable[[], float] = SystemClock().monotonic
+        self._bytes_per_day = 0.0
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self._preallocating = -1  # the last segment that was to be preallocated
         self._reclaim_at = 0.0
@@ -207,6 +211,19 @@ class Store:
         _ = self.index
         return self._state.moving()
 
+    def limit_writes(self, bytes_per_day: float, boot_s: Callable[[], float]) -> None:
+        """Write at most so much a day, by a clock that counts since boot; the least of several bounds counts."""
+        if bytes_per_day:
+            self._bytes_per_day = min(bytes_per_day, self._bytes_per_day or bytes_per_day)
+            self._boot_s = boot_s
+
+    def may_write(self, size: int) -> bool:
+        """Whether the directory's budget allows so many bytes now. Raises what `index` raises."""
+        if not self._bytes_per_day:
+            return True
+        index = self.index
+        return index.balance().allows(index.allowance(self._bytes_per_day, self._boot_s()), size)
+
     def volume_full(self) -> None:
         """The volume took no more bytes: use the existing segments for a while."""
         self._grow_at = time.monotonic() + GROWTH_PAUSE_S
@@ -238,21 +255,26 @@ class Store:
         jobs = self._admitted([*jobs, *self._removals(index)], index)
         if not jobs:
             return False
-        returned = self.reserved.take_returned()
+        returned, unused = self.reserved.take_returned()
 
         def work(txn: WriteTxn) -> tuple[WriteTxn, list[tuple[CommitJob[Any], Any]]]:
             running = [job for job in jobs if job.future.set_running_or_notify_cancel()]
             for reservation in returned:
                 txn.release(reservation)
-            touches, tick = self.touches.take(txn.tick)
-            for name, uses in touches.items():
-                txn.renew(name, uses, tick)
+            for reservation in unused:
+                txn.release(reservation, refund=True)
+            if txn.budget.allows(COMMIT_BYTES):
+                touches, tick = self.touches.take(txn.tick)
+                for name, uses in touches.items():
+                    txn.renew(name, uses, tick)
             return txn, [(job, job.work(txn)) for job in running]
 
         try:
-            txn, results = index.transact(work, may_grow=time.monotonic() >= self._grow_at)
+            may_grow = time.monotonic() >= self._grow_at
+            txn, results = index.transact(work, may_grow=may_grow, per_day=self._bytes_per_day, now_s=self._boot_s())
         except Exception as error:
             self.reserved.give_back(returned)
+            self.reserved.give_back(unused, unused=True)
             failure = self._commit_failed(index, error)
             for job in jobs:
                 job.fail(failure)
@@ -282,10 +304,14 @@ class Store:
 
     def _preallocate(self, segment: int) -> bool:
         """One step of it, on an I/O thread that has nothing else to do."""
-        if self._state.index is None:
+        index = self._state.index
+        if index is None or self._bytes_per_day:  # zeros would cost half of the budget
             self._preallocator.stop()
             return False
-        return self._preallocator.advance(segment)
+        more = self._preallocator.advance(segment)
+        if written := self._preallocator.take_written():
+            index.owe(written)
+        return more
 
     def _commit_failed(self, index: Index, error: Exception) -> TierError:
         """The error for those who wait for the transaction. Quarantines the store where `error` leaves it in doubt."""
@@ -309,7 +335,7 @@ class Store:
         touches wait."""
         if not self._maintained:
             return False
-        self.reserved.give_back(self.reserved.clear())  # no write came for them
+        self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()
@@ -319,14 +345,17 @@ class Store:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
         jobs = self._removals(index)
-        if jobs or self.touches or self.reserved.has_returned or (due and index.has_reservations()):
-            return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(self.touches)
+        touches = self.touches and self.may_write(COMMIT_BYTES)
+        if jobs or touches or self.reserved.has_returned or (due and index.has_reservations()):
+            return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(
+                touches and self.touches
+            )
         return False
 
     def _removals(self, index: Index) -> list[CommitJob[Any]]:
         """Every SCAN_EVERY_S: jobs that remove the expired among the next entries, write
         purges that wait, and remove tombstones if there are many."""
-        if not self._maintained or time.monotonic() < self._scan_at:
+        if not self._maintained or time.monotonic() < self._scan_at or not self.may_write(COMMIT_BYTES):
             return []
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         try:

@@ -24,6 +24,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
+from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.read import ReadBatch, miss_of
 from kvtier.tiers.disk.records import SLOT_ALIGN, slot_class
@@ -60,8 +61,10 @@ class DiskTier:
         clock: Clock,
         calls: Calls | None = None,
         quota: float = 0.0,
+        write_budget: float = 0.0,
     ) -> None:
-        """`quota`: the share of the capacity that one scope may hold, whatever the namespace; 0: all."""
+        """`quota`: the share of the capacity that one scope may hold, whatever the namespace; 0: all. `write_budget`:
+        bytes that all processes may write to the directory in a day; 0: any."""
         self.block_bytes = namespace.block_bytes
         self._paths = [Path(path) for path in paths]
         self._capacity_bytes = capacity_bytes
@@ -69,6 +72,7 @@ class DiskTier:
         self._prefix = namespace.digest
         self._clock = clock
         self._quota = quota
+        self._write_budget = write_budget
         self._calls: Calls = calls if calls is not None else SystemCalls()
         self._opened: Store | None = None
         self._pid = 0
@@ -82,6 +86,7 @@ class DiskTier:
         arguments = (self._paths, self._capacity_bytes, self.block_bytes, self._calls, self._expired_by)
         self._opened = await asyncio.to_thread(Store.attach, *arguments)
         self._pid = os.getpid()
+        self._opened.limit_writes(self._write_budget, self._clock.monotonic)
         fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
         # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
         self._opened.submit(lambda txn: txn.register(self._prefix, fields))
@@ -253,13 +258,14 @@ class DiskTier:
         store = self._store
         for _ in range(1 + NAMES_MAX // NAMES_PER_COMMIT_MAX):
             await store.submit(lambda txn: None).result(self._left_s(deadline))
-            if not store.touches:
+            if not store.touches or not store.may_write(COMMIT_BYTES):
                 break
 
     def usage(self) -> Usage:
         store = self._store
         blocks, size = store.index.usage()
-        return Usage(blocks, size, store.geometry.capacity, store.evictions)
+        balance = store.index.balance()
+        return Usage(blocks, size, store.geometry.capacity, store.evictions, balance.written, balance.stored)
 
     def check(self) -> None:
         self._store.check()
