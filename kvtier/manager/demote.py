@@ -62,16 +62,15 @@ class Demoter:
             queue.start(self._hierarchy.supervisor, tiers[name].breaker)
 
     def _queue_for(self, tier: Metered) -> WriteBehind:
-        rate, budget = self._hierarchy.limits.write_rate, self._hierarchy.limits.write_budget_per_day
+        rate = self._hierarchy.limits.write_rate
         if tier.depth is not Depth.G3:
-            rate = budget = 0.0  # G4 keeps to rates of its own
+            rate = 0.0  # G4 keeps to rates of its own
         return WriteBehind(
             tier,
             self._clock,
             QueueLimits(blocks_max=max(tier.stride, self._pinned_max)),
             lock=self._lock,
             rate=TokenBucket(self._clock, rate, max(rate, tier.block_bytes)),
-            budget=TokenBucket(self._clock, budget / 86_400, budget),
             finished=lambda batch, results: self._finished(tier, batch, results),
         )
 

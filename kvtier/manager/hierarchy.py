@@ -39,7 +39,6 @@ class ManagerLimits:
     housekeeping_s: float = 2.0
     tombstones_s: float = 20.0
     write_rate: float = 0.0  # bytes/s into G3; 0: no bound
-    write_budget_per_day: float = 0.0  # bytes/day into G3; 0: no bound
     queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
     overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
     touched_max: int = 100_000

@@ -87,7 +87,6 @@ class WriteBehind:
         *,
         lock: threading.Lock,
         rate: TokenBucket,
-        budget: TokenBucket,
         finished: Callable[[ChainBatch, list[Stored]], None],
     ) -> None:
         """`finished` is called on the event loop, without the lock, once per batch; it unpins."""
@@ -96,7 +95,7 @@ class WriteBehind:
         self._clock = clock
         self._limits = limits
         self._lock = lock
-        self._rate, self._budget = rate, budget
+        self._rate = rate
         self._finished = finished
         self._queue: deque[ChainBatch] = deque()
         self._queued = 0  # blocks waiting
@@ -223,12 +222,12 @@ class WriteBehind:
         if not await self._has_parent(batch, deadline):
             self.refused["orphan"] += len(batch)
             return [Stored.REFUSED] * len(batch)
-        if not self._budget.try_take(size):
-            self.refused["budget"] += len(batch)
-            return [Stored.REFUSED] * len(batch)
         await self._rate.take(size)
         sealed = await to_the_end(seal, batch)
-        return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
+        results = await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
+        if over := results.count(Stored.BUDGET):
+            self.refused["budget"] += over
+        return results
 
     async def _has_parent(self, batch: ChainBatch, deadline: Mono) -> bool:
         """Whether the tier has the block before the batch's first. One that another worker writes now is waited for:

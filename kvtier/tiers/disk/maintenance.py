@@ -24,6 +24,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
+from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -87,9 +88,8 @@ class Maintenance:
             held[namespace] += entry.slot_bytes
             expired[namespace] += not entry.life.servable(Depth.G3, wall_s)
             scopes.setdefault(namespace, set()).add(name[NAMESPACE_BYTES : NAMESPACE_BYTES + SCOPE_BYTES])
-        with index.reading() as txn:
-            fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in rows(txn, NAMESPACE_KEY)}
-            writers = {SlotReservation.decode(key, raw).owner for key, raw in rows(txn, RESERVED)}
+        fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in index.rows(NAMESPACE_KEY)}
+        writers = {SlotReservation.decode(key, raw).owner for key, raw in index.rows(RESERVED)}
         used, size = index.usage()
         geometry = store.geometry
         return {
@@ -209,7 +209,7 @@ class Maintenance:
             start = chunk[-1][0] + b"\0"
 
     def _transact(self, work: Callable[[WriteTxn], T]) -> T:
-        job = self._store.submit(work)
+        job = self._store.submit(work, Use.DROP)
         try:
             return job.future.result(COMMIT_TIMEOUT_S)
         except TimeoutError:

@@ -41,6 +41,8 @@ def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opene
     """
     with _locked(parts) as (lock, owner, alone):
         index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=alone)
+        with contextlib.suppress(OSError):  # then the first purge makes it
+            index.purges.prepare()
         if alone and not _take_back(index):
             index.close()
             log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
@@ -119,7 +121,7 @@ def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owne
     markers = [read_marker(part) for part in parts]
     known = _store_of(parts, markers)
     path = parts[0] / "index"
-    map_bytes = map_bytes_for(capacity_bytes // slot_bytes)
+    map_bytes = map_bytes_for(capacity_bytes)
     index = None
     try:
         if path.exists() or not alone:
@@ -164,7 +166,7 @@ def _create_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, n
                 file.unlink()
     segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 16, SEGMENT_BYTES_SMALL), capacity_bytes)
     geometry = Geometry(capacity_bytes, max(segment_bytes // slot_bytes, 1) * slot_bytes, len(parts))
-    map_bytes = map_bytes_for(capacity_bytes // slot_bytes)
+    map_bytes = map_bytes_for(capacity_bytes)
     return Index.create(parts[0] / "index", bytes.fromhex(name), geometry, map_bytes, owner)
 
 

@@ -17,15 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtier.clock import SystemClock
 from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
+from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.expired import ExpiredScan
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
-from kvtier.tiers.disk.index import Index, Unusable
+from kvtier.tiers.disk.index import Index, Unusable, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.purged import TombstoneFold
 from kvtier.tiers.disk.quarantine import Quarantine, is_damage, is_full, probe
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
@@ -80,10 +83,13 @@ class Store:
         self._maintained = maintained
         self._calls = calls
         self._wall = wall
+        self._boot_s: Callable[[], float] = SystemClock().monotonic
+        self._bytes_per_day = 0.0
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self._preallocating = -1  # the last segment that was to be preallocated
         self._reclaim_at = 0.0
         self._scan = ExpiredScan()
+        self._fold = TombstoneFold()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = 0.0
         self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
@@ -188,10 +194,10 @@ class Store:
             raise ClosedError(f"{self.parts[0]} was opened by the process that forked this one")
         return self._state.usable()
 
-    def submit(self, work: Callable[[WriteTxn], T]) -> CommitJob[T]:
+    def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT) -> CommitJob[T]:
         """Queue work for the next write transaction. Never blocks. Raises what `index` raises."""
         _ = self.index
-        return self._writer.submit(work)
+        return self._writer.submit(work, use)
 
     def give_back(self, reservations: Sequence[SlotReservation]) -> None:
         """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
@@ -204,6 +210,19 @@ class Store:
         what `index` raises."""
         _ = self.index
         return self._state.moving()
+
+    def limit_writes(self, bytes_per_day: float, boot_s: Callable[[], float]) -> None:
+        """Write at most so much a day, by a clock that counts since boot; the least of several bounds counts."""
+        if bytes_per_day:
+            self._bytes_per_day = min(bytes_per_day, self._bytes_per_day or bytes_per_day)
+            self._boot_s = boot_s
+
+    def may_write(self, size: int) -> bool:
+        """Whether the directory's budget allows so many bytes now. Raises what `index` raises."""
+        if not self._bytes_per_day:
+            return True
+        index = self.index
+        return index.balance().allows(index.allowance(self._bytes_per_day, self._boot_s()), size)
 
     def volume_full(self) -> None:
         """The volume took no more bytes: use the existing segments for a while."""
@@ -223,7 +242,8 @@ class Store:
 
     # On the writer thread.
 
-    def _commit(self, jobs: Sequence[CommitJob[Any]]) -> None:
+    def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
+        """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
         if self._state.index is None:
             self._probe()
         try:
@@ -231,27 +251,34 @@ class Store:
         except TierError as error:
             for job in jobs:
                 job.fail(error)
-            return
-        jobs = [*jobs, *self._removals(index)]
-        returned = self.reserved.take_returned()
+            return False
+        jobs = self._admitted([*jobs, *self._removals(index)], index)
+        if not jobs:
+            return False
+        returned, unused = self.reserved.take_returned()
 
         def work(txn: WriteTxn) -> tuple[WriteTxn, list[tuple[CommitJob[Any], Any]]]:
             running = [job for job in jobs if job.future.set_running_or_notify_cancel()]
             for reservation in returned:
                 txn.release(reservation)
-            touches, tick = self.touches.take(txn.tick)
-            for name, uses in touches.items():
-                txn.renew(name, uses, tick)
+            for reservation in unused:
+                txn.release(reservation, refund=True)
+            if txn.budget.allows(COMMIT_BYTES):
+                touches, tick = self.touches.take(txn.tick)
+                for name, uses in touches.items():
+                    txn.renew(name, uses, tick)
             return txn, [(job, job.work(txn)) for job in running]
 
         try:
-            txn, results = index.transact(work, may_grow=time.monotonic() >= self._grow_at)
+            may_grow = time.monotonic() >= self._grow_at
+            txn, results = index.transact(work, may_grow=may_grow, per_day=self._bytes_per_day, now_s=self._boot_s())
         except Exception as error:
             self.reserved.give_back(returned)
+            self.reserved.give_back(unused, unused=True)
             failure = self._commit_failed(index, error)
             for job in jobs:
                 job.fail(failure)
-            return
+            return False
         self.evictions += len(txn.evicted)
         for notify in self.subscribers if txn.evicted else ():
             notify(txn.evicted)
@@ -262,13 +289,29 @@ class Store:
             self.io.when_idle(partial(self._preallocate, segment))
         for job, result in results:
             job.future.set_result(result)
+        return True
+
+    def _admitted(self, jobs: Sequence[CommitJob[Any]], index: Index) -> Sequence[CommitJob[Any]]:
+        """The jobs whose pages the index has space for; the others fail: some process stands still inside a read."""
+        pinned = {use: index.pinned_by(use) for use in {job.use for job in jobs}}
+        for job in jobs:
+            if (pid := pinned[job.use]) is not None:
+                detail = (
+                    f"process {pid} stands still inside a read, so that no page of the index can be used again; end it"
+                )
+                job.fail(TierFull("g3", "commit", detail))
+        return [job for job in jobs if pinned[job.use] is None]
 
     def _preallocate(self, segment: int) -> bool:
         """One step of it, on an I/O thread that has nothing else to do."""
-        if self._state.index is None:
+        index = self._state.index
+        if index is None or self._bytes_per_day:  # zeros would cost half of the budget
             self._preallocator.stop()
             return False
-        return self._preallocator.advance(segment)
+        more = self._preallocator.advance(segment)
+        if written := self._preallocator.take_written():
+            index.owe(written)
+        return more
 
     def _commit_failed(self, index: Index, error: Exception) -> TierError:
         """The error for those who wait for the transaction. Quarantines the store where `error` leaves it in doubt."""
@@ -292,7 +335,7 @@ class Store:
         touches wait."""
         if not self._maintained:
             return False
-        self.reserved.give_back(self.reserved.clear())  # no write came for them
+        self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()
@@ -302,20 +345,33 @@ class Store:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
         jobs = self._removals(index)
-        if jobs or self.touches or self.reserved.has_returned or (due and index.has_reservations()):
-            self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)])
-        return self._state.index is not None and bool(self.touches)
+        touches = self.touches and self.may_write(COMMIT_BYTES)
+        if jobs or touches or self.reserved.has_returned or (due and index.has_reservations()):
+            return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(
+                touches and self.touches
+            )
+        return False
 
-    def _removals(self, index: Index) -> list[CommitJob[int]]:
-        """Every SCAN_EVERY_S: a job that removes the expired among the next entries, if there are any."""
-        if not self._maintained or time.monotonic() < self._scan_at:
+    def _removals(self, index: Index) -> list[CommitJob[Any]]:
+        """Every SCAN_EVERY_S: jobs that remove the expired among the next entries, write
+        purges that wait, and remove tombstones if there are many."""
+        if not self._maintained or time.monotonic() < self._scan_at or not self.may_write(COMMIT_BYTES):
             return []
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         try:
             expired = [name for name in self._scan.step(index, self._wall()) if not self.touches.of(name)]
+            fold = self._fold.step(index)
+            pending = index.purges.pending()
         except Exception:  # from a damaged index: the next transaction raises it, too
             return []
-        return [CommitJob(lambda txn: txn.remove_expired(expired, self._wall()))] if expired else []
+        jobs: list[CommitJob[Any]] = []
+        if expired:
+            jobs.append(CommitJob(lambda txn: txn.remove_expired(expired, self._wall()), Use.DROP))
+        if pending:  # any transaction carries them into the index
+            jobs.append(CommitJob(lambda txn: None, Use.PURGE))
+        if fold is not None:
+            jobs.append(CommitJob(lambda txn: txn.purged.fold(*fold), Use.DROP))
+        return jobs
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""

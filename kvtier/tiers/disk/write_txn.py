@@ -7,7 +7,7 @@ commit that took them from their old owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.allocator import Geometry, Segments
+from kvtier.tiers.disk.budget import Allowance, WriteBudget
 from kvtier.tiers.disk.entries import Entries
 from kvtier.tiers.disk.eviction import EvictionOrder, SearchFloors
 from kvtier.tiers.disk.owner import Owner
@@ -58,8 +59,18 @@ class WriteTxn:
     Times are seconds since the epoch.
     """
 
-    def __init__(self, txn: Any, owner: Owner, floors: SearchFloors, *, may_grow: bool) -> None:
-        """`floors`: where earlier transactions of this process ended their searches for a victim."""
+    def __init__(
+        self,
+        txn: Any,
+        owner: Owner,
+        floors: SearchFloors,
+        purges: Mapping[bytes, Wall],
+        allowance: Allowance,
+        *,
+        may_grow: bool,
+    ) -> None:
+        """`floors`: where earlier transactions of this process ended their searches for a victim. `purges`: what the
+        index may not have yet, namespace ‖ scope → time."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
@@ -69,7 +80,8 @@ class WriteTxn:
         self.evicted: list[bytes] = []  # names of evicted blocks
         self._floors = floors
         self._retained = Retained(txn)
-        self._purged = Purged(txn)
+        self.purged = Purged(txn, purges)
+        self.budget = WriteBudget(txn, allowance)
         self.segments = Segments(txn, self.geometry, counters.segments, may_grow=may_grow)
         self._order = EvictionOrder(txn, floors, self._retained.until)
         self._shares = Shares(txn)
@@ -82,6 +94,7 @@ class WriteTxn:
         """Write what is cached."""
         self.segments.save()
         self._shares.save()
+        self.budget.save()
         entries, segments = self._entries, self.segments
         counters = Counters(self._serial, self.tick, entries.blocks, entries.slot_bytes, segments.count)
         self._txn.put(COUNTERS_KEY, counters.encode())
@@ -107,6 +120,8 @@ class WriteTxn:
             return Stored.REFUSED
         if self._join(block):
             return Stored.PRESENT
+        if not self.budget.allows(slot_class(block.length) * SLOT_ALIGN):
+            return Stored.BUDGET
         if block.parent is not None:
             self._sheltered.add(block.parent)
         worth = block.priority if above is None else min(block.priority, priority_in(above))
@@ -120,7 +135,8 @@ class WriteTxn:
 
     def reserve_slots(self, slot_cls: int, count: int) -> list[SlotReservation]:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
-        reservations = (self._reserve_slot(slot_cls, PRIORITY) for _ in range(count))
+        allowed = (_ for _ in range(count) if self.budget.allows(slot_cls * SLOT_ALIGN))
+        reservations = (self._reserve_slot(slot_cls, PRIORITY) for _ in allowed)
         return [one for one in reservations if one is not None]
 
     def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> Stored:
@@ -142,7 +158,7 @@ class WriteTxn:
             above = self._entries.rank_of(block.parent)
         else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
-        if above is None or self._purged.covers(block.name, block.life):
+        if above is None or self.purged.covers(block.name, block.life):
             return Stored.REFUSED
         if self._join(block):  # another process stored it meanwhile
             return Stored.PRESENT
@@ -151,12 +167,14 @@ class WriteTxn:
             return Stored.FULL
         place = (reservation.serial, reservation.segment, reservation.slot)
         self._entries.add(block.name, Entry(*place, block.length, block.depth, rank, block.digest, block.life))
+        self.budget.stored(block.length)
         return Stored.STORED
 
-    def release(self, reservation: SlotReservation) -> None:
-        """Give a reserved slot back unused."""
+    def release(self, reservation: SlotReservation, *, refund: bool = False) -> None:
+        """Give a reserved slot back. `refund`: nothing was written to it."""
         if self._cancel_reservation(reservation):
             self.segments.give(reservation)
+            self.budget.charge(-reservation.slot_class * SLOT_ALIGN if refund else 0)
 
     def renew(self, name: bytes, uses: Sequence[Wall], tick: int) -> None:
         """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
@@ -250,13 +268,9 @@ class WriteTxn:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
 
-    def apply_tombstone(self, scoped: bytes, before: Wall) -> None:
-        """Set the tombstone of namespace ‖ scope, unless a newer one is there."""
-        self._purged.apply(scoped, before)
-
     def is_servable(self, name: bytes, life: Lifetime, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
-        return life.servable(Depth.G3, wall_s) and not self._purged.covers(name, life)
+        return life.servable(Depth.G3, wall_s) and not self.purged.covers(name, life)
 
     # The whole store.
 
@@ -286,6 +300,7 @@ class WriteTxn:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
         if place is None:
             return None
+        self.budget.charge(slot_cls * SLOT_ALIGN)
         self._serial += 1
         reservation = SlotReservation(self._serial, self.tick, slot_cls, *place, self._owner)
         self._txn.put(reservation.key, reservation.encode())
@@ -304,7 +319,7 @@ class WriteTxn:
         entry = self.find(block.name)
         if entry is None:
             return False
-        if entry.length != block.length or self._purged.covers(block.name, entry.life):
+        if entry.length != block.length or self.purged.covers(block.name, entry.life):
             self.drop(block.name)
             return False
         warm = rank_of(max(block.priority, priority_in(entry.rank)), self.tick)
