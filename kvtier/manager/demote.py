@@ -236,21 +236,23 @@ class Demoter:
 
     def _finished(self, tier: Metered, batch: ChainBatch, results: Sequence[Stored]) -> None:
         """A tier has answered for a batch. On the loop."""
+        if tier is self._coalesced and self._coalescer is not None:
+            self._coalescer.answered(batch)
         durable = [key for key, result in zip(batch.keys, results, strict=True) if result.durable]
         if tier is self._nearest and Stored.FULL in results:
             self._full_until = self._clock.monotonic() + _FULL_S
-        with self._lock:
-            self.durable[tier.name] += results.count(Stored.STORED)
-            if tier is self._nearest:
-                self.dropped += len(results) - len(durable)
-            if self._protection.busy:
-                self._protection.stored(tier.name, durable)
-        self._hierarchy.unpin(batch.holds)
-        if self._coalescer is None:
+        try:
+            with self._lock:
+                self.durable[tier.name] += results.count(Stored.STORED)
+                if tier is self._nearest:
+                    self.dropped += len(results) - len(durable)
+                if self._protection.busy:
+                    self._protection.stored(tier.name, durable)
+        finally:
+            self._hierarchy.unpin(batch.holds)
+        if self._coalescer is None or tier is self._coalesced:
             return
-        if tier is self._coalesced:
-            self._coalescer.answered(batch)
-        elif durable:
+        if durable:
             self._coalescer.add(batch.chain, batch.depths[-1] + 1)
 
     def _release(self, slots: Sequence[Slot]) -> None:

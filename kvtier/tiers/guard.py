@@ -337,6 +337,11 @@ class Guarded(Wrapper):
         except asyncio.CancelledError:
             task.cancel()
             raise
+        except Exception:  # of ours, if the task still runs: it has the caller's memory
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            raise
 
     @contextmanager
     def _absorb(self, verb: str) -> Iterator[None]:
