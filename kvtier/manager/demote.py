@@ -48,17 +48,19 @@ class Demoter:
         self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of space in its queue
 
     def open(self) -> None:
-        """Begin to empty the queues, on the running loop. The tiers are open."""
+        """Begin to empty the queues of the tiers in use, on the running loop. Called again when another one joins."""
         tiers = self._hierarchy.lower
         self._pinned_max = max(1, int(self._host.capacity * self._hierarchy.limits.queue_fraction))
-        self._nearest = self._hierarchy.nearest
-        self.queues = {name: self._queue_for(tier) for name, tier in tiers.items()}
-        deepest = next(reversed(tiers.values()), None)
-        if deepest is not None and (deepest is not self._nearest or deepest.stride > 1):
-            self._coalesced = deepest
+        fresh = {name: self._queue_for(tier) for name, tier in tiers.items() if name not in self.queues}
+        known = {**self.queues, **fresh}
+        self.queues = {name: known[name] for name in tiers}
+        nearest, deepest = self._hierarchy.nearest, next(reversed(list(tiers.values())), None)
+        if deepest is not None and deepest is not self._coalesced and (deepest is not nearest or deepest.stride > 1):
             self._coalescer = StrideCoalescer(self._hierarchy, self._promoter, deepest, self.queues[deepest.name])
+            self._coalesced = deepest
             self._coalescer.start(deepest.breaker)
-        for name, queue in self.queues.items():
+        self._nearest = nearest
+        for name, queue in fresh.items():
             queue.start(self._hierarchy.supervisor, tiers[name].breaker)
 
     def _queue_for(self, tier: Metered) -> WriteBehind:
