@@ -74,7 +74,7 @@ class Failures:
             log.warning("%s failed, time %d within a minute: %s", name, count, detail)
         if count >= FAILURES_MAX:
             service.trip(f"{name} failed {count} times within a minute, at last with {detail}")
-        return min(PAUSE_LAST_S, PAUSE_FIRST_S * 2 ** min(count - 1, 10))
+        return min(PAUSE_LAST_S, PAUSE_FIRST_S * 2.0 ** min(count - 1, 10))
 
     def too_many(self, name: str) -> bool:
         """Whether this task's failures have tripped its service."""

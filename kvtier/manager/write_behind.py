@@ -8,7 +8,6 @@ until the tier has answered. All state is guarded by the hierarchy's lock; the w
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Mono
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -186,9 +184,7 @@ class WriteBehind:
             self._writing.update(dict.fromkeys(keys, ended))
             try:
                 results = await self._write(batch)
-            except Exception:  # a tier's own failures are answers: no error ends the queue
-                log.exception("%s: a batch was not written", self.tier.name)
-            finally:
+            finally:  # a tier's own failures are answers: an error is ours, and for the supervisor
                 for key in keys:
                     if self._writing.get(key) is ended:
                         del self._writing[key]
@@ -196,9 +192,11 @@ class WriteBehind:
                 with self._lock:
                     self._busy -= len(batch)
                     self._forget(batch)
-                self._finished(batch, results)
-                if not self.pending():
-                    self._idle.set()
+                try:
+                    self._finished(batch, results)
+                finally:
+                    if not self.pending():
+                        self._idle.set()
 
     def _take(self) -> ChainBatch | None:
         """The next batch, cut to the size of one write; the rest stays at the front."""
@@ -242,18 +240,17 @@ class WriteBehind:
 
 
 async def to_the_end(work: Callable[[ChainBatch], T], batch: ChainBatch) -> T:
-    """Run `work` on a thread. A cancellation is raised when the thread has ended: until then it reads pinned memory."""
+    """Run `work` on a thread. Whatever ends the wait is raised when the thread has ended: until then it reads pinned
+    memory."""
     running = asyncio.ensure_future(asyncio.to_thread(work, batch))
-    cancelled: asyncio.CancelledError | None = None
+    interrupted: BaseException | None = None
     while not running.done():
         try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
+            await asyncio.wait({running})
+        except (Exception, asyncio.CancelledError) as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
     return running.result()
 
 

@@ -146,22 +146,23 @@ class Guarded(Wrapper):
         self.report_to(_Reports(self))
 
     async def open(self) -> None:
-        """Raises TierError, ConfigError or FormatError. A tier that opens too late is closed again; until that is done
-        it cannot be opened."""
+        """Raises TierError, ConfigError or FormatError. A tier whose opening was given up is closed when that ends;
+        until then it cannot be opened."""
         self._check_order("open")
         self._loop = asyncio.get_running_loop()
         opening = self._begin("open")
         try:
             await self._answer("open", opening, self.limits.open_s)
+            self.breaker.succeeded()
         except BaseException:
-            if not opening.done():
+            if opening in self._given_up:
                 opening.add_done_callback(self._close_late)
             raise
 
-    def _close_late(self, opening: asyncio.Future[Any]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            closing = asyncio.ensure_future(self.inner.close(self._clock.monotonic() + self.limits.call_s))
-            self._give_up("open", closing)
+    def _close_late(self, _opening: asyncio.Future[Any]) -> None:
+        """Whatever it came to: a thread of it may have opened something all the same."""
+        closing = asyncio.ensure_future(self.inner.close(self._clock.monotonic() + self.limits.call_s))
+        self._expect("open", closing)
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         with self._absorb("peek"):
@@ -305,10 +306,13 @@ class Guarded(Wrapper):
         return call.result()
 
     def _give_up(self, verb: str, call: asyncio.Future[Any]) -> None:
+        call.cancel()
+        self._expect(verb, call)
+
+    def _expect(self, verb: str, call: asyncio.Future[Any]) -> None:
+        """Know of a call until it ends, without waiting for it."""
         self._given_up[call] = verb
         call.add_done_callback(lambda ended: self._given_up.pop(ended, None))
-        if verb != "open":  # what it opens is closed again
-            call.cancel()
         abandon(call)
 
     def _check_order(self, verb: str) -> None:
@@ -336,6 +340,11 @@ class Guarded(Wrapper):
             return await task
         except asyncio.CancelledError:
             task.cancel()
+            raise
+        except Exception:  # of ours, if the task still runs: it has the caller's memory
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
             raise
 
     @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,12 @@ class DiskTier:
         if self._opened is not None:
             return
         arguments = (self._paths, self._capacity_bytes, self.block_bytes, self._calls, self._expired_by)
-        self._opened = await asyncio.to_thread(Store.attach, *arguments)
+        attaching = asyncio.ensure_future(asyncio.to_thread(Store.attach, *arguments))
+        try:
+            self._opened = await asyncio.shield(attaching)
+        except asyncio.CancelledError:
+            attaching.add_done_callback(_release_late)
+            raise
         self._pid = os.getpid()
         self._opened.limit_writes(self._write_budget, self._clock.monotonic)
         fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
@@ -269,3 +275,9 @@ class DiskTier:
 
     def check(self) -> None:
         self._store.check()
+
+
+def _release_late(attaching: asyncio.Future[Store]) -> None:
+    """Give back a store that nobody waits for any more."""
+    if not attaching.cancelled() and attaching.exception() is None:
+        threading.Thread(target=attaching.result().release, args=(0.1,), name="kvtier-g3-close", daemon=True).start()
