@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvtier.clock import Clock
@@ -43,6 +43,29 @@ class Service(Protocol):
 
     def succeeded(self) -> None:
         """It works again."""
+
+
+class Unwatched:
+    """The service of work whose failures are counted and logged, and take nothing out."""
+
+    def trip(self, reason: str) -> None: ...
+
+    def succeeded(self) -> None: ...
+
+
+class Together:
+    """Several services of one task."""
+
+    def __init__(self, services: Sequence[Service]) -> None:
+        self._services = services
+
+    def trip(self, reason: str) -> None:
+        for service in list(self._services):
+            service.trip(reason)
+
+    def succeeded(self) -> None:
+        for service in list(self._services):
+            service.succeeded()
 
 
 class Failures:

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.times import Mono, Wall
+
+if TYPE_CHECKING:
+    from kvtier.supervisor import Service
 
 
 class Miss(StrEnum):
@@ -168,6 +171,16 @@ class Tier(Protocol):
 
     async def close(self, deadline: Mono) -> None:
         """Flush within the deadline and release all resources. Idempotent."""
+
+
+class Supervised(Protocol):
+    """Optional verbs of a tier with background work of its own, which it restarts when it fails."""
+
+    def report_to(self, service: Service) -> None:
+        """Tell `service`, on any thread, when a task keeps failing. Called before `open`."""
+
+    def restarts(self) -> Mapping[str, int]:
+        """How often each task failed and was restarted. Thread-safe."""
 
 
 class Retaining(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from kvtier.errors import TierTimeout
+from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.write_txn import WriteTxn
 
@@ -63,17 +63,23 @@ class CommitJob(Generic[T]):
 class GroupCommit:
     """A queue of jobs and the thread that commits them.
 
-    `commit(jobs)` is called on that thread; it gives every job's future its result or error and must not raise.
-    `idle()` is called there when no job came for `idle_s`, and at the end; it returns whether it has more to do, and is
-    called again soon then.
+    `commit(jobs)` is called on that thread; it gives every job's future its result or error. `idle()` is called there
+    when no job came for `idle_s`, and at the end; it returns whether it has more to do, and is called again soon then.
+    Where one of them raises, `failed(error)` says after how many seconds the thread goes on, and the jobs in hand fail.
     """
 
     def __init__(
-        self, commit: Callable[[Sequence[CommitJob[Any]]], object], idle: Callable[[], bool], idle_s: float, name: str
+        self,
+        commit: Callable[[Sequence[CommitJob[Any]]], object],
+        idle: Callable[[], bool],
+        idle_s: float,
+        name: str,
+        failed: Callable[[Exception], float],
     ) -> None:
         self._commit = commit
         self._idle = idle
         self._idle_s = idle_s
+        self._failed = failed
         self._queue: deque[CommitJob[Any]] = deque()
         self._lock = threading.Condition()
         self._stopping = False
@@ -106,16 +112,22 @@ class GroupCommit:
         self._thread.join()
 
     def _run(self) -> None:
-        more = False
-        while True:
+        more, stopping = False, False
+        while not stopping or more:
             with self._lock:
                 if not self._queue and not self._stopping and not more:
                     self._lock.wait(self._idle_s)
                 jobs = [self._queue.popleft() for _ in range(min(len(self._queue), JOBS_PER_COMMIT_MAX))]
-                stopping = self._stopping
-            if jobs:
-                self._commit(jobs)
-            else:
-                more = self._idle()
-                if stopping and not more:
-                    return
+                stopping = self._stopping and not jobs
+            try:
+                if jobs:
+                    self._commit(jobs)
+                else:
+                    more = self._idle()
+            except Exception as error:
+                more = False
+                pause_s = self._failed(error)
+                for job in jobs:
+                    job.fail(TierError("g3", "commit", f"{type(error).__name__}: {error}"))
+                with self._lock:
+                    self._lock.wait_for(lambda: self._stopping, pause_s)

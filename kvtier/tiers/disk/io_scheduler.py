@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtier.errors import TierError
+
 Work = Callable[[], None]
 
 NEAR_S = 0.005
@@ -19,7 +21,8 @@ NEAR_S = 0.005
 
 
 class IOBatch:
-    """Jobs handed to `IOScheduler` together. A job handles its own errors: it must not raise."""
+    """Jobs handed to `IOScheduler` together. A job handles its own errors. One that raises has ended, too: its results
+    are to be failures from the start."""
 
     def __init__(self, jobs: Sequence[Work], cancel: Callable[[IOBatch], None]) -> None:
         self.jobs = deque(jobs)
@@ -58,9 +61,11 @@ class IOBatch:
 
 class IOScheduler:
     """`threads` threads; a free one takes the oldest read, else the oldest write if fewer than `writers_max` run or,
-    while reads are active, if none runs. Threads start as they are needed."""
+    while reads are active, if none runs. Threads start as they are needed. `failed(error)` is called where a job
+    raises; its thread goes on with the next."""
 
-    def __init__(self, threads: int, writers_max: int, name: str) -> None:
+    def __init__(self, threads: int, writers_max: int, name: str, failed: Callable[[Exception], object]) -> None:
+        self._failed = failed
         self._threads_max = threads
         self._writers_max = writers_max
         self._name = name
@@ -85,8 +90,8 @@ class IOScheduler:
         return self._submit(self._writes, jobs)
 
     def when_idle(self, step: Callable[[], bool]) -> None:
-        """Call `step` repeatedly while nothing is to be read or written, until it returns False. It must not raise.
-        Replaces an earlier one."""
+        """Call `step` repeatedly while nothing is to be read or written, until it returns False or raises. Replaces an
+        earlier one."""
         with self._lock:
             self._idle_step = step
             self._start(1)
@@ -95,17 +100,23 @@ class IOScheduler:
     def _submit(self, queue: deque[IOBatch], jobs: Sequence[Work]) -> IOBatch:
         batch = IOBatch(jobs, self._cancel)
         with self._lock:
+            self._start(len(jobs))
             if jobs:
                 queue.append(batch)
-            self._start(len(jobs))
             self._lock.notify(len(jobs))
         return batch
 
     def _start(self, wanted: int) -> None:
+        """Raises TierError where no thread runs and none can be started."""
         for _ in range(min(wanted - self._idle, self._threads_max - len(self._threads))):
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self._threads:
+                    return  # they come to it
+                raise TierError("g3", "io", str(error)) from None
             self._threads.append(thread)
-            thread.start()
 
     def _cancel(self, batch: IOBatch) -> None:
         """Drop the jobs of `batch` that have not started."""
@@ -153,6 +164,8 @@ class IOScheduler:
                 self._lock.release()
                 try:
                     work()
+                except Exception as error:
+                    self._failed(error)
                 finally:
                     self._lock.acquire()
                     self._running -= 1
@@ -169,6 +182,8 @@ class IOScheduler:
         self._lock.release()
         try:
             more = step()
+        except Exception as error:
+            self._failed(error)
         finally:
             self._lock.acquire()
             self._running -= 1

@@ -103,6 +103,9 @@ class ReadBatch:
         except OSError:
             _set_results(run, Miss.ERROR)
             return
+        except Exception:
+            _set_results(run, Miss.ERROR)
+            raise
         for block in run:
             entry = block.entry
             assert entry is not None

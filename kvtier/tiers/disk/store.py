@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from kvtier.clock import SystemClock
 from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull
+from kvtier.supervisor import Failures, Service, Together
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.budget import COMMIT_BYTES
@@ -70,7 +71,9 @@ class Store:
         self.parts, self._lock, index = opened.parts, opened.lock, opened.index
         self.owner = index.owner
         self.geometry = index.geometry()
-        self.io = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io")
+        self.failures = Failures(SystemClock())
+        self.services: list[Service] = []  # out while a thread keeps failing; called on that thread
+        self.io = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io", partial(self._failed, "g3 io"))
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
         self.users = 0
         self.evictions = 0  # blocks that this process's writes pushed out
@@ -92,7 +95,8 @@ class Store:
         self._fold = TombstoneFold()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = 0.0
-        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
+        failed = partial(self._failed, "g3 writer")
+        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed)
 
     # Life.
 
@@ -240,6 +244,10 @@ class Store:
         sizes = {(status.st_dev, status.st_ino): status.st_size for status in files}.values()
         assert sum(sizes) <= self.geometry.capacity, f"slab files have {sum(sizes)} bytes"
 
+    def _failed(self, thread: str, error: Exception) -> float:
+        """A thread has failed; returns the seconds after which it is to go on."""
+        return self.failures.record(thread, error, Together(self.services))
+
     # On the writer thread.
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
@@ -279,16 +287,18 @@ class Store:
             for job in jobs:
                 job.fail(failure)
             return False
-        self.evictions += len(txn.evicted)
-        for notify in self.subscribers if txn.evicted else ():
-            notify(txn.evicted)
-        self.tick = txn.tick
-        segment = txn.segments.next
-        if segment is not None and segment != self._preallocating:
-            self._preallocating = segment
-            self.io.when_idle(partial(self._preallocate, segment))
-        for job, result in results:
-            job.future.set_result(result)
+        try:
+            self.evictions += len(txn.evicted)
+            for notify in self.subscribers if txn.evicted else ():
+                notify(txn.evicted)
+            self.tick = txn.tick
+            segment = txn.segments.next
+            if segment is not None and segment != self._preallocating:
+                self._preallocating = segment
+                self.io.when_idle(partial(self._preallocate, segment))
+        finally:
+            for job, result in results:  # it is committed, whatever became of the rest
+                job.future.set_result(result)
         return True
 
     def _admitted(self, jobs: Sequence[CommitJob[Any]], index: Index) -> Sequence[CommitJob[Any]]:

@@ -25,6 +25,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
+from kvtier.supervisor import Service, Unwatched
 from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.read import ReadBatch, miss_of
@@ -78,6 +79,7 @@ class DiskTier:
         self._opened: Store | None = None
         self._pid = 0
         self._notify: Notify | None = None
+        self._service: Service = Unwatched()
 
     async def open(self) -> None:
         if not self._paths:
@@ -93,6 +95,7 @@ class DiskTier:
             raise
         self._pid = os.getpid()
         self._opened.limit_writes(self._write_budget, self._clock.monotonic)
+        self._opened.services.append(self._service)
         fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
         # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
         self._opened.submit(lambda txn: txn.register(self._prefix, fields))
@@ -107,7 +110,16 @@ class DiskTier:
             self.subscribe(None)
         store, self._opened = self._opened, None
         if store is not None:
+            store.services.remove(self._service)
             await asyncio.to_thread(store.release, max(0.1, self._left_s(deadline)))
+
+    def report_to(self, service: Service) -> None:
+        """Tell `service`, on its thread, when a thread of the store keeps failing. Call it before `open`."""
+        self._service = service
+
+    def restarts(self) -> Mapping[str, int]:
+        """How often threads of the store failed and went on, by thread."""
+        return self._opened.failures.restarts if self._opened is not None else {}
 
     def subscribe(self, notify: Notify | None) -> None:
         """Have `notify` called, on the writer thread, with our blocks that this process's writes evicted."""

@@ -164,11 +164,15 @@ class WriteBatch:
                 self._store.slab.write(first.segment, first.offset, pieces)
         except OSError as error:
             self._fail(run, self._result_of(error))
-        with self._lock:
-            self._left[first.segment] -= 1
-            last = self._left[first.segment] == 0
-        if last:
-            self._sync(first.segment)
+        except Exception:
+            self._fail(run, Stored.FAILED)
+            raise
+        finally:
+            with self._lock:
+                self._left[first.segment] -= 1
+                last = self._left[first.segment] == 0
+            if last:
+                self._sync(first.segment)
 
     def _sync(self, segment: int) -> None:
         written = [
@@ -178,7 +182,10 @@ class WriteBatch:
             return
         try:
             self._store.slab.sync(segment)
-        except OSError as error:
+        except Exception as error:
+            if not isinstance(error, OSError):
+                self._fail(written, Stored.FAILED)
+                raise
             result = self._result_of(error)
             self._fail(written, result)
             if result is Stored.FAILED:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from kvtier.clock import Clock
 from kvtier.errors import TierError
+from kvtier.supervisor import Service, Supervisor
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.sweep import Sweeper
-
-log = logging.getLogger(__name__)
+from kvtier.times import Mono
 
 RECORD_S = 30.0
 """Between two searches for uses that are worth recording in the bucket."""
@@ -20,45 +19,75 @@ TASK_S = 30.0
 """Bound on one task."""
 
 
+class _Chore:
+    """Work that a task of its own does once whenever it is asked for. `done`: the end of the last that was."""
+
+    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._work = work
+        self._asked = asyncio.Event()
+        self.done: asyncio.Future[None] | None = None
+
+    def ask(self) -> None:
+        """Have it done soon, unless it is being done."""
+        if self.done is None or self.done.done():
+            self.done = asyncio.get_running_loop().create_future()
+            self._asked.set()
+
+    async def run(self) -> None:
+        """For ever. The bucket's failures end one time; any other error is raised."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            try:
+                async with asyncio.timeout(TASK_S):
+                    await self._work()
+            except (TierError, TimeoutError):
+                pass  # it comes due again
+            finally:
+                if self.done is not None and not self.done.done():
+                    self.done.set_result(None)
+
+
 class Background:
-    """Starts tasks on the tier's event loop; their failures are ignored, since the work comes due again."""
+    """The tasks, on the tier's event loop, under a supervisor of their own; the work of one that failed comes due
+    again. Made once; `start` and `close` as often as the tier."""
 
     def __init__(self, store: ObjectStore, sweeper: Sweeper, clock: Clock) -> None:
         self._store = store
         self._sweeper = sweeper
         self._clock = clock
         self._record_at = clock.monotonic() + RECORD_S
-        self.failed = 0  # tasks that ended with an error that is not the bucket's
-        self.writing: asyncio.Task[None] | None = None
-        self.polling: asyncio.Task[None] | None = None
+        self.supervisor = Supervisor(clock)
+        self._write = _Chore(self._publish_record_sweep)
+        self._learn = _Chore(store.deltas.poll)
+
+    @property
+    def writing(self) -> asyncio.Future[None] | None:
+        """The end of the last time that something was recorded, published or swept; None before the first."""
+        return self._write.done
+
+    @property
+    def polling(self) -> asyncio.Future[None] | None:
+        """The end of the last time that deltas were read; None before the first."""
+        return self._learn.done
+
+    def start(self, service: Service) -> None:
+        """Begin, on the running loop. `service` is out while a task keeps failing."""
+        self.supervisor.start("g4 writing", self._write.run, service)
+        self.supervisor.start("g4 learning", self._learn.run, service)
 
     @property
     def _recording_due(self) -> bool:
         return self._clock.monotonic() >= self._record_at
 
     def start_due(self) -> None:
-        """Start what is due and does not run."""
+        """Have done what is due."""
         if self._store.deltas.publishing_due or self._sweeper.due or self._recording_due:
-            self.writing = self._start(self.writing, self._write)
+            self._write.ask()
         if self._store.deltas.polling_due:
-            self.polling = self._start(self.polling, self._store.deltas.poll)
+            self._learn.ask()
 
-    def _start(self, last: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        async def bounded() -> None:
-            try:
-                async with asyncio.timeout(TASK_S):
-                    await work()
-            except (TierError, TimeoutError):
-                pass
-            except Exception:
-                self.failed += 1
-                log.exception("g4: work in the background failed")
-
-        if last is not None and not last.done():
-            return last
-        return asyncio.get_running_loop().create_task(bounded())
-
-    async def _write(self) -> None:
+    async def _publish_record_sweep(self) -> None:
         if self._store.deltas.publishing_due:
             await self._store.deltas.publish()
         if self._recording_due:
@@ -68,13 +97,13 @@ class Background:
             await self._sweeper.page()
 
     async def wait(self) -> None:
-        """Until a task that publishes or records has ended."""
+        """Until what was last asked to be published or recorded is."""
         if self.writing is not None and not self.writing.done():
             await asyncio.wait([self.writing])
 
-    async def cancel(self) -> None:
-        """End all tasks."""
-        for task in (self.writing, self.polling):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+    async def close(self, deadline: Mono) -> None:
+        """End all tasks, and whoever waits for them."""
+        await self.supervisor.close(deadline)
+        for chore in (self._write, self._learn):
+            if chore.done is not None and not chore.done.done():
+                chore.done.set_result(None)

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from kvtier.errors import ClosedError
+from kvtier.supervisor import abandon
 
 T = TypeVar("T")
 
@@ -96,7 +97,9 @@ class LoopThread:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+                abandon(task)
+            if tasks:
+                await asyncio.wait(tasks, timeout=timeout_s / 2)
             loop.stop()
 
         asyncio.run_coroutine_threadsafe(drain(), loop)

@@ -25,6 +25,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth
+from kvtier.supervisor import Service, Unwatched
 from kvtier.tiers.objects.background import Background
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
 from kvtier.tiers.objects.bucket.protocol import TIER
@@ -92,6 +93,7 @@ class ObjectTier:
         self._remover = Remover(self._store)
         self._sweeper = Sweeper(self._store, clock, self._random)
         self._background = Background(self._store, self._sweeper, clock)
+        self._service: Service = Unwatched()
         self._loop = LoopThread("kvtier-g4")
         self._pid = 0
         self._started = False
@@ -111,6 +113,7 @@ class ObjectTier:
         self._loop.start()
         self._pid = os.getpid()
         self._sync_lock = asyncio.Lock()
+        await self._loop.run(self._start_background())
         try:
             await self._loop.run(self._ready(), OPEN_S)
         except ConfigError:
@@ -130,7 +133,7 @@ class ObjectTier:
         finally:
             self._pid = 0
             try:
-                await self._loop.run(self._disconnect(), budget_s)
+                await self._loop.run(self._disconnect(budget_s / 2), budget_s)
             except (TierError, TimeoutError, OSError):
                 pass
             finally:
@@ -138,9 +141,20 @@ class ObjectTier:
                 self._started, self._synced, self._retry_at = False, float("-inf"), float("-inf")
                 self._store.index.clear()
 
-    async def _disconnect(self) -> None:
-        await self._background.cancel()
+    async def _start_background(self) -> None:
+        self._background.start(self._service)
+
+    async def _disconnect(self, wait_s: float) -> None:
+        await self._background.close(Mono(self._clock.monotonic() + wait_s))
         await self._store.bucket.close()
+
+    def report_to(self, service: Service) -> None:
+        """Tell `service`, on the tier's own loop, when a background task keeps failing. Call it before `open`."""
+        self._service = service
+
+    def restarts(self) -> Mapping[str, int]:
+        """How often background tasks failed and were restarted, by task."""
+        return self._background.supervisor.restarts
 
     def _usable(self) -> None:
         if self._pid != os.getpid():

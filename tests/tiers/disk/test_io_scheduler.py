@@ -17,7 +17,7 @@ WRITERS = 3
 
 @pytest.fixture
 def scheduler() -> Iterator[IOScheduler]:
-    made = IOScheduler(8, WRITERS, "test-io")
+    made = IOScheduler(8, WRITERS, "test-io", lambda error: 0.0)
     yield made
     made.stop()
 

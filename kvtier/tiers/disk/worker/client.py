@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import TrustedClock
+from kvtier.supervisor import Service, Supervisor, Unwatched
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.worker import protocol
 from kvtier.tiers.disk.worker.process import WorkerProcess
@@ -31,7 +33,8 @@ from kvtier.times import Mono, Wall
 log = logging.getLogger(__name__)
 
 OPEN_S = 30.0
-RESTART_FIRST_S, RESTART_LAST_S = 0.5, 30.0
+END_S = 0.5
+"""How long a process that did not open the store is waited for, once it was told to end."""
 SEEN_S = 300.0
 """How long a block is taken to be here after it was seen. Evictions by this process's tier are known at once; those by
 another process on the same store are not."""
@@ -67,7 +70,9 @@ class DiskWorkerClient:
         self._shared: SharedArena | None = None
         self._pid = 0
         self._worker: WorkerProcess | None = None
-        self._restarting: asyncio.Task[None] | None = None
+        self._service: Service = Unwatched()
+        self._supervisor = Supervisor(self._clock)
+        self._ended_restarts: Counter[str] = Counter()  # of the threads of processes that have ended
         self._usage = Usage(0, 0, capacity_bytes)
         self._seen: dict[BlockKey, Mono] = {}  # when blocks were seen here, oldest first
         self._notify: Notify | None = None
@@ -83,15 +88,36 @@ class DiskWorkerClient:
             except BaseException:
                 self._shared = None
                 raise
+            self._supervisor.start("g3 process", self._run, self._service)
+
+    async def _run(self) -> None:
+        """Have a process, for ever. Raises TierError when it has ended, so that another one is started."""
+        if self._worker is None:
+            await self._start()
+            log.warning("g3: in use again")
+        worker = self._worker
+        assert worker is not None
+        await asyncio.shield(worker.ended)
+        raise TierError("g3", "process", f"it ended ({worker.process.returncode})")
+
+    def report_to(self, service: Service) -> None:
+        """Tell `service`, on the event loop, when the process keeps ending, or a thread of it failing. Call it before
+        `open`."""
+        self._service = service
+
+    def restarts(self) -> Mapping[str, int]:
+        """How often another process was started, and how often threads of them failed and went on."""
+        now = self._worker.restarts if self._worker is not None else {}
+        return self._supervisor.restarts + self._ended_restarts + Counter(now)
 
     async def _start(self) -> None:
-        worker = await WorkerProcess.start(self._arena.fds(), self._clock, self._evicted)
+        worker = await WorkerProcess.start(self._arena.fds(), self._clock, self._evicted, self._service)
         try:
             async with asyncio.timeout(OPEN_S):
                 await worker.ask("open", self._setup)
         except BaseException as error:
             worker.kill()
-            await asyncio.wait([worker.ended], timeout=RESTART_FIRST_S)
+            await asyncio.wait([worker.ended], timeout=END_S)
             if isinstance(error, TimeoutError):
                 raise TierError("g3", "open", f"its process did not open it within {OPEN_S:.0f} s") from None
             raise
@@ -102,29 +128,13 @@ class DiskWorkerClient:
         """The process has ended, perhaps without being asked to."""
         worker, self._worker = self._worker, None
         self._seen.clear()
-        if self._shared is not None and worker is not None:
-            log.warning("g3: its process ended (%s); another one is started", worker.process.returncode)
-            self._restarting = asyncio.create_task(self._restart())
-
-    async def _restart(self) -> None:
-        wait_s = RESTART_FIRST_S
-        while True:
-            await self._clock.sleep(wait_s)
-            try:
-                await self._start()
-            except Exception as error:  # of any kind: G3 misses until it is over
-                wait_s = min(2 * wait_s, RESTART_LAST_S)
-                log.warning("g3: its process cannot be started again: %s", error)
-            else:
-                log.warning("g3: in use again")
-                return
+        if worker is not None:
+            self._ended_restarts.update(worker.restarts)
 
     async def close(self, deadline: Mono) -> None:
-        self._shared, worker = None, self._worker
-        self._worker = None
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.wait([self._restarting])
+        self._shared = None
+        await self._supervisor.close(deadline)
+        worker, self._worker = self._worker, None
         if worker is not None:
             await worker.close(self._left_s(deadline))
 

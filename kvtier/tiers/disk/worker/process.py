@@ -9,13 +9,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvtier import errors
 from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.trusted_clock import TrustedClock
+from kvtier.supervisor import Service
 from kvtier.tiers.disk.worker import protocol
 from kvtier.tiers.protocol import Usage
 
@@ -38,9 +39,14 @@ class WorkerProcess:
         writer: asyncio.StreamWriter,
         clock: TrustedClock,
         evicted: Callable[[Sequence[BlockKey]], None],
+        service: Service,
     ) -> None:
         """Use `start`. Raises OSError."""
         self.usage = Usage(0, 0)
+        self.restarts: Mapping[str, int] = {}
+        """Of its threads, as of the last answer."""
+        self._service = service
+        self._closing = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.process = process
         self._writer = writer
@@ -54,14 +60,19 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, arena: Sequence[int], clock: TrustedClock, evicted: Callable[[Sequence[BlockKey]], None]
+        cls,
+        arena: Sequence[int],
+        clock: TrustedClock,
+        evicted: Callable[[Sequence[BlockKey]], None],
+        service: Service,
     ) -> WorkerProcess:
         """A new process over the memory behind the descriptors `arena`. `evicted` is called with blocks that its tier
-        evicted. Raises TierError where no process can be started."""
+        evicted, `service` hears of a thread of it that keeps failing. Raises TierError where no process can be
+        started."""
         try:
             process, sock = _spawn(arena)
             reader, writer = await asyncio.open_connection(sock=sock)
-            return cls(process, reader, writer, clock, evicted)
+            return cls(process, reader, writer, clock, evicted, service)
         except OSError as error:
             raise TierError("g3", "open", f"its process cannot be started: {error}") from None
 
@@ -109,18 +120,23 @@ class WorkerProcess:
             self._writer.write(protocol.frame(request))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Take its messages, for ever. Without this nobody would hear of an answer: then the process is ended."""
         try:
             while True:
                 self._take(protocol.replies.decode(await protocol.next_body(reader)))
         except (EOFError, OSError):
-            self.kill()
+            pass
         except Exception:
             log.exception("g3: a message of its process is not understood; it is ended")
-            self.kill()
+        finally:
+            if not self._closing:
+                self.kill()
 
     def _take(self, reply: protocol.Reply) -> None:
         if isinstance(reply, protocol.Evicted):
             self._evicted(reply.keys)
+        elif isinstance(reply, protocol.Outage):
+            self._service.trip(reply.reason)
         elif isinstance(reply, protocol.LogLine):
             log.log(reply.level, "%s", reply.text)
         else:
@@ -132,6 +148,7 @@ class WorkerProcess:
             else:
                 answer.set_result(protocol.verbs()[verb].result.decode(reply.result))
                 self.usage = reply.usage or self.usage
+                self.restarts = reply.restarts
             del self._waiting[reply.number]
 
     def kill(self) -> None:
@@ -145,6 +162,7 @@ class WorkerProcess:
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(errors.KVTierError):
                     await self.ask("close", timeout_s)
+                self._closing = True
                 self._listening.cancel()
                 self._writer.close()
                 await asyncio.shield(self.ended)

@@ -64,11 +64,12 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
-    """`usage` is the tier's after the call; None while it is not known."""
+    """`usage` is the tier's after the call; None while it is not known. `restarts`: of its threads, since it began."""
 
     number: int
     result: msgspec.Raw
     usage: Usage | None
+    restarts: dict[str, int] = {}
 
 
 class Refusal(msgspec.Struct, array_like=True, tag="refusal", frozen=True):
@@ -84,13 +85,19 @@ class Evicted(msgspec.Struct, array_like=True, tag="evicted", frozen=True):
     keys: list[BlockKey]
 
 
+class Outage(msgspec.Struct, array_like=True, tag="outage", frozen=True):
+    """A thread of the tier keeps failing."""
+
+    reason: str
+
+
 class LogLine(msgspec.Struct, array_like=True, tag="log", frozen=True):
     level: int
     text: str
 
 
 WorkerRequest = Call | Cancel
-Reply = Answer | Refusal | Evicted | LogLine
+Reply = Answer | Refusal | Evicted | Outage | LogLine
 
 
 class Verb(NamedTuple):

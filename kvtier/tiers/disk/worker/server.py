@@ -76,7 +76,8 @@ class Server:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         reply: protocol.Reply
         if error is None:
-            reply = protocol.Answer(call.number, protocol.packed(done.result()), self._usage())
+            restarts = dict(self._tier.restarts()) if self._tier is not None else {}
+            reply = protocol.Answer(call.number, protocol.packed(done.result()), self._usage(), restarts)
         elif isinstance(error, errors.TierError):
             text = str(error).removeprefix(f"{error.tier}: {error.operation}: ")
             reply = protocol.Refusal(call.number, type(error).__name__, text, error.operation)
@@ -112,9 +113,10 @@ class Server:
         tier = DiskTier(
             paths, setup.capacity, namespace, clock=self._clock, quota=setup.quota, write_budget=setup.write_budget
         )
+        loop = asyncio.get_running_loop()
+        tier.report_to(_Outages(lambda message: loop.call_soon_threadsafe(self._send, message)))
         await tier.open()
         self._tier = tier
-        loop = asyncio.get_running_loop()
 
         def evicted(keys: Sequence[BlockKey], _stored: bool) -> None:
             loop.call_soon_threadsafe(self._send, protocol.frame(protocol.Evicted(list(keys))))
@@ -135,6 +137,19 @@ class Server:
             return self._tier.usage() if self._tier is not None else None
         except errors.KVTierError:
             return None
+
+
+class _Outages:
+    """Tells the cache's process, from any thread, when a thread of the store keeps failing."""
+
+    def __init__(self, send: Callable[[bytes], object]) -> None:
+        self._send = send
+
+    def trip(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._send(protocol.frame(protocol.Outage(reason)))
+
+    def succeeded(self) -> None: ...
 
 
 class _LogForwarder(logging.Handler):
