@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvtier.clock import SystemClock
 from kvtier.connectors.promoted import Promoted
 from tests.connectors.sglang.support.linker_bench import PAGE, keys_of
 
@@ -173,3 +174,25 @@ def test_answers_say_what_was_read_and_how_far_prompts_agree(bench: Any) -> None
     b.linker.load("first", b.transfer(keys, [5, 6, 7, 8]))
     b.linker.admitted(first)
     assert first.customized_info["kvtier"] == [{"tokens_read": {"g2": 8 * PAGE}}]
+
+
+def test_a_request_s_time_runs_by_the_cache_s_clock_which_counts_suspension(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine slept: CLOCK_BOOTTIME is ahead of CLOCK_MONOTONIC, by which no deadline may be made."""
+    slept_s = [1000.0]
+    mono, wall = SystemClock.monotonic, SystemClock.wall
+    monkeypatch.setattr(SystemClock, "monotonic", lambda clock: mono(clock) + slept_s[0])
+    monkeypatch.setattr(SystemClock, "wall", lambda clock: wall(clock) + slept_s[0])
+    b, keys = bench(), keys_of(6)
+    cache = stored_below(b, keys)
+    assert b.until_resident("r", keys) == 6, "its promotion got a deadline that the cache's clock had passed"
+    queued = b.linker._requests.of("r")
+    wait_s = b.linker._requests._wait_s
+    assert 0 < queued.until_s - cache.manager.hierarchy.clock.monotonic() <= wait_s
+    b.lookup("s", keys_of(6, 50))
+    waiting = b.linker._requests.of("s")
+    waiting.promoted, waiting.waits = Promoted(Future()), True
+    assert b.linker.awaited("s")
+    slept_s[0] += wait_s  # it sleeps again, while "s" waits
+    assert not b.linker.awaited("s")
