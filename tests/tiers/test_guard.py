@@ -15,8 +15,8 @@ from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.breaker import Health
-from kvtier.tiers.guard import ABANDONED_MAX, Guarded
-from kvtier.tiers.protocol import Miss
+from kvtier.tiers.guard import ABANDONED_MAX, Guarded, GuardLimits
+from kvtier.tiers.protocol import Miss, Target
 from tests.manager.support.stubborn import SHORT, StubbornTier, hurried
 
 BLOCK = 4096
@@ -115,3 +115,21 @@ def test_what_was_given_up_says_nothing_when_its_loop_ends(verb: str, caplog: py
         del cache
         gc.collect()
     assert "destroyed but it is pending" not in caplog.text and "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize(("given_s", "fails"), [(0.001, False), (0.05, True)])
+async def test_a_late_read_is_a_failure_only_where_the_tier_was_given_its_time(given_s: float, fails: bool) -> None:
+    clock = SystemClock()
+    tier = StubbornTier(NS, clock)
+    guard = Guarded(tier, clock)
+    guard.limits = GuardLimits(read_s=0.04)
+    await guard.open()
+    buffer = memoryview(bytearray(BLOCK))
+    for _ in range(5):
+        tier.stuck = frozenset(["read"])
+        reading = asyncio.ensure_future(guard.read(KEYS, [Target(0, (buffer,))], clock.monotonic() + given_s))
+        await asyncio.sleep(given_s + 0.1)
+        assert bool(guard.breaker.errors) is fails, "the breaker hears at the deadline"
+        tier.stuck = frozenset()
+        assert len(await reading) == 1
+    await guard.close(clock.monotonic() + 1)
