@@ -16,20 +16,22 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
-from kvtier.hit import Hit
+from kvtier.hit import Getting, Hit
 from kvtier.identity import hashing
 from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.accounts import Account
 from kvtier.manager.build import build
 from kvtier.manager.closing import Flushed
+from kvtier.manager.lease import Lease
+from kvtier.manager.slices import aside
 from kvtier.named_pins import AsyncNamedPins, NamedPins
 from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
@@ -99,6 +101,9 @@ class _Face:
         chain = self._wanted(keys, start, distinct=True)
         terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
         return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id)
+
+    def _hit(self, lease: Lease, chain: Sequence[BlockKey], start: int, request_id: str, compared_with: str) -> Hit:
+        return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
 
     def _terms(self, retention: Wanted) -> RequestTerms:
         return request_terms(retention, self._classes, self.config.retention.default)
@@ -174,8 +179,10 @@ class AsyncCache(_Face):
         timeout: float | None = None,
         request_id: str = "",
     ) -> int:
-        put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
         deadline = self._deadline(timeout, self.config.deadlines.put)
+        put = await aside(
+            len(keys), lambda: self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
+        )
         try:
             while (version := await asyncio.to_thread(put.step)) is not None:
                 if not await self.manager.space.wait(deadline, version):
@@ -186,8 +193,9 @@ class AsyncCache(_Face):
         return put.accepted
 
     async def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
-        chain = self._chain(keys, distinct=False)
-        return await self.manager.match(chain, self._deadline(timeout, self.config.deadlines.lookup))
+        deadline = self._deadline(timeout, self.config.deadlines.lookup)
+        chain = await aside(len(keys), lambda: self._chain(keys, distinct=False))
+        return await self.manager.match(chain, deadline)
 
     def get(
         self,
@@ -197,20 +205,30 @@ class AsyncCache(_Face):
         start: int = 0,
         request_id: str = "",
         compared_with: str = "",
-    ) -> _Getting:
-        chain = self._wanted(keys, start)
+    ) -> Getting:
         deadline = self._deadline(timeout, self.config.deadlines.get)
-        return _Getting(self._get(chain, deadline, start, request_id, compared_with))
+        return Getting(self._get_checked(keys, deadline, start, request_id, compared_with))
+
+    async def _get_checked(
+        self, keys: Sequence[bytes], deadline: Mono, start: int, request_id: str, compared_with: str
+    ) -> Hit:
+        chain = await aside(len(keys), lambda: self._wanted(keys, start))
+        return await self._get(chain, deadline, start, request_id, compared_with)
 
     async def _get(
         self, chain: list[BlockKey], deadline: Mono, start: int, request_id: str = "", compared_with: str = ""
     ) -> Hit:
         lease = await self.manager.promote(chain, deadline, start)
-        return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
+        try:
+            return await aside(len(chain), lambda: self._hit(lease, chain, start, request_id, compared_with))
+        except BaseException:
+            lease.release()
+            raise
 
     async def prewarm(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
-        chain = self._chain(keys, distinct=False)
-        return await self.manager.prewarm(chain, self._deadline(timeout, self.config.deadlines.get))
+        deadline = self._deadline(timeout, self.config.deadlines.get)
+        chain = await aside(len(keys), lambda: self._chain(keys, distinct=False))
+        return await self.manager.prewarm(chain, deadline)
 
     async def flush(self, timeout: float | None = None) -> Flushed:
         self._chain((), distinct=False)
@@ -227,27 +245,6 @@ class AsyncCache(_Face):
     async def close(self) -> Flushed:
         """See `Cache.close`. Cancelled, it skips the flush, closes everything within a second, and then raises."""
         return await self.manager.close()
-
-
-class _Getting:
-    """`await cache.get(…)` gives a Hit; `async with cache.get(…) as hit` releases it too."""
-
-    def __init__(self, work: Coroutine[Any, Any, Hit]) -> None:
-        self._work = work
-        self._hit: Hit | None = None
-
-    def __await__(self) -> Generator[Any, None, Hit]:
-        return self._work.__await__()
-
-    async def __aenter__(self) -> Hit:
-        self._hit = await self._work
-        return self._hit
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._hit is not None:
-            self._hit.release()
 
 
 class Cache(_Face):
@@ -344,7 +341,7 @@ class Cache(_Face):
             lease.release()
             promoting = self.manager.promote(chain, deadline, start, referenced=True)
             lease = self._run(promoting, deadline, lambda: self.manager.pin(chain, start))
-        return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
+        return self._hit(lease, chain, start, request_id, compared_with)
 
     def prewarm(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
         """Bring the blocks of `keys` that any tier has into RAM by `timeout` seconds (deadlines.get), for a request to

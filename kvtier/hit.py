@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine, Generator
 from types import TracebackType
+from typing import Any
 
 from kvtier.manager.accounts import Account
 from kvtier.manager.lease import Lease
+from kvtier.manager.slices import aside
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.host.slot import Slot, copy_out
 from kvtier.tiers.protocol import Miss
@@ -46,6 +49,27 @@ class Hit:
                 pass  # the caller still exports it, to NumPy for example: those bytes may change from now on
         self.blocks = []
         self._lease.release()
+
+
+class Getting:
+    """`await cache.get(…)` gives a Hit; `async with cache.get(…) as hit` releases it too."""
+
+    def __init__(self, work: Coroutine[Any, Any, Hit]) -> None:
+        self._work = work
+        self._hit: Hit | None = None
+
+    def __await__(self) -> Generator[Any, None, Hit]:
+        return self._work.__await__()
+
+    async def __aenter__(self) -> Hit:
+        self._hit = await self._work
+        return self._hit
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._hit is not None:
+            await aside(len(self._hit), self._hit.release)
 
 
 def _view(slot: Slot) -> memoryview:

@@ -13,6 +13,7 @@ from typing import Any
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.protection import Protection
+from kvtier.manager.slices import aside
 from kvtier.retention.pins import Pin
 from kvtier.times import Wall
 from kvtier.units import parse_duration
@@ -52,14 +53,16 @@ class AsyncNamedPins:
     async def create(self, name: str, keys: Sequence[bytes], ttl: float | str, *, tokens: int | None = None) -> PinInfo:
         """Pin a chain. `tokens`: how many it stands for, where that is not all of its blocks'. Raises InvalidRequest if
         the name is malformed or taken, or more would be pinned than may be (`retention.reserved`)."""
-        chain = self._chain(keys)
+        chain = await aside(len(keys), lambda: self._chain(keys))
         given = len(chain) * self._block_tokens if tokens is None else tokens
-        return self._info(await self._protection.create(name, chain, seconds(ttl), given))
+        pin = await self._protection.create(name, chain, seconds(ttl), given)
+        return await aside(len(chain), lambda: self._info(pin))
 
     async def extend(self, name: str, ttl: float | str) -> PinInfo:
         """Let a pin end that long from now: later, or sooner. Raises InvalidRequest if there is none."""
         self._chain(())
-        return self._info(await self._protection.extend(name, seconds(ttl)))
+        pin = await self._protection.extend(name, seconds(ttl))
+        return await aside(len(pin.chain), lambda: self._info(pin))
 
     async def delete(self, name: str, *, drop: bool = False) -> bool:
         """End a pin; whether there was one. Its blocks may leave from now on; with `drop`, those that nothing else

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.hierarchy import SLICE_BLOCKS
 from kvtier.manager.lease import Hold
 from kvtier.manager.manager import Manager
+from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.retention.ranges import ChainTerms
 from kvtier.tiers.host.slot import Slot, SlotState, copy_in
 from kvtier.tiers.protocol import Miss
@@ -200,9 +200,10 @@ class Put:
             return
         manager, chain = self._manager, self._chain
         manager.finish_put(chain, dropped=len(self._waiting) if manager.lower else 0)
-        with manager.lock:
-            now = manager.hierarchy.clock.wall()
-            pending = [depth for depth in self._loading if manager.host.peek(chain[depth], now) is Miss.PENDING]
+        now, pending = manager.hierarchy.clock.wall(), list[int]()
+        for part in slices(sorted(self._loading)):
+            with manager.lock:
+                pending += [depth for depth in part if manager.host.peek(chain[depth], now) is Miss.PENDING]
         if self._terms.guarantees:
             manager.end_guarantee(chain, self._start if self._cancelled else self._reached)
         self.accepted = min([self._reached, *pending]) - self._start

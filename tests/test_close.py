@@ -53,7 +53,7 @@ def test_flush_and_close_hold_their_deadlines_whatever_a_tier_does(verb: str, ki
     tier.stuck = frozenset([verb] if kind == "stubborn" else [])
     cache.put(KEYS, payloads_of(KEYS, BLOCK))
     cache.put(list(chain_of(NS, 8, seed=1))[:4], payloads_of(list(chain_of(NS, 8, seed=1))[:4], BLOCK))
-    cache.manager.protection._to_retain.update(map(BlockKey, KEYS))
+    cache.manager.protection.retainer.ask(map(BlockKey, KEYS))
     began = time.monotonic()
     flushed = cache.flush(timeout=0.2)
     assert time.monotonic() - began < 0.2 + SLACK_S

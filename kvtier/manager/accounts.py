@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.divergence import RecentChains
+from kvtier.manager.divergence import RecentChains, tails_of
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
 
@@ -78,12 +78,20 @@ class Accounts:
         self._chains = RecentChains(REQUESTS_MAX)
 
     def record_read(
-        self, lease: Lease, asked: int, request_id: str = "", compared_with: str = "", chain: Sequence[BlockKey] = ()
+        self,
+        lease: Lease,
+        asked: int,
+        request_id: str = "",
+        compared_with: str = "",
+        chain: Sequence[BlockKey] = (),
+        found: Mapping[str, int] | None = None,
+        tails: bytes | None = None,
     ) -> Account:
         """Count a request for `asked` blocks that was served by `lease`; under its id, if it has one. `chain`: all its
-        blocks, for comparing it with `compared_with`, an earlier request, and later ones with it."""
+        blocks, for comparing it with `compared_with`, an earlier request, and later ones with it. `found`, the lease's
+        blocks by tier, and `tails` of the chain are made before the lock is taken, where a chain may be long."""
         self.lookups += asked
-        found = Counter(lease.tiers)
+        found = Counter(lease.tiers) if found is None else found
         self.hits.update(found)
         missed = asked - len(lease)
         why = lease.miss or Miss.ABSENT
@@ -98,7 +106,7 @@ class Accounts:
         if compared_with:
             account.diverged_at = self._chains.divergence(compared_with, chain)
         if request_id:
-            self._chains.record(request_id, chain)
+            self._chains.record_tails(request_id, tails_of(chain) if tails is None else tails)
         return account
 
     def record_written(self, kinds: Sequence[str], request_id: str = "") -> None:

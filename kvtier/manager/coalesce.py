@@ -19,6 +19,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Hold
 from kvtier.manager.promote import Promoter
+from kvtier.manager.slices import slices
 from kvtier.manager.write_behind import ChainBatch, WriteBehind
 from kvtier.supervisor import Service
 from kvtier.tiers.host.slot import Slot
@@ -119,12 +120,13 @@ class StrideCoalescer:
             self._done(oldest)
 
     def _done(self, work: _Chain) -> None:
-        with self._hierarchy.lock:
-            self._pinned.subtract(work.pinned)
-            for key in work.pinned:
-                if not self._pinned[key]:
-                    del self._pinned[key]
-            self._pins -= len(work.pinned)
+        for part in slices(work.pinned):
+            with self._hierarchy.lock:
+                self._pinned.subtract(part)
+                for key in part:
+                    if not self._pinned[key]:
+                        del self._pinned[key]
+                self._pins -= len(part)
         self._hierarchy.unpin(work.holds)
 
     async def flush(self, deadline: Mono) -> None:
@@ -160,9 +162,13 @@ class StrideCoalescer:
         ends = [min(start + stride, stop) for start in range(0, stop, stride)]
         deadline = self._clock.monotonic() + _STEP_S
         queued = set(self._queued)  # before asking: a stride that is answered for meanwhile is there
-        answers = await self._tier.lookup(chain, [end - 1 for end in ends], deadline)
-        here = [miss is None or chain[end - 1] in queued for miss, end in zip(answers, ends, strict=True)]
-        present = here.index(False) if False in here else len(ends)
+        present = 0
+        for part in slices(ends):
+            answers = await self._tier.lookup(chain, [end - 1 for end in part], deadline)
+            here = [miss is None or chain[end - 1] in queued for miss, end in zip(answers, part, strict=True)]
+            present += here.index(False) if False in here else len(part)
+            if False in here:
+                break
         for end in ends[present:]:
             start = (end - 1) // stride * stride
             slots = await self._gather_patiently(chain, start, end)

@@ -18,6 +18,7 @@ from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Hold
 from kvtier.manager.promote import Promoter
 from kvtier.manager.protection import Protection
+from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.retention.terms import Depth
 from kvtier.tiers.host.slot import Slot
@@ -82,10 +83,13 @@ class Demoter:
         """Queue blocks that are READY in G2, ascending in depth. Returns the depths that were not accepted."""
         if not indices or not self._may_accept():
             return list(indices)
-        with self._lock:
-            slots = [slot for index in indices if (slot := self._host.index.get(chain[index])) is not None]
-            for slot in slots:
-                self._host.pin_slot(slot)
+        slots: list[Slot] = []
+        for part in slices(indices):
+            with self._lock:
+                here = [slot for index in part if (slot := self._host.index.get(chain[index])) is not None]
+                for slot in here:
+                    self._host.pin_slot(slot)
+            slots += here
         return self.demote_pinned(chain, slots)
 
     def _may_accept(self) -> bool:
@@ -119,28 +123,42 @@ class Demoter:
         shallow: list[Slot] = []
         for slot in [*parents, *slots]:
             (deep if slot.life.servable(depth, now) else shallow).append(slot)
-        with self._lock:
-            taken = self.queues[self._nearest.name].enqueue(ChainBatch.of(chain, deep))
+        queue, taken = self.queues[self._nearest.name], 0
+        for part in slices(deep):
+            batch = ChainBatch.of(chain, part)
+            with self._lock:
+                accepted = queue.enqueue(batch)
+            taken += accepted
+            if accepted < len(part):  # though there may be space again: the rest has no parent there
+                queue.refused["queue"] += len(deep) - taken - (len(part) - accepted)
+                break
         self._release(shallow + deep[taken:])
         return [slot.index for slot in deep[taken:]]
 
     def found(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> None:
         """A request found the blocks at these depths, in G1 too: that may make them worth a write."""
         if self.admission.active:
-            with self._lock:
-                self.admission.want(chain[index] for index in indices)
+            for part in slices(indices):
+                with self._lock:
+                    self.admission.want(chain[index] for index in part)
             self.demote(chain, sorted(self.lacking(chain, indices)))
 
-    def demote_loaded(self, chain: Sequence[BlockKey], loaded: Mapping[int, str]) -> None:
-        """Give blocks that were loaded into G2, depth → tier, to the nearest tier where a deeper one had them."""
+    def promoted(self, chain: Sequence[BlockKey], hit: int, loaded: Mapping[int, str], *, counted: bool) -> None:
+        """A request was given the blocks before depth `hit`, and those `loaded` into G2, depth → tier, go to the
+        nearest tier where a deeper one had them. `counted`: the others were `found` before."""
+        if self.admission.active:
+            self.found(chain, [index for index in range(hit) if index in loaded or not counted])
         if self._nearest is not None:
             self.demote(chain, sorted(index for index, tier in loaded.items() if tier != self._nearest.name))
 
     def _admitted(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Slot]:
         """The slots that are worth a write; the pins of the rest are undone, and nobody waits for those."""
-        with self._lock:
-            worth = [slot for slot in slots if self.admission.admits(chain, slot.index)]
-            self.admission.refused += len(slots) - len(worth)
+        worth: list[Slot] = []
+        for part in slices(slots):
+            with self._lock:
+                admitted = [slot for slot in part if self.admission.admits(chain, slot.index)]
+                self.admission.refused += len(part) - len(admitted)
+            worth += admitted
         kept = {slot.number for slot in worth}
         self._release([slot for slot in slots if slot.number not in kept])
         return worth
@@ -158,8 +176,10 @@ class Demoter:
 
     def alone(self, chain: Sequence[BlockKey], stop: int, start: int = 0) -> set[int]:
         """Depths start … stop-1 whose blocks are READY in G2 and nowhere below it, nor on their way there."""
-        with self._lock:
-            here = [index for index in range(start, stop) if chain[index] in self._host.index]
+        here: list[int] = []
+        for part in slices(range(start, stop)):
+            with self._lock:
+                here += [index for index in part if chain[index] in self._host.index]
         return self.lacking(chain, here)
 
     def lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
@@ -170,18 +190,17 @@ class Demoter:
         """`lacking`, with the tier's reasons; LATE: it may have the block, but would have to be asked."""
         if self._nearest is None or not indices:
             return {}
-        with self._lock:
-            if self.admission.active:
-                indices = [index for index in indices if self.admission.admits(chain, index)]
-            has = (
-                self._coalescer.has
-                if self._coalescer and self._nearest.stride > 1
-                else self.queues[self._nearest.name].has
-            )
-            idle = [index for index in indices if not has(chain[index])]
-        # In this order: a block on its way now has arrived, or failed, by the time the tier is asked.
-        misses = self._nearest.peek(chain, idle)
-        return {index: miss for index, miss in zip(idle, misses, strict=True) if miss is not None}
+        queue, admits, out = self.queues[self._nearest.name], self.admission.admits, dict[int, Miss]()
+        has = self._coalescer.has if self._coalescer and self._nearest.stride > 1 else queue.has
+        for part in slices(indices):
+            with self._lock:
+                if self.admission.active:
+                    part = [index for index in part if admits(chain, index)]
+                idle = [index for index in part if not has(chain[index])]
+            # In this order: a block on its way now has arrived, or failed, by the time the tier is asked.
+            misses = self._nearest.peek(chain, idle)
+            out.update((index, miss) for index, miss in zip(idle, misses, strict=True) if miss is not None)
+        return out
 
     def demotable(self, stop: int) -> int:
         """Up to which depth a chain of `stop` blocks can go below G2 now: whole strides right above G4, else all."""
@@ -222,14 +241,19 @@ class Demoter:
         assert self._coalescer is not None and self._nearest is not None
         stride, stop = self._nearest.stride, slots[-1].index + 1
         start, complete = slots[0].index // stride * stride, stop // stride * stride
-        now, holds = self._clock.wall(), list[Hold]()
-        with self._lock:
-            space = max(stride, self._pinned_max) - self._coalescer.pinned()
-            complete = min(complete, start + space // stride * stride)
-            for key in chain[start:complete]:
-                if (slot := self._host.pin(key, now)) is not None:
-                    holds.append((slot, slot.generation))
-            self._coalescer.add(chain, stop, holds)
+        now, width = self._clock.wall(), max(1, SLICE_BLOCKS // stride) * stride
+        for first in range(start, max(complete, start + 1), width):
+            holds, end = list[Hold](), min(complete, first + width)
+            with self._lock:
+                space = max(stride, self._pinned_max) - self._coalescer.pinned()
+                reached = min(end, first + space // stride * stride)
+                for key in chain[first:reached]:
+                    if (slot := self._host.pin(key, now)) is not None:
+                        holds.append((slot, slot.generation))
+                self._coalescer.add(chain, stop if end == complete or reached < end else end, holds)
+            if reached < end:  # the strides after it would have no parent
+                complete = reached
+                break
         self._release(slots)
         return [slot.index for slot in slots if slot.index >= complete]
 
@@ -248,7 +272,7 @@ class Demoter:
                 if tier is self._nearest:
                     self.dropped += len(results) - len(durable)
                 if self._protection.busy:
-                    self._protection.stored(tier.name, durable)
+                    self._protection.retainer.stored(tier.name, durable)
         finally:
             self._hierarchy.unpin(batch.holds)
         if self._coalescer is None or tier is self._coalesced:

@@ -16,6 +16,11 @@ BLOCKS_MAX = 1 << 20
 _TAIL_BYTES = 8
 
 
+def tails_of(chain: Sequence[BlockKey]) -> bytes:
+    """All that is remembered of a chain. Pure; O(n)."""
+    return b"".join(key[-_TAIL_BYTES:] for key in chain)
+
+
 class RecentChains:
     """Chains of the latest requests by id, at most REQUESTS_MAX of them and BLOCKS_MAX blocks. No lock of its own."""
 
@@ -27,8 +32,12 @@ class RecentChains:
 
     def record(self, request_id: str, chain: Sequence[BlockKey]) -> None:
         """Remember a request's chain, instead of an earlier one of this id."""
+        self.record_tails(request_id, tails_of(chain))
+
+    def record_tails(self, request_id: str, tails: bytes) -> None:
+        """`record` of a chain's `tails_of`."""
         self._bytes -= len(self._chains.pop(request_id, b""))
-        tails = b"".join(key[-_TAIL_BYTES:] for key in chain[: self._blocks_max])
+        tails = tails[: self._blocks_max * _TAIL_BYTES]
         self._chains[request_id] = tails
         self._bytes += len(tails)
         while len(self._chains) > self._requests_max or self._bytes > self._blocks_max * _TAIL_BYTES:

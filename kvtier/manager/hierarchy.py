@@ -7,12 +7,14 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
 from kvtier.manager.lower import LowerTiers
+from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.space import SpaceSignal
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
@@ -23,8 +25,7 @@ from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Notebook, Tier
 from kvtier.times import Mono
 
-SLICE_BLOCKS = 256
-"""Blocks of a chain that a verb looks at in one hold of the lock: half a millisecond of work."""
+_UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Hierarchy:
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._later: list[Iterator[int]] = []  # slices that drop what an earlier time stamped
         self._adopted = 0  # jumps of the wall clock that were accepted
         self._drop_below: set[str] = set()  # tiers that have not yet dropped what the earlier time stamped
@@ -77,7 +79,8 @@ class Hierarchy:
     async def open(self) -> None:
         """Open all tiers on the running loop. A lower tier that fails is left out for now, with a warning; one that
         must not be touched (FormatError) or is misconfigured (ConfigError) raises, with everything closed again."""
-        self.space.open(asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        self.space.open(self._loop)
         allocating = asyncio.ensure_future(asyncio.to_thread(self.host.open))
         try:
             await asyncio.shield(allocating)
@@ -124,20 +127,45 @@ class Hierarchy:
     # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def unpin(self, holds: Sequence[Hold]) -> None:
-        """Undo pins, the deepest block's first. Does not wait; whoever waits for space hears of it."""
-        if not holds:
-            return
-        for stop in range(len(holds), 0, -SLICE_BLOCKS):
+        """Undo pins, the deepest block's first, before this returns. Wakes who waits for space."""
+        self._unpin_some(reversed(holds), len(holds))
+
+    def release(self, deepest_first: Iterator[Hold]) -> None:
+        """`unpin` for any number. On the loop those beyond a millisecond's work are unpinned in later turns: nobody has
+        a claim on them, so that may happen at any time, even when the loop's tasks are cancelled."""
+        if self._unpin_some(deepest_first, _UNPINNED_AT_ONCE):
+            if self._loop is not None and asyncio._get_running_loop() is self._loop:
+                self.supervisor.spawn(self._release(deepest_first))
+            else:
+                while self._unpin_some(deepest_first, SLICE_BLOCKS):
+                    pass
+
+    async def _release(self, deepest_first: Iterator[Hold]) -> None:
+        try:
+            more = True
+            while more:
+                more = self._unpin_some(deepest_first, SLICE_BLOCKS)
+                await asyncio.sleep(0)
+        finally:
+            while self._unpin_some(deepest_first, SLICE_BLOCKS):
+                pass
+
+    def _unpin_some(self, holds: Iterator[Hold], most: int) -> bool:
+        """Undo the next pins. Whether there may be more."""
+        done = 0
+        while done < most and (part := list(islice(holds, min(SLICE_BLOCKS, most - done)))):
+            done += len(part)
             with self.lock:
-                for slot, generation in reversed(holds[max(0, stop - SLICE_BLOCKS) : stop]):
+                for slot, generation in part:
                     self.host.unpin(slot, generation)
-        self.space.notify()
+        if done:
+            self.space.notify()
+        return done == most
 
     def prefix(self, chain: Sequence[BlockKey]) -> int:
         """Leading blocks READY in G2."""
         now, count = self.now().serve, 0
-        while count < len(chain):
-            part = chain[count : count + SLICE_BLOCKS]
+        for part in slices(chain):
             with self.lock:
                 found = self.host.prefix(part, now)
             count += found
@@ -147,10 +175,13 @@ class Hierarchy:
 
     async def drop_everywhere(self, keys: Sequence[BlockKey]) -> None:
         """Drop these blocks from every tier. Those under a lease stay until it ends."""
-        with self.lock:
-            for key in keys:
-                self.host.drop(key)
-        await asyncio.gather(*(tier.evict(keys) for tier in self.lower.values()))
+        for part in slices(keys):
+            with self.lock:
+                for key in part:
+                    self.host.drop(key)
+            await asyncio.sleep(0)
+        for part in slices(keys):
+            await asyncio.gather(*(tier.evict(part) for tier in self.lower.values()))
 
     async def drop_slices(self, slices: Iterator[int]) -> int:
         """Drop blocks of G2 slice by slice, and release the lock in between; returns how many. Goes on to the end,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from kvtier.manager.lease import Hold
 from kvtier.manager.protection import Protection
 from kvtier.manager.purge import Purger
 from kvtier.manager.saved_state import SavedState
+from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.times import Wall
 
 
@@ -31,7 +33,7 @@ class Housekeeping:
     async def run(self) -> None:
         """One pass, every `housekeeping_s`. Where a tier fails, or does not answer in time, a later one tries again."""
         self.unpin_forgotten()
-        self.flush_uses()
+        await self.flush_uses()
         with self._hierarchy.lock:
             self._hierarchy.host.policy.train()
         await self._hierarchy.accept_time()
@@ -46,25 +48,31 @@ class Housekeeping:
         await self._saved.write_when_due()
 
     def record_use(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
-        """Blocks were used: to be passed on by `flush_uses`. Under the lock."""
-        wanted = self._hierarchy.lower or self._protection.busy
-        if wanted and len(self._used) < self._hierarchy.limits.touched_max:
-            self._used.update(dict.fromkeys(keys, wall_s))
+        """Blocks were used: to be passed on by `flush_uses`. Takes the lock for a slice at a time."""
+        if not (self._hierarchy.lower or self._protection.busy):
+            return
+        for part in slices(keys):
+            with self._hierarchy.lock:
+                if len(self._used) >= self._hierarchy.limits.touched_max:
+                    return
+                self._used.update(dict.fromkeys(part, wall_s))
 
-    def flush_uses(self) -> None:
-        """Renew used blocks in the tiers below, and their guarantees."""
-        with self._hierarchy.lock:
-            used, self._used = self._used, {}
-            if self._protection.busy:
-                for key, wall_s in used.items():
-                    self._protection.used([key], wall_s)
-        by_time: dict[Wall, list[BlockKey]] = {}
-        for key, wall_s in used.items():
-            by_time.setdefault(wall_s, []).append(key)
-        for tier in self._hierarchy.lower.values():
-            with contextlib.suppress(ClosedError):
+    async def flush_uses(self) -> None:
+        """Renew used blocks in the tiers below, and their guarantees, in slices, the latest first: so a block never has
+        a later use there than its parent. At each yield a use is here or with every tier."""
+        while self._used:
+            by_time: dict[Wall, list[BlockKey]] = {}
+            with self._hierarchy.lock:
+                for _ in range(min(SLICE_BLOCKS, len(self._used))):
+                    key, wall_s = self._used.popitem()
+                    by_time.setdefault(wall_s, []).append(key)
                 for wall_s, keys in by_time.items():
-                    tier.touch(keys, wall_s)
+                    self._protection.used(keys, wall_s)
+            for tier in self._hierarchy.lower.values():
+                with contextlib.suppress(ClosedError):
+                    for wall_s, keys in by_time.items():
+                        tier.touch(keys[::-1], wall_s)
+            await asyncio.sleep(0)
 
     def forget(self, holds: Sequence[Hold]) -> None:
         """Take the pins of a lease that the garbage collector found, in the middle of anything: so without a lock."""
@@ -73,4 +81,4 @@ class Housekeeping:
     def unpin_forgotten(self) -> None:
         """Undo the pins of forgotten leases."""
         while self._forgotten:
-            self._hierarchy.unpin(self._forgotten.popleft())
+            self._hierarchy.release(reversed(self._forgotten.popleft()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 
 from kvtier.tiers.host.slot import Slot
@@ -31,12 +32,16 @@ class Lease:
     ) -> None:
         """`forget` takes the pins of a lease that the garbage collector found: it must not lock, since that may
         happen in the middle of anything."""
-        self.slots = [slot for slot, _ in holds]
         self.tiers = list(tiers)
         self.miss = miss
-        self._holds = list(holds)
+        self._held = self._holds = list(holds)
         self._release = release
         self._forget = forget or release
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        """The slots. O(n) when it is first asked for: a long lease is made on an event loop."""
+        return [slot for slot, _ in self._held]
 
     def __len__(self) -> int:
         return len(self.tiers)

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -24,16 +25,17 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.accounts import Account, Accounts
 from kvtier.manager.closing import Closing, Flushed, Step, within
 from kvtier.manager.demote import Demoter
-from kvtier.manager.hierarchy import SLICE_BLOCKS, Hierarchy, ManagerLimits
+from kvtier.manager.divergence import tails_of
+from kvtier.manager.hierarchy import Hierarchy, ManagerLimits
 from kvtier.manager.housekeeping import Housekeeping
 from kvtier.manager.joining import Joining
 from kvtier.manager.lease import Hold, Lease
-from kvtier.manager.plan import make_plan
 from kvtier.manager.promote import Promoter
 from kvtier.manager.protection import Protection
 from kvtier.manager.purge import Purger
 from kvtier.manager.reserve import ChainReservation
 from kvtier.manager.saved_state import SavedState
+from kvtier.manager.slices import MOVED_BLOCKS, aside, slices
 from kvtier.manager.stats import stats_of
 from kvtier.retention.ranges import ChainTerms, uniform
 from kvtier.retention.terms import Terms
@@ -68,8 +70,6 @@ class Manager:
         self._housekeeping = Housekeeping(hierarchy, self.protection, self._purger, self._saved)
         self._closing: Closing | None = None
         self.closed = True
-
-    # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Open all tiers on the running loop; see `Hierarchy.open` for those that fail."""
@@ -153,9 +153,9 @@ class Manager:
         time = self.hierarchy.now()
         holds: list[Hold] = []
         miss: Miss | None = None
-        for first in range(start, len(chain), SLICE_BLOCKS):
+        for part in slices(chain[start:]):
             with self.lock:
-                for key in chain[first : first + SLICE_BLOCKS]:
+                for key in part:
                     slot = self.host.pin(key, time.serve, time.stamp)
                     if slot is None:
                         miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
@@ -165,7 +165,7 @@ class Manager:
                 break
         with self.lock:
             self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
-            self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
+        self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
         self.demoter.found(chain, range(start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._housekeeping.forget)
 
@@ -177,16 +177,13 @@ class Manager:
         """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
         if self._unusable():
             return 0
-        return make_plan(await self.promoter.locate(chain, deadline), len(chain)).hit
+        return (await self.promoter.plan(await self.promoter.locate(chain, deadline), len(chain))).hit
 
     async def promote(
         self, chain: Sequence[BlockKey], deadline: Mono, start: int = 0, *, referenced: bool = False
     ) -> Lease:
-        """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss.
-
-        Blocks before `start` the caller has (in G1): they are not in the lease, but count as used. `referenced`:
-        `pin` was called for the same request, and the policy knows of it.
-        """
+        """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss. Blocks before
+        `start` are as in `pin`, and `referenced`: that was called for this request, and the policy knows of it."""
         if self._unusable():
             return self._nothing()
         time = self.hierarchy.now()
@@ -197,47 +194,47 @@ class Manager:
                 self.accounts.losses.record(chain[hit], miss)
             elif miss is not None:
                 miss = self._why(chain[hit], miss)
-            for index in promoted.loaded:
-                if index < hit:
-                    promoted.holds[index - start][0].use(time.stamp)
-            self._housekeeping.record_use(chain[:hit], time.stamp)
-        # Blocks that `pin` found before were counted then.
-        self.demoter.found(chain, [index for index in range(hit) if index in promoted.loaded or not referenced])
-        self.demoter.demote_loaded(chain, promoted.loaded)
-        return Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
+        lease = Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
+        try:
+            await aside(hit, lambda: self._housekeeping.record_use(chain[:hit], time.stamp))
+            await aside(hit, lambda: self.demoter.promoted(chain, hit, promoted.loaded, counted=referenced))
+        except BaseException:
+            lease.release()
+            raise
+        return lease
 
     async def prewarm(self, chain: Sequence[BlockKey], deadline: Mono) -> int:
-        """Bring what is anywhere of `chain` into G2 by `deadline`, for a request to come; returns how many leading
-        blocks are there now. Asks for nothing in the accounts."""
+        """`promote` for a request to come; returns how many leading blocks are in G2 now. Is no request in accounts."""
         with await self.promote(chain, deadline) as lease:
             return len(lease)
 
     def computed(self, blocks: float, seconds: float) -> None:
-        """The engine computed this many blocks in this time: the estimate that loading is weighed against."""
+        """The engine computed this many blocks in this time; see `Promoter.computed`."""
         self.promoter.computed(blocks, seconds)
 
     def count(
         self, lease: Lease, asked: int, request_id: str = "", compared_with: str = "", chain: Sequence[BlockKey] = ()
     ) -> Account:
         """Record that `lease` served a request for `asked` blocks; see `Accounts.record_read`."""
+        found, tails = Counter(lease.tiers), tails_of(chain) if request_id else b""
         with self.lock:
-            return self.accounts.record_read(lease, asked, request_id, compared_with, chain)
+            return self.accounts.record_read(lease, asked, request_id, compared_with, chain, found, tails)
 
     def lost(self, keys: Sequence[BlockKey], why: Miss) -> None:
         """These blocks are gone, for this reason: later requests that miss them are given it."""
-        with self.lock:
-            for key in keys:
-                self.accounts.losses.record(key, why)
+        for part in slices(keys):
+            with self.lock:
+                for key in part:
+                    self.accounts.losses.record(key, why)
 
     def account(self, request_id: str) -> Account | None:
-        """A copy of what a request has asked for, read and written so far. None: it is not among the latest."""
+        """A copy of what a request has asked for, read and written. None: it is not among the latest."""
         with self.lock:
-            account = self.accounts.known(request_id)
-            return copy.deepcopy(account)
+            return copy.deepcopy(self.accounts.known(request_id))
 
     def release(self, holds: Sequence[Hold]) -> None:
-        """Undo pins. Does not wait."""
-        self.hierarchy.unpin(holds)
+        """Undo pins; see `Hierarchy.release`. Does not wait."""
+        self.hierarchy.release(reversed(holds))
 
     # ── storing ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,10 +251,10 @@ class Manager:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is space.
 
         `terms` are the request's, for all its blocks or by depth. `keep` claims blocks that must not be evicted for
-        these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if there is
-        a healthy one). Returns the slots and the index reached: blocks before it are reserved, or here already (then
-        `terms` are added to them, and blocks that the nearest lower tier lacks are queued for it), or being filled by
-        another caller. The caller copies, then commits or aborts each slot.
+        these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if one is
+        healthy). Returns the slots and the index reached: blocks before it are reserved, or here already (then `terms`
+        are added, and those that the nearest lower tier lacks are queued for it), or another caller fills them. The
+        caller copies, then commits or aborts each slot.
         """
         self._usable()
         self._housekeeping.unpin_forgotten()
@@ -265,35 +262,37 @@ class Manager:
         asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
             insist = self.hierarchy.healthy()
+        if asked.guarantees:
+            with contextlib.suppress(InvalidRequest):  # refused, and counted: the blocks live on without it
+                self.protection.guarantee(chain, start, asked, time.stamp, stop)
         out = ChainReservation(chain, time, keep, insist)
-        with self.lock:
-            if self.demoter.admission.active:
-                self.demoter.admission.want(chain[start:stop])
-            if asked.guarantees:
-                with contextlib.suppress(InvalidRequest):  # refused, and counted: the blocks live on without it
-                    self.protection.guarantee(chain, start, asked, time.stamp, stop)
-            reached = out.take(self.host, self.accounts.losses, start, stop, asked)
-            self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
-            if self.protection.busy:
-                met = (self.host.index.get(chain[index]) for index in out.present)
-                self.protection.arrived([slot for slot in met if slot is not None])
+        reached = out.take_slices(self.lock, self.host, self.accounts.losses, start, stop, asked, self._met)
         if out.present:
+            self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
             self.demoter.demote(chain, sorted({*out.widened, *self.demoter.lacking(chain, out.present)}))
         return out.slots, reached
+
+    def _met(self, keys: Sequence[BlockKey], present: Sequence[BlockKey]) -> None:
+        """Blocks are to be stored; some are here already. Under the lock."""
+        if self.demoter.admission.active:
+            self.demoter.admission.want(keys)
+        if self.protection.busy:
+            self.protection.arrived([slot for key in present if (slot := self.host.index.get(key)) is not None])
 
     def guarantee(self, chain: Sequence[BlockKey], terms: ChainTerms) -> None:
         """Reserve bytes for the guaranteed blocks of a chain before they are stored; `end_guarantee` follows. Raises
         InvalidRequest, and then nothing is reserved, when that would be more than may be."""
-        now = self.hierarchy.now().stamp
-        with self.lock:
-            self.protection.guarantee(chain, 0, terms, now)
-            self.protection.claim(chain)
+        self.protection.claim(chain)
+        try:
+            self.protection.guarantee(chain, 0, terms, self.hierarchy.now().stamp)
+        except InvalidRequest:
+            self.protection.unclaim(chain)
+            raise
 
     def end_guarantee(self, chain: Sequence[BlockKey], reached: int) -> None:
         """The put that called `guarantee` is over: its blocks from depth `reached` on were not stored."""
-        with self.lock:
-            self.protection.unclaim(chain)
-            self.protection.release_guarantees(chain[reached:])
+        self.protection.unclaim(chain)
+        self.protection.release_guarantees(chain[reached:])
 
     def commit(
         self,
@@ -311,14 +310,14 @@ class Manager:
         """
         self._usable()
         published: list[Slot] = []
-        with self.lock:
-            for slot, generation in zip(slots, generations, strict=True):
-                if self.host.commit(slot, generation):
+        for filled in slices(list(zip(slots, generations, strict=True)), MOVED_BLOCKS):
+            with self.lock:
+                published += (part := [slot for slot, generation in filled if self.host.commit(slot, generation)])
+                for slot in part:
                     self.host.pin_slot(slot)  # at once: nobody may evict it before it is queued
-                    published.append(slot)
-            if self.protection.busy:
-                self.protection.arrived(published)
-            self.accounts.record_written([slot.kind for slot in published], request_id)
+                if self.protection.busy:
+                    self.protection.arrived(part)
+                self.accounts.record_written([slot.kind for slot in part], request_id)
         refused = self.demoter.demote_pinned(chain, published)
         if self.lower and not again:
             self.demoter.dropped += len(refused)
@@ -326,10 +325,11 @@ class Manager:
 
     def abort(self, slots: Sequence[Slot], generations: Sequence[int], *, in_flight: bool = False) -> None:
         """Give up FILLING slots; with `in_flight`, until `acknowledge` their memory is left alone."""
-        with self.lock:
-            keys = [slot.key for slot in slots if slot.key is not None]
-            for slot, generation in zip(slots, generations, strict=True):
-                self.host.abort(slot, generation, in_flight=in_flight)
+        for filled in slices(list(zip(slots, generations, strict=True)), MOVED_BLOCKS):
+            with self.lock:
+                keys = [slot.key for slot, _ in filled if slot.key is not None]
+                for slot, generation in filled:
+                    self.host.abort(slot, generation, in_flight=in_flight)
             if self.protection.busy:
                 self.protection.release_guarantees(keys)
         self.space.notify()
@@ -360,7 +360,7 @@ class Manager:
 
     async def _flush(self, deadline: Mono) -> Flushed:
         await self.demoter.drain(deadline)
-        self._housekeeping.flush_uses()
+        await self._housekeeping.flush_uses()
         await within(self.protection.tend(), deadline, self._clock)
         await asyncio.gather(*(tier.flush(deadline) for tier in self.lower.values()), return_exceptions=True)
         return self.flushed()
@@ -377,8 +377,7 @@ class Manager:
         if name == self.host.name:
             return await self.hierarchy.drop_slices(self.host.drop_where(lambda slot: True))
         count = await self.lower[name].evict(None)
-        with self.lock:
-            self.protection.forget(name)
+        await self.protection.retainer.forget(name)
         return count
 
     async def purge(self, scopes: Collection[Scope]) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import ClosedError, CorruptError, InvalidRequest, TierError
+from kvtier.identity.keys import KEY_BYTES
 from kvtier.manager.hierarchy import Hierarchy
+from kvtier.manager.slices import aside
 from kvtier.retention.pins import Pin, Pins, decode, encode
 from kvtier.tiers.protocol import Notebook, Pinning
 
@@ -53,7 +56,8 @@ class PinSync:
                 pin = self._pins.get(name)
             try:
                 if self._notebook is not None:
-                    await self._notebook.write_note(_PREFIX + name, encode([pin]) if pin is not None else None)
+                    note = await aside(len(pin.chain), partial(encode, [pin])) if pin is not None else None
+                    await self._notebook.write_note(_PREFIX + name, note)
                 for tier in self._shared:
                     if pin is not None:
                         await tier.pin(pin)
@@ -76,7 +80,8 @@ class PinSync:
             return None
         found: dict[str, Pin] = {}
         if self._notebook is not None:
-            found = self._decode(await self._notebook.read_notes(_PREFIX))
+            notes = await self._notebook.read_notes(_PREFIX)
+            found = await aside(sum(map(len, notes.values())) // KEY_BYTES, lambda: self._decode(notes))
         for tier in self._shared:
             for pin in await tier.pins():
                 if pin.name not in found or found[pin.name].until < pin.until:
@@ -93,6 +98,7 @@ class PinSync:
                 except CorruptError as error:
                     log.warning("the note %s is dropped: %s", name[:40], error)
                     self._cached.pop(name, None)
-                    self.unwritten.add(name.removeprefix(_PREFIX))
+                    with self._lock:
+                        self.unwritten.add(name.removeprefix(_PREFIX))
         self._cached = {name: known for name, known in self._cached.items() if name in notes}
         return {pin.name: pin for _, pins in self._cached.values() for pin in pins}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,46 +34,62 @@ class Plan:
     miss: Miss | None
 
 
+class Planning:
+    """Decides what to load, place by place from depth 0 on. Pure. O(1) per block, so that a long chain can be planned
+    in slices.
+
+    `resident` names the tier that needs no load; `slots` blocks can be held at once, resident or loaded. The hit is the
+    longest contiguous prefix that is somewhere, that fits, and, with `costs`, that has the largest gain: compute time
+    saved less load time, the shorter of equals. Tiers load side by side, so a prefix takes as long as its slowest tier.
+    """
+
+    def __init__(self, slots: int, resident: str = "g2", costs: Costs | None = None) -> None:
+        self._slots = slots
+        self._resident = resident
+        self._costs = costs
+        self._reached = 0  # places that a hit may contain
+        self._ended: Miss | None = None  # why it may contain no more
+        self._loads: dict[str, list[int]] = {}
+        self._busy_s: dict[str, float] = {}
+        self._best, self._best_gain_s = 0, 0.0
+
+    def add(self, places: Sequence[Where]) -> None:
+        """The places of the next blocks."""
+        for place in places:
+            if self._ended is not None:
+                return
+            if isinstance(place, Miss):
+                self._ended = place
+            elif self._reached == self._slots:
+                self._ended = Miss.NO_ROOM
+            else:
+                self._add(place)
+
+    def _add(self, place: str) -> None:
+        index = self._reached
+        self._reached = index + 1
+        if place != self._resident:
+            self._loads.setdefault(place, []).append(index)
+        costs = self._costs
+        if costs is None:
+            return
+        if place != self._resident:
+            self._busy_s[place] = self._busy_s.get(place, 0.0) + costs.load_s.get(place, 0.0)
+        gain_s = (index + 1) * costs.compute_s - max(self._busy_s.values(), default=0.0)
+        if gain_s > self._best_gain_s:
+            self._best, self._best_gain_s = index + 1, gain_s
+
+    def plan(self) -> Plan:
+        """The plan for the places so far."""
+        hit, miss = self._reached, self._ended
+        if self._costs is not None and self._best < hit:
+            hit, miss = self._best, Miss.SLOWER
+        loads = {tier: tuple(found[: bisect_left(found, hit)]) for tier, found in self._loads.items()}
+        return Plan(hit, MappingProxyType({tier: found for tier, found in loads.items() if found}), miss)
+
+
 def make_plan(where: Sequence[Where], slots: int, resident: str = "g2", costs: Costs | None = None) -> Plan:
-    """Decide what to load. Pure.
-
-    `where[i]` is the place of block i; `resident` names the tier that needs no load; `slots` blocks can be held at
-    once, resident or loaded. The hit is the longest contiguous prefix that is somewhere, that fits, and, with
-    `costs`, whose last load still arrives sooner than computing those blocks would take.
-    """
-    hit = 0
-    miss: Miss | None = None
-    for place in where:
-        if isinstance(place, Miss):
-            miss = place
-            break
-        if hit == slots:
-            miss = Miss.NO_ROOM
-            break
-        hit += 1
-    if costs is not None:
-        worth = _worthwhile(where[:hit], resident, costs)
-        if worth < hit:
-            hit, miss = worth, Miss.SLOWER
-    by_tier: dict[str, list[int]] = {}
-    for index, place in enumerate(where[:hit]):
-        if place != resident:
-            by_tier.setdefault(str(place), []).append(index)
-    return Plan(hit, MappingProxyType({tier: tuple(found) for tier, found in by_tier.items()}), miss)
-
-
-def _worthwhile(where: Sequence[Where], resident: str, costs: Costs) -> int:
-    """The prefix length with the largest gain, compute time saved less load time; the shorter of equals.
-
-    Tiers load side by side, so a prefix takes as long as its slowest tier.
-    """
-    busy_s: dict[str, float] = {}
-    best, best_gain_s = 0, 0.0
-    for index, place in enumerate(where):
-        if place != resident:
-            name = str(place)
-            busy_s[name] = busy_s.get(name, 0.0) + costs.load_s.get(name, 0.0)
-        gain_s = (index + 1) * costs.compute_s - max(busy_s.values(), default=0.0)
-        if gain_s > best_gain_s:
-            best, best_gain_s = index + 1, gain_s
-    return best
+    """Decide what to load, where `where[i]` is the place of block i; see `Planning`. Pure."""
+    planning = Planning(slots, resident, costs)
+    planning.add(where)
+    return planning.plan()

@@ -7,14 +7,15 @@ tier has let go of their memory, and what then arrives verified is kept. Two req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.hierarchy import SLICE_BLOCKS, Hierarchy
+from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Hold
-from kvtier.manager.plan import Costs, Where, make_plan
+from kvtier.manager.plan import Costs, Plan, Planning, Where
+from kvtier.manager.slices import SLICE_BLOCKS, in_strides, slices
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.meter import Metered
@@ -29,13 +30,19 @@ _SMOOTHING = 0.2
 LoadOutcome = Slot | Miss
 """A slot that is pinned once for the caller, or why the block was not loaded."""
 
+_Load = asyncio.Task[dict[int, LoadOutcome]]
+"""Reads a slice into reserved slots; its result is an outcome for each of them."""
+
+_LOOKUP_BLOCKS_MAX = 4096
+"""Blocks that a tier is asked for in one call, at most: fewer where its answer costs more per block."""
+
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
     """Consecutive blocks of a chain, pinned in G2 for the caller, who owes each of `holds` one unpin.
 
-    `found[i]`: the tier where block i of them was; `loaded`: depth → tier of all blocks that
-    were read into G2; `miss`: why the chain is not served further, None if all of it is.
+    `found[i]`: the tier where block i of them was; `loaded`: depth → tier of those that were read into G2; `miss`: why
+    the chain is not served further, None if all of it is.
     """
 
     holds: Sequence[Hold]
@@ -50,9 +57,10 @@ class Promoter:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
-        self._under_way: dict[BlockKey, asyncio.Task[dict[int, LoadOutcome]]] = {}
-        self._abandoned: set[asyncio.Task[dict[int, LoadOutcome]]] = set()
+        self._under_way: dict[BlockKey, _Load] = {}
+        self._abandoned: set[_Load] = set()
         self._compute_s_per_block: float | None = None
+        self._closed = False
         self.overdue = 0  # slots of loads that nobody waits for any more
         self.late = 0  # blocks that arrived after their deadline
 
@@ -60,26 +68,68 @@ class Promoter:
 
     async def locate(self, chain: Sequence[BlockKey], deadline: Mono | None = None, start: int = 0) -> list[Where]:
         """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Blocks before
-        `start` are not looked for and given as G2's. Waits for lower tiers until `deadline`, at most `lookup_s`."""
+        `start` are not looked for and given as G2's. Waits for lower tiers until `deadline`, at most `lookup_s`.
+
+        Works in slices. An answer is as old as its slice: nothing is pinned, so a block may be gone by now.
+        """
         wall_s = self._hierarchy.now().serve
         where: list[Where] = [self._host.name] * start
         for first in range(start, len(chain), SLICE_BLOCKS):
+            if first > start:
+                await asyncio.sleep(0)
             with self._lock:
                 part = chain[first : first + SLICE_BLOCKS]
                 where += [self._host.peek(key, wall_s) or self._host.name for key in part]
         latest = self._clock.monotonic() + self._hierarchy.limits.lookup_s
         deadline = latest if deadline is None else min(deadline, latest)
         for tier in self._hierarchy.lower.values():
-            wanted = [index for index, place in enumerate(where) if isinstance(place, Miss)]
-            if not wanted:
+            if not await self._ask(tier, chain, where, deadline):
                 break
-            answers = await tier.lookup(chain, wanted, deadline)
-            for index, miss in zip(wanted, answers, strict=True):
-                if miss is None:
-                    where[index] = tier.name
-                elif where[index] is Miss.ABSENT:
-                    where[index] = miss  # the more telling reason
         return where
+
+    async def _ask(self, tier: Metered, chain: Sequence[BlockKey], where: list[Where], deadline: Mono) -> bool:
+        """Ask a tier for the blocks that no tier before it has. Whether there were any."""
+        width = min(_LOOKUP_BLOCKS_MAX, SLICE_BLOCKS * tier.stride)
+        parts: list[list[int]] = []
+        for first in range(0, len(where), width):
+            if first:
+                await asyncio.sleep(0)
+            stop = min(first + width, len(where))
+            if part := [index for index in range(first, stop) if isinstance(where[index], Miss)]:
+                parts.append(part)
+        if len(parts) == 1:
+            self._enter(tier.name, where, parts[0], await tier.lookup(chain, parts[0], deadline))
+            return True
+        calls: list[asyncio.Task[list[Miss | None]]] = []
+        try:
+            for part in parts:
+                calls.append(asyncio.ensure_future(tier.lookup(chain, part, deadline)))
+                await asyncio.sleep(0)  # it begins in a turn of its own
+            for part, call in zip(parts, calls, strict=True):
+                self._enter(tier.name, where, part, await call)
+                await asyncio.sleep(0)
+        except BaseException:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            raise
+        return bool(parts)
+
+    def _enter(self, name: str, where: list[Where], wanted: Sequence[int], answers: Sequence[Miss | None]) -> None:
+        for index, miss in zip(wanted, answers, strict=True):
+            if miss is None:
+                where[index] = name
+            elif where[index] is Miss.ABSENT:
+                where[index] = miss  # the more telling reason
+
+    async def plan(self, where: Sequence[Where], slots: int, costs: Costs | None = None) -> Plan:
+        """`make_plan`, in slices."""
+        planning = Planning(slots, self._host.name, costs)
+        for first in range(0, len(where), SLICE_BLOCKS):
+            if first:
+                await asyncio.sleep(0)
+            planning.add(where[first : first + SLICE_BLOCKS])
+        return planning.plan()
 
     def computed(self, blocks: float, seconds: float) -> None:
         """The engine computed this many blocks in this time: the estimate that loading is weighed against. A time of 0
@@ -103,36 +153,84 @@ class Promoter:
         self, chain: Sequence[BlockKey], start: int, deadline: Mono, time: Reading, *, referenced: bool
     ) -> Promotion:
         """Bring the longest prefix that pays off into G2 and pin its blocks from `start` on, by `deadline`; late blocks
-        are misses. `referenced`: the policy knows of this request already."""
+        are misses. `referenced`: the policy knows of this request already.
+
+        Works in slices. At each yield every Slot in `found` is pinned once, in the generation it was found in; nothing
+        else is relied on. So a block that was evicted or purged since it was located ends the hit, a purge of a pinned
+        one takes effect when it is released, and a cancellation undoes exactly the pins in `found` and `holds`.
+        """
         where = await self.locate(chain, deadline, start)
-        plan = make_plan(where, start + self._host.capacity, self._host.name, self.costs())
-        pinned: dict[int, Slot] = {}
-        with self._lock:
-            for index in range(start, plan.hit):
-                if where[index] == self._host.name:
-                    slot = self._host.pin(chain[index], time.serve, time.stamp)
-                    if slot is not None:
-                        pinned[index] = slot
-            if not referenced:  # before the loads, so that the policy knows for which request it evicts
-                self._host.policy.reference(chain, start + len(pinned), self._clock.monotonic())
+        plan = await self.plan(where, start + self._host.capacity, self.costs())
+        found: dict[int, LoadOutcome] = {}
+        holds: list[Hold] = []
+        loaded: dict[int, str] = {}
         try:
-            outcomes = await self.load(chain, plan.loads, deadline)
+            await self._pin_resident(chain, where, range(start, plan.hit), time, found)
+            if not referenced:  # before the loads, so that the policy knows for which request it evicts
+                with self._lock:
+                    self._host.policy.reference(chain, start + len(found), self._clock.monotonic())
+            await self._load(chain, plan.loads, deadline, found)
+            for first in range(start, plan.hit, SLICE_BLOCKS):
+                if first > start:
+                    await asyncio.sleep(0)
+                if not self._take(range(first, min(first + SLICE_BLOCKS, plan.hit)), where, time, found, holds, loaded):
+                    break
         except BaseException:
-            self._hierarchy.unpin([(slot, slot.generation) for slot in pinned.values()])
+            self._hierarchy.release(iter(holds))
+            self._undo(found)
             raise
-        pinned.update({index: out for index, out in outcomes.items() if isinstance(out, Slot)})
-        hit = next((index for index in range(start, plan.hit) if index not in pinned), max(start, plan.hit))
-        self._hierarchy.unpin([(slot, slot.generation) for index, slot in pinned.items() if index >= hit])
-        miss = plan.miss
+        hit, miss = start + len(holds), plan.miss
         if hit < plan.hit:
-            outcome = outcomes.get(hit, Miss.EVICTED)
+            outcome = found.get(hit, Miss.EVICTED)
             miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
-        return Promotion(
-            [(pinned[index], pinned[index].generation) for index in range(start, hit)],
-            [str(place) for place in where[start:hit]],
-            {index: str(where[index]) for index, out in outcomes.items() if isinstance(out, Slot)},
-            miss,
-        )
+        self._undo(found)
+        return Promotion(holds, where[start:hit], loaded, miss)
+
+    async def _pin_resident(
+        self,
+        chain: Sequence[BlockKey],
+        where: Sequence[Where],
+        depths: range,
+        time: Reading,
+        found: dict[int, LoadOutcome],
+    ) -> None:
+        """Pin the blocks that were located in G2, as far as they still are."""
+        for part in slices(depths):
+            if part[0] > depths[0]:
+                await asyncio.sleep(0)
+            with self._lock:
+                for index in part:
+                    if where[index] == self._host.name:
+                        slot = self._host.pin(chain[index], time.serve, time.stamp)
+                        if slot is not None:
+                            found[index] = slot
+
+    def _take(
+        self,
+        depths: range,
+        where: Sequence[Where],
+        time: Reading,
+        found: dict[int, LoadOutcome],
+        holds: list[Hold],
+        loaded: dict[int, str],
+    ) -> bool:
+        """Move pins from `found` to `holds`, up to the first block that was not had. Whether all were."""
+        with self._lock:
+            for index in depths:
+                slot = found.get(index)
+                if not isinstance(slot, Slot):
+                    return False
+                del found[index]
+                holds.append((slot, slot.generation))
+                if where[index] != self._host.name:
+                    loaded[index] = str(where[index])
+                    slot.use(time.stamp)
+        return True
+
+    def _undo(self, found: dict[int, LoadOutcome]) -> None:
+        """Undo the pins of these outcomes, which nobody else may change any more."""
+        slots = (slot for slot in reversed(found.values()) if isinstance(slot, Slot))
+        self._hierarchy.release((slot, slot.generation) for slot in slots)
 
     async def load(
         self, chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: Mono
@@ -143,103 +241,144 @@ class Promoter:
         Past the bound of abandoned loads nothing is started: NO_ROOM. A load that is shared with an earlier request and
         came too late for that one is tried again for this one.
         """
-        outcomes: dict[int, LoadOutcome] = {}
+        found: dict[int, LoadOutcome] = {}
         try:
-            while loads:
-                shared = await self._load_once(chain, loads, deadline, outcomes)
-                late = {index for index in shared if outcomes[index] is Miss.LATE}
-                if not late or self._clock.monotonic() >= deadline:
-                    break
-                loads = {name: again for name, of in loads.items() if (again := [i for i in of if i in late])}
+            await self._load(chain, loads, deadline, found)
         except BaseException:
-            self._unpin(outcomes)
+            self._undo(found)
             raise
-        return outcomes
+        return found
+
+    async def _load(
+        self,
+        chain: Sequence[BlockKey],
+        loads: Mapping[str, Sequence[int]],
+        deadline: Mono,
+        found: dict[int, LoadOutcome],
+    ) -> None:
+        """`load` into `found`, whose pins are the caller's at every yield."""
+        while loads:
+            late = await self._load_once(chain, loads, deadline, found)
+            if self._clock.monotonic() >= deadline:
+                break
+            loads = late
 
     async def _load_once(
         self,
         chain: Sequence[BlockKey],
         loads: Mapping[str, Sequence[int]],
         deadline: Mono,
-        outcomes: dict[int, LoadOutcome],
-    ) -> Collection[int]:
-        """Set the outcome of each load; returns the depths that earlier requests were loading."""
-        mine: list[asyncio.Task[dict[int, LoadOutcome]]] = []
-        joined: dict[int, asyncio.Task[dict[int, LoadOutcome]]] = {}
-        for name, indices in loads.items():
-            reserved: list[tuple[int, Slot]] = []
-            for index in indices:
-                task = self._under_way.get(chain[index])
-                if task is not None:
-                    joined[index] = task
+        found: dict[int, LoadOutcome],
+    ) -> Mapping[str, Sequence[int]]:
+        """Set the outcome of each load; returns those that came too late for the earlier requests they are shared with.
+
+        A task per slice. At each yield a block is in `_under_way`, where a request for it shares the load, or its
+        outcome is in `found`, or it has not been looked at. What a task has read is pinned for its result: that goes to
+        `found`, or is undone by `_abandon`.
+        """
+        mine: list[tuple[_Load, Sequence[int]]] = []
+        shared: list[tuple[_Load, str, list[int]]] = []
+        stop = len(chain)  # the first block that there is no slot for: later ones are of no use without it
+        try:
+            for name, indices in loads.items():
+                for part in in_strides(indices, self._hierarchy.lower[name].stride):
+                    if mine or shared:
+                        await asyncio.sleep(0)
+                    if part[0] > stop:
+                        found.update(dict.fromkeys(part, Miss.NO_ROOM))
+                        continue
+                    joined, reserved = self._reserve(chain, part, found)
+                    shared += ((load, name, depths) for load, depths in joined.items())
+                    if reserved:
+                        mine.append((self._start(name, chain, reserved, deadline), [index for index, _ in reserved]))
+                    stop = min([stop, *(index for index in part if found.get(index) is Miss.NO_ROOM)])
+            await self._wait({load for load, _ in mine} | {load for load, _, _ in shared}, deadline)
+            while mine:
+                load, depths = mine[-1]
+                if load.done() and not load.cancelled():
+                    found.update(load.result())
+                else:
+                    self._abandon(load, len(depths))
+                    found.update(dict.fromkeys(depths, Miss.LATE))
+                mine.pop()
+                if mine:
+                    await asyncio.sleep(0)
+        except BaseException:
+            for load, depths in mine:
+                self._abandon(load, len(depths))
+            raise
+        late: dict[str, list[int]] = {}
+        for load, name, depths in shared:
+            self._join(chain, load, depths, found)
+            if again := [index for index in depths if found[index] is Miss.LATE]:
+                late.setdefault(name, []).extend(again)
+            await asyncio.sleep(0)
+        return late
+
+    def _reserve(
+        self, chain: Sequence[BlockKey], depths: Sequence[int], found: dict[int, LoadOutcome]
+    ) -> tuple[dict[_Load, list[int]], list[tuple[int, Slot]]]:
+        """Returns the depths that earlier requests load, and FILLING slots for the others; in `found` are the outcomes
+        of those that turned up meanwhile, or have no slot."""
+        joined: dict[_Load, list[int]] = {}
+        reserved: list[tuple[int, Slot]] = []
+        with self._lock:
+            for index in depths:
+                under_way = self._under_way.get(chain[index])
+                if under_way is not None:
+                    joined.setdefault(under_way, []).append(index)
                     continue
-                slot = self._reserve(chain, index)
+                slot = self._reserve_one(chain[index], index)
                 if isinstance(slot, Slot) and slot.state is SlotState.FILLING:
                     reserved.append((index, slot))
                 else:
-                    outcomes[index] = slot
-            if reserved:
-                mine.append(self._start(self._hierarchy.lower[name], chain, reserved, deadline))
-        try:
-            await self._wait({*mine, *joined.values()}, deadline)
-        except BaseException:
-            for task in mine:
-                self._abandon(task)
-            raise
-        for task in mine:
-            if task.done() and not task.cancelled():
-                outcomes.update(task.result())
-            else:
-                self._abandon(task)
-        for index, task in joined.items():
-            outcomes[index] = self._pin(chain[index])
-            if outcomes[index] is Miss.ABSENT and task.done() and not task.cancelled():
-                loaded = task.result().get(index)
-                outcomes[index] = loaded if isinstance(loaded, Miss) else Miss.EVICTED
-        for indices in loads.values():
-            for index in indices:
-                if index not in outcomes or outcomes[index] is Miss.PENDING:
-                    outcomes[index] = Miss.LATE
-        return joined
+                    found[index] = Miss.LATE if slot is Miss.PENDING else slot
+        return joined, reserved
 
-    def _reserve(self, chain: Sequence[BlockKey], index: int) -> LoadOutcome:
-        """A FILLING slot; or, where the block turned up meanwhile, its READY slot, pinned; or why neither."""
-        with self._lock:
-            if self.overdue >= max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction)):
-                return Miss.NO_ROOM
-            slot = self._host.reserve(chain[index], index, insist=True)
-            if slot is not None:
-                return slot
-            why = self._host.peek(chain[index], self._clock.wall())
-            if why is Miss.ABSENT:
-                return Miss.NO_ROOM
-            if why is Miss.EXPIRED:
-                self._host.drop(chain[index])
-                return self._host.reserve(chain[index], index, insist=True) or Miss.NO_ROOM
-            return self._host.pin(chain[index], self._clock.wall()) or why or Miss.EVICTED
+    def _reserve_one(self, key: BlockKey, index: int) -> LoadOutcome:
+        """A FILLING slot; or, where the block turned up meanwhile, its READY slot, pinned; or why neither. Under the
+        lock."""
+        if self._closed:
+            return Miss.BREAKER
+        if self.overdue >= max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction)):
+            return Miss.NO_ROOM
+        slot = self._host.reserve(key, index, insist=True)
+        if slot is not None:
+            return slot
+        why = self._host.peek(key, self._clock.wall())
+        if why is Miss.ABSENT:
+            return Miss.NO_ROOM
+        if why is Miss.EXPIRED:
+            self._host.drop(key)
+            return self._host.reserve(key, index, insist=True) or Miss.NO_ROOM
+        return self._host.pin(key, self._clock.wall()) or why or Miss.EVICTED
 
-    def _pin(self, key: BlockKey) -> LoadOutcome:
+    def _join(
+        self, chain: Sequence[BlockKey], load: _Load, depths: Sequence[int], found: dict[int, LoadOutcome]
+    ) -> None:
+        """Set the outcomes of blocks that an earlier request was loading."""
+        result = load.result() if load.done() and not load.cancelled() and load.exception() is None else {}
         with self._lock:
             now = self._clock.wall()
-            return self._host.pin(key, now) or self._host.peek(key, now) or Miss.EVICTED
+            for index in depths:
+                key = chain[index]
+                outcome: LoadOutcome = self._host.pin(key, now) or self._host.peek(key, now) or Miss.EVICTED
+                if outcome is Miss.ABSENT and load.done():
+                    loaded = result.get(index)
+                    outcome = loaded if isinstance(loaded, Miss) else Miss.EVICTED
+                found[index] = Miss.LATE if outcome is Miss.PENDING else outcome
 
-    def _unpin(self, outcomes: Mapping[int, LoadOutcome]) -> None:
-        with self._lock:
-            for outcome in outcomes.values():
-                if isinstance(outcome, Slot):
-                    self._host.unpin(outcome, outcome.generation)
-
-    async def _wait(self, tasks: set[asyncio.Task[dict[int, LoadOutcome]]], deadline: Mono) -> None:
-        if tasks:
-            await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock.monotonic()))
+    async def _wait(self, loads: set[_Load], deadline: Mono) -> None:
+        if loads:
+            await asyncio.wait(loads, timeout=max(0.0, deadline - self._clock.monotonic()))
 
     def _start(
-        self, tier: Metered, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
-    ) -> asyncio.Task[dict[int, LoadOutcome]]:
-        task = self._hierarchy.supervisor.spawn(self._read(tier, chain, reserved, deadline))
+        self, name: str, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
+    ) -> _Load:
+        load = self._hierarchy.supervisor.spawn(self._read(self._hierarchy.lower[name], chain, reserved, deadline))
         for index, _ in reserved:
-            self._under_way[chain[index]] = task
-        return task
+            self._under_way[chain[index]] = load
+        return load
 
     async def _read(
         self, tier: Metered, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
@@ -273,25 +412,27 @@ class Promoter:
                         outcomes[index] = Miss.PURGED
         return outcomes
 
-    def _abandon(self, task: asyncio.Task[dict[int, LoadOutcome]]) -> None:
-        """Nobody waits for this load any more: undo its pins when it ends."""
-        waiting = sum(under_way is task for under_way in self._under_way.values())
+    def _abandon(self, load: _Load, blocks: int) -> None:
+        """Nobody waits for this load of so many blocks any more: undo its pins when it ends."""
+        waiting = 0 if load.done() else blocks
         self.overdue += waiting
-        self._abandoned.add(task)
+        self._abandoned.add(load)
 
-        def ended(task: asyncio.Task[dict[int, LoadOutcome]]) -> None:
-            self._abandoned.discard(task)
+        def ended(load: _Load) -> None:
+            self._abandoned.discard(load)
             self.overdue -= waiting
-            if task.cancelled() or task.exception() is not None:
+            if load.cancelled() or load.exception() is not None:
                 return
-            arrived = task.result()
+            arrived = load.result()
             self.late += sum(isinstance(outcome, Slot) for outcome in arrived.values())
-            self._unpin(arrived)
+            self._undo(arrived)
 
-        task.add_done_callback(ended)
+        load.add_done_callback(ended)
 
     async def close(self, deadline: Mono) -> None:
-        """Wait for loads under way, those that were given up no longer than GRACE_S, then cancel them."""
+        """Begin no load any more. Wait for those under way, and no longer than GRACE_S for those that were given up,
+        then cancel them."""
+        self._closed = True
         tasks = {*self._under_way.values(), *self._abandoned}
         await self._wait(tasks - self._abandoned, deadline)
         await self._wait(self._abandoned, min(deadline, self._clock.monotonic() + GRACE_S))

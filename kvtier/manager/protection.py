@@ -13,28 +13,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.pin_sync import CALL_S, FAILURES, PinSync
+from kvtier.manager.retain import Retainer, Times
+from kvtier.manager.slices import MOVED_BLOCKS, slices
 from kvtier.retention.guarantees import Guarantees
 from kvtier.retention.pins import Pin, Pins
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Depth
 from kvtier.tiers.host.slot import Slot
-from kvtier.tiers.protocol import Retaining
 from kvtier.times import Wall
 
 log = logging.getLogger(__name__)
 
-_UNBOUNDED_BLOCKS = 1 << 40
 _MARGIN = 0.125  # of a guarantee's time that it is retained longer below: not every use has to reach that tier
 _NEVER = Wall("-inf")
-_SLICE_BLOCKS = 128
-"""Blocks whose protection is taken over in one hold of the lock: half a millisecond of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,64 +43,62 @@ class _Guarantee:
 
 
 class Protection:
-    """The guarantees and named pins of one manager. Sync verbs are called under the lock; async ones on its loop."""
+    """The guarantees and named pins of one manager. Sync verbs are thread-safe unless they say that they are called
+    under the lock; async ones are called on its loop. Neither holds the lock for more than a slice.
+
+    At each yield of a verb: a block is retained in G2 or below only if it is wanted, or is among those that `_expiring`
+    will end; a pin that has ended, or a scope that was purged, has no say about a block that arrives.
+    """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
         self._share = hierarchy.limits.reserved
-        self._tier: Retaining | None = None
-        self._tier_name = ""
-        self._budget = self._retained_max = 0
+        self._budget = 0
         self.pins = Pins(0)
         self.guarantees = Guarantees(0, 1)
         self._sync = PinSync(hierarchy, self.pins)
         self._terms: dict[BlockKey, _Guarantee] = {}
-        self._below: dict[BlockKey, Wall] = {}  # retained by the tier below, until when
         self._claims: Counter[BlockKey] = Counter()  # blocks that puts under way are to store
-        self._to_retain: set[BlockKey] = set()  # to be retained there, if they are there
-        self._to_release: set[BlockKey] = set()
+        self.retainer = Retainer(hierarchy, self._wanted, self._by_time)
         self._turn = asyncio.Lock()
-        self.unheld = 0  # protected blocks that G2 had no share left for: they may have left
+        self.block_bytes = hierarchy.host.block_bytes
+        self._purged: dict[Scope, Wall] = {}  # scopes whose guarantees have to end
 
     async def open(self) -> None:
         """Find the tiers that retain, and the protection that earlier processes left. Tier errors are logged."""
-        self._retained_max = self._budget = max(1, int(self._share * self._host.capacity))
-        tier = self._hierarchy.retaining()
-        if tier is not None:
-            self._tier, self._tier_name = tier.retaining(), tier.name
-            capacity = tier.usage().capacity_bytes // tier.block_bytes
-            self._budget = max(1, int(self._share * capacity)) if capacity else _UNBOUNDED_BLOCKS
+        self._budget = self.retainer.open(self._share)
         self._sync.open()
         try:
             async with asyncio.timeout(CALL_S):
                 await self._read_pins()
-                retained = await self._tier.retained() if self._tier is not None else {}
+                retained = await self.retainer.known_below()
         except FAILURES as error:
             log.warning("pins and guarantees of earlier processes cannot be read: %s", error)
             return
         wall_s = self._clock.read().stamp
-        with self._lock:
-            self._below.update(retained)
-            for key, until in retained.items():
-                if not self.pins.covers(key) and until > wall_s:
-                    self.guarantees.adopt(key, until)
-                    self._terms[key] = _Guarantee(0.0, Wall(0))  # its time after a use is not known any more
-            for key in retained:
-                self._end(key)
+        for part in slices(list(retained.items())):
+            with self._lock:
+                for key, until in part:
+                    self.retainer.found(key, until)
+                    if not self.pins.covers(key) and until > wall_s:
+                        self.guarantees.adopt(key, until)
+                        self._terms[key] = _Guarantee(0.0, Wall(0))  # its time after a use is not known any more
+                    self._end(key)
+            await asyncio.sleep(0)
 
     async def open_late(self) -> None:
         """`open` after a tier has joined: it is to retain what is protected, and to remember the pins."""
-        tier = self._hierarchy.retaining()
         with self._lock:
             self._sync.unwritten.update(pin.name for pin in self.pins.listed())  # first: else they have ended elsewhere
-            if tier is not None and tier.name != self._tier_name:
-                self._below.clear()
         async with self._turn:
             await self.open()
         with self._lock:
-            protected = {*self._terms, *(key for pin in self.pins.listed() for key in pin.chain)}
-            self._to_retain.update(protected - self._below.keys())
+            chains = [list(self._terms), *(pin.chain for pin in self.pins.listed())]
+        for part in (part for chain in chains for part in slices(chain)):
+            with self._lock:
+                self.retainer.ask(key for key in part if self._wanted(key) and not self.retainer.has_below(key))
+            await asyncio.sleep(0)
 
     # ── under the lock ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,45 +118,71 @@ class Protection:
     def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, wall_s: Wall, stop: int = -1) -> None:
         """Reserve the bytes of the guaranteed blocks among start … stop-1 (-1: the end), here or to come; all or none.
 
-        Raises InvalidRequest when that is more than may be guaranteed.
+        Raises InvalidRequest when that is more than may be guaranteed. The budget of all is set aside before the first
+        is taken, so a later slice is not refused. (Blocks whose guarantees end between two slices are taken all the
+        same, beyond the limit by so many.)
         """
         stop = len(chain) if stop < 0 else stop
-        spans = [(chain[first:end], block) for first, end, block in terms.spans(start, stop) if block.guarantee_s]
-        if not spans:
-            return
-        everything = [key for keys, _ in spans for key in keys]
-        self._divide_budget()
-        if not self.guarantees.fits(everything):
-            self._expire(wall_s)
-            self._divide_budget()
-        self.guarantees.reserve(everything, wall_s)  # all, or none
-        for keys, block in spans:
+        spans = [span for span in terms.spans(start, stop) if span[2].guarantee_s]
+        parts = [(part, block) for first, end, block in spans for part in slices(chain[first:end], MOVED_BLOCKS)]
+        new = 0
+        for part, _ in parts:
+            with self._lock:
+                new += self.guarantees.lacking(part)
+        self._admit(new, wall_s)
+        for part, block in parts:
             hard = block.terms.max_age
             seconds = block.guarantee_s if hard is None else min(block.guarantee_s, hard)
-            self.guarantees.reserve(list(keys), wall_s + seconds)
-            self._terms.update(dict.fromkeys(keys, _Guarantee(seconds, wall_s)))
-            if block.terms.ceiling >= Depth.G3:
-                self._to_retain.update(key for key in keys if self._below.get(key, _NEVER) < wall_s + seconds)
-            self._retain(keys)
+            with self._lock:
+                taken = min(new, self.guarantees.lacking(part))
+                new -= taken
+                self.guarantees.settle(taken)
+                for key in part:
+                    self.guarantees.adopt(key, wall_s + seconds)
+                    self._terms[key] = _Guarantee(seconds, wall_s)
+                if block.terms.ceiling >= Depth.G3:
+                    self.retainer.ask(part, wall_s + seconds)
+                self.retainer.retain(part)
+        with self._lock:
+            self.guarantees.settle(new)
 
-    def claim(self, keys: Iterable[BlockKey]) -> None:
+    def _admit(self, blocks: int, wall_s: Wall) -> None:
+        with self._lock:
+            self._divide_budget()
+            admits = self.guarantees.admits(blocks)
+        if not admits:
+            for _ in self._expiring(wall_s):
+                pass
+        with self._lock:
+            self._divide_budget()
+            self.guarantees.admit(blocks)
+
+    def claim(self, keys: Sequence[BlockKey]) -> None:
         """A put under way is to store these blocks: until `unclaim`, nobody else's failure ends their guarantees."""
-        self._claims.update(keys)
+        for part in slices(keys):
+            with self._lock:
+                self._claims.update(part)
 
-    def unclaim(self, keys: Iterable[BlockKey]) -> None:
+    def unclaim(self, keys: Sequence[BlockKey]) -> None:
         """That put is over."""
-        self._claims.subtract(keys)
-        for key in [key for key in keys if not self._claims[key]]:
-            del self._claims[key]
+        for part in slices(keys):
+            with self._lock:
+                self._claims.subtract(part)
+                for key in part:
+                    if not self._claims[key]:
+                        del self._claims[key]
 
-    def release_guarantees(self, keys: Iterable[BlockKey]) -> None:
+    def release_guarantees(self, keys: Sequence[BlockKey]) -> None:
         """These guaranteed blocks were not stored after all."""
-        for key in keys:
-            if key not in self._host.index and key not in self._below and key not in self._claims:
-                self._withdraw(key)
+        for part in slices(keys):
+            with self._lock:
+                for key in part:
+                    if not (key in self._host.index or self.retainer.has_below(key) or key in self._claims):
+                        self._withdraw(key)
 
     def arrived(self, slots: Sequence[Slot]) -> None:
-        """Blocks are READY in G2: those that are pinned live until their pins end, guaranteed ones stay."""
+        """Blocks are READY in G2: those that are pinned live until their pins end, guaranteed ones stay. Under the
+        lock."""
         wanted = [slot for slot in slots if slot.key is not None and self._wanted(slot.key)]
         if not wanted:
             return
@@ -170,48 +191,24 @@ class Protection:
         for slot in wanted:
             if slot.key in untils:
                 _extend(slot, untils[slot.key], wall_s)
-        self._retain(slot.key for slot in wanted if slot.key is not None)
-
-    def _retain(self, keys: Iterable[BlockKey]) -> None:
-        """Retain in G2 the blocks that no tier below retains, as far as G2's share goes."""
-        host = self._host
-        alone = [key for key in keys if key not in self._below and key in host.index]
-        space = max(0, self._retained_max - host.retained)
-        host.retain(alone[:space])
-        self.unheld += len(alone[space:])
-
-    def stored(self, tier: str, keys: Iterable[BlockKey]) -> None:
-        """These blocks are durable in `tier`: protected ones are to be retained there, if it can."""
-        if tier == self._tier_name:
-            self._to_retain.update(key for key in keys if key not in self._below and self._wanted(key))
+        self.retainer.retain(slot.key for slot in wanted if slot.key is not None)
 
     def used(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:
-        """Blocks were used at `wall_s`: their guarantees begin anew."""
+        """Blocks were used at `wall_s`: their guarantees begin anew. Under the lock."""
         for key in keys:
             terms = self._terms.get(key)
             if terms is not None:
                 self.guarantees.adopt(key, wall_s + terms.seconds)
-                if self._below.get(key, wall_s + terms.seconds) < wall_s + terms.seconds:
-                    self._to_retain.add(key)
+                if self.retainer.has_below(key):
+                    self.retainer.ask([key], wall_s + terms.seconds)
 
-    def purge(self, scope: Scope, before: Wall) -> None:
-        """A scope was purged: its pins and guarantees made until then end."""
-        names = {pin.name for pin in self.pins.listed() if scope_of_key(pin.chain[0]) == scope}
-        free = self.pins.purge(scope, before)
-        self._sync.unwritten |= {name for name in names if self.pins.get(name) is None}
-        old = [key for key, terms in self._terms.items() if scope_of_key(key) == scope and terms.made <= before]
-        for key in free:
-            self._end(key)
-        for key in old:
-            self._withdraw(key)
-
-    def forget(self, tier: str) -> None:
-        """A tier's copies were dropped by its operator."""
-        if tier == self._tier_name:
-            keys = list(self._below)
-            self._below.clear()
-            self._to_retain.update(keys)
-            self._retain(keys)
+    def purge(self, scopes: Mapping[Scope, Wall]) -> None:
+        """Scopes were purged: their pins made until then end now, and their guarantees in `expire`: the
+        blocks are misses meanwhile. Under the lock; O(pins)."""
+        for scope, before in scopes.items():
+            self._sync.unwritten.update(self.pins.end_scope(scope, before))
+        if self._terms:
+            self._purged.update(scopes)
 
     def _withdraw(self, key: BlockKey) -> None:
         """End a guarantee."""
@@ -224,10 +221,7 @@ class Protection:
         if self._wanted(key):
             return
         self._terms.pop(key, None)
-        self._host.release_retained([key])
-        self._to_retain.discard(key)
-        if self._below.pop(key, None) is not None:
-            self._to_release.add(key)
+        self.retainer.release(key)
 
     # ── named pins, on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -237,19 +231,38 @@ class Protection:
         has changed."""
         async with self._turn:
             wall_s = self._clock.read().stamp
+            await self.expire(wall_s)
+            new = 0
+            for part in slices(chain):
+                with self._lock:
+                    new += self.pins.uncovered(part)
+                await asyncio.sleep(0)
             with self._lock:
-                self._expire(wall_s)
                 self._divide_budget()
-                pin = self.pins.create(name, list(chain), wall_s, ttl, tokens)
+                pin = self.pins.admit(name, chain, wall_s, ttl, tokens, new)
+            await self._cover(pin)
             await self._establish(pin)
             return pin
+
+    async def _cover(self, pin: Pin) -> None:
+        """Let a pin cover its chain, from its head on. If a purge ends it meanwhile, what follows is not covered;
+        cancelled, there is no pin."""
+        try:
+            for part in slices(pin.chain):
+                with self._lock:
+                    self.pins.cover(pin.name, part)
+                await asyncio.sleep(0)
+        except BaseException:
+            with self._lock:
+                self.pins.end(pin.name)
+            raise
 
     async def extend(self, name: str, ttl: float) -> Pin:
         """Let a pin end `ttl` seconds from now, later or sooner. Raises InvalidRequest if there is none."""
         async with self._turn:
             wall_s = self._clock.read().stamp
+            await self.expire(wall_s)
             with self._lock:
-                self._expire(wall_s)
                 pin = self.pins.extend(name, wall_s, ttl)
             await self._establish(pin)
             return pin
@@ -258,17 +271,18 @@ class Protection:
         """End a pin; whether there was one. Its blocks leave as others do from now on; with `drop`, those that nothing
         else protects leave every tier at once."""
         async with self._turn:
-            wall_s = self._clock.read().stamp
+            await self.expire(self._clock.read().stamp)
             with self._lock:
-                self._expire(wall_s)
-                there = self.pins.get(name) is not None
-                freed = self.pins.delete(name)
-                for key in freed:
-                    self._end(key)
-                free = [key for key in freed if not self._wanted(key)]
+                pin = self.pins.get(name)
+                there = self.pins.end(name)
                 self._sync.unwritten.add(name)
+            await self.expire(None)
+            free = list[BlockKey]()
+            for part in slices(pin.chain if drop and pin is not None else ()):
+                free += [key for key in part if not self._wanted(key)]
+                await asyncio.sleep(0)
             there |= await self._sync.write([name])
-            await self._retain_below()
+            await self.retainer.tell_below()
         if drop:
             await self._hierarchy.drop_everywhere(free)
         return there
@@ -279,39 +293,37 @@ class Protection:
         with self._lock:
             return [pin for pin in self.pins.listed() if pin.until >= wall_s]
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self._host.block_bytes
-
     def resident(self, pin: Pin) -> int:
         """How many of a pin's blocks are in G2."""
-        with self._lock:
-            return sum(key in self._host.index for key in pin.chain)
+        count = 0
+        for part in slices(pin.chain):
+            with self._lock:
+                count += sum(key in self._host.index for key in part)
+        return count
 
     async def _establish(self, pin: Pin) -> None:
         wall_s = self._clock.wall()
-        with self._lock:
-            index = self._host.index
-            self.arrived([index[key] for key in pin.chain if key in index and index[key].expires_at >= wall_s])
-            self._to_retain.update(pin.chain)
-            self._sync.unwritten.add(pin.name)
+        for part in slices(pin.chain):
+            with self._lock:
+                index = self._host.index
+                self.arrived([index[key] for key in part if key in index and index[key].expires_at >= wall_s])
+                self.retainer.ask(part)
+                self._sync.unwritten.add(pin.name)
+            await asyncio.sleep(0)
         await self._sync.write([pin.name])
-        await self._retain_below()
+        await self.retainer.tell_below()
 
     # ── housekeeping, on the loop ───────────────────────────────────────────────────────────────────────────
 
     async def tend(self, *, read_pins: bool = False) -> None:
-        """End pins and guarantees whose time is over, and bring changes to the tiers below; with `read_pins`, take in
-        those made elsewhere."""
+        """End pins and guarantees whose time is over, or whose scope was purged, and bring changes to the tiers below;
+        with `read_pins`, take in those made elsewhere."""
         async with self._turn:
-            wall_s = self._clock.read().delete
+            await self.expire(self._clock.read().delete)
             with self._lock:
-                if wall_s is not None:
-                    self._expire(wall_s)
                 names = list(self._sync.unwritten)
             await self._sync.write(names)
-            await self._retain_below()
+            await self.retainer.tell_below()
             if read_pins:
                 try:
                     async with asyncio.timeout(CALL_S):
@@ -321,81 +333,70 @@ class Protection:
                     log.debug("pins cannot be read now: %s", error)
 
     async def _drop_stale(self) -> None:
-        """End guarantees of blocks that the tier below has lost; G2 retains again those that it has."""
-        if self._tier is None or not self._below:
-            return
-        with self._lock:
-            before = list(self._below)
-        retained = await self._tier.retained()
-        with self._lock:
-            for key in before:
-                if key not in retained and self._below.pop(key, None) is not None:
-                    if key in self._host.index:
-                        self._retain([key])
-                        self._to_retain.add(key)
-                    elif not self.pins.covers(key):
-                        self._withdraw(key)
-
-    def _expire(self, wall_s: Wall) -> None:
-        ended = [pin.name for pin in self.pins.listed() if pin.until < wall_s]
-        self._sync.unwritten.update(ended)
-        for key in self.guarantees.expire(wall_s):
-            self._terms.pop(key, None)  # though a pin may keep the block: its use renews no guarantee that is over
-            self._end(key)
-        for key in self.pins.expire(wall_s):
-            self._end(key)
-
-    async def _retain_below(self) -> None:
-        """Have the tier below retain protected blocks, and release those whose protection ended."""
-        if self._tier is None:
-            self._to_retain.clear()
-            return
-        with self._lock:
-            keys = [key for key in self._to_retain if self._wanted(key)]
-            drops = list(self._to_release)
-            self._to_retain.clear()
-            self._to_release.clear()
-            groups = self._by_time(keys)
-        try:
-            if drops:
-                async with asyncio.timeout(CALL_S):
-                    await self._tier.release_retained(drops)
-                drops = []
-            for times in list(groups):
-                async with asyncio.timeout(CALL_S):
-                    done = await self._tier.retain(groups[times], *times)
-                self._retained_below(groups.pop(times), done, times[0])
-        except FAILURES as error:
-            log.debug("%s retains nothing now: %s", self._tier_name, error)
-        finally:
+        """End guarantees of blocks that the tier below has lost, and that G2 lacks."""
+        for part in slices(await self.retainer.drop_stale()):
             with self._lock:
-                self._to_release.update(drops)
-                self._to_retain.update(key for group in groups.values() for key in group)
+                for key in part:
+                    if not (self.pins.covers(key) or key in self._host.index or self.retainer.has_below(key)):
+                        self._withdraw(key)
+            await asyncio.sleep(0)
 
-    def _by_time(self, keys: Sequence[BlockKey]) -> dict[tuple[Wall, Wall | None], list[BlockKey]]:
-        """Blocks by (until when to retain them, until when to serve them whatever their terms)."""
-        groups: dict[tuple[Wall, Wall | None], list[BlockKey]] = {}
+    def _expiring(self, wall_s: Wall | None) -> Iterator[None]:
+        """End what is over at `wall_s` (None: only what was purged or ended before), a slice at each step."""
+        if wall_s is not None:
+            with self._lock:
+                self._sync.unwritten.update(self.pins.end_due(wall_s))
+        while wall_s is not None and self.guarantees.due(wall_s):
+            with self._lock:
+                for key in self.guarantees.expire(wall_s, MOVED_BLOCKS):
+                    self._terms.pop(
+                        key, None
+                    )  # though a pin may keep the block: its use renews no guarantee that is over
+                    self._end(key)
+            yield
+        yield from self._purging()
+        while self.pins.ending:
+            with self._lock:
+                for key in self.pins.uncover(MOVED_BLOCKS):
+                    self._end(key)
+            yield
+
+    def _purging(self) -> Iterator[None]:
+        """End the guarantees of purged scopes that were made until then."""
+        while self._purged:
+            with self._lock:
+                scopes, self._purged = self._purged, {}
+                keys = list(self._terms)
+            try:
+                for part in slices(keys):
+                    with self._lock:
+                        for key in part:
+                            terms = self._terms.get(key)
+                            if terms is not None and terms.made <= scopes.get(scope_of_key(key), _NEVER):
+                                self._withdraw(key)
+                    yield
+            except GeneratorExit:  # the caller was cancelled: begin again
+                with self._lock:
+                    self._purged = {**scopes, **self._purged}
+                raise
+
+    async def expire(self, wall_s: Wall | None) -> None:
+        """End what is over at `wall_s`; None: only what was purged. Cancelled, the next `tend` does the rest."""
+        for _ in self._expiring(wall_s):
+            await asyncio.sleep(0)
+
+    def _by_time(self, keys: Sequence[BlockKey]) -> dict[Times, list[BlockKey]]:
+        """The wanted blocks among these by when they end. Under the lock."""
+        groups: dict[Times, list[BlockKey]] = {}
         pinned = self.pins.untils(keys)
         for key in keys:
+            if not self._wanted(key):
+                continue
             terms, until = self._terms.get(key), self.guarantees.until(key)
             longer = terms.seconds * _MARGIN if terms is not None else 0.0
             served = pinned.get(key)
             groups.setdefault((max(until + longer, served or _NEVER), served), []).append(key)
         return groups
-
-    def _retained_below(self, keys: Sequence[BlockKey], done: Sequence[bool], until: Wall) -> None:
-        answers = zip(keys, done, strict=True)
-        while part := list(islice(answers, _SLICE_BLOCKS)):
-            with self._lock:
-                for key, is_retained in part:
-                    if not is_retained:
-                        self._below.pop(key, None)
-                        continue
-                    self._below[key] = until
-                    if self._wanted(key):
-                        self._host.release_retained([key])
-                    else:
-                        self._end(key)  # it ended meanwhile
 
     async def _read_pins(self) -> None:
         """Take in the pins that other processes and replicas made, or ended. Raises TierError or OSError."""
@@ -403,20 +404,27 @@ class Protection:
         if found is None:
             return
         wall_s = self._clock.read().stamp
+        entered = list[Pin]()
         with self._lock:
             unwritten = self._sync.unwritten
             for pin in self.pins.listed():
                 if pin.name not in found and pin.name not in unwritten:
-                    for key in self.pins.delete(pin.name):
-                        self._end(key)
+                    self.pins.end(pin.name)
             for pin in found.values():
                 if pin.name in unwritten or self.pins.get(pin.name) == pin:
                     continue
                 if pin.until < wall_s:
                     unwritten.add(pin.name)
                     continue
-                self.pins.adopt(pin)
-                self._to_retain.update(pin.chain)
+                self.pins.enter(pin)
+                entered.append(pin)
+        for pin in entered:
+            for part in slices(pin.chain):
+                with self._lock:
+                    self.pins.cover(pin.name, part)
+                    self.retainer.ask(part)
+                await asyncio.sleep(0)
+        await self.expire(None)
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters. Under the lock."""
@@ -425,15 +433,15 @@ class Protection:
             "pinned": len(self.pins),
             "guaranteed": len(self.guarantees),
             "refused": self.guarantees.refused,
-            "unheld": self.unheld,
+            "unheld": self.retainer.unheld,
         }
 
     def check(self) -> None:
         """Assert the invariants. Under the lock."""
         self.pins.check()
+        self.guarantees.check()
         assert all(self.guarantees.until(key) > _NEVER for key in self._terms), "a guarantee that is not counted"
-        assert all(map(self._wanted, self._below)), "retained below without protection"
-        assert self._host.retained <= self._retained_max, "more of G2 is retained than its share"
+        self.retainer.check()
 
 
 def _extend(slot: Slot, until: Wall, wall_s: Wall) -> None:

@@ -48,6 +48,7 @@ class Purger:
                 raise answer
             count += answer
         self._confirm(purges)
+        await self._protection.expire(None)
         for name in left_out:
             raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
@@ -62,9 +63,8 @@ class Purger:
         """`purge` of G2 and of what is protected, for scope → time: in force when this returns. Returns the slices in
         which the blocks are dropped, for `Hierarchy.drop_slices`."""
         with self._hierarchy.lock:
-            for scope, before in tombstones.items():
-                if self._host.is_newer_tombstone(scope, before):
-                    self._protection.purge(scope, before)
+            newer = self._host.is_newer_tombstone
+            self._protection.purge({scope: before for scope, before in tombstones.items() if newer(scope, before)})
             return self._host.apply_tombstones(tombstones)
 
     async def admit(self, tier: Metered) -> bool:
@@ -94,6 +94,7 @@ class Purger:
             for scope, before in tombstones.items():
                 latest[scope] = max(before, latest.get(scope, before))
         await self._hierarchy.drop_slices(self.apply_tombstones(latest))
+        await self._protection.expire(None)
         done = await asyncio.gather(*(self._spread(tier, latest, known) for tier, known in asked))
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
         if set(self._lower.values()) <= set(remember):

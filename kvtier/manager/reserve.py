@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.accounts import Losses
+from kvtier.manager.slices import MOVED_BLOCKS
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Depth, Terms
@@ -18,7 +20,7 @@ from kvtier.tiers.protocol import Miss
 
 @dataclass(slots=True)
 class ChainReservation:
-    """Grows by `take` from one depth to the next; all of it under the manager's lock.
+    """Grows by `take` from one depth to the next, under the manager's lock.
 
     `keep` claims blocks that must not be evicted for these; with `insist` the policy may not refuse them. `slots` are
     FILLING and the caller's; at `present` depths G2 has the block, at `widened` ones with longer terms than before.
@@ -31,6 +33,33 @@ class ChainReservation:
     slots: list[Slot] = field(default_factory=list)
     present: list[int] = field(default_factory=list)
     widened: list[int] = field(default_factory=list)
+
+    def take_slices(
+        self,
+        lock: threading.Lock,
+        host: HostTier,
+        losses: Losses,
+        start: int,
+        stop: int,
+        terms: ChainTerms,
+        met: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
+    ) -> int:
+        """`take`, a slice in each hold of the lock; `met` is called in it with the slice's keys and those present.
+
+        Between two slices the slots taken are FILLING and the caller's; a block that was present may leave again, as it
+        may after the last.
+        """
+        reached = start
+        for first in range(start, stop, MOVED_BLOCKS):
+            end, known = min(stop, first + MOVED_BLOCKS), len(self.present)
+            with lock:
+                if not host.capacity:  # closed meanwhile
+                    break
+                reached = self.take(host, losses, first, end, terms)
+                met(self.chain[first:end], [self.chain[index] for index in self.present[known:]])
+            if reached < end:
+                break
+        return reached
 
     def take(self, host: HostTier, losses: Losses, start: int, stop: int, terms: ChainTerms) -> int:
         """Reserve blocks start … stop-1; returns the depth reached: there was no space for it, or it is `stop`. Blocks

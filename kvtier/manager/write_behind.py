@@ -18,6 +18,7 @@ from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
+from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.supervisor import Service, Supervisor
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Sealed, Stored, Tier
@@ -202,7 +203,7 @@ class WriteBehind:
         """The next batch, cut to the size of one write; the rest stays at the front."""
         most = self.tier.stride
         if most == 1:
-            most = max(1, self._limits.batch_bytes_max // self.tier.block_bytes)
+            most = min(SLICE_BLOCKS, max(1, self._limits.batch_bytes_max // self.tier.block_bytes))
         with self._lock:
             if not self._queue:
                 return None

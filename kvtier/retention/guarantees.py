@@ -1,11 +1,12 @@
 """Guarantees: blocks whose bytes stay reserved until a time.
 
 Counters only: the owner excludes these blocks from eviction and reports those that are gone. A guarantee is refused
-when it is asked for, never broken later.
+when it is asked for, never broken later. Many blocks are taken in slices: `admit` their number, then `adopt` each.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from kvtier.errors import InvalidRequest
@@ -19,44 +20,93 @@ class Guarantees:
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
         self.limit_blocks = limit_bytes // block_bytes
         self._until: dict[BlockKey, Wall] = {}
+        self._due: list[tuple[Wall, BlockKey]] = []  # heap: no guarantee ends before its entry
+        self._queued: dict[BlockKey, Wall] = {}  # the time of a block's entry
+        self._admitted = 0  # blocks that are still to be adopted
         self.refused = 0
+
+    def lacking(self, keys: Iterable[BlockKey]) -> int:
+        """How many of these have no guarantee yet."""
+        return sum(key not in self._until for key in keys)
 
     def fits(self, keys: Iterable[BlockKey]) -> bool:
         """Whether `reserve` would take these, with what has not been expired yet."""
-        return len(self._until) + sum(key not in self._until for key in keys) <= self.limit_blocks
+        return self.admits(self.lacking(keys))
+
+    def admits(self, blocks: int) -> bool:
+        """Whether `admit` would take so many."""
+        return not blocks or len(self._until) + self._admitted + blocks <= self.limit_blocks
+
+    def admit(self, blocks: int) -> None:
+        """Set aside the budget for so many new blocks, until `settle`. Raises InvalidRequest when that exceeds it;
+        nothing has changed then."""
+        if not self.admits(blocks):
+            self.refused += 1
+            raise InvalidRequest(
+                f"a guarantee for {blocks} more blocks is refused: {len(self._until)} of {self.limit_blocks} have one"
+            )
+        self._admitted += blocks
+
+    def settle(self, blocks: int) -> None:
+        """So many of the blocks that were admitted have been adopted, or will not be."""
+        self._admitted -= blocks
 
     def reserve(self, keys: list[BlockKey], until: Wall) -> None:
-        """Guarantee these blocks until `until` or longer, all of them or none.
-
-        Raises InvalidRequest when that would exceed the budget; nothing has changed then.
-        """
-        if not self.fits(keys):
-            self.refused += 1
-            new = sum(key not in self._until for key in keys)
-            raise InvalidRequest(
-                f"a guarantee for {new} more blocks is refused: {len(self._until)} of {self.limit_blocks} have one"
-            )
+        """Guarantee these blocks until `until` or longer, all of them or none. Raises as `admit`."""
+        new = self.lacking(keys)
+        self.admit(new)
         for key in keys:
-            self._until[key] = max(until, self._until.get(key, until))
+            self.adopt(key, until)
+        self.settle(new)
 
     def until(self, key: BlockKey) -> Wall:
         """When the guarantee of a block ends; -inf if there is none."""
         return self._until.get(key, Wall("-inf"))
 
     def adopt(self, key: BlockKey, until: Wall) -> None:
-        """Take over a guarantee that an earlier process gave: beyond the limit, too."""
-        self._until[key] = max(until, self.until(key))
+        """Guarantee a block until then or longer, whatever the limit."""
+        self._until[key] = until = max(until, self.until(key))
+        if until < self._queued.get(key, Wall("inf")):
+            self._queue(key, until)
+
+    def _queue(self, key: BlockKey, until: Wall) -> None:
+        self._queued[key] = until
+        heapq.heappush(self._due, (until, key))
 
     def drop(self, key: BlockKey) -> None:
         """End the guarantee of a block that is gone: purged, expired by max_age, damaged."""
         self._until.pop(key, None)
 
-    def expire(self, wall_s: Wall) -> list[BlockKey]:
-        """End the guarantees whose time is over; returns their blocks. O(n): call it now and then."""
-        ended = [key for key, until in self._until.items() if until < wall_s]
-        for key in ended:
-            del self._until[key]
+    def due(self, wall_s: Wall) -> bool:
+        """Whether `expire` has something to look at."""
+        return bool(self._due) and self._due[0][0] < wall_s
+
+    def expire(self, wall_s: Wall, most: int | None = None) -> list[BlockKey]:
+        """End the guarantees whose time is over; returns their blocks. O(log n) for each that ended, or was renewed
+        since it was last looked at; looks at `most` of them."""
+        ended: list[BlockKey] = []
+        while self.due(wall_s) and most != 0:
+            most = None if most is None else most - 1
+            queued, key = heapq.heappop(self._due)
+            if self._queued.get(key) != queued:
+                continue  # an earlier entry took its place
+            del self._queued[key]
+            until = self._until.get(key)
+            if until is None:
+                continue
+            if until < wall_s:
+                del self._until[key]
+                ended.append(key)
+            else:
+                self._queue(key, until)
         return ended
 
     def __len__(self) -> int:
         return len(self._until)
+
+    def check(self) -> None:
+        """Assert that each guarantee will be looked at in time."""
+        entries = set(self._due)
+        assert all((at, key) in entries for key, at in self._queued.items()), "an entry is lost"
+        assert all(self._queued[key] <= until for key, until in self._until.items()), "a guarantee ends too late"
+        assert self._admitted >= 0, "more was settled than admitted"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,89 +68,159 @@ def decode(raw: bytes) -> list[Pin]:
 
 
 class Pins:
-    """All named pins of a cache, over at most `limit_blocks` distinct blocks. No lock of its own; no I/O."""
+    """All named pins of a cache, over at most `limit_blocks` distinct blocks. No lock of its own; no I/O.
+
+    A long pin begins and ends in slices: `admit` it, then `cover` its blocks part by part; `end` it, then `uncover`
+    until nothing is left. One that has ended has no say any more, though it covers blocks until then.
+    """
 
     def __init__(self, limit_blocks: int) -> None:
         self.limit_blocks = limit_blocks
         self._pins: dict[str, Pin] = {}
-        self._counts: Counter[BlockKey] = Counter()
+        self._numbers: dict[str, int] = {}  # of each pin, never given twice
+        self._until: dict[int, Wall] = {}  # number → end, of pins that have not ended
+        self._naming: dict[BlockKey, tuple[int, ...]] = {}  # numbers of the pins that cover a block
+        self._ended: deque[tuple[int, Sequence[BlockKey], int]] = deque()  # number, chain, blocks of it still covered
+        self._count = 0
 
     def create(self, name: str, chain: list[BlockKey], wall_s: Wall, ttl: float, tokens: int = 0) -> Pin:
         """Pin a chain under a new name for `ttl` seconds. Raises InvalidRequest, and then nothing has changed, if the
         name is malformed or taken, the chain empty, or too much is pinned already."""
         self.expire(wall_s)
+        pin = self.admit(name, chain, wall_s, ttl, tokens, self.uncovered(set(chain)))
+        self.cover(name, chain)
+        return pin
+
+    def uncovered(self, keys: Iterable[BlockKey]) -> int:
+        """How many of these blocks no pin names."""
+        return sum(key not in self._naming for key in keys)
+
+    def admit(self, name: str, chain: Sequence[BlockKey], wall_s: Wall, ttl: float, tokens: int, new: int) -> Pin:
+        """`create` of a pin that covers nothing yet, and `new` blocks that no other covers. Raises likewise."""
         check_name(name)
         if name in self._pins:
             raise InvalidRequest(f"pin {name!r} exists already; extend it, or delete it first")
         if not chain or not ttl > 0:
             raise InvalidRequest(f"pin {name!r}: needs at least one block and a ttl above 0, got {len(chain)}, {ttl}")
-        new = sum(key not in self._counts for key in set(chain))
-        if len(self._counts) + new > self.limit_blocks or len(self._pins) >= PINS_MAX:
+        if len(self._naming) + new > self.limit_blocks or len(self._pins) >= PINS_MAX:
             raise InvalidRequest(
-                f"pin {name!r} is refused: {new} more blocks, {len(self._counts)} of {self.limit_blocks} are pinned "
+                f"pin {name!r} is refused: {new} more blocks, {len(self._naming)} of {self.limit_blocks} are pinned "
                 f"by {len(self._pins)} of at most {PINS_MAX} names"
             )
-        self._pins[name] = Pin(name, tuple(chain), wall_s, wall_s + ttl, tokens)
-        self._counts.update(set(chain))
-        return self._pins[name]
+        pin = Pin(name, tuple(chain), wall_s, wall_s + ttl, tokens)
+        self.enter(pin)
+        return pin
+
+    def enter(self, pin: Pin) -> None:
+        """Take over a pin that was made elsewhere or earlier, in place of one of that name: beyond the limit, too. It
+        covers nothing yet."""
+        self.end(pin.name)
+        self._count += 1
+        self._pins[pin.name], self._numbers[pin.name] = pin, self._count
+        self._until[self._count] = pin.until
+
+    def cover(self, name: str, keys: Sequence[BlockKey]) -> None:
+        """Let a pin cover these blocks of its chain. A pin that has ended meanwhile covers none."""
+        number = self._numbers.get(name)
+        if number is None:
+            return
+        naming, alone = self._naming, (number,)
+        for key in keys:
+            others = naming.setdefault(key, alone)
+            if number not in others:
+                naming[key] = (*others, number)
+
+    def adopt(self, pin: Pin) -> None:
+        """`enter` and `cover`."""
+        self.delete(pin.name)
+        self.enter(pin)
+        self.cover(pin.name, pin.chain)
 
     def extend(self, name: str, wall_s: Wall, ttl: float) -> Pin:
         """Let a pin end `ttl` seconds from now: later, or sooner. Raises InvalidRequest if there is none."""
-        self.expire(wall_s)
+        self.end_due(wall_s)
         pin = self._named(name)
         if not ttl > 0:
             raise InvalidRequest(f"pin {name!r}: ttl must be above 0, got {ttl}; delete it instead")
         self._pins[name] = replace(pin, until=wall_s + ttl)
+        self._until[self._numbers[name]] = wall_s + ttl
         return self._pins[name]
-
-    def adopt(self, pin: Pin) -> None:
-        """Take over a pin that was made elsewhere or earlier, in place of one of that name: beyond the limit, too."""
-        self.delete(pin.name)
-        self._pins[pin.name] = pin
-        self._counts.update(set(pin.chain))
 
     def get(self, name: str) -> Pin | None:
         """The pin of that name."""
         return self._pins.get(name)
 
     def untils(self, keys: Iterable[BlockKey]) -> dict[BlockKey, Wall]:
-        """When the last pin of each of these blocks ends, for those that some pin names. O(blocks of all pins)."""
-        wanted = {key for key in keys if key in self._counts}
+        """When the last pin of each of these blocks ends, for those that some pin names."""
         out: dict[BlockKey, Wall] = {}
-        for pin in self._pins.values() if wanted else ():
-            for key in wanted.intersection(pin.chain):
-                out[key] = max(pin.until, out.get(key, pin.until))
+        for key in keys:
+            ends = [self._until[number] for number in self._naming.get(key, ()) if number in self._until]
+            if ends:
+                out[key] = max(ends)
         return out
+
+    def end(self, name: str) -> bool:
+        """End a pin, whose blocks are to be uncovered. Whether there was one. O(1)."""
+        pin = self._pins.pop(name, None)
+        if pin is not None:
+            number = self._numbers.pop(name)
+            del self._until[number]
+            self._ended.append((number, pin.chain, len(pin.chain)))
+        return pin is not None
+
+    def end_due(self, wall_s: Wall) -> list[str]:
+        """End the pins whose time is over; returns their names. O(pins)."""
+        names = [pin.name for pin in self._pins.values() if pin.until < wall_s]
+        return [name for name in names if self.end(name)]
+
+    def end_scope(self, scope: Scope, before: Wall = _FOREVER) -> list[str]:
+        """End the pins of a scope made until `before`: a purge is stronger than a pin. Returns as `end_due`."""
+        mine = (pin for pin in self._pins.values() if scope_of_key(pin.chain[0]) == scope)
+        names = [pin.name for pin in mine if pin.created <= before]
+        return [name for name in names if self.end(name)]
+
+    @property
+    def ending(self) -> bool:
+        """Whether `uncover` has something to do."""
+        return bool(self._ended)
+
+    def uncover(self, most: int | None = None) -> list[BlockKey]:
+        """Go through blocks, at most so many, of pins that have ended; returns those that no other pin names."""
+        free: list[BlockKey] = []
+        while self._ended and most != 0:
+            number, chain, stop = self._ended.popleft()
+            start = 0 if most is None else max(0, stop - most)  # from the end: parents are covered longest
+            most = None if most is None else most - (stop - start)
+            if start:
+                self._ended.appendleft((number, chain, start))
+            part = chain[start:stop]
+            for key in part:
+                left = tuple(other for other in self._naming.get(key, ()) if other != number)
+                if left:
+                    self._naming[key] = left
+                elif self._naming.pop(key, None) is not None:
+                    free.append(key)
+        return free
 
     def delete(self, name: str) -> list[BlockKey]:
         """End a pin; returns the blocks that no other pin names. Idempotent."""
-        pin = self._pins.pop(name, None)
-        free = []
-        for key in set(pin.chain) if pin is not None else ():
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
-                free.append(key)
-        return sorted(free)
+        return sorted(self.uncover()) if self.end(name) else []
 
     def expire(self, wall_s: Wall) -> list[BlockKey]:
         """End the pins whose time is over; returns the blocks that no other pin names."""
-        ended = [pin.name for pin in self._pins.values() if pin.until < wall_s]
-        return [key for name in ended for key in self.delete(name)]
+        return sorted(self.uncover()) if self.end_due(wall_s) else []
 
     def purge(self, scope: Scope, before: Wall = _FOREVER) -> list[BlockKey]:
-        """End the pins of a scope made until `before`: a purge is stronger than a pin. Returns as `expire`."""
-        mine = (pin for pin in self._pins.values() if scope_of_key(pin.chain[0]) == scope)
-        ended = [pin.name for pin in mine if pin.created <= before]
-        return [key for name in ended for key in self.delete(name)]
+        """End the pins of a scope made until `before`. Returns as `expire`."""
+        return sorted(self.uncover()) if self.end_scope(scope, before) else []
 
     def covers(self, key: BlockKey) -> bool:
         """Whether some pin names this block."""
-        return key in self._counts
+        return key in self._naming
 
     def __len__(self) -> int:
         """Distinct blocks that some pin names."""
-        return len(self._counts)
+        return len(self._naming)
 
     @property
     def names(self) -> int:
@@ -162,8 +232,12 @@ class Pins:
         return sorted(self._pins.values(), key=lambda pin: pin.name)
 
     def check(self) -> None:
-        """Assert that each block is counted as often as pins name it."""
-        assert self._counts == Counter(key for pin in self._pins.values() for key in set(pin.chain))
+        """Assert that each block is covered by those pins that name it, and by ended ones."""
+        ending = {number for number, _, _ in self._ended}
+        assert self._until == {self._numbers[name]: pin.until for name, pin in self._pins.items()}
+        expected = {(self._numbers[pin.name], key) for pin in self._pins.values() for key in pin.chain}
+        covered = {(number, key) for key, numbers in self._naming.items() for number in numbers if number not in ending}
+        assert covered == expected, "blocks are covered by other pins than name them"
 
     def _named(self, name: str) -> Pin:
         if name not in self._pins:

@@ -79,7 +79,7 @@ async def test_no_verb_of_a_tier_ends_housekeeping(verb: str, kind: str) -> None
     tier.stuck = frozenset([verb] if kind == "stubborn" else [])
     async with opened(clock, [faulty]) as cache:
         await put(cache)
-        cache.manager.protection._to_retain.update(KEYS)
+        cache.manager.protection.retainer.ask(KEYS)
         cache.manager.hierarchy._drop_below = {"g3"}
         try:
             await cache.pins.create("docs", KEYS[:2], "1h")

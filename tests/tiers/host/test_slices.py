@@ -12,7 +12,7 @@ import pytest
 import kvtier
 from kvtier.bench.retention.byteless import EmptyArena
 from kvtier.identity.keys import SHARED, scope_of
-from kvtier.manager.hierarchy import SLICE_BLOCKS
+from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.manager.manager import Manager
 from kvtier.policies.lru import LRU
 from kvtier.put import Put

@@ -1,0 +1,187 @@
+"""Keeps wanted blocks out of eviction's reach: in G2, until a local tier below retains them.
+
+Who wants a block, and until when, is the owner's business. The tier below is told in the background; what it could not
+be told stays on a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.hierarchy import Hierarchy
+from kvtier.manager.pin_sync import CALL_S, FAILURES
+from kvtier.manager.slices import MOVED_BLOCKS, slices
+from kvtier.tiers.protocol import Retaining
+from kvtier.times import Wall
+
+log = logging.getLogger(__name__)
+
+UNBOUNDED_BLOCKS = 1 << 40
+
+Times = tuple[Wall, Wall | None]
+"""Until when to retain a block, and until when to serve it whatever its terms."""
+
+_NEVER = Wall("-inf")
+_ASKED_BLOCKS = 4096  # that the tier below is to retain in one call
+
+
+class Retainer:
+    """The retained blocks of one manager. Sync verbs are called under the lock; async ones on its loop, in slices.
+    At each yield a block is retained only if it was wanted when its slice was done; whoever stops to want it calls
+    `release`."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        wanted: Callable[[BlockKey], bool],
+        by_time: Callable[[Sequence[BlockKey]], Mapping[Times, list[BlockKey]]],
+    ) -> None:
+        """`wanted` says whether a block is to be retained; `by_time` sorts those that are. Both under the lock."""
+        self._hierarchy = hierarchy
+        self._host, self._lock = hierarchy.host, hierarchy.lock
+        self._wanted, self._by_time = wanted, by_time
+        self._tier: Retaining | None = None
+        self._tier_name = ""
+        self._most = 0
+        self._below: dict[BlockKey, Wall] = {}  # retained by the tier below, until when
+        self._to_retain: set[BlockKey] = set()  # to be retained there, if they are there
+        self._to_release: set[BlockKey] = set()
+        self.unheld = 0
+        """Wanted blocks that G2 had no share left for: they may have left."""
+
+    def open(self, share: float) -> int:
+        """Find the tier that retains. Returns how many blocks may be wanted: this share of its capacity, or of G2's."""
+        self._most = budget = max(1, int(share * self._host.capacity))
+        tier = self._hierarchy.retaining()
+        if tier is not None:
+            with self._lock:
+                if tier.name != self._tier_name:  # another one than before
+                    self._below.clear()
+                self._tier, self._tier_name = tier.retaining(), tier.name
+            capacity = tier.usage().capacity_bytes // tier.block_bytes
+            budget = max(1, int(share * capacity)) if capacity else UNBOUNDED_BLOCKS
+        return budget
+
+    async def known_below(self) -> Mapping[BlockKey, Wall]:
+        """What the tier below retains, whoever asked it to. Raises its errors."""
+        return await self._tier.retained() if self._tier is not None else {}
+
+    # ── under the lock ──────────────────────────────────────────────────────────────────────────────────────
+
+    def found(self, key: BlockKey, until: Wall) -> None:
+        """The tier below was found to retain this block."""
+        self._below[key] = until
+
+    def has_below(self, key: BlockKey) -> bool:
+        """Whether the tier below retains this block."""
+        return key in self._below
+
+    def retain(self, keys: Iterable[BlockKey]) -> None:
+        """Retain in G2 the blocks that no tier below retains, as far as G2's share goes."""
+        host = self._host
+        alone = [key for key in keys if key not in self._below and key in host.index]
+        space = max(0, self._most - host.retained)
+        host.retain(alone[:space])
+        self.unheld += len(alone[space:])
+
+    def ask(self, keys: Iterable[BlockKey], until: Wall | None = None) -> None:
+        """Have the tier below retain these blocks, unless it does `until` then or longer (None: anyway)."""
+        if until is None:
+            self._to_retain.update(keys)
+        else:
+            self._to_retain.update(key for key in keys if self._below.get(key, _NEVER) < until)
+
+    def stored(self, tier: str, keys: Iterable[BlockKey]) -> None:
+        """These blocks are durable in `tier`."""
+        if tier == self._tier_name:
+            self._to_retain.update(key for key in keys if key not in self._below and self._wanted(key))
+
+    def release(self, key: BlockKey) -> None:
+        """Nobody wants this block any more."""
+        self._host.release_retained([key])
+        self._to_retain.discard(key)
+        if self._below.pop(key, None) is not None:
+            self._to_release.add(key)
+
+    # ── on the loop ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def forget(self, tier: str) -> None:
+        """A tier's copies were dropped by its operator. What it stores again meanwhile is retained once more."""
+        if tier == self._tier_name:
+            await self._lost(list(self._below), {})
+
+    async def drop_stale(self) -> list[BlockKey]:
+        """Find the blocks that the tier below has lost; G2 retains again those that it has. Returns those that are
+        nowhere. Raises the tier's errors."""
+        if self._tier is None or not self._below:
+            return []
+        with self._lock:
+            before = list(self._below)
+        return await self._lost(before, await self._tier.retained())
+
+    async def _lost(self, keys: Sequence[BlockKey], retained: Mapping[BlockKey, Wall]) -> list[BlockKey]:
+        nowhere: list[BlockKey] = []
+        for part in slices(keys):
+            with self._lock:
+                gone = [key for key in part if key not in retained and self._below.pop(key, None) is not None]
+                self.retain(gone)
+                self._to_retain.update(gone)
+                nowhere += [key for key in gone if key not in self._host.index]
+            await asyncio.sleep(0)
+        return nowhere
+
+    async def tell_below(self) -> None:
+        """Have the tier below retain what is wanted, and release what is not. What fails is tried the next time."""
+        with self._lock:
+            asked, self._to_retain = self._to_retain, set()
+            freed, self._to_release = self._to_release, set()
+            if self._tier is None:
+                return
+        try:
+            for part in slices(list(freed), _ASKED_BLOCKS):
+                async with asyncio.timeout(CALL_S):
+                    await self._tier.release_retained(part)
+                freed.difference_update(part)
+            for part in slices(list(asked), _ASKED_BLOCKS):
+                await self._ask_below(self._tier, part)
+                asked.difference_update(part)
+        except FAILURES as error:
+            log.debug("%s retains nothing now: %s", self._tier_name, error)
+        finally:
+            with self._lock:
+                self._to_release |= freed
+                self._to_retain |= asked
+
+    async def _ask_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
+        groups: dict[Times, list[BlockKey]] = {}
+        for part in slices(keys):
+            with self._lock:
+                for times, wanted in self._by_time(part).items():
+                    groups.setdefault(times, []).extend(wanted)
+            await asyncio.sleep(0)
+        for times, wanted in groups.items():
+            async with asyncio.timeout(CALL_S):
+                done = await tier.retain(wanted, *times)
+            await self._retained_below(wanted, done, times[0])
+
+    async def _retained_below(self, keys: Sequence[BlockKey], done: Sequence[bool], until: Wall) -> None:
+        for part in slices(list(zip(keys, done, strict=True)), MOVED_BLOCKS):
+            with self._lock:
+                for key, is_retained in part:
+                    if not is_retained:
+                        self._below.pop(key, None)
+                        continue
+                    self._below[key] = until
+                    if self._wanted(key):
+                        self._host.release_retained([key])
+                    else:
+                        self.release(key)  # it ended meanwhile
+            await asyncio.sleep(0)
+
+    def check(self) -> None:
+        """Assert the invariants. Under the lock."""
+        assert all(map(self._wanted, self._below)), "retained below without protection"
+        assert self._host.retained <= self._most, "more of G2 is retained than its share"

@@ -1,0 +1,43 @@
+"""Long chains cut into slices, so that neither the lock nor the event loop is taken for more than a millisecond.
+
+Between two slices anybody may evict, purge, store or cancel. So a verb that works in slices says what holds there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SLICE_BLOCKS = 256
+"""Blocks that are looked up, pinned or unpinned in one hold of the lock: half a millisecond of work."""
+
+MOVED_BLOCKS = 128
+"""Blocks that are reserved or published in one hold, each with an eviction: half a millisecond, too."""
+
+
+def slices(items: Sequence[T], size: int = 0) -> Iterator[Sequence[T]]:
+    """`items` in parts of `size`; 0: SLICE_BLOCKS."""
+    size = size or SLICE_BLOCKS
+    return (items[first : first + size] for first in range(0, len(items), size))
+
+
+def in_strides(depths: Sequence[int], stride: int) -> Iterator[Sequence[int]]:
+    """Ascending depths in parts of at most MOVED_BLOCKS; strides are whole, where they are not longer than that."""
+    width = max(1, MOVED_BLOCKS // stride) * stride if stride <= MOVED_BLOCKS else MOVED_BLOCKS
+    part: list[int] = []
+    for depth in depths:
+        if part and depth // width != part[0] // width:
+            yield part
+            part = []
+        part.append(depth)
+    if part:
+        yield part
+
+
+async def aside(blocks: int, work: Callable[[], T]) -> T:
+    """The result of `work` over so many blocks: at once if they are a slice, else from a thread, so that others have a
+    turn on the loop. Cancelled, it leaves the thread to end by itself."""
+    return work() if blocks <= SLICE_BLOCKS else await asyncio.to_thread(work)

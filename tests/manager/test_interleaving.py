@@ -1,0 +1,161 @@
+"""Between any two slices of a verb somebody purges, evicts, closes the cache or cancels the verb: right bytes or a
+miss, nothing stays pinned, and a purged block does not come back.
+
+Slices are of two blocks. The other verb comes one turn of the loop later each time, until the first was over before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.clock import SystemClock
+from kvtier.identity.keys import scope_of
+from kvtier.retention.terms import Depth
+from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
+from tests.manager.support.small import slices_of
+
+BLOCK = 512
+NS = sample_namespace(BLOCK)
+SCOPE = scope_of("tenant")
+CHAIN = list(chain_of(NS, 12, scope=SCOPE))
+PAYLOADS = payloads_of(CHAIN, BLOCK)
+OTHERS = [list(chain_of(NS, 12, seed=seed)) for seed in range(1, 4)]
+CONFIG = kvtier.Config.parse(
+    {
+        "tiers": {"g2": {"capacity": 40 * 4096}},
+        "retention": {"classes": {"sure": {"ttl": "1h", "guarantee": True}}, "reserved": 0.9},
+        "deadlines": {"close": "5s"},
+    }
+)
+TURNS = 120  # more than any of the verbs takes
+
+Cache = kvtier.AsyncCache
+Verb = Callable[[Cache], Coroutine[Any, Any, object]]
+
+
+def opened(stack: str) -> Cache:
+    clock = SystemClock()
+    tiers = [MemoryTier(NS, clock)] if "g3" in stack else []
+    if "g4" in stack:
+        tiers.append(MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2))
+    return kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers)
+
+
+async def get(cache: Cache) -> None:
+    async with cache.get(CHAIN, 5.0) as hit:
+        assert [bytes(block) for block in hit.blocks] == PAYLOADS[: len(hit)]
+        await asyncio.sleep(0)
+        assert [bytes(block) for block in hit.blocks] == PAYLOADS[: len(hit)]
+
+
+async def put_sure(cache: Cache) -> None:
+    assert await cache.put(CHAIN, PAYLOADS, "sure", wait=False) <= len(CHAIN)
+
+
+VERBS: dict[str, Verb] = {
+    "get": get,
+    "prewarm": lambda cache: cache.prewarm(CHAIN, 5.0),
+    "match": lambda cache: cache.match(CHAIN, 5.0),
+    "put": put_sure,
+    "pin": lambda cache: cache.pins.create("p", CHAIN, "1h"),
+    "unpin": lambda cache: cache.pins.delete("q", drop=True),
+    "extend": lambda cache: cache.pins.extend("q", "2h"),
+    "tend": lambda cache: cache.manager.protection.tend(read_pins=True),
+    "purge": lambda cache: cache.purge("tenant"),
+    "flush": lambda cache: cache.flush(5.0),
+}
+
+
+async def crowd(cache: Cache) -> None:
+    for chain in OTHERS:
+        await cache.put(chain, payloads_of(chain, BLOCK), wait=False)
+
+
+MEANWHILE: dict[str, Verb] = {
+    "purge": lambda cache: cache.purge("tenant"),
+    "evict g2": lambda cache: cache.evict("g2"),
+    "evict below": lambda cache: cache.evict(next(iter(cache.manager.lower))),
+    "crowd": crowd,
+    "get": get,
+    "close": lambda cache: cache.close(),
+}
+
+
+async def settled(cache: Cache) -> None:
+    manager = cache.manager
+    for _ in range(200):
+        await cache.flush(1.0)
+        with manager.lock:
+            quiet = not (manager.host._pinned or manager.host._filling or manager.host.quarantined)
+        if quiet and not manager.promoter.overdue:
+            break
+        await asyncio.sleep(0.01)
+    assert quiet, "something stays pinned"
+    cache.check()
+
+
+async def prepared(cache: Cache) -> None:
+    """The chain is below, its head in G2, too, with a guarantee, and it is pinned."""
+    await cache.put(CHAIN, PAYLOADS, "sure")
+    await cache.pins.create("q", CHAIN[:7], "1h")
+    await cache.flush(5.0)
+    await cache.evict("g2")
+    await cache.prewarm(CHAIN[:3], 5.0)
+
+
+async def turns_taken(stack: str, verb: Verb, meanwhile: Verb | None, turns: int) -> bool:
+    """Run `verb`, and after so many turns of the loop the other one, or a cancellation. Whether it was over by then."""
+    async with opened(stack) as cache:
+        await prepared(cache)
+        task = asyncio.ensure_future(verb(cache))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        over = task.done()
+        if meanwhile is None:
+            task.cancel()
+        else:
+            await meanwhile(cache)
+        with contextlib.suppress(asyncio.CancelledError, kvtier.KVTierError):
+            await task
+        if cache.manager.closed:
+            return over
+        await settled(cache)
+        await get(cache)
+        if meanwhile is MEANWHILE["purge"] and verb is not put_sure and verb is not VERBS["pin"]:
+            assert await cache.match(CHAIN) == 0, "purged blocks came back"
+            assert not len(cache.manager.protection.guarantees) and not len(cache.manager.protection.pins)
+        await settled(cache)
+    return over
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("meanwhile", [*MEANWHILE, "cancel"])
+@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("stack", ["g3", *(pytest.param(deep, marks=pytest.mark.long) for deep in ("g4", "g3+g4"))])
+async def test_between_any_two_slices(stack: str, name: str, meanwhile: str) -> None:
+    step = 7 if stack == "g3" else 1
+    with slices_of(2):
+        for turns in range(0, TURNS, step):
+            if await turns_taken(stack, VERBS[name], MEANWHILE.get(meanwhile), turns):
+                break
+
+
+async def test_a_purge_between_two_slices_of_a_pin_leaves_no_pin() -> None:
+    with slices_of(2):
+        async with opened("g3") as cache:
+            await cache.put(CHAIN, PAYLOADS)
+            pinning = asyncio.ensure_future(cache.pins.create("p", CHAIN, "1h"))
+            for _ in range(TURNS):
+                if len(cache.manager.protection.pins):
+                    break
+                await asyncio.sleep(0)
+            await cache.purge("tenant")
+            await pinning
+            assert cache.pins.list() == [] and not len(cache.manager.protection.pins)
+            await settled(cache)
