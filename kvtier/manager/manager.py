@@ -182,8 +182,8 @@ class Manager:
     async def promote(
         self, chain: Sequence[BlockKey], deadline: Mono, start: int = 0, *, referenced: bool = False
     ) -> Lease:
-        """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss. Blocks before
-        `start` are as in `pin`, and `referenced`: that was called for this request, and the policy knows of it."""
+        """Bring the longest prefix that pays off into G2 and pin it, by `deadline`; what is late is a miss. Blocks
+        before `start`: see `pin`. `referenced`: that was called for this request, so the policy knows of it."""
         if self._unusable():
             return self._nothing()
         time = self.hierarchy.now()
