@@ -303,7 +303,7 @@ class Protection:
 
     async def _establish(self, pin: Pin) -> None:
         wall_s = self._clock.wall()
-        for part in slices(pin.chain):
+        for part in slices(pin.chain, MOVED_BLOCKS // 2):  # each gets another life, too
             with self._lock:
                 index = self._host.index
                 self.arrived([index[key] for key in part if key in index and index[key].expires_at >= wall_s])

@@ -14,8 +14,9 @@ T = TypeVar("T")
 SLICE_BLOCKS = 256
 """Blocks that are looked up, pinned or unpinned in one hold of the lock: half a millisecond of work."""
 
-MOVED_BLOCKS = 128
-"""Blocks that are reserved or published in one hold, each with an eviction: half a millisecond, too."""
+MOVED_BLOCKS = 64
+"""Blocks that are reserved, published or retained in one hold, each with a change of the policy's order: a millisecond
+or two."""
 
 
 def slices(items: Sequence[T], size: int = 0) -> Iterator[Sequence[T]]:
