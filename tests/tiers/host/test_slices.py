@@ -12,8 +12,8 @@ import pytest
 import kvtier
 from kvtier.bench.retention.byteless import EmptyArena
 from kvtier.identity.keys import SHARED, scope_of
-from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.manager.manager import Manager
+from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.policies.lru import LRU
 from kvtier.put import Put
 from kvtier.retention.lifetime import Lifetime
