@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -241,7 +242,8 @@ class Store:
         """Assert that the index is consistent and the files are within the capacity. Reads the whole index."""
         self.index.check()
         files = [path.lstat() for part in self.parts for path in (part / "slab").iterdir()]
-        sizes = {(status.st_dev, status.st_ino): status.st_size for status in files}.values()
+        ours = [status for status in files if stat.S_ISREG(status.st_mode)]
+        sizes = {(status.st_dev, status.st_ino): status.st_size for status in ours}.values()
         assert sum(sizes) <= self.geometry.capacity, f"slab files have {sum(sizes)} bytes"
 
     def _failed(self, thread: str, error: Exception) -> float:
