@@ -47,6 +47,7 @@ THREADS = 8
 WRITERS_MAX = 3  # of them at once; see WRITE_BYTES_MAX
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
+HOLD_S = 10.0  # slots are held for writes that may follow
 RECLAIM_EVERY_S = 5.0
 SCAN_FIRST_S, SCAN_EVERY_S = 10.0, 1.0  # for expired entries
 GROWTH_PAUSE_S = 30.0
@@ -96,8 +97,9 @@ class Store:
         self._fold = TombstoneFold()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = 0.0
-        failed = partial(self._failed, "g3 writer")
-        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed)
+        self._hold_until = 0.0
+        failed, expected = partial(self._failed, "g3 writer"), lambda: 3 * self.reserved.writes // 4
+        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
 
     # Life.
 
@@ -298,6 +300,8 @@ class Store:
             if segment is not None and segment != self._preallocating:
                 self._preallocating = segment
                 self.io.when_idle(partial(self._preallocate, segment))
+            if any(job.use is Use.PUT for job, _ in results):
+                self._hold_until = time.monotonic() + HOLD_S
         finally:
             for job, result in results:  # it is committed, whatever became of the rest
                 job.future.set_result(result)
@@ -347,7 +351,8 @@ class Store:
         touches wait."""
         if not self._maintained:
             return False
-        self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
+        if time.monotonic() >= self._hold_until:
+            self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()
