@@ -101,7 +101,7 @@ class WriteBatch:
         there all the same, publishing finds it.
         """
         store = self._store
-        if not self._streams(len(self._blocks)) or min(block.priority for block in self._blocks) < PRIORITY:
+        if not self._streams(len(self._blocks)) or any(block.priority < PRIORITY for block in self._blocks):
             return []
         names = {block.name for block in self._blocks}
         above = {block.parent for block in self._blocks if block.parent is not None} - names
@@ -123,7 +123,7 @@ class WriteBatch:
         """Whether a write is small beside the store, so that slots may be held for one that follows."""
         size = count * slot_class(self._block_bytes) * SLOT_ALIGN
         share = STREAM_SHARE if size >= STREAM_BYTES_MIN else SMALL_SHARE
-        return size <= self._store.geometry.capacity // share
+        return 0 < size <= self._store.geometry.capacity // share
 
     async def _publish(self, deadline: Mono) -> None:
         store, wall_s = self._store, self._clock.wall()
