@@ -47,7 +47,7 @@ def doctor(paths: Paths, json: Json = False) -> None:
     with looking_after(paths, SystemClock()) as store:
         found = store.diagnose()
     if json:
-        write_json([asdict(one) for one in found])
+        write_json({"ailments": [asdict(one) for one in found]})
     else:
         write_table(["", "", "remedy"], [[one.name, one.figure, one.remedy] for one in found])
     if any(one.remedy for one in found):
