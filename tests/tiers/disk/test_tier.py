@@ -229,6 +229,7 @@ async def test_a_stream_of_writes_commits_once_each_and_gives_back_what_it_kept(
 ) -> None:
     monkeypatch.setattr(write, "STREAM_BYTES_MIN", 4 * BLOCK)
     monkeypatch.setattr(store, "IDLE_S", 0.02)
+    monkeypatch.setattr(store, "HOLD_S", 0.2)
     async with opened(tmp_path / "g3", 256) as tier:
         transact, count = Index.transact, []
         monkeypatch.setattr(Index, "transact", lambda self, *a, **k: (count.append(1), transact(self, *a, **k))[1])
