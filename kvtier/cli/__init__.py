@@ -35,6 +35,7 @@ COMMANDS = (
     Command("config schema", "kvtier.cli.config:schema", "Print every key with its type, default and meaning."),
     Command("doctor", "kvtier.cli.doctor:doctor", "Check this machine against a configuration, or explain misses."),
     Command("g3 inspect", "kvtier.cli.g3:inspect", "Show the contents of a G3 store."),
+    Command("g3 doctor", "kvtier.cli.g3:doctor", "Say what ails a G3 store, and what helps."),
     Command("g3 verify", "kvtier.cli.g3:verify", "Check every block of a G3 store against its digest."),
     Command("g3 scrub", "kvtier.cli.g3:scrub", "Verify a G3 store and delete damaged blocks."),
     Command("g3 gc", "kvtier.cli.g3:gc", "Delete expired and purged blocks, free abandoned slots, or resize."),

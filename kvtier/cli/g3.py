@@ -17,7 +17,9 @@ from kvtier.tiers.disk.maintenance import Findings, MaintenanceProgress, looking
 from kvtier.units import parse_rate, parse_size
 
 Paths = Annotated[list[Path], typer.Argument(help="The store's path; all of them, in order, if it has several.")]
-Rate = Annotated[str | None, typer.Option("--rate", help="Upper bound of the read rate, such as 200MiB/s.")]
+RATE = "100MiB/s"
+"""At this rate engines on the same disk put and get about as fast as without."""
+Rate = Annotated[str, typer.Option("--rate", help="Upper bound of the read rate, such as 200MiB/s.")]
 Resize = Annotated[
     str | None, typer.Option("--resize", help="Change the capacity; no other process may use the store.")
 ]
@@ -40,16 +42,28 @@ def inspect(paths: Paths, json: Json = False) -> None:
     write_table(["namespace", "of", "blocks", "bytes", "expired", "scopes"], rows)
 
 
-def verify(paths: Paths, json: Json = False) -> None:
+def doctor(paths: Paths, json: Json = False) -> None:
+    """Say what ails a G3 store, and what helps. Reads the index, no payload."""
+    with looking_after(paths, SystemClock()) as store:
+        found = store.diagnose()
+    if json:
+        write_json({"ailments": [asdict(one) for one in found]})
+    else:
+        write_table(["", "", "remedy"], [[one.name, one.figure, one.remedy] for one in found])
+    if any(one.remedy for one in found):
+        raise typer.Exit(1)
+
+
+def verify(paths: Paths, rate: Rate = RATE, json: Json = False) -> None:
     """Check every block of a G3 store against its digest, and the index against itself. Changes nothing."""
     with looking_after(paths, SystemClock()) as store, _progress(json) as progress:
-        found = store.verify(progress)
+        found = store.verify(progress, bytes_per_s=parse_rate(rate))
     _report(found, as_json=json)
 
 
-def scrub(paths: Paths, rate: Rate = None, json: Json = False) -> None:
+def scrub(paths: Paths, rate: Rate = RATE, json: Json = False) -> None:
     """Verify, and delete damaged blocks."""
-    bytes_per_s = parse_rate(rate) if rate is not None else None
+    bytes_per_s = parse_rate(rate)
     with looking_after(paths, SystemClock()) as store, _progress(json) as progress:
         found = store.scrub(progress, bytes_per_s=bytes_per_s)
     _report(found, as_json=json)

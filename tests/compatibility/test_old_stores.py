@@ -413,6 +413,10 @@ def test_the_directory_is_as_the_format_says(store: Store) -> None:
     assert {one["uuid"] for one in markers} == {records[b"muuid"].hex()}
 
 
+ADDED = {b"mbudget", b"mpurges"}
+"""Records that later releases write besides, within the format: earlier ones neither read nor miss them."""
+
+
 def test_this_release_writes_the_same_bytes(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
     """The same script under the same clock: same names of blocks, same objects, same records.
 
@@ -428,7 +432,7 @@ def test_this_release_writes_the_same_bytes(unpacked: Callable[[str], Path], tmp
     for name, there in objects.items():
         assert lately[name] == there, f"{name} is written in another way"
     records, today = records_of(then), records_of(now)
-    assert records.keys() == today.keys()
+    assert records.keys() == today.keys() - ADDED
     for key, record in records.items():
         assert today[key] == record, f"{key!r} is written in another way"
 

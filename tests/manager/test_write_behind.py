@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import pytest
+
 from kvtier.clock import Clock, SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import ManagerLimits
@@ -13,19 +15,22 @@ from kvtier.manager.lease import Hold
 from kvtier.manager.manager import Manager
 from kvtier.policies.policy import make_policy
 from kvtier.retention.terms import BUILTIN, Depth
-from kvtier.testing import MemoryTier, chain_of, payload_of, sample_namespace
+from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Sealed, Stored, Tier
+from kvtier.times import Mono
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
 
 
 @asynccontextmanager
-async def managed(slots: int, lower: Sequence[Tier], clock: Clock) -> AsyncIterator[Manager]:
+async def managed(
+    slots: int, lower: Sequence[Tier], clock: Clock, *, write_rate: float = 0.0
+) -> AsyncIterator[Manager]:
     host = HostTier(Arena(BLOCK, 1, slots * BLOCK), make_policy("lru", slots))
-    manager = Manager(host, lower, clock, ManagerLimits(queue_fraction=1.0, close_s=5.0))
+    manager = Manager(host, lower, clock, ManagerLimits(queue_fraction=1.0, close_s=5.0, write_rate=write_rate))
     await manager.start()
     try:
         yield manager
@@ -132,3 +137,30 @@ async def test_chains_that_grow_are_one_piece_of_work_and_none_is_forgotten() ->
             coalescer.add(chain_of(NS, 2, seed=seed), 2)
         await asyncio.sleep(0)
         assert coalescer.pending() == 2 * 2001 and not manager.demoter.queues["g4"].refused
+
+
+async def test_g3_is_written_at_the_configured_rate() -> None:
+    """By the injected clock: a second's burst passes at once, the rest as the bucket fills."""
+    clock = VirtualClock()
+    tier = MemoryTier(NS, clock)
+    async with managed(64, [tier], clock, write_rate=4.0 * BLOCK) as manager:
+        began = clock.monotonic()
+        for seed in range(8):
+            assert store(manager, chain_of(NS, 4, seed)) == []
+        assert await manager.demoter.queues["g3"].drained(began + 1000)
+        took_s = clock.monotonic() - began
+    assert took_s == pytest.approx(7.0, abs=0.1), "28 blocks after the burst, 4 a second"
+
+
+async def test_blocks_that_the_budget_refuses_are_counted_and_the_queue_lives() -> None:
+    clock = SystemClock()
+
+    class Spent(MemoryTier):
+        async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
+            return [Stored.BUDGET] * len(blocks)
+
+    async with managed(16, [Spent(NS, clock)], clock) as manager:
+        assert store(manager, chain_of(NS, 4)) == []
+        queue = manager.demoter.queues["g3"]
+        assert await queue.drained(clock.monotonic() + 5)
+        assert queue.refused["budget"] == 4

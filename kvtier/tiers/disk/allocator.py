@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,13 +196,30 @@ class ReservedSlots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.writes = 0  # under way now,
+        self._moving = 0  # blocks on their way in them,
+        self._peak = 0  # and the most of late
         self._held: list[SlotReservation] = []
         self._returned: list[SlotReservation] = []
         self._unused: list[SlotReservation] = []  # returned ones that nothing was written to
 
+    @contextmanager
+    def writing(self, count: int) -> Iterator[None]:
+        """While inside, so many blocks are on their way to slots."""
+        with self._lock:
+            self.writes += 1
+            self._moving += count
+            self._peak = max(self._peak, self._moving)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.writes -= 1
+                self._moving -= count
+
     def wants(self, count: int) -> bool:
-        """Whether so many more are few enough to reserve."""
-        return len(self._held) < 2 * count
+        """Whether so many more are few enough to reserve: as many are held as were on their way together."""
+        return len(self._held) < max(2 * count if count > 1 else 1, self._peak)
 
     def add(self, reservations: Sequence[SlotReservation]) -> None:
         """Hold these for the next write."""
@@ -230,6 +248,7 @@ class ReservedSlots:
         """Hold none for the next write any more; returns those that were held."""
         with self._lock:
             held, self._held = self._held, []
+            self._peak = self._moving
         return held
 
     @property

@@ -108,11 +108,14 @@ class WriteBudget:
 
 
 def thread_written() -> int | None:
-    """Bytes that this thread has made the kernel write to a device so far; None where the kernel does not tell."""
+    """Bytes that this thread has given to the kernel to write so far; None where that is not told.
+
+    Not `write_bytes`: where the page cache has large folios, that counts a folio for a page.
+    """
     try:
         for line in _IO.read_text().splitlines():
             name, _, value = line.partition(": ")
-            if name == "write_bytes":
+            if name == "wchar":
                 return int(value)
     except (OSError, ValueError):
         pass

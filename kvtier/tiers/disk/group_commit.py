@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,8 @@ from kvtier.tiers.disk.write_txn import WriteTxn
 T = TypeVar("T")
 
 JOBS_PER_COMMIT_MAX = 64
+GATHER_S = 0.01
+"""How long a commit waits for more jobs. It writes 20 KB of the index for itself, and takes about as long."""
 
 
 class CommitJob(Generic[T]):
@@ -66,6 +69,7 @@ class GroupCommit:
     `commit(jobs)` is called on that thread; it gives every job's future its result or error. `idle()` is called there
     when no job came for `idle_s`, and at the end; it returns whether it has more to do, and is called again soon then.
     Where one of them raises, `failed(error)` says after how many seconds the thread goes on, and the jobs in hand fail.
+    `expected()` tells how many jobs are about to come: a commit waits up to GATHER_S for those.
     """
 
     def __init__(
@@ -75,11 +79,13 @@ class GroupCommit:
         idle_s: float,
         name: str,
         failed: Callable[[Exception], float],
+        expected: Callable[[], int],
     ) -> None:
         self._commit = commit
         self._idle = idle
         self._idle_s = idle_s
         self._failed = failed
+        self._expected = expected
         self._queue: deque[CommitJob[Any]] = deque()
         self._lock = threading.Condition()
         self._stopping = False
@@ -111,12 +117,20 @@ class GroupCommit:
             self._lock.notify()
         self._thread.join()
 
+    def _gather(self) -> None:
+        """Wait a little until as many jobs are there as are expected. Under the lock."""
+        end = time.monotonic() + GATHER_S
+        while self._queue and not self._stopping and len(self._queue) < min(self._expected(), JOBS_PER_COMMIT_MAX):
+            if not self._lock.wait(end - time.monotonic()):
+                return
+
     def _run(self) -> None:
         more, stopping = False, False
         while not stopping or more:
             with self._lock:
                 if not self._queue and not self._stopping and not more:
                     self._lock.wait(self._idle_s)
+                self._gather()
                 jobs = [self._queue.popleft() for _ in range(min(len(self._queue), JOBS_PER_COMMIT_MAX))]
                 stopping = self._stopping and not jobs
             try:

@@ -29,7 +29,7 @@ from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
 from kvtier.tiers.disk.eviction import SearchFloors
-from kvtier.tiers.disk.owner import Owner
+from kvtier.tiers.disk.owner import Owner, boot_offset_ns
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.purged import purged_until
 from kvtier.tiers.disk.records import (
@@ -338,7 +338,7 @@ class Index:
 
     def allowance(self, per_day: float, now_s: float) -> Allowance:
         """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME."""
-        return Allowance(per_day, self.owner.boot, now_s, self._unpaid)
+        return Allowance(per_day, self.owner.boot, now_s - boot_offset_ns() / 1e9, self._unpaid)
 
     def owe(self, size: int) -> None:
         """So many bytes were written to the store's files: charge them with the next transaction."""

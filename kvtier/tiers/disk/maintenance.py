@@ -24,6 +24,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
+from kvtier.tiers.disk.diagnosis import Ailment, diagnose
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
 from kvtier.tiers.disk.store import Store
@@ -91,6 +92,7 @@ class Maintenance:
         fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in index.rows(NAMESPACE_KEY)}
         writers = {SlotReservation.decode(key, raw).owner for key, raw in index.rows(RESERVED)}
         used, size = index.usage()
+        balance = index.balance()
         geometry = store.geometry
         return {
             "paths": [str(part) for part in store.parts],
@@ -100,6 +102,9 @@ class Maintenance:
             "segment_bytes": geometry.segment_bytes,
             "slab_file_bytes": sum(file.lstat().st_size for part in store.parts for file in part.glob("slab/*.slab")),
             "index_bytes": index.disk_bytes(),
+            "written_bytes": balance.written,
+            "stored_bytes": balance.stored,
+            "write_amplification": round(balance.amplification, 3),
             "blocks": used,
             "bytes": size,
             "unreadable_entries": unreadable,
@@ -119,9 +124,15 @@ class Maintenance:
             ],
         }
 
-    def verify(self, progress: MaintenanceProgress = lambda done, total: None) -> Findings:
-        """Check the index and read every block against its digest. Changes nothing."""
-        return self._read_all(progress, remove=False, bytes_per_s=None)
+    def diagnose(self) -> list[Ailment]:
+        """What ails the store, and what helps."""
+        return list(diagnose(self._store.index))
+
+    def verify(
+        self, progress: MaintenanceProgress = lambda done, total: None, *, bytes_per_s: float | None = None
+    ) -> Findings:
+        """Check the index and read every block against its digest, at most `bytes_per_s` fast. Changes nothing."""
+        return self._read_all(progress, remove=False, bytes_per_s=bytes_per_s)
 
     def scrub(
         self, progress: MaintenanceProgress = lambda done, total: None, *, bytes_per_s: float | None = None

@@ -23,7 +23,7 @@ class Owner:
     """One incarnation of one process: `epoch`, random per opening, distinguishes two openings by one process."""
 
     pid: int
-    started: int  # clock ticks after boot, /proc/PID/stat field 22
+    started: int  # clock ticks after boot, /proc/PID/stat field 22, as the initial time namespace counts them
     pid_namespace: int  # inode of /proc/self/ns/pid
     boot: bytes  # 16 bytes, /proc/sys/kernel/random/boot_id
     epoch: int
@@ -57,6 +57,18 @@ class Owner:
         return _started(self.pid) == self.started
 
 
+def boot_offset_ns() -> int:
+    """How far CLOCK_BOOTTIME is ahead in this process's time namespace; 0 where the kernel has none."""
+    try:
+        for line in (_PROC / "self/timens_offsets").read_text().splitlines():
+            clock, seconds, nanoseconds = line.split()
+            if clock == "boottime":
+                return int(seconds) * 1_000_000_000 + int(nanoseconds)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
 def _started(pid: int) -> int | None:
     """Start time of a process that can still write, else None.
 
@@ -69,6 +81,6 @@ def _started(pid: int) -> int | None:
         fields = stat[stat.rindex(b")") + 2 :].split()
         if fields[0] in (b"Z", b"X") and len(list((_PROC / str(pid) / "task").iterdir())) <= 1:
             return None
-        return int(fields[19])
+        return int(fields[19]) - boot_offset_ns() * os.sysconf("SC_CLK_TCK") // 1_000_000_000
     except (FileNotFoundError, ProcessLookupError):
         return None

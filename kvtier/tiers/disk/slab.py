@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -28,6 +29,8 @@ from kvtier.tiers.disk.records import SLOT_ALIGN
 from kvtier.tiers.fsync import sync_directory
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 DRAFT = "ahead"
 OPEN_FILES_MAX = 64
@@ -85,6 +88,7 @@ class SystemCalls:
 class _File:
     fd: int
     direct: bool
+    place: tuple[int, int] = (0, 0)  # (device, inode)
     users: int = 0
 
 
@@ -169,6 +173,11 @@ class Slab:
     def _open(self, segment: int) -> Iterator[_File]:
         with self._lock:
             file = self._files.get(segment)
+            if file is not None and not self._in_place(segment, file):
+                log.warning("g3: %s was removed or replaced; its blocks are lost", self.path_of(segment))
+                del self._files[segment]
+                self._close_unused(segment, file)
+                file = None
             if file is None:
                 file = self._files[segment] = self._attach(segment)
             self._files.move_to_end(segment)
@@ -179,6 +188,20 @@ class Slab:
         finally:
             with self._lock:
                 file.users -= 1
+                self._close_unused(segment, file)
+
+    def _in_place(self, segment: int, file: _File) -> bool:
+        """Whether the segment's name still leads to the open file."""
+        try:
+            status = os.lstat(self.path_of(segment))
+        except FileNotFoundError:
+            return False
+        return (status.st_dev, status.st_ino) == file.place
+
+    def _close_unused(self, segment: int, file: _File) -> None:
+        """Close a file that is not the segment's any more, once nobody uses it."""
+        if file.users == 0 and self._files.get(segment) is not file:
+            self._calls.close(file.fd)
 
     def _trim(self) -> None:
         while len(self._files) > OPEN_FILES_MAX:
@@ -189,11 +212,13 @@ class Slab:
 
     def _attach(self, segment: int) -> _File:
         path = self.path_of(segment)
+        _set_aside(path)
         file = _File(*open_direct(self._calls, path))
         try:
             status = os.fstat(file.fd)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
+            file.place = status.st_dev, status.st_ino
             size = self._size_of(segment)
             if status.st_size < size:
                 with contextlib.suppress(OSError):
@@ -211,6 +236,15 @@ class Slab:
             self._calls.close(file.fd)
             raise
         return file
+
+
+def _set_aside(path: Path) -> None:
+    """Rename what has a segment's name and is no file of ours: a link, a pipe, a directory. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            aside = path.with_suffix(".foreign")
+            log.warning("g3: %s is not a regular file; it is %s now", path, aside)
+            path.rename(aside)
 
 
 def open_direct(calls: Calls, path: Path) -> tuple[int, bool]:

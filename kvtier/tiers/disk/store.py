@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ THREADS = 8
 WRITERS_MAX = 3  # of them at once; see WRITE_BYTES_MAX
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
+HOLD_S = 10.0  # slots are held for writes that may follow
 RECLAIM_EVERY_S = 5.0
 SCAN_FIRST_S, SCAN_EVERY_S = 10.0, 1.0  # for expired entries
 GROWTH_PAUSE_S = 30.0
@@ -95,8 +97,9 @@ class Store:
         self._fold = TombstoneFold()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = 0.0
-        failed = partial(self._failed, "g3 writer")
-        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed)
+        self._hold_until = 0.0
+        failed, expected = partial(self._failed, "g3 writer"), lambda: 3 * self.reserved.writes // 4
+        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
 
     # Life.
 
@@ -241,7 +244,8 @@ class Store:
         """Assert that the index is consistent and the files are within the capacity. Reads the whole index."""
         self.index.check()
         files = [path.lstat() for part in self.parts for path in (part / "slab").iterdir()]
-        sizes = {(status.st_dev, status.st_ino): status.st_size for status in files}.values()
+        ours = [status for status in files if stat.S_ISREG(status.st_mode)]
+        sizes = {(status.st_dev, status.st_ino): status.st_size for status in ours}.values()
         assert sum(sizes) <= self.geometry.capacity, f"slab files have {sum(sizes)} bytes"
 
     def _failed(self, thread: str, error: Exception) -> float:
@@ -296,6 +300,8 @@ class Store:
             if segment is not None and segment != self._preallocating:
                 self._preallocating = segment
                 self.io.when_idle(partial(self._preallocate, segment))
+            if any(job.use is Use.PUT for job, _ in results):
+                self._hold_until = time.monotonic() + HOLD_S
         finally:
             for job, result in results:  # it is committed, whatever became of the rest
                 job.future.set_result(result)
@@ -345,7 +351,8 @@ class Store:
         touches wait."""
         if not self._maintained:
             return False
-        self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
+        if time.monotonic() >= self._hold_until:
+            self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()

@@ -1,7 +1,7 @@
 """Blocks on their way from RAM into their slots: reserved, written, synced, published.
 
-A large write is taken for one of a stream: the transaction that publishes it also reserves slots for the next one, so
-that a stream of writes commits once per write, not twice.
+The transaction that publishes a write also reserves slots for the next one, as many as were on their way together of
+late, so that each write commits once, not twice: a commit costs as much of the index as a small block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvtier.clock import Clock
-from kvtier.retention.terms import Depth
+from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, NewBlock, SlotReservation, slot_class
 from kvtier.tiers.disk.slab import neighbours
@@ -25,8 +25,9 @@ from kvtier.times import Mono, Wall
 
 T = TypeVar("T")
 
-STREAM_BYTES_MIN = 8 << 20  # from this size on a write reserves for the next one, too,
-STREAM_SHARE = 32  # unless it is more than this part of the capacity
+STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
+STREAM_SHARE = 32  # unless it is more than this part of the capacity;
+SMALL_SHARE = 1024  # so does a smaller one, unless it is more than this part
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -54,12 +55,13 @@ class WriteBatch:
 
         Raises TierTimeout, TierFull or TierError.
         """
-        try:
-            await self._reserve(deadline)
-            await self._store.io.write(self.jobs(deadline)).wait()
-            await self._publish(deadline)
-        finally:
-            self._store.give_back(list(self._reserved.values()))
+        with self._store.reserved.writing(len(self._blocks)):
+            try:
+                await self._reserve(deadline)
+                await self._store.io.write(self.jobs(deadline)).wait()
+                await self._publish(deadline)
+            finally:
+                self._store.give_back(list(self._reserved.values()))
         return [self._results[place] for place in range(len(self._blocks))]
 
     async def _reserve(self, deadline: Mono) -> None:
@@ -99,9 +101,12 @@ class WriteBatch:
         there all the same, publishing finds it.
         """
         store = self._store
-        if not self._streams(len(self._blocks)):
+        if not self._streams(len(self._blocks)) or any(block.priority < PRIORITY for block in self._blocks):
             return []
         names = {block.name for block in self._blocks}
+        above = {block.parent for block in self._blocks if block.parent is not None} - names
+        if any(raw is None for raw, _ in store.index.find(list(above))):
+            return []
         heads = [block.name for block in self._blocks if block.parent not in names]
         purged: dict[bytes, Wall] = {}
         for name, (raw, purged_until) in zip(heads, store.index.find(heads), strict=True):
@@ -115,9 +120,10 @@ class WriteBatch:
         return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
 
     def _streams(self, count: int) -> bool:
-        """Whether a write is so large that more like it will come, and small beside the store."""
+        """Whether a write is small beside the store, so that slots may be held for one that follows."""
         size = count * slot_class(self._block_bytes) * SLOT_ALIGN
-        return STREAM_BYTES_MIN <= size <= self._store.geometry.capacity // STREAM_SHARE
+        share = STREAM_SHARE if size >= STREAM_BYTES_MIN else SMALL_SHARE
+        return 0 < size <= self._store.geometry.capacity // share
 
     async def _publish(self, deadline: Mono) -> None:
         store, wall_s = self._store, self._clock.wall()

@@ -130,6 +130,12 @@ async def test_the_commands_speak_json_and_say_by_their_status_what_they_found(
         await put(tier, CHAIN)
     assert out("inspect")[1]["blocks"] == 8
     assert out("verify")[0] == 0
+    status, ailments = out("g3", "doctor")
+    assert status == 1, "8 blocks of 4 KiB in a put of their own are written at a high price"
+    named = {one["name"]: one for one in ailments["ailments"]}
+    assert named["write amplification"]["remedy"]
+    assert not named["write budget left"]["remedy"]
+    assert not named["stopped reader"]["remedy"]
     damage(path, 3)
     status, found = out("verify")
     assert (status, found["sound"], found["bad"]) == (1, False, 1)

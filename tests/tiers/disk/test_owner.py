@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from kvtier.tiers.disk.owner import Owner
+from tests.tiers.disk.support.subprocesses import ROOT, environment
 
 
 def test_a_live_but_stopped_owner_keeps_its_slots() -> None:
@@ -29,3 +34,20 @@ def test_a_live_but_stopped_owner_keeps_its_slots() -> None:
         sleeper.kill()
         sleeper.wait()
     assert not other.alive(me)
+
+
+ALIVE = """
+import sys
+from kvtier.tiers.disk.owner import Owner
+print(Owner.decode(bytes.fromhex(sys.argv[1])).alive(Owner.current()))
+"""
+
+
+def test_an_owner_is_alive_in_another_time_namespace() -> None:
+    """There the same process seems to have been started at another time after the boot."""
+    words = [shutil.which("unshare") or "", "--time", "--boottime", "864000", "--fork"]
+    if not words[0] or subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a time namespace")
+    words += [sys.executable, "-c", ALIVE, Owner.current().encode().hex()]
+    told = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    assert told.stdout == "True\n"

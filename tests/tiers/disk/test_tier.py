@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,7 @@ async def test_a_stream_of_writes_commits_once_each_and_gives_back_what_it_kept(
 ) -> None:
     monkeypatch.setattr(write, "STREAM_BYTES_MIN", 4 * BLOCK)
     monkeypatch.setattr(store, "IDLE_S", 0.02)
+    monkeypatch.setattr(store, "HOLD_S", 0.2)
     async with opened(tmp_path / "g3", 256) as tier:
         transact, count = Index.transact, []
         monkeypatch.setattr(Index, "transact", lambda self, *a, **k: (count.append(1), transact(self, *a, **k))[1])
@@ -353,3 +355,35 @@ async def test_a_cold_index_makes_a_peek_late_and_a_lookup_slow(
         assert 0 < here < 100
         assert found == [None] * here + [Miss.LATE] * (512 - here)
         assert await tier.lookup(chain, range(512), 1e9) == [None] * 512
+
+
+async def test_a_lone_put_commits_once(tmp_path: Path) -> None:
+    """A commit writes at least 20 KB of the index: the slot is reserved by the commit of the put before."""
+    async with opened(tmp_path / "g3", 2048) as tier:
+        await put(tier, chain_of(NAMESPACE, 1, 0))
+        before = tier._store.tick
+        for seed in range(1, 11):
+            assert await put(tier, chain_of(NAMESPACE, 1, seed)) == [Stored.STORED]
+        assert tier._store.tick - before <= 11
+
+
+async def test_puts_at_once_share_commits(tmp_path: Path) -> None:
+    async with opened(tmp_path / "g3", 1 << 16) as tier:
+        chains = iter([chain_of(NAMESPACE, 1, seed) for seed in range(128)])
+        for _ in range(2):  # the first ones tell how many slots to hold
+            await asyncio.gather(*(put(tier, next(chains)) for _ in range(32)))
+        before = tier._store.tick
+        for _ in range(2):
+            await asyncio.gather(*(put(tier, next(chains)) for _ in range(32)))
+        assert tier._store.tick - before <= 14
+
+
+async def test_slots_that_are_held_are_for_blocks_of_that_priority_only(tmp_path: Path) -> None:
+    """A held slot was taken from a block of the common priority: one of a lower has no claim to it."""
+    async with opened(tmp_path / "g3", 1024) as tier:
+        await put(tier, chain_of(NAMESPACE, 1, 0))
+        held = len(tier._store.reserved._held)
+        assert held == 1
+        (block,) = seal(chain_of(NAMESPACE, 1, 1), [0], BLOCK, tier._clock.wall())
+        assert await tier.write([replace(block, priority=1)], tier._clock.monotonic() + FAR_S) == [Stored.STORED]
+        assert len(tier._store.reserved._held) >= held
