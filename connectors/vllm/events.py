@@ -92,7 +92,7 @@ class KVEvents:
             if change.stored:
                 yield from self._stored(change, medium, locality)
             else:
-                names = [_name(key) for key in change.keys]
+                names = _names(change.keys)
                 where = {"medium": medium, "group_idx": 0, "locality": locality, "ownership": OWNERSHIP}
                 yield _made(BlockRemoved, block_hashes=names, **where)
 
@@ -103,8 +103,8 @@ class KVEvents:
         while begin < len(keys):
             found = self._known.get(keys[begin])
             if found is None:
-                name = _name(keys[begin])
-                unknown = {"block_hashes": [name], "parent_block_hash": None, "token_ids": [], "block_size": 0}
+                names = _names(keys[begin : begin + 1])
+                unknown = {"block_hashes": names, "parent_block_hash": None, "token_ids": [], "block_size": 0}
                 yield _made(BlockStored, **unknown, lora_id=None, lora_name=None, kv_cache_spec_kind=None, **where)
                 begin += 1
                 continue
@@ -115,7 +115,7 @@ class KVEvents:
             parent = run.keys[first - 1][-HASH_BYTES:] if first else run.parent
             yield _made(
                 BlockStored,
-                block_hashes=[_name(key) for key in run.keys[first:stop]],
+                block_hashes=_names(run.keys[first:stop]),
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
                 token_ids=run.tokens[first * self._block_tokens : stop * self._block_tokens],
                 block_size=self._block_tokens,
@@ -126,8 +126,12 @@ class KVEvents:
             )
 
 
-def _name(key: BlockKey) -> Any:
-    return maybe_convert_block_hash(key[-HASH_BYTES:])
+def _names(keys: Sequence[BlockKey]) -> list[Any]:
+    """vLLM's names in events: the hashes, unless its environment asks for numbers, which is looked up once."""
+    hashes = [key[-HASH_BYTES:] for key in keys]
+    if not hashes or maybe_convert_block_hash(hashes[0]) is hashes[0]:
+        return list(hashes)
+    return [maybe_convert_block_hash(digest) for digest in hashes]
 
 
 def _made(kind: Any, **fields: Any) -> Any:
