@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 from kvtier.cache import Cache
@@ -248,7 +249,7 @@ class SchedulerHalf:
 
     def _follow(self, output: Any) -> None:
         """Follow block tables and computed tokens of the step's requests."""
-        confirmer, stores = self._confirmer, self._stores
+        confirmer = self._confirmer
         try:
             for name in compat.preempted(output):
                 if (track := confirmer.get(name)) is not None:
@@ -256,19 +257,24 @@ class SchedulerHalf:
             for name in compat.drafted(output):
                 if (track := confirmer.get(name)) is not None:
                     track.drafts = True
-            for name, table, whole, begin, end in compat.scheduled(output):
-                track = confirmer.get(name)
-                if track is None:
-                    continue
-                if table:
-                    stores.taken(len(table))
-                    place = confirmer.place if whole else confirmer.extend
-                    stores.forget(place(track, table))
-                if end > begin:
-                    confirmer.cover(track, begin, end)
+            tokens, resumed = compat.tokens_of(output), compat.resumed(output)
+            for track, blocks, begin, end in confirmer.passing(compat.going_on(output), tokens):
+                self._cover(track, compat.appended(blocks), bool(resumed) and track.name in resumed, begin, end)
+            for name, table, begin in compat.starting(output):
+                if (track := confirmer.get(name)) is not None:
+                    self._cover(track, table, True, begin, begin + tokens.get(name, 0))
         except BaseException:
             confirmer.lose()
             raise
+
+    def _cover(self, track: Track, table: Sequence[int], whole: bool, begin: int, end: int) -> None:
+        """The step computes tokens begin … end-1; `table` was appended to the request's, or is all of it."""
+        if table:
+            self._stores.taken(len(table))
+            place = self._confirmer.place if whole else self._confirmer.extend
+            self._stores.forget(place(track, table))
+        if end > begin:
+            self._confirmer.cover(track, begin, end)
 
     def _add_arena(self, out: StepMeta) -> None:
         """Tell the workers of a new arena, and now and then again of one that a rank could not reach."""
