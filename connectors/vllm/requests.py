@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,10 @@ from kvtier.times import Mono
 class RequestReader:
     """Reads from the engine's requests how they are cached."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, names_images: bool = True) -> None:
+        """`names_images`: whether the engine names images by what they show."""
         self.controls = Controls(config)
+        self._names_images = names_images
         self._scopes = Scopes(config)
         self._adapters = Adapters()
 
@@ -30,9 +33,19 @@ class RequestReader:
         """The request's parameters, and its scope: None where it may not be cached. Reads files of new adapters."""
         control = self.controls.parse(compat.control_of(request))
         adapter = self._adapters.of(compat.adapter_of(request))
-        if adapter is None or compat.holds_foreign_state(request):
+        unnamed = not self._names_images and compat.holds_media(request)
+        if adapter is None or unnamed or compat.holds_foreign_state(request):
             return control, None
         return control, self._scopes.of(compat.salt_of(request), adapter, control.request)
+
+    def adapter_of(self, request: Any) -> tuple[int, str] | None:
+        """The request's adapter, by id and name; None without one."""
+        adapter = compat.adapter_of(request)
+        return None if adapter is None else (adapter.lora_int_id, (self._adapters.of(adapter) or b"").decode("ascii"))
+
+    def told(self, adapters: Mapping[int, str]) -> set[int]:
+        """The workers have loaded these adapters, by id. Returns the ids that were taken for others until now."""
+        return self._adapters.told(adapters)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +55,7 @@ class RequestState:
     track: Track
     scope: Scope | None
     control: Control
+    adapter: tuple[int, str] | None = None  # id and name
     promoted: Promoted = field(default_factory=Promoted)
     pinning: PinFuture | None = None
     wait_until_s: Mono | None = None  # for the promotion
