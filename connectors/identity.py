@@ -33,7 +33,7 @@ def rope_of(engine: str, model_config: Any) -> str:
     """The parameters of the rotation, which is in the keys, for a namespace. `model_config` is vLLM's or SGLang's.
     Raises IdentityError where `rope_problem` names one."""
     text = getattr(model_config, "hf_text_config", None) or model_config.hf_config
-    length = getattr(model_config, "max_model_len", None) or getattr(model_config, "context_len", 0)
+    length: Any = getattr(model_config, "max_model_len", None) or getattr(model_config, "context_len", 0)
     rope = {name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
     if problem := rope_problem(engine, rope):
         raise IdentityError(problem)

@@ -34,6 +34,14 @@ class Ranks:
         return {"rank": rank, "ranks": ranks, "tp": ranks, "pp": self.pp}
 
 
+def process_number() -> int:
+    """Number of this process among the engine's: replicas of data parallelism, and their ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int((parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank)
+
+
 def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPools, ranks: Ranks) -> Namespace:
     """The identity of one rank's blocks. Reads the checkpoint. Raises IdentityError."""
     replicated = pool.kind == "mla"

@@ -16,18 +16,20 @@ _PLACES = (
 """Where and how the engine runs and reports. The parallel run's shape has fields of its own in a namespace. Which
 kernels compute the same function is neutral by convention, as is compilation."""
 
-_KERNELS = ("kernel_config", "quant_config", "mamba_config.backend", "attention_config.flash_attn_max_num_splits*",
-            "attention_config.flex_attn_*", "attention_config.tq_max_kv_splits*",
-            "attention_config.tokenspeed_mla_min_split_kv", "attention_config.sparse_mla_prefill_workspace_factor")  # fmt: skip
+_KERNELS = (
+    "kernel_config", "quant_config", "mamba_config.backend", "attention_config.flash_attn_max_num_splits*",
+    "attention_config.flex_attn_*", "attention_config.tq_max_kv_splits*",
+    "attention_config.tokenspeed_mla_min_split_kv", "attention_config.sparse_mla_prefill_workspace_factor",
+)  # fmt: skip
 """`quant_config` is derived from the model's fields, and completed only where the model is loaded."""
 
 _MODEL = (
     "model", "model_weights", "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "seed",
     "revision", "served_model_name", "max_model_len", "spec_target_max_model_len", "max_logprobs", "logprobs_mode",
     "return_sampling_mask", "use_fp64_gumbel", "enable_trace_replay", "skip_tokenizer_init", "enable_prompt_embeds",
-    "hf_token", "hf_config_path", "config_format", "generation_config", "override_generation_config", "enable_sleep_mode",
-    "sleep_*", "enable_nccl_comm_suspend", "enable_cumem_allocator", "logits_processors", "io_processor_plugin",
-    "renderer_num_workers", "allowed_local_media_path", "allowed_media_domains", "enforce_eager",
+    "hf_token", "hf_config_path", "config_format", "generation_config", "override_generation_config",
+    "enable_sleep_mode", "sleep_*", "enable_nccl_comm_suspend", "enable_cumem_allocator", "logits_processors",
+    "io_processor_plugin", "renderer_num_workers", "allowed_local_media_path", "allowed_media_domains", "enforce_eager",
     "disable_cascade_attn", "allow_deprecated_quantization", "model_arch_config",
 )  # fmt: skip
 """Of a model. Names and paths of its files are not what they hold: that is in `hf_config` and the fingerprint of the

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtier.connectors.adapters import adapter_name, signature_of
 from kvtier.connectors.configuration import digest16
 from kvtier.connectors.identity import model_name, random_weights, rope_of, weights_of
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.compat import hash_problem
 from kvtier.connectors.vllm.configuration import configuration_of
 from kvtier.connectors.vllm.messages import Handshake
-from kvtier.connectors.vllm.weights import adapter_name, signature_of
 from kvtier.connectors.vllm.worker import CacheLayout
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace

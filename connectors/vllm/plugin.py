@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from typing import Any
 
 _CONNECTORS = {

@@ -12,19 +12,14 @@ first checkpoint is read from its files instead. One worker per process is watch
 from __future__ import annotations
 
 import functools
-import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from kvtier.errors import KVTierError
+from kvtier.connectors.adapters import named_while
 from kvtier.identity.stream import StreamDigest
-from kvtier.identity.weights import fingerprint
-
-log = logging.getLogger(__name__)
 
 
 class WeightsWatch:
@@ -97,11 +92,9 @@ def _stream(original: Callable[..., Any], loader: Any, *arguments: Any, **named:
 
 
 def _load_adapter(original: Callable[..., Any], manager: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-    place = _adapter_folder(request)
-    before = signature_of(place)
-    loaded = original(manager, request, *arguments, **named)
-    name = adapter_name(place) if before else ""
-    _current.adapter(request.lora_int_id, name if signature_of(place) == before else "")
+    folder = _adapter_folder(request)
+    loaded, name = named_while(folder, lambda: original(manager, request, *arguments, **named))
+    _current.adapter(request.lora_int_id, name)
     return loaded
 
 
@@ -111,24 +104,6 @@ def _adapter_folder(request: Any) -> Path:
     except Exception:
         found = request.lora_path
     return Path(str(found))
-
-
-def adapter_name(folder: Path) -> str:
-    """Fingerprint of an adapter's files; "" where they cannot be read."""
-    try:
-        return fingerprint(folder)
-    except (KVTierError, OSError):
-        return ""
-
-
-def signature_of(folder: Path) -> tuple[Any, ...]:
-    """Names, sizes, inodes and times of an adapter's files; () where it is no local directory."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-    except OSError:
-        return ()
-    return tuple((name, stat.st_size, stat.st_ino, stat.st_mtime_ns) for name, stat in stats)
 
 
 _full = False
