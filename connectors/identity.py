@@ -21,7 +21,9 @@ from kvtier.identity.weights import fingerprint
 _PROMPT_LENGTH, _MODEL_LENGTH = "the length of the whole prompt", "max_model_len"
 
 ROPE_TYPES: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("default", "linear", "yarn", "llama3", "mrope", "deepseek_yarn", "deepseek_llama_scaling"), {}),
+    **{
+        kind: {} for kind in ("default", "linear", "yarn", "llama3", "mrope", "deepseek_yarn", "deepseek_llama_scaling")
+    },
     "dynamic": {"sglang": _PROMPT_LENGTH, "transformers": _PROMPT_LENGTH, "vllm": _MODEL_LENGTH},
     "longrope": {"sglang": _PROMPT_LENGTH, "transformers": _PROMPT_LENGTH, "vllm": _MODEL_LENGTH},
 }

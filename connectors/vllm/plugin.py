@@ -79,5 +79,5 @@ def speak_as_vllm() -> None:
         return
     for handler in engines.handlers:
         ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
+    if ours.level == logging.NOTSET and logging.NOTSET < engines.level < logging.WARNING:
         ours.setLevel(engines.level)

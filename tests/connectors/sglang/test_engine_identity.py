@@ -54,9 +54,13 @@ def test_an_adapter_retrained_at_its_path_misses(serve: Any, prompt: Any, tmp_pa
     assert plain["host"] == 0 and plain["tokens"] != answers[0]["tokens"]
 
 
-def test_replicas_of_data_parallelism_have_metrics_of_their_own(serve: Any, prompt: Any, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_replicas_of_data_parallelism_have_metrics_of_their_own(
+    serve: Any, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.connectors.sglang.conftest import metric_at
 
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
     engine = serve({"g2": {"capacity": "16MiB"}}, arguments={"dp_size": 2})
     assert all(answer["tokens"] for answer in engine.host.generate(*[prompt(seed) for seed in range(4)]))
     assert all(metric_at(engine.port + rank, "kvtier_tier_capacity_bytes", tier="g2") for rank in range(2))

@@ -107,6 +107,7 @@ def test_two_words_of_configuration_suffice(start: Start, tmp_path: Path, monkey
     """The plug-in names the connector, the environment its file; a failed load is computed; one line says what runs."""
     (tmp_path / "kvtier.yaml").write_text(json.dumps({"version": 1, **tiers(tmp_path), "deadlines": {"lookup": "30s"}}))
     monkeypatch.setenv("KVTIER_CONFIG", str(tmp_path / "kvtier.yaml"))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     engine = start(engine={"kv_transfer_config": {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}})
     cold = engine.generate(prompts=ASKED)
     assert engine.reset()
