@@ -16,6 +16,7 @@ from kvtier.connectors.vllm.confirm import Track
 from kvtier.connectors.vllm.identity import Adapters
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
+from kvtier.manager.manager import Manager
 from kvtier.times import Mono
 
 
@@ -77,7 +78,19 @@ class RequestState:
         self.promoted.abandon()
         self.promoted = Promoted()
 
+    def give_up(self) -> None:
+        """Neither read nor keep anything more of it."""
+        self.drop_lease()
+        self.scope, self.track.storable = None, False
+
     def drop_lease(self) -> None:
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+
+
+async def promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:
+    """Promote, and release the lease, which a cancelled future would lose. It still says where blocks were found;
+    `match` pins when the request may run."""
+    with await manager.promote(chain, deadline, start) as lease:
+        return lease

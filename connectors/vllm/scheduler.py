@@ -31,13 +31,10 @@ from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
-from kvtier.connectors.vllm.requests import RequestReader, RequestState
+from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
-from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
-from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
-from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +166,7 @@ class SchedulerHalf:
         if manager.prefix(chain[start:]) == usable - start:
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
-        state.promoted = Promoted(cache.submit(_promote(manager, chain, deadline, start)), start)
+        state.promoted = Promoted(cache.submit(promote(manager, chain, deadline, start)), start)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
@@ -425,8 +422,7 @@ class SchedulerHalf:
         self._stores.void()
         for state in self._requests.values():
             if state.adapter is not None and state.adapter[0] in adapters:
-                state.drop_lease()
-                state.scope, state.track.storable = None, False
+                state.give_up()
 
     def reset(self, to: Namespace | None = None) -> bool:
         """The engine announced new weights, or has them: go on in the namespace `to`."""
@@ -435,8 +431,7 @@ class SchedulerHalf:
             self._events.clear()
         self._stores.clear()
         for state in self._requests.values():
-            state.drop_lease()
-            state.scope, state.track.storable = None, False  # they run with blocks of both: nothing of them is kept
+            state.give_up()  # they run with blocks of both
         return True
 
     def close(self) -> None:
@@ -450,10 +445,3 @@ class SchedulerHalf:
         """Assert the invariants of the parts."""
         self._confirmer.check()
         self._stores.check()
-
-
-async def _promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:
-    """Promote, and release the lease, which a cancelled future would lose. It still says where blocks were found;
-    `match` pins when the request may run."""
-    with await manager.promote(chain, deadline, start) as lease:
-        return lease
