@@ -124,6 +124,18 @@ def salt_of(request: Any) -> str | None:
     return getattr(request, "cache_salt", None) or None
 
 
+def names_images(vllm_config: Any) -> bool:
+    """Whether images and sounds are named by their content. Where nothing in vLLM would reuse them, it counts them: the
+    names of two are equal in two processes."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    unused = media is not None and getattr(media, "mm_processor_cache_gb", 1) == 0
+    return not unused or bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def holds_media(request: Any) -> bool:
+    return bool(getattr(request, "mm_features", None))
+
+
 def holds_foreign_state(request: Any) -> bool:
     """Prompt embeddings are not tokens; older releases do not put them into the hash."""
     return getattr(request, "prompt_embeds", None) is not None

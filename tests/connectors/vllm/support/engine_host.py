@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -28,6 +29,19 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # One thread: two that wait for each other at barriers crawl on a machine that is busy with other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def set_plugin(present: bool) -> None:
+    """Whether vLLM finds kvtier's plug-in: here and in its processes, however this tree is installed."""
+    if not present:
+        os.environ["VLLM_PLUGINS"] = "none"
+        return
+    found = Path(tempfile.mkdtemp(prefix="kvtier-plugin")) / "kvtier_of_this_tree-0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-of-this-tree\nVersion: 0\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nkvtier = kvtier.connectors.vllm.plugin:register\n")
+    sys.path.append(str(found.parent))
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(found.parent)]).lstrip(os.pathsep)
 
 
 class Counting(deque[Any]):
@@ -53,6 +67,7 @@ class Host(Faults):
     def __init__(self, options: dict[str, Any]) -> None:
         self._logs = Logs()
         logging.getLogger("kvtier").addHandler(self._logs)
+        set_plugin(options.get("plugin", True))
         self.inside = options.get("processes", "one") == "one"
         engine = dict(options.get("engine", {}))
         if self.inside:
@@ -147,6 +162,22 @@ class Host(Faults):
             }
             for out in outs
         ]
+
+    def reload(self, path: str) -> None:
+        """New weights in place, as a trainer's loop has it."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def load_adapter(self, adapter: list[Any]) -> bool:
+        from vllm.lora.request import LoRARequest
+
+        return bool(self.llm.llm_engine.add_lora(LoRARequest(*adapter)))
+
+    def settled(self) -> bool:
+        """Whether there is a cache; waits for it."""
+        deadline = time.monotonic() + 30
+        while self.cache is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.cache is not None
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
@@ -277,6 +308,9 @@ class Host(Faults):
 
     def namespace(self) -> dict[str, Any]:
         return dict(self.half._caches.namespace.fields())
+
+    def namespace_digest(self) -> str:
+        return str(self.half._caches.namespace.digest.hex())
 
     def _track(self, name: str) -> Any:
         return next(state.track for key, state in self.half._requests.items() if key.startswith(name))
