@@ -21,6 +21,7 @@ from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.eviction import SearchFloors
+from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -55,10 +56,6 @@ _PAGE_HEADER_BYTES = 16
 _META = struct.Struct("<IIQQ48s48sQQ")
 _META_MAGIC = 0xBEEFC0DE
 _META_VERSION = 1
-
-
-class Unusable(Exception):
-    """The index cannot be used as it is; a new one must take its place. The text says why."""
 
 
 def map_bytes_for(blocks: int) -> int:
@@ -145,7 +142,8 @@ class Index:
         """Open an existing index. `alone`: no other process uses it, so its lock file can be made anew, and its map
         be enlarged to `map_bytes`.
 
-        Raises Unusable for damage, FormatError for a foreign format, TierError if this process has it open.
+        Raises Unusable for damage, FormatError for a foreign format, TierError if this process has it open, OSError or
+        lmdb.Error for a fault of the machine.
         """
         import lmdb
 
@@ -161,7 +159,9 @@ class Index:
             if "already open" in str(error):
                 detail = f"{path.parent} is open in this process already; a process opens a store once"
                 raise TierError("g3", "open", detail) from None
-            raise Unusable(str(error)) from None
+            if is_damage(error):
+                raise Unusable(str(error)) from None
+            raise
         try:
             with env.begin() as txn:
                 found = txn.get(FORMAT_KEY)
@@ -174,11 +174,10 @@ class Index:
                     f"{path} is an index of format {int.from_bytes(found, 'little')}, this version reads {FORMAT}"
                 )
             env.reader_check()
-        except (lmdb.Error, struct.error) as error:
+        except BaseException as error:
             env.close()
-            raise Unusable(str(error)) from None
-        except BaseException:
-            env.close()
+            if isinstance(error, (lmdb.Error, struct.error)) and is_damage(error):
+                raise Unusable(str(error)) from None
             raise
         return cls(path, env, owner)
 

@@ -104,14 +104,6 @@ class Quarantine:
             index.close()
 
 
-def is_damage(error: Exception) -> bool:
-    """Whether an error of a transaction says that the index itself may be damaged. Pure."""
-    import lmdb
-
-    damage = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError)
-    return isinstance(error, damage) or not isinstance(error, (lmdb.Error, OSError))
-
-
 def is_full(path: Path) -> bool:
     """Whether the volume has no space for a commit."""
     try:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import ConfigError, FormatError, TierError
+from kvtier.errors import ConfigError, FormatError, TierError, TierUnavailable
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.directory import DirectoryLock, Marker, move_aside, read_marker, write_marker
-from kvtier.tiers.disk.index import Index, Unusable, map_bytes_for
+from kvtier.tiers.disk.faults import Unusable, is_damage
+from kvtier.tiers.disk.index import Index, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.slab import Slab, SystemCalls
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -37,10 +38,12 @@ def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opene
     """Open the store in these directories, or create it, and resize it if no other process uses it.
 
     Takes back the slots of dead owners; replaces an index that is damaged. Blocks, for seconds at most. Raises
-    ConfigError, FormatError or TierError.
+    ConfigError, FormatError or TierError; OSError, MemoryError or lmdb.Error for a fault of the machine, which changes
+    nothing.
     """
-    with _locked(parts) as (lock, owner, alone):
+    with _locked(parts) as (lock, owner, alone), contextlib.ExitStack() as undo:
         index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=alone)
+        undo.callback(lambda: index.close())
         if alone and not _take_back(index):
             index.close()
             log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
@@ -53,6 +56,7 @@ def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opene
                 "g3: %s has a capacity of %d bytes, not %d, for as long as others use it",
                 parts[0], index.geometry().capacity, capacity_bytes,
             )  # fmt: skip
+        undo.pop_all()
         return Opened(list(parts), lock, index)
 
 
@@ -68,8 +72,11 @@ def visit(parts: Sequence[Path], capacity_bytes: int | None) -> Opened:
         if capacity_bytes is not None and not alone:
             raise TierError("g3", "resize", f"{parts[0]} is in use by another process; stop it first")
         index = Index.attach(parts[0] / "index", owner, alone=alone)
-        if capacity_bytes is not None:
-            _resize(parts, index, capacity_bytes)
+        with contextlib.ExitStack() as undo:
+            undo.callback(index.close)
+            if capacity_bytes is not None:
+                _resize(parts, index, capacity_bytes)
+            undo.pop_all()
         lock.share()
         return Opened(list(parts), lock, index)
 
@@ -77,8 +84,6 @@ def visit(parts: Sequence[Path], capacity_bytes: int | None) -> Opened:
 @contextlib.contextmanager
 def _locked(parts: Sequence[Path]) -> Iterator[tuple[DirectoryLock, Owner, bool]]:
     """The store's lock, its holder and whether the lock is exclusive. If the body raises, the lock is released."""
-    import lmdb
-
     owner = Owner.current()
     lock = DirectoryLock(parts[0])
     alone = lock.acquire(owner, LOCK_TIMEOUT_S)
@@ -87,9 +92,7 @@ def _locked(parts: Sequence[Path]) -> Iterator[tuple[DirectoryLock, Owner, bool]
     except BaseException as error:
         lock.release()
         if isinstance(error, Unusable):
-            raise TierError("g3", "open", f"the index of {parts[0]} is unusable: {error}") from None
-        if isinstance(error, (OSError, lmdb.Error)):
-            raise TierError("g3", "open", str(error)) from error
+            raise TierUnavailable("g3", "open", f"the index of {parts[0]} is unusable: {error}") from None
         raise
 
 
@@ -101,8 +104,10 @@ def reopen(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, *, damag
     if damaged:
         try:
             index.check()
-        except Exception as error:  # damaged records make any code fail that reads them
+        except Exception as error:
             index.close()
+            if not is_damage(error):
+                raise
             if not alone:
                 raise Unusable("it is damaged, and other processes use it") from None
             log.warning("g3: %s is damaged: %s; moved to %s", parts[0], error, move_aside(parts[0] / "index"))
@@ -122,11 +127,11 @@ def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owne
     map_bytes = map_bytes_for(capacity_bytes // slot_bytes)
     index = None
     try:
-        if path.exists() or not alone:
+        if _is_there(path) or not alone:
             index = Index.attach(path, owner, alone=alone, map_bytes=map_bytes)
     except Unusable as error:
         if not alone:
-            raise TierError("g3", "open", f"{path} is unusable and other processes use it: {error}") from None
+            raise TierUnavailable("g3", "open", f"{path} is unusable and other processes use it: {error}") from None
         log.warning("g3: %s cannot be used: %s; moved to %s, the store starts empty", path, error, move_aside(path))
     name = known or (index.uuid().hex() if index is not None else uuid.uuid4().hex)
     if index is not None and name != index.uuid().hex():
@@ -135,11 +140,44 @@ def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owne
         raise FormatError(
             f"{path} belongs to the store {found}, but {parts[0]} to {name}; put the right index back, or remove it"
         )
+    try:
+        _check_mounts(parts, markers, index)
+    except BaseException:
+        if index is not None:
+            index.close()
+        raise
     if alone:
         for number, part in enumerate(parts):
             if markers[number] is None:
                 write_marker(part, Marker(name, number, len(parts)))
     return index or _create_index(parts, capacity_bytes, slot_bytes, name, owner)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the name exists. Raises OSError where that cannot be told."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _check_mounts(parts: Sequence[Path], markers: Sequence[Marker | None], index: Index | None) -> None:
+    """Raise TierUnavailable where a part of a store that was whole once is empty: its volume is not mounted.
+
+    A new store's markers are written in order, before its index is made.
+    """
+    last = max((number for number, marker in enumerate(markers) if marker is not None), default=0)
+    whole = len(parts) if index is not None else last
+    for part in parts[:whole]:
+        if _is_there(part / "STORE.json") or (index is not None and part == parts[0]):
+            continue
+        if next((part / "slab").iterdir(), None) is None:
+            raise TierUnavailable(
+                "g3",
+                "open",
+                f"{part} is empty, but another path is part of a store: mount its volume, or remove all",
+            )
 
 
 def _store_of(parts: Sequence[Path], markers: Sequence[Marker | None]) -> str | None:
@@ -177,10 +215,12 @@ def _take_back(index: Index) -> bool:
 
     try:
         index.transact(WriteTxn.reclaim)
-    except lmdb.Error as error:
+    except Exception as error:
+        if is_damage(error):
+            return False
+        if not isinstance(error, lmdb.Error):
+            raise
         log.warning("g3: slots of ended processes are not free yet: %s", error)
-    except Exception:  # damaged records make any code fail that reads them
-        return False
     return True
 
 

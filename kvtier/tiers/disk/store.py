@@ -17,16 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull
+from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull, TierUnavailable
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.expired import ExpiredScan
+from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
-from kvtier.tiers.disk.index import Index, Unusable
+from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
-from kvtier.tiers.disk.quarantine import Quarantine, is_damage, is_full, probe
+from kvtier.tiers.disk.quarantine import Quarantine, is_full, probe
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
@@ -102,17 +103,18 @@ class Store:
         """Open the store, or create it, or share the one that this process has open. Blocks, for seconds at most.
 
         `wall` is the clock by which blocks expire; that of the first to open it counts. Raises ConfigError, FormatError
-        or TierError.
+        or TierError; TierUnavailable for a fault of the machine, which changes nothing.
         """
         slot_bytes = slot_class(block_bytes) * SLOT_ALIGN
         if capacity_bytes < slot_bytes:
             raise ConfigError(
                 f"tiers.g3.capacity {capacity_bytes} is smaller than one block: at least {slot_bytes} bytes are needed"
             )
-        prepare(parts)
-        store = cls._share(
-            parts, lambda: cls(recovery.attach(parts, capacity_bytes, slot_bytes), calls, slot_bytes, wall)
-        )
+        with unavailable(parts[0]):
+            prepare(parts)
+            store = cls._share(
+                parts, lambda: cls(recovery.attach(parts, capacity_bytes, slot_bytes), calls, slot_bytes, wall)
+            )
         if store.geometry.size_of(0) < slot_bytes:
             store.release(CLOSE_TIMEOUT_S)
             raise ConfigError(
@@ -125,14 +127,14 @@ class Store:
     def visit(cls, parts: Sequence[Path], *, capacity_bytes: int | None = None) -> Store:
         """Open a store that exists, as it is, for maintenance. Nothing is created or repaired; with `capacity_bytes` it
         is resized, which no other process may use it for. Blocks. Raises FormatError, ConfigError or TierError."""
-        return cls._share(parts, lambda: cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False))
+        with unavailable(parts[0]):
+            return cls._share(
+                parts, lambda: cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False)
+            )
 
     @classmethod
     def _share(cls, parts: Sequence[Path], opener: Callable[[], Store]) -> Store:
-        try:
-            status = parts[0].stat()
-        except OSError as error:
-            raise ConfigError(f"{parts[0]}: {error.strerror}") from None
+        status = parts[0].stat()
         key = (status.st_dev, status.st_ino)
         with _open_lock:
             store = _open_stores.get(key)
@@ -142,7 +144,7 @@ class Store:
                     "processes by spawn"
                 )
             if store is not None and store.users == 0:
-                raise TierError("g3", "open", f"{parts[0]} is still being closed by this process")
+                raise TierUnavailable("g3", "open", f"{parts[0]} is still being closed by this process")
             if store is None:
                 store = opener()
                 _open_stores[key] = store
@@ -284,7 +286,7 @@ class Store:
             return TierFull("g3", "commit", detail)
         if not isinstance(error, (lmdb.Error, OSError)):
             log.error("g3: %s: a transaction failed", self.parts[0], exc_info=error)
-        self.quarantine(detail, damaged=is_damage(error))
+        self.quarantine(detail, damaged=is_damage(error) or is_suspicious(error))
         return TierError("g3", "commit", detail)
 
     def _rest(self) -> bool:
