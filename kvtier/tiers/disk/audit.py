@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.bad_places import BadPlace, BadPlaces, bad_places
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -34,7 +35,7 @@ def audit(txn: Any) -> None:
 
     - an entry has one row in `order`, and a row in `order` one entry
     - no slot is held by two of: entries, reservations, the free list, the never-used rest of its segment
-    - every slot handed out once is held by one of them: none is lost
+    - every slot handed out once is held by one of them or set aside for a bad place: none is lost
     - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
     """
     counters = Counters.decode(txn.get(COUNTERS_KEY))
@@ -45,6 +46,10 @@ def audit(txn: Any) -> None:
     used = Counter(segment for segment, _slot in holders.slots)
     for key, _ in rows(txn, FREE):
         holders.add(free_slot(key), "the free list")
+    places = bad_places(txn)
+    assert sum(place.units for place in places) == BadPlaces(txn).units, "bad places are counted wrong"
+    for place in places:
+        holders.add_set_aside(place)
     _check_segments(txn, holders, counters, used)
 
 
@@ -62,6 +67,14 @@ class _Holders:
         assert record.slot_class == held.slot_class, f"slot {place} of {holder} has the wrong class"
         assert held.slot < record.fresh, f"slot {place} of {holder} was never handed out"
         self.slots[place] = holder
+
+    def add_set_aside(self, place: BadPlace) -> None:
+        """The slots on a bad place, as far as they were handed out and nothing holds them."""
+        record = self.segments.get(place.segment)
+        if record is not None and record.slot_class:
+            for slot in place.slots(record.slot_class):
+                if slot < record.fresh:
+                    self.slots.setdefault((place.segment, slot), "a bad place")
 
 
 def _check_entries(txn: Any, holders: _Holders, counters: Counters) -> None:

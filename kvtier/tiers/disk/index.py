@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
+from kvtier.tiers.disk.bad_places import BAD_KEY
 from kvtier.tiers.disk.eviction import SearchFloors
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.owner import Owner
@@ -228,6 +229,11 @@ class Index:
         """Whether slots are being written to, or were when their owner died."""
         with self.reading() as txn:
             return next(rows(txn, RESERVED), None) is not None
+
+    def has_bad_places(self) -> bool:
+        """Whether slots are set aside."""
+        with self.reading() as txn:
+            return txn.get(BAD_KEY) is not None
 
     def tombstones(self, namespace: bytes) -> list[tuple[bytes, Wall]]:
         """(scope, time) of every purge in the namespace."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import TierError
 from kvtier.tiers.disk.index import Index
-from kvtier.tiers.disk.records import SLOT_ALIGN
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +54,13 @@ class Quarantine:
             with self._lock:
                 self._moving -= 1
 
-    def begin(self, reason: str, *, damaged: bool = False) -> None:
-        """Take the store out of use, or renew the reason. Does nothing once it is closed."""
+    def begin(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
+        """Take the store out of use, for `rest_s` at least, or renew the reason. Does nothing once it is closed."""
         with self._lock:
             if self._closed:
                 return
             if self.index is not None:
-                self._probe_wait_s = PROBE_FIRST_S
+                self._probe_wait_s = max(PROBE_FIRST_S, rest_s)
                 log.warning("g3: %s: quarantined: %s", self._path, reason)
             self._reason = reason
             self.damaged |= damaged
@@ -111,20 +108,3 @@ def is_full(path: Path) -> bool:
     except OSError:
         return False
     return status.f_bavail * status.f_frsize < FREE_BYTES_MIN
-
-
-def probe(parts: Sequence[Path]) -> None:
-    """Write, sync and read a page in each part. Raises OSError."""
-    for part in parts:
-        path = part / "PROBE"
-        page = secrets.token_bytes(SLOT_ALIGN)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.pwrite(fd, page, 0) != len(page):
-                raise OSError(errno.EIO, "short write", str(path))
-            os.fdatasync(fd)
-            if os.pread(fd, SLOT_ALIGN, 0) != page:
-                raise OSError(errno.EIO, "reads back other bytes than were written", str(path))
-        finally:
-            os.close(fd)
-            path.unlink()

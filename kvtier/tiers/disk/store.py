@@ -7,16 +7,20 @@ found through a table of what is open. After an error that leaves the index or a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull, TierUnavailable
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
@@ -27,11 +31,13 @@ from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
-from kvtier.tiers.disk.quarantine import Quarantine, is_full, probe
+from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
+from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
+from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials, drop_unreadable, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
@@ -45,6 +51,7 @@ CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 RECLAIM_EVERY_S = 5.0
 SCAN_FIRST_S, SCAN_EVERY_S = 10.0, 1.0  # for expired entries
+TRY_EVERY_S = 60.0  # for bad places whose next try is due
 GROWTH_PAUSE_S = 30.0
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
@@ -82,7 +89,11 @@ class Store:
         self._calls = calls
         self._wall = wall
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
+        self._ahead: int | None = None  # the segment whose preallocation goes on
         self._preallocating = -1  # the last segment that was to be preallocated
+        self.health = SlotHealth(self.parts, calls)
+        self._trials: deque[Trial] = deque()
+        self._try_at = time.monotonic() + SCAN_FIRST_S
         self._reclaim_at = 0.0
         self._scan = ExpiredScan()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
@@ -127,6 +138,9 @@ class Store:
     def visit(cls, parts: Sequence[Path], *, capacity_bytes: int | None = None) -> Store:
         """Open a store that exists, as it is, for maintenance. Nothing is created or repaired; with `capacity_bytes` it
         is resized, which no other process may use it for. Blocks. Raises FormatError, ConfigError or TierError."""
+        for part in parts:
+            if not part.is_dir():
+                raise ConfigError(f"{part}: no such directory")
         with unavailable(parts[0]):
             return cls._share(
                 parts, lambda: cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False)
@@ -207,14 +221,54 @@ class Store:
         _ = self.index
         return self._state.moving()
 
+    def alone(self, segment: int, works: Sequence[Callable[[], None]], clock: Clock) -> list[OSError | None] | None:
+        """`SlotHealth.alone`; None if the device is at fault, for which the store is out of use then."""
+        try:
+            return self.health.alone(segment, works, clock.monotonic)
+        except DeviceFault as fault:
+            self.quarantine(f"the device fails: {fault}", rest_s=fault.rest_s)
+            return None
+
+    def too_many_bad(self) -> None:
+        """More places fail than may be set aside: take the store out of use for a while."""
+        self.quarantine("the device fails: too many bad places for it to be theirs", rest_s=REST_S)
+
+    def drop_unreadable(self, blocks: Sequence[tuple[bytes, bytes]], wall_s: Wall) -> CommitJob[list[Trial | Dropped]]:
+        """Queue the removal of blocks, as (name, raw entry), whose slots failed alone. The slots are tried, when the
+        disk is idle, before they are used again. Never blocks. Raises what `index` raises."""
+
+        def drop(txn: WriteTxn) -> list[Trial | Dropped]:
+            return [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks]
+
+        job = self.submit(drop)
+        self._try_begun(job)
+        return job
+
+    def _try_begun(self, job: CommitJob[Any]) -> None:
+        """Make the trials among the results of a job once they are committed."""
+
+        def committed(done: Future[Any]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                return
+            trials = [one for one in done.result() if isinstance(one, Trial)]
+            dropped = [one for one in done.result() if isinstance(one, Trial) or one is Dropped.DONE]
+            self.health.counts["unreadable_blocks"] += len(dropped)
+            self._trials.extend(trials)
+            if trials:
+                self.io.when_idle(self._idle_step)
+            if Dropped.TOO_MANY in done.result():
+                self.too_many_bad()
+
+        job.future.add_done_callback(committed)
+
     def volume_full(self) -> None:
         """The volume took no more bytes: use the existing segments for a while."""
         self._grow_at = time.monotonic() + GROWTH_PAUSE_S
 
-    def quarantine(self, reason: str, *, damaged: bool = False) -> None:
-        """Take the store out of use until the writer thread has opened it again. `damaged`: with a new index if its
-        tables are damaged."""
-        self._state.begin(reason, damaged=damaged)
+    def quarantine(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
+        """Take the store out of use until the writer thread has opened it again, after `rest_s` at the earliest.
+        `damaged`: with a new index if its tables are damaged."""
+        self._state.begin(reason, damaged=damaged, rest_s=rest_s)
 
     def check(self) -> None:
         """Assert that the index is consistent and the files are within the capacity. Reads the whole index."""
@@ -260,17 +314,32 @@ class Store:
         self.tick = txn.tick
         segment = txn.segments.next
         if segment is not None and segment != self._preallocating:
-            self._preallocating = segment
-            self.io.when_idle(partial(self._preallocate, segment))
+            self._preallocating = self._ahead = segment
+            self.io.when_idle(self._idle_step)
         for job, result in results:
             job.future.set_result(result)
 
-    def _preallocate(self, segment: int) -> bool:
-        """One step of it, on an I/O thread that has nothing else to do."""
+    def _idle_step(self) -> bool:
+        """A trial or a step of preallocation, on an I/O thread that has nothing else to do. Whether there is more."""
         if self._state.index is None:
             self._preallocator.stop()
+            self._ahead = None
             return False
-        return self._preallocator.advance(segment)
+        if self._trials:
+            self._try(self._trials.popleft())
+        elif self._ahead is not None and not self._preallocator.advance(self._ahead):
+            self._ahead = None
+        return bool(self._trials) or self._ahead is not None
+
+    def _try(self, trial: Trial) -> None:
+        with contextlib.suppress(TierError, ClosedError), self.moving():
+            try:
+                sound = self.health.try_place(self.slab, trial.place)
+            except OSError as error:
+                self.quarantine(f"fdatasync of segment {trial.place.segment}: {error}")
+                return
+            self.submit(partial(end_trial, trial=trial, sound=sound))
+            self.health.counts["restored_slots"] += sound * len(trial.reservations)
 
     def _commit_failed(self, index: Index, error: Exception) -> TierError:
         """The error for those who wait for the transaction. Quarantines the store where `error` leaves it in doubt."""
@@ -304,6 +373,7 @@ class Store:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
         jobs = self._removals(index)
+        jobs += self._due_trials(index)
         if jobs or self.touches or self.reserved.has_returned or (due and index.has_reservations()):
             self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)])
         return self._state.index is not None and bool(self.touches)
@@ -319,6 +389,17 @@ class Store:
             return []
         return [CommitJob(lambda txn: txn.remove_expired(expired, self._wall()))] if expired else []
 
+    def _due_trials(self, index: Index) -> list[CommitJob[Any]]:
+        """Every TRY_EVERY_S: a job that begins trials, if there are bad places."""
+        if time.monotonic() < self._try_at:
+            return []
+        self._try_at = time.monotonic() + TRY_EVERY_S
+        if not index.has_bad_places():
+            return []
+        job = CommitJob(lambda txn: begin_trials(txn, self._wall()))
+        self._try_begun(job)
+        return [job]
+
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""
         import lmdb
@@ -329,12 +410,13 @@ class Store:
         index = None
         try:
             self.slab.close()
-            probe(self.parts)
+            probe(self.parts, self._calls)
             damaged = self._state.damaged
             index = recovery.reopen(self.parts, self.geometry.capacity, self._slot_bytes, damaged=damaged, alone=alone)
             self.owner, self.geometry = index.owner, index.geometry()
             self.slab = Slab(self.parts, self.geometry.size_of, self._calls)
-            self.reserved.clear()  # the new owner took them back; nothing moves, so no write adds to them
+            self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
+            self._trials.clear()
             self._state.end(index)
         except (Unusable, KVTierError, OSError, lmdb.Error) as error:
             if index is not None:

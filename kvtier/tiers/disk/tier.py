@@ -235,5 +235,9 @@ class DiskTier:
         blocks, size = store.index.usage()
         return Usage(blocks, size, store.geometry.capacity, store.evictions)
 
+    def counters(self) -> dict[str, int]:
+        """Slots set aside for bad places and taken back into use, and unreadable blocks dropped, since open."""
+        return dict(self._store.health.counts)
+
     def check(self) -> None:
         self._store.check()

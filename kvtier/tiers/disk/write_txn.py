@@ -220,7 +220,7 @@ class WriteTxn:
         return count
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
-        """Remove the entry whose bytes were `raw` after its payload failed the check.
+        """Remove the entry whose bytes were `raw` after its payload failed the check or could not be read.
 
         Returns False, changing nothing, if the block is another write's by now or gone: then the bytes
         that failed were a slot's next tenant, not damage. A renewed entry is still the same write.
@@ -313,10 +313,12 @@ class WriteTxn:
 
     def _reserve_slot(self, slot_cls: int, priority: int) -> SlotReservation | None:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
-        if place is None:
-            return None
+        return None if place is None else self.reserve_place(FreeSlot(slot_cls, *place))
+
+    def reserve_place(self, free: FreeSlot) -> SlotReservation:
+        """A slot that was taken from `segments`, reserved."""
         self._serial += 1
-        reservation = SlotReservation(self._serial, self.tick, slot_cls, *place, self._owner)
+        reservation = SlotReservation(self._serial, self.tick, *free, self._owner)
         self._txn.put(reservation.key, reservation.encode())
         return reservation
 

@@ -66,6 +66,7 @@ class DiskWorkerClient:
         self._worker: WorkerProcess | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._usage = Usage(0, 0, capacity_bytes)
+        self._counters: dict[str, int] = {}
         self._seen: dict[BlockKey, Mono] = {}  # when blocks were seen here, oldest first
         self._notify: Notify | None = None
 
@@ -139,7 +140,7 @@ class DiskWorkerClient:
         try:
             return await worker.ask(verb, *arguments, waits=waits)
         finally:
-            self._usage = worker.usage
+            self._usage, self._counters = worker.usage, worker.counters
 
     def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
@@ -256,6 +257,10 @@ class DiskWorkerClient:
     def usage(self) -> Usage:
         """As of the last answer."""
         return self._usage
+
+    def counters(self) -> dict[str, int]:
+        """Those of the tier in the present process, as of the last answer."""
+        return dict(self._counters)
 
     def check(self) -> None:
         """Opens the store in this process, as any other process may."""

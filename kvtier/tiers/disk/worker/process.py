@@ -132,6 +132,7 @@ class WorkerProcess:
             else:
                 answer.set_result(protocol.verbs()[verb].result.decode(reply.result))
                 self.usage = reply.usage or self.usage
+                self.counters = reply.counters or self.counters
             del self._waiting[reply.number]
 
     def kill(self) -> None:

@@ -63,11 +63,12 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
-    """`usage` is the tier's after the call; None while it is not known."""
+    """`usage` and `counters` are the tier's after the call; None while they are not known."""
 
     number: int
     result: msgspec.Raw
     usage: Usage | None
+    counters: dict[str, int] | None = None
 
 
 class Refusal(msgspec.Struct, array_like=True, tag="refusal", frozen=True):

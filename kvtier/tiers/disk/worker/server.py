@@ -76,7 +76,7 @@ class Server:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         reply: protocol.Reply
         if error is None:
-            reply = protocol.Answer(call.number, protocol.packed(done.result()), self._usage())
+            reply = protocol.Answer(call.number, protocol.packed(done.result()), self._usage(), self._counters())
         elif isinstance(error, errors.TierError):
             text = str(error).removeprefix(f"{error.tier}: {error.operation}: ")
             reply = protocol.Refusal(call.number, type(error).__name__, text, error.operation)
@@ -127,6 +127,12 @@ class Server:
 
     def _readonly(self, spans: Sequence[ArenaSpan]) -> Pieces:
         return tuple(piece.toreadonly() for piece in self._arena.pieces(spans))
+
+    def _counters(self) -> dict[str, int] | None:
+        try:
+            return self._tier.counters() if self._tier is not None else None
+        except errors.KVTierError:
+            return None
 
     def _usage(self) -> Usage | None:
         try:
