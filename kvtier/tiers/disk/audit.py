@@ -14,10 +14,13 @@ from kvtier.tiers.disk.records import (
     FREE,
     GEOMETRY_KEY,
     ORDER,
+    PURGED_KEY,
     RESERVED,
+    RETAINED_KEY,
     SEGMENTS,
     SLOT_ALIGN,
     SPARE,
+    TIME,
     Counters,
     Entry,
     FreeSlot,
@@ -46,6 +49,9 @@ def audit(txn: Any) -> None:
     used = Counter(segment for segment, _slot in holders.slots)
     for key, _ in rows(txn, FREE):
         holders.add(free_slot(key), "the free list")
+    for prefix in (PURGED_KEY, RETAINED_KEY):
+        for _, raw in rows(txn, prefix):
+            TIME.unpack(raw)
     places = bad_places(txn)
     assert sum(place.units for place in places) == BadPlaces(txn).units, "bad places are counted wrong"
     for place in places:

@@ -155,11 +155,16 @@ class DirectoryLock:
         self._path = part / "LOCK"
         self._fd = -1
 
+    @property
+    def held(self) -> bool:
+        """Whether this process has it, shared or exclusively."""
+        return self._fd >= 0
+
     def acquire(self, me: Owner, timeout_s: float) -> bool:
         """Take the lock, waiting while another user is opening alone. True: exclusively, False: shared.
 
-        Raises TierError after `timeout_s`, or if the present users live in another pid namespace; OSError for a fault
-        of the machine. Holds nothing then.
+        With `timeout_s` 0 it is taken exclusively or not at all. Raises TierError after `timeout_s`, or if the present
+        users live in another pid namespace; OSError for a fault of the machine. Holds nothing then.
         """
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -174,7 +179,7 @@ class DirectoryLock:
             if self._set(fcntl.F_WRLCK):
                 self._sign(text)
                 return True
-            if self._set(fcntl.F_RDLCK):
+            if timeout_s and self._set(fcntl.F_RDLCK):
                 if os.pread(self._fd, 4096, 0) != text:
                     raise TierUnavailable(
                         "g3",

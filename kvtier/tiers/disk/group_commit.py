@@ -61,14 +61,21 @@ class CommitJob(Generic[T]):
 class GroupCommit:
     """A queue of jobs and the thread that commits them.
 
-    `commit(jobs)` is called on that thread; it gives every job's future its result or error and must not raise.
+    `commit(jobs)` is called on that thread; it gives every job's future its result or error. If it raises all the same,
+    or `idle` does, `failed(error)` returns the error for jobs that still wait, and the thread goes on.
     `idle()` is called there when no job came for `idle_s`, and at the end; it returns whether it has more to do, and is
     called again soon then.
     """
 
     def __init__(
-        self, commit: Callable[[Sequence[CommitJob[Any]]], None], idle: Callable[[], bool], idle_s: float, name: str
+        self,
+        commit: Callable[[Sequence[CommitJob[Any]]], None],
+        idle: Callable[[], bool],
+        failed: Callable[[Exception], Exception],
+        idle_s: float,
+        name: str,
     ) -> None:
+        self._failed = failed
         self._commit = commit
         self._idle = idle
         self._idle_s = idle_s
@@ -111,9 +118,15 @@ class GroupCommit:
                     self._lock.wait(self._idle_s)
                 jobs = [self._queue.popleft() for _ in range(min(len(self._queue), JOBS_PER_COMMIT_MAX))]
                 stopping = self._stopping
-            if jobs:
-                self._commit(jobs)
-            else:
+            try:
+                if jobs:
+                    self._commit(jobs)
+                    continue
                 more = self._idle()
-                if stopping and not more:
-                    return
+            except Exception as error:
+                more = False
+                failure = self._failed(error)
+                for job in jobs:
+                    job.fail(failure)
+            if stopping and not jobs and not more:
+                return

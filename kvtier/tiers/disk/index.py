@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import stat
 import struct
@@ -111,6 +112,8 @@ class Index:
         self._floors = SearchFloors()
         self._gate = threading.Lock()
         self._closed = False
+        self.on_damage: Callable[[Exception], None] = lambda error: None
+        """Called, on any thread, when a reader meets records of which nothing can be made."""
 
     @classmethod
     def create(cls, path: Path, uuid: bytes, geometry: Geometry, map_bytes: int, owner: Owner) -> Index:
@@ -127,7 +130,8 @@ class Index:
                 txn.put(FORMAT_KEY, FORMAT.to_bytes(4, "little"))
                 txn.put(UUID_KEY, uuid)
                 txn.put(GEOMETRY_KEY, geometry.encode())
-                txn.put(COUNTERS_KEY, Counters().encode())
+                # A reservation or an entry of an earlier index must not be taken for one of this.
+                txn.put(COUNTERS_KEY, Counters(serial=secrets.randbits(62)).encode())
         finally:
             env.close()
         with (draft / "data.mdb").open("r+b") as file:
@@ -188,8 +192,13 @@ class Index:
         with self._gate:
             if self._closed:
                 raise TierError("g3", "read index", "it is closed")
-            with self._env.begin() as txn:
-                yield txn
+            try:
+                with self._env.begin() as txn:
+                    yield txn
+            except (struct.error, *_lmdb_errors()) as error:
+                if is_damage(error):
+                    self.on_damage(error)
+                raise
 
     def find(self, names: Sequence[bytes]) -> list[tuple[bytes | None, Wall]]:
         """Per name, its entry as it is stored (None where there is none) and the time of its scope's tombstone (-inf
@@ -282,6 +291,12 @@ class Index:
             if not self._closed:
                 self._closed = True
                 self._env.close()
+
+
+def _lmdb_errors() -> tuple[type[Exception], ...]:
+    import lmdb
+
+    return (lmdb.Error,)
 
 
 def _environment(path: Path, map_bytes: int) -> lmdb.Environment:

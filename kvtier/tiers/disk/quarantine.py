@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from kvtier.tiers.disk.index import Index
 log = logging.getLogger(__name__)
 
 PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
+LET_GO_S = 0.1, 0.5
 FREE_BYTES_MIN = 1 << 20
 """A commit that fails with less than this on the volume failed for want of space."""
 
@@ -82,9 +84,15 @@ class Quarantine:
     def probe_failed(self, error: Exception) -> None:
         """Wait twice as long before the next probe."""
         with self._lock:
-            self._reason = str(error)
+            self._reason = str(error) or type(error).__name__
             self._probe_wait_s = min(2 * self._probe_wait_s, PROBE_LAST_S)
             self._probe_at = time.monotonic() + self._probe_wait_s
+
+    def let_go(self, error: Exception) -> None:
+        """Probe again after a short random wait: the others that use the store let go of it, too."""
+        with self._lock:
+            self._reason = str(error)
+            self._probe_at = time.monotonic() + random.uniform(*LET_GO_S)
 
     def end(self, index: Index) -> None:
         """Take the store into use again, with a new index."""

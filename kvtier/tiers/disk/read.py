@@ -169,6 +169,7 @@ class ReadBatch:
         for block in blocks:
             block.unreadable = False
         for block, outcome in zip(blocks, outcomes, strict=False):
+            self._store.health.counts["unreadable_blocks"] += outcome not in (Dropped.RACED, Dropped.TOO_MANY)
             if outcome is not Dropped.RACED:
                 block.result = Miss.ERROR if outcome is Dropped.TOO_MANY else Miss.CORRUPT
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, FormatError, TierError, TierUnavailable
 from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.damage_mark import is_marked, mark, unmark
 from kvtier.tiers.disk.directory import DirectoryLock, Marker, move_aside, read_marker, write_marker
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.index import Index, map_bytes_for
@@ -42,12 +43,11 @@ def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opene
     nothing.
     """
     with _locked(parts) as (lock, owner, alone), contextlib.ExitStack() as undo:
-        index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=alone)
+        index = _checked_index(parts, capacity_bytes, slot_bytes, owner, alone=alone, damaged=False)
         undo.callback(lambda: index.close())
         if alone and not _take_back(index):
             index.close()
-            log.warning("g3: %s is damaged; moved to %s", parts[0], move_aside(parts[0] / "index"))
-            index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=True)
+            index = _replace_index(parts, capacity_bytes, slot_bytes, owner)
         if alone:
             _resize(parts, index, capacity_bytes)
             lock.share()
@@ -92,34 +92,62 @@ def _locked(parts: Sequence[Path]) -> Iterator[tuple[DirectoryLock, Owner, bool]
     except BaseException as error:
         lock.release()
         if isinstance(error, Unusable):
-            raise TierUnavailable("g3", "open", f"the index of {parts[0]} is unusable: {error}") from None
+            raise TierUnavailable("g3", "open", f"the index of {parts[0]} is unusable now: {error}") from None
         raise
 
 
 def reopen(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, *, damaged: bool, alone: bool) -> Index:
-    """The index of a store whose lock this process still has, with a new owner. `damaged`: its tables are checked
-    first. Raises what `open_index` raises, Unusable, OSError or lmdb.Error."""
-    owner = Owner.current()
-    index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=alone)
-    if damaged:
+    """The index of a store whose lock this process has, with a new owner. `damaged`: its tables are checked first.
+
+    Raises Unusable if the index is damaged or thought to be, and not `alone`: the caller lets go of the lock then, as
+    the others do. Raises else what `open_index` raises.
+    """
+    return _checked_index(parts, capacity_bytes, slot_bytes, Owner.current(), alone=alone, damaged=damaged)
+
+
+def _checked_index(
+    parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owner: Owner, *, alone: bool, damaged: bool
+) -> Index:
+    """The index, checked where it may be damaged: replaced by a new one if `alone`, else marked."""
+    marked = is_marked(parts[0])
+    if marked and not alone:
+        raise Unusable("it is damaged, and is repaired once all processes have let go of it")
+    try:
+        index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=alone)
         try:
-            index.check()
+            if marked or damaged:
+                index.check()
         except Exception as error:
             index.close()
             if not is_damage(error):
                 raise
             if not alone:
-                raise Unusable("it is damaged, and other processes use it") from None
-            log.warning("g3: %s is damaged: %s; moved to %s", parts[0], error, move_aside(parts[0] / "index"))
-            index = open_index(parts, capacity_bytes, slot_bytes, owner, alone=True)
+                raise Unusable(f"it is damaged, and other processes use it: {error}") from None
+            log.warning("g3: %s is damaged: %s", parts[0], error)
+            index = _replace_index(parts, capacity_bytes, slot_bytes, owner)
+    except Unusable:
+        mark(parts[0])
+        raise
+    if marked:
+        try:
+            unmark(parts[0])
+        except BaseException:
+            index.close()
+            raise
     return index
+
+
+def _replace_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owner: Owner) -> Index:
+    """A new index instead of a damaged one. The caller uses the store alone."""
+    log.warning("g3: %s: its damaged index is moved to %s", parts[0], move_aside(parts[0] / "index"))
+    return open_index(parts, capacity_bytes, slot_bytes, owner, alone=True)
 
 
 def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owner: Owner, *, alone: bool) -> Index:
     """The index of a store whose lock the caller holds: the existing one or, if `alone`, a new one in its place.
 
-    Raises FormatError for what must not be touched, ConfigError for the wrong paths, TierError where damage cannot
-    be repaired because other processes use the store.
+    Raises FormatError for what must not be touched, ConfigError for the wrong paths, Unusable for damage that cannot be
+    repaired because other processes use the store, OSError or lmdb.Error for a fault of the machine.
     """
     markers = [read_marker(part) for part in parts]
     known = _store_of(parts, markers)
@@ -131,7 +159,7 @@ def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owne
             index = Index.attach(path, owner, alone=alone, map_bytes=map_bytes)
     except Unusable as error:
         if not alone:
-            raise TierUnavailable("g3", "open", f"{path} is unusable and other processes use it: {error}") from None
+            raise
         log.warning("g3: %s cannot be used: %s; moved to %s, the store starts empty", path, error, move_aside(path))
     name = known or (index.uuid().hex() if index is not None else uuid.uuid4().hex)
     if index is not None and name != index.uuid().hex():

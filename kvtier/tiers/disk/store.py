@@ -12,24 +12,23 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull, TierUnavailable
+from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierUnavailable
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
+from kvtier.tiers.disk.damage_mark import is_marked
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.expired import ExpiredScan
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.io_scheduler import IOScheduler
+from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
@@ -37,7 +36,8 @@ from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
-from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials, drop_unreadable, end_trial
+from kvtier.tiers.disk.trial_queue import TrialQueue
+from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
@@ -51,7 +51,7 @@ CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 RECLAIM_EVERY_S = 5.0
 SCAN_FIRST_S, SCAN_EVERY_S = 10.0, 1.0  # for expired entries
-TRY_EVERY_S = 60.0  # for bad places whose next try is due
+MARK_EVERY_S = 1.0
 GROWTH_PAUSE_S = 30.0
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
@@ -92,13 +92,16 @@ class Store:
         self._ahead: int | None = None  # the segment whose preallocation goes on
         self._preallocating = -1  # the last segment that was to be preallocated
         self.health = SlotHealth(self.parts, calls)
-        self._trials: deque[Trial] = deque()
-        self._try_at = time.monotonic() + SCAN_FIRST_S
+        self._trials = TrialQueue(self.health, lambda: self.io.when_idle(self._idle_step), self.too_many_bad)
+        self._uuid = index.uuid()
+        if maintained:
+            index.on_damage = self._reader_failed
+        self._heed_at = 0.0
         self._reclaim_at = 0.0
         self._scan = ExpiredScan()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = 0.0
-        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer")
+        self._writer = GroupCommit(self._commit, self._rest, self._writer_failed, IDLE_S, "kvtier-g3-writer")
 
     # Life.
 
@@ -236,30 +239,9 @@ class Store:
     def drop_unreadable(self, blocks: Sequence[tuple[bytes, bytes]], wall_s: Wall) -> CommitJob[list[Trial | Dropped]]:
         """Queue the removal of blocks, as (name, raw entry), whose slots failed alone. The slots are tried, when the
         disk is idle, before they are used again. Never blocks. Raises what `index` raises."""
-
-        def drop(txn: WriteTxn) -> list[Trial | Dropped]:
-            return [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks]
-
-        job = self.submit(drop)
-        self._try_begun(job)
+        job = self.submit(lambda txn: [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks])
+        self._trials.follow(job)
         return job
-
-    def _try_begun(self, job: CommitJob[Any]) -> None:
-        """Make the trials among the results of a job once they are committed."""
-
-        def committed(done: Future[Any]) -> None:
-            if done.cancelled() or done.exception() is not None:
-                return
-            trials = [one for one in done.result() if isinstance(one, Trial)]
-            dropped = [one for one in done.result() if isinstance(one, Trial) or one is Dropped.DONE]
-            self.health.counts["unreadable_blocks"] += len(dropped)
-            self._trials.extend(trials)
-            if trials:
-                self.io.when_idle(self._idle_step)
-            if Dropped.TOO_MANY in done.result():
-                self.too_many_bad()
-
-        job.future.add_done_callback(committed)
 
     def volume_full(self) -> None:
         """The volume took no more bytes: use the existing segments for a while."""
@@ -280,6 +262,7 @@ class Store:
     # On the writer thread.
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> None:
+        self._heed_mark()
         if self._state.index is None:
             self._probe()
         try:
@@ -326,20 +309,17 @@ class Store:
             self._ahead = None
             return False
         if self._trials:
-            self._try(self._trials.popleft())
+            self._try_place()
         elif self._ahead is not None and not self._preallocator.advance(self._ahead):
             self._ahead = None
         return bool(self._trials) or self._ahead is not None
 
-    def _try(self, trial: Trial) -> None:
+    def _try_place(self) -> None:
         with contextlib.suppress(TierError, ClosedError), self.moving():
             try:
-                sound = self.health.try_place(self.slab, trial.place)
+                self.submit(self._trials.next_outcome(self.slab))
             except OSError as error:
-                self.quarantine(f"fdatasync of segment {trial.place.segment}: {error}")
-                return
-            self.submit(partial(end_trial, trial=trial, sound=sound))
-            self.health.counts["restored_slots"] += sound * len(trial.reservations)
+                self.quarantine(f"fdatasync at a bad place: {error}")
 
     def _commit_failed(self, index: Index, error: Exception) -> TierError:
         """The error for those who wait for the transaction. Quarantines the store where `error` leaves it in doubt."""
@@ -361,6 +341,7 @@ class Store:
     def _rest(self) -> bool:
         """When no job came for a while: write touches, free unused and dead owners' slots, or probe. Whether more
         touches wait."""
+        self._heed_mark()
         if not self._maintained:
             return False
         self.reserved.give_back(self.reserved.clear())  # no write came for them
@@ -373,7 +354,7 @@ class Store:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
         jobs = self._removals(index)
-        jobs += self._due_trials(index)
+        jobs += self._trials.due_jobs(index, self._wall)
         if jobs or self.touches or self.reserved.has_returned or (due and index.has_reservations()):
             self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)])
         return self._state.index is not None and bool(self.touches)
@@ -389,39 +370,58 @@ class Store:
             return []
         return [CommitJob(lambda txn: txn.remove_expired(expired, self._wall()))] if expired else []
 
-    def _due_trials(self, index: Index) -> list[CommitJob[Any]]:
-        """Every TRY_EVERY_S: a job that begins trials, if there are bad places."""
-        if time.monotonic() < self._try_at:
-            return []
-        self._try_at = time.monotonic() + TRY_EVERY_S
-        if not index.has_bad_places():
-            return []
-        job = CommitJob(lambda txn: begin_trials(txn, self._wall()))
-        self._try_begun(job)
-        return [job]
-
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""
-        import lmdb
-
         if not self._maintained or not self._state.probe_due():
             return
-        alone = self._lock.try_exclusive()
         index = None
         try:
             self.slab.close()
             probe(self.parts, self._calls)
-            damaged = self._state.damaged
-            index = recovery.reopen(self.parts, self.geometry.capacity, self._slot_bytes, damaged=damaged, alone=alone)
-            self.owner, self.geometry = index.owner, index.geometry()
+            alone = self._lock.try_exclusive() if self._lock.held else self._lock_again()
+            index = recovery.reopen(
+                self.parts, self.geometry.capacity, self._slot_bytes, damaged=self._state.damaged, alone=alone
+            )
+            if index.uuid() != self._uuid:
+                raise TierError("g3", "open", f"{self.parts[0]} is another store now; close and open it")
+            self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
             self.slab = Slab(self.parts, self.geometry.size_of, self._calls)
             self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
             self._trials.clear()
+            self._lock.share()
             self._state.end(index)
-        except (Unusable, KVTierError, OSError, lmdb.Error) as error:
+        except Exception as error:  # of any kind: this thread must go on
             if index is not None:
                 index.close()
-            self._state.probe_failed(error)
-        finally:
-            if alone:
-                self._lock.share()
+            if isinstance(error, Unusable):
+                self._lock.release()
+                self._state.let_go(error)
+            else:
+                if self._lock.held:
+                    self._lock.share()
+                self._state.probe_failed(error)
+
+    def _lock_again(self) -> bool:
+        """Take the lock that was given up for a repair. Whether it is exclusive; while the mark is there it must be."""
+        try:
+            return self._lock.acquire(Owner.current(), 0.0 if is_marked(self.parts[0]) else recovery.LOCK_TIMEOUT_S)
+        except TierError as error:
+            raise Unusable(str(error)) from None
+
+    def _heed_mark(self) -> None:
+        """Let go of the store, every MARK_EVERY_S, if another process found its index damaged."""
+        if time.monotonic() >= self._heed_at:
+            self._heed_at = time.monotonic() + MARK_EVERY_S
+            with contextlib.suppress(OSError):
+                if self._state.index is not None and is_marked(self.parts[0]):
+                    self.quarantine("another process found its index damaged", damaged=True)
+
+    def _reader_failed(self, error: Exception) -> None:
+        self.quarantine(f"{type(error).__name__}: {error}", damaged=True)
+
+    def _writer_failed(self, error: Exception) -> TierError:
+        """The error for those who wait, after one that nothing foresaw."""
+        log.error("g3: %s: its writer failed", self.parts[0], exc_info=error)
+        detail = f"{type(error).__name__}: {error}"
+        self.quarantine(detail, damaged=is_damage(error) or is_suspicious(error))
+        return TierError("g3", "commit", detail)

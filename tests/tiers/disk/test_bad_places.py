@@ -13,7 +13,7 @@ from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
 from kvtier.tiers.breaker import Health
-from kvtier.tiers.disk import quarantine, store
+from kvtier.tiers.disk import quarantine, store, trial_queue
 from kvtier.tiers.disk.bad_places import DAY_S, BadPlace, bad_places
 from kvtier.tiers.disk.maintenance import looking_after
 from kvtier.tiers.disk.tier import DiskTier
@@ -31,8 +31,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probe and rest a hundred times as often."""
     monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
     monkeypatch.setattr(store, "IDLE_S", 0.005)
-    monkeypatch.setattr(store, "SCAN_FIRST_S", 0.0)
-    monkeypatch.setattr(store, "TRY_EVERY_S", 0.005)
+    monkeypatch.setattr(trial_queue, "TRY_FIRST_S", 0.0)
+    monkeypatch.setattr(trial_queue, "TRY_EVERY_S", 0.005)
 
 
 def set_aside(tier: DiskTier) -> list[BadPlace]:

@@ -41,6 +41,7 @@ class WorkerProcess:
     ) -> None:
         """Use `start`. Raises OSError."""
         self.usage = Usage(0, 0)
+        self.counters: dict[str, int] = {}
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.process = process
         self._writer = writer
