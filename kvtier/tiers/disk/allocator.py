@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,8 @@ class Geometry:
 class Segments:
     """The segments of a store, `count` of them in use so far. `save` must be called before the commit."""
 
-    def __init__(self, txn: Any, geometry: Geometry, count: int, *, may_grow: bool) -> None:
+    def __init__(self, txn: Any, geometry: Geometry, count: int, *, may_grow: Callable[[int], bool]) -> None:
+        """`may_grow`: whether a part, by its index, may get segments that no class uses: its volume is not full."""
         self.count = count
         self.next: int | None = None  # the segment that will be the next to be used, if that is not far
         self._txn = txn
@@ -192,17 +193,22 @@ class Segments:
 
     def _grow(self, slot_cls: int) -> int | None:
         """Give the class a segment that none uses."""
-        if not self._may_grow or self._exhausted:
+        if self._exhausted:
             return None
+        parts = self._geometry.parts
         for key, _ in rows(self._txn, SPARE):
-            if self._assign(number_of(key), slot_cls):
+            if self._may_grow(number_of(key) % parts) and self._assign(number_of(key), slot_cls):
                 self._txn.delete(key)
                 return number_of(key)
-        number: int = self.count
-        if number < self._geometry.segments and self._assign(number, slot_cls):
-            self.count += 1
+        following = range(self.count, min(self.count + parts, self._geometry.segments))
+        number = next((one for one in following if self._may_grow(one % parts)), None)
+        if number is not None and self._assign(number, slot_cls):
+            for skipped in range(self.count, number):
+                self._changed[skipped] = Segment(skipped % parts, 0, 0, 0, 0)
+                self._txn.put(number_key(SPARE, skipped), b"")
+            self.count = number + 1
             return number
-        self._exhausted = next(rows(self._txn, SPARE), None) is None and number >= self._geometry.segments
+        self._exhausted = next(rows(self._txn, SPARE), None) is None and not following
         return None
 
     def _assign(self, number: int, slot_cls: int) -> bool:

@@ -189,14 +189,16 @@ class Index:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Any]:
         """A read transaction, to be ended within microseconds: it holds back the reuse of pages, and `close`."""
+        import lmdb
+
         with self._gate:
             if self._closed:
                 raise TierError("g3", "read index", "it is closed")
             try:
                 with self._env.begin() as txn:
                     yield txn
-            except (struct.error, *_lmdb_errors()) as error:
-                if is_damage(error):
+            except Exception as error:
+                if isinstance(error, (struct.error, lmdb.Error)) and is_damage(error):
                     self.on_damage(error)
                 raise
 
@@ -266,7 +268,7 @@ class Index:
         with self.reading() as txn:
             audit(txn)
 
-    def transact(self, work: Callable[[WriteTxn], T], *, may_grow: bool = True) -> T:
+    def transact(self, work: Callable[[WriteTxn], T], *, may_grow: Callable[[int], bool] = lambda part: True) -> T:
         """Run `work` in one durable write transaction; returns its result. Blocks for as long as another process holds
         the lock. Raises lmdb.Error or what `work` raises; then nothing of the transaction is visible."""
         try:
@@ -291,12 +293,6 @@ class Index:
             if not self._closed:
                 self._closed = True
                 self._env.close()
-
-
-def _lmdb_errors() -> tuple[type[Exception], ...]:
-    import lmdb
-
-    return (lmdb.Error,)
 
 
 def _environment(path: Path, map_bytes: int) -> lmdb.Environment:

@@ -100,7 +100,7 @@ class Store:
         self._reclaim_at = 0.0
         self._scan = ExpiredScan()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
-        self._grow_at = 0.0
+        self._grow_at = [0.0] * len(self.parts)  # by part
         self._writer = GroupCommit(self._commit, self._rest, self._writer_failed, IDLE_S, "kvtier-g3-writer")
 
     # Life.
@@ -243,9 +243,12 @@ class Store:
         self._trials.follow(job)
         return job
 
-    def volume_full(self) -> None:
-        """The volume took no more bytes: use the existing segments for a while."""
-        self._grow_at = time.monotonic() + GROWTH_PAUSE_S
+    def volume_full(self, segment: int | None = None) -> None:
+        """The volume of a segment, or of the index, took no more bytes: use the existing segments there, or everywhere,
+        for a while."""
+        parts = range(len(self.parts)) if segment is None else [segment % len(self.parts)]
+        for part in parts:
+            self._grow_at[part] = time.monotonic() + GROWTH_PAUSE_S
 
     def quarantine(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
         """Take the store out of use until the writer thread has opened it again, after `rest_s` at the earliest.
@@ -284,7 +287,7 @@ class Store:
             return txn, [(job, job.work(txn)) for job in running]
 
         try:
-            txn, results = index.transact(work, may_grow=time.monotonic() >= self._grow_at)
+            txn, results = index.transact(work, may_grow=lambda part: time.monotonic() >= self._grow_at[part])
         except Exception as error:
             self.reserved.give_back(returned)
             failure = self._commit_failed(index, error)

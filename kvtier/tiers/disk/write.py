@@ -189,7 +189,7 @@ class WriteBatch:
             if is_place_fault(error):
                 self._write_alone(run, deadline)
             else:
-                self._fail(run, self._result_of(error))
+                self._fail(run, self._result_of(error, first.segment))
         with self._lock:
             self._left[first.segment] -= 1
             last = self._left[first.segment] == 0
@@ -212,7 +212,7 @@ class WriteBatch:
             return
         for place, error in zip(run, outcomes, strict=True):
             if error is not None:
-                self._fail([place], self._result_of(error))
+                self._fail([place], self._result_of(error, segment))
             if is_place_fault(error):
                 with self._lock:
                     self._bad.append(place)
@@ -226,7 +226,7 @@ class WriteBatch:
         try:
             self._store.slab.sync(segment)
         except OSError as error:
-            result = self._result_of(error)
+            result = self._result_of(error, segment)
             self._fail(written, result)
             if result is Stored.FAILED:
                 # After a failed sync the next one proves nothing: the store is opened anew.
@@ -236,8 +236,8 @@ class WriteBatch:
         with self._lock:
             self._results.update(dict.fromkeys(places, result))
 
-    def _result_of(self, error: OSError) -> Stored:
+    def _result_of(self, error: OSError, segment: int) -> Stored:
         if error.errno in NO_SPACE:
-            self._store.volume_full()
+            self._store.volume_full(segment)
             return Stored.FULL
         return Stored.FAILED

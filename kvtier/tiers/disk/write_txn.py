@@ -61,8 +61,8 @@ class WriteTxn:
     Times are seconds since the epoch.
     """
 
-    def __init__(self, txn: Any, owner: Owner, floors: SearchFloors, *, may_grow: bool) -> None:
-        """`floors`: where earlier transactions of this process ended their searches for a victim."""
+    def __init__(self, txn: Any, owner: Owner, floors: SearchFloors, *, may_grow: Callable[[int], bool]) -> None:
+        """`may_grow`: as in `Segments`. `floors`: where earlier transactions ended their searches for a victim."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
