@@ -64,6 +64,10 @@ TIERS = {
     "capacity_bytes": Family("kvtier_tier_capacity_bytes", "Bytes that may be held; 0: no bound.", counter=False),
     "hits": Family("kvtier_tier_hit_blocks", "Blocks served from this tier."),
     "misses": Family("kvtier_tier_miss_blocks", "Blocks this tier was asked for and did not give.", label="reason"),
+    "device_written_bytes": Family("kvtier_tier_device_written_bytes", "Bytes written to the device, index included."),
+    "write_amplification": Family(
+        "kvtier_tier_write_amplification", "Bytes written to the device per byte of stored blocks.", counter=False
+    ),
     "evictions": Family("kvtier_tier_evicted_blocks", "Blocks that left for others."),
     "latency": Family("kvtier_tier_latency_ms", "Time per call over the last calls.", counter=False, label="figure"),
     "pinned": Family("kvtier_tier_pinned_blocks", "Blocks under a lease.", counter=False),

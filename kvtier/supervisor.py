@@ -3,6 +3,7 @@
 supervisor.start("housekeeping", work, service)   restarted after an exception, with a pause that doubles
 supervisor.spawn(coroutine)                       runs once; its result is the caller's
 supervisor.close(deadline)                        cancels all of them; one that hangs is abandoned
+failures.record("g3 writer", error, service)      the same rule for a thread, which restarts itself
 """
 
 from __future__ import annotations
@@ -44,6 +45,43 @@ class Service(Protocol):
         """It works again."""
 
 
+class Failures:
+    """What failed in the background, by the name of its task or thread: counted, logged, and told to its service.
+    Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._times: dict[str, deque[float]] = {}  # task → monotonic times within WINDOW_S
+        self.restarts: Counter[str] = Counter()
+        """By task."""
+
+    def record(self, name: str, error: BaseException, service: Service) -> float:
+        """Count and log a failure: the first of a minute with its stack. The last that is bearable within a minute, and
+        each after it, trips the service. Returns the pause before the restart, in seconds."""
+        with self._lock:
+            now = self._clock.monotonic()
+            times = self._times.setdefault(name, deque())
+            while times and times[0] < now - WINDOW_S:
+                times.popleft()
+            times.append(now)
+            count = len(times)
+            self.restarts[name] += 1
+        detail = f"{type(error).__name__}: {error}"
+        if count == 1:
+            log.error("%s failed and is restarted", name, exc_info=error)
+        else:
+            log.warning("%s failed, time %d within a minute: %s", name, count, detail)
+        if count >= FAILURES_MAX:
+            service.trip(f"{name} failed {count} times within a minute, at last with {detail}")
+        return min(PAUSE_LAST_S, PAUSE_FIRST_S * 2.0 ** min(count - 1, 10))
+
+    def too_many(self, name: str) -> bool:
+        """Whether this task's failures have tripped its service."""
+        with self._lock:
+            return len(self._times.get(name, ())) >= FAILURES_MAX
+
+
 class Supervisor:
     """Owns the background tasks of one event loop. Every verb is called on it; the counters are read anywhere."""
 
@@ -52,9 +90,7 @@ class Supervisor:
         self._clock = clock
         self._sleep = sleep
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._failures: dict[str, deque[float]] = {}  # task → monotonic times within WINDOW_S
-        self.restarts: Counter[str] = Counter()
-        """By task."""
+        self.failures = Failures(clock)
         self.abandoned = 0
         """Tasks that did not end when `close` cancelled them."""
 
@@ -76,6 +112,11 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    @property
+    def restarts(self) -> Counter[str]:
+        """By task."""
+        return self.failures.restarts
+
     async def close(self, deadline: Mono) -> None:
         """Cancel every task, and wait until all have ended or the deadline is over."""
         tasks = set(self._tasks)
@@ -83,10 +124,13 @@ class Supervisor:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=max(_UNWIND_S, deadline - self._clock.monotonic()))
-        hung = [task.get_name() for task in tasks if not task.done()]
+        hung = [task for task in tasks if not task.done()]
         self.abandoned += len(hung)
+        for task in hung:
+            abandon(task)
         if hung:
-            log.warning("abandoned at close, since they do not end: %s", ", ".join(hung))
+            names = ", ".join(task.get_name() for task in hung)
+            log.warning("abandoned at close, since they do not end: %s", names)
 
     async def _keep_running(
         self, name: str, work: Callable[[], Coroutine[Any, Any, None]], service: Service, every_s: float | None
@@ -101,8 +145,8 @@ class Supervisor:
             except (Exception, asyncio.CancelledError) as error:  # a stray cancellation is a failure, too
                 if task.cancelling():
                     raise
-                pause_s, out = self._failed(name, error, service)
-                tripped = tripped or out
+                pause_s = self.failures.record(name, error, service)
+                tripped = tripped or self.failures.too_many(name)
                 continue
             if every_s is None:
                 return
@@ -110,22 +154,11 @@ class Supervisor:
                 service.succeeded()
             pause_s, tripped = 0.0, False
 
-    def _failed(self, name: str, error: BaseException, service: Service) -> tuple[float, bool]:
-        """Count and log a failure. Returns the pause before the restart, and whether the service is out."""
-        now = self._clock.monotonic()
-        times = self._failures.setdefault(name, deque())
-        while times and times[0] < now - WINDOW_S:
-            times.popleft()
-        times.append(now)
-        self.restarts[name] += 1
-        detail = f"{type(error).__name__}: {error}"
-        if len(times) == 1:
-            log.error("%s failed and is restarted", name, exc_info=error)
-        else:
-            log.warning("%s failed, time %d within a minute: %s", name, len(times), detail)
-        if len(times) >= FAILURES_MAX:
-            service.trip(f"{name} failed {len(times)} times within a minute, at last with {detail}")
-        return min(PAUSE_LAST_S, PAUSE_FIRST_S * 2 ** min(len(times) - 1, 10)), len(times) >= FAILURES_MAX
+
+def abandon(call: asyncio.Future[Any]) -> None:
+    """Never wait for a call that may not heed its cancellation: its result is dropped, and its loop may end first."""
+    call.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
+    call._log_destroy_pending = False  # type: ignore[attr-defined]  # else asyncio reports it as forgotten
 
 
 class LoopOnThread:
@@ -190,6 +223,7 @@ class LoopOnThread:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
+            abandon(task)
         if tasks:
             await asyncio.wait(tasks, timeout=_UNWIND_S)
         self._loop.stop()

@@ -5,7 +5,8 @@ Requests, block tables, the block pool, scheduler output: read here, nowhere els
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from string import hexdigits
 from typing import Any
@@ -44,6 +45,11 @@ def prefilled(output: Any) -> int:
     return tokens if tokens >= _PREFILL_TOKENS * len(output.num_scheduled_tokens) else 0
 
 
+def drafted(output: Any) -> Iterable[str]:
+    """Requests with draft tokens in this step."""
+    return getattr(output, "scheduled_spec_decode_tokens", None) or ()
+
+
 def preempted(output: Any) -> set[str]:
     """Requests whose blocks were taken away in this step."""
     return getattr(output, "preempted_req_ids", None) or set()
@@ -58,6 +64,25 @@ def table_of(blocks: Any) -> list[int]:
 def hashes_of(request: Any, start: int = 0) -> list[bytes]:
     """The request's chain hashes from block `start` on, as far as its tokens are known."""
     return [bytes(digest) for digest in request.block_hashes[start:]]
+
+
+def agreed(request: Any, chain: Sequence[BlockKey]) -> int:
+    """Leading blocks of a chain, made of the request's hashes earlier, that still have these names. Each name covers
+    all tokens before it, so the last one tells of all, and the first that differs can be bisected for."""
+    hashes = request.block_hashes
+    count = min(len(hashes), len(chain))
+
+    def differs(index: int) -> bool:
+        return bool(chain[index][-HASH_BYTES:] != bytes(hashes[index]))
+
+    return bisect_left(range(count), True, key=differs) if count and differs(count - 1) else count
+
+
+def computed(request: Any) -> int:
+    """Leading tokens whose KV the steps that have completed can have left: neither the last sampled token, which was
+    never an input, nor drafts that were refused, nor what is planned and has not run."""
+    done = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+    return int(min(request.num_tokens - 1, done))
 
 
 def unwanted(request: Any) -> bool:

@@ -16,7 +16,7 @@ out again the object is another, even for equal content.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple, Protocol
@@ -47,12 +47,15 @@ class Track:
     chain: Chain
     table: list[int] = field(default_factory=list)
     trusted: int = 0  # leading tokens whose KV is computed or loaded, completed, and right
+    reach: int = 0  # `trusted`, and the drafts that were planned behind it
     load_begin: int = 0  # tokens load_begin … loaded-1 were brought by a load
     loaded: int = 0
     confirmed: int = 0  # leading blocks that `complete` has reported
     storable: bool = True  # whether its blocks may be stored, and how many of them
     storable_blocks: int = 1 << 62
+    drafts: bool = False  # whether its steps are planned with draft tokens
     life: int = 0  # changes when the engine takes all blocks away
+    lost: bool = False  # the table is not known until the engine gives all of it again
     void_until: int = -1  # steps up to this one do not count
     open: int = -1  # tokens open … planned-1 were planned, one stretch, and are not in a span yet; -1: none were
     planned: int = -1
@@ -122,12 +125,15 @@ class Confirmer:
 
     def place(self, track: Track, table: Sequence[int]) -> list[int]:
         """The engine gave the request this whole block table. Returns confirmed blocks that hold something else now."""
+        track.lost = False
         if track.table and track.table != list(table[: len(track.table)]):
             self.displace(track)
         return self.extend(track, table[len(track.table) :])
 
     def extend(self, track: Track, blocks: Sequence[int]) -> list[int]:
         """The engine appended blocks to the request's table. Returns confirmed blocks that hold something else now."""
+        if track.lost:
+            return []
         track.table.extend(blocks)
         known = [block for block in blocks if block in self._tokens]
         lasting = self.lasting(known, [self._tokens[block] for block in known])
@@ -139,9 +145,25 @@ class Confirmer:
     def displace(self, track: Track) -> None:
         """The engine took all blocks away (preemption): what was planned before does not count."""
         track.table = []
-        track.trusted = track.load_begin = track.loaded = track.confirmed = 0
+        track.trusted = track.reach = track.load_begin = track.loaded = track.confirmed = 0
         track.life += 1
         track.open = -1
+
+    def lose(self) -> None:
+        """What the engine planned was not followed to its end: no table is known, and nothing in one counts."""
+        for track in self._tracks.values():
+            self.displace(track)
+            track.lost = True
+
+    def rename(self, track: Track, count: int) -> list[int]:
+        """The engine named the request's blocks anew, but for the first `count`. The track gets another chain: copies
+        under way go on under the old one. Returns blocks that were confirmed under other names."""
+        track.chain = Chain(track.chain[:count], track.chain.terms)
+        others = track.table[count : track.confirmed]
+        for block in others:
+            self._tokens.pop(block, None)
+        track.confirmed = min(track.confirmed, count)
+        return others
 
     def cover(self, track: Track, begin: int, end: int) -> None:
         """The step that is being planned computes tokens begin … end-1 of a request.
@@ -150,6 +172,8 @@ class Confirmer:
         another make one span. The first of a stretch is a span by itself, since what it builds upon must be looked at
         when it completes; later it may have been repaired.
         """
+        if track.lost:
+            return
         if track.open <= begin <= track.planned and track.open >= 0:
             track.planned = end
             if end < track.due:
@@ -165,27 +189,30 @@ class Confirmer:
         self._steps.append((step, self._spans))
         self._spans = []
 
-    def fail(self, blocks: Iterable[int]) -> None:
-        """A load left these blocks without content: distrust them and what was computed after them."""
+    def fail(self, blocks: Iterable[int], waiting: Collection[int] = ()) -> None:
+        """A load left these blocks without content: distrust them and what was computed after them. Those in `waiting`
+        belong to requests that wait for their loads: nobody has computed after them."""
         bad = set(blocks)
-        if not bad:
-            return
         for block in bad:
             self._tokens.pop(block, None)
+        bad.difference_update(waiting)
+        if not bad:
+            return
         under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
         for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
             index = next((i for i, block in enumerate(track.table) if block in bad), None)
             if index is not None:
                 tokens = index * self.block_tokens
                 track.trusted, track.loaded = min(track.trusted, tokens), min(track.loaded, tokens)
+                track.reach = min(track.reach, tokens)
                 track.confirmed = min(track.confirmed, index)
                 track.void_until = self._last
                 track.open = -1
 
     def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:
         """Everything up to `step` has run. `known(track)` are the tokens whose KV a completed step can have left:
-        one less than the request's tokens, since the last sampled one was never an input. Returns what is newly
-        confirmed, heads before tails."""
+        neither the last sampled one, which was never an input, nor refused drafts. Returns what is newly confirmed,
+        heads before tails."""
         fresh: list[Confirmed] = []
         while self._steps and self._steps[0][0] <= step:
             number, spans = self._steps.popleft()
@@ -197,11 +224,16 @@ class Confirmer:
 
     def _grow(self, span: Span, known: int, fresh: list[Confirmed]) -> None:
         track = span.track
-        if track.trusted < span.begin:
+        if track.reach < span.begin:
             self._trust_head(track, span.begin, fresh)
-        if track.trusted < span.begin:
+            track.reach = max(track.reach, track.trusted)
+        if track.reach < span.begin:
             return  # computed after something that is not known to be right
         track.trusted = max(track.trusted, min(span.end, known))
+        # A step that is planned before drafts of the last one are refused computes from further ahead than planned.
+        track.reach = max(track.reach, span.end if track.drafts else track.trusted)
+        if track.drafts and known < span.end // self.block_tokens * self.block_tokens:
+            track.due = 0  # the block is not full yet: look at the next step, too
         self._confirm(track, fresh)
 
     def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:

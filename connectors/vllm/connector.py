@@ -34,6 +34,7 @@ from kvtier.connectors.vllm.identity import block_tokens_of, cache_layout_of, na
 from kvtier.connectors.vllm.messages import Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm.requests import RequestReader
+from kvtier.connectors.vllm.reuse import why_off
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.connectors.vllm.worker import WorkerHalf, host_identity
@@ -51,6 +52,8 @@ ARGUMENTS = ("lookup_deadline", "flush_timeout", "ack_timeout", "step_bytes", "d
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. vLLM makes one for the scheduler and one per worker rank."""
 
+    _off = ""  # why nothing is cached
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError for wrong arguments and IdentityError for models that are not served: the engine does
         not start, and the message says what to change."""
@@ -58,11 +61,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         self._settings = Settings.parse(extra, ARGUMENTS)
         self._extra = extra
-        self._cache_layout: CacheLayout = cache_layout_of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
         self._stored: StepMeta | None = None
+        self._off = why_off(vllm_config, kv_cache_config)
+        if self._off:
+            if role == KVConnectorRole.SCHEDULER:
+                log.warning("kvtier is off: %s", self._off)
+            return
+        self._cache_layout: CacheLayout = cache_layout_of(vllm_config, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             self._worker = WorkerHalf(self._cache_layout)
         elif getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") != "recompute":
@@ -104,6 +112,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """All workers have registered their tensors: open the cache in their namespace. Raises ConfigError or
         IdentityError, and the engine does not start."""
+        if self._off:
+            return
         ranks = {rank: shake for rank, shake in metadata.items() if isinstance(shake, Handshake)}
         here = host_identity()
         for rank, shake in ranks.items():
@@ -167,7 +177,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return StepMeta(-1)
         meta = or_fallback(self._scheduler.plan, scheduler_output, fallback=None)
-        return meta if meta is not None else StepMeta(-1, loads=self._scheduler.take_loads())
+        return meta if meta is not None else or_fallback(self._scheduler.undelivered, fallback=StepMeta(-1))
 
     @falls_back_to(None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -219,8 +229,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # ── worker ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        assert self._worker is not None
-        self._worker.register(kv_caches)
+        if self._worker is not None:
+            self._worker.register(kv_caches)
 
     # Sleep mode (called from 0.33 on).
 
@@ -235,15 +245,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        assert self._worker is not None
-        return self._worker.handshake()
+        return None if self._worker is None else self._worker.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta, worker = self._get_connector_metadata(), self._worker
-        assert worker is not None and isinstance(meta, StepMeta)
+        if worker is None or not isinstance(meta, StepMeta):
+            return
         worker.start(meta.step)
         if meta.arena is not None:
-            or_fallback(worker.attach, meta.arena, fallback=None)
+            worker.attach(meta.arena)
+        or_fallback(worker.cancel, meta.cancelled, fallback=None)
         worker.load(meta.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -259,14 +270,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _store_once(self, meta: KVConnectorMetadata | None) -> None:
         """Called twice per step: up to 0.30 a step without a forward, which is all that an idle engine has, comes
         without `wait_for_save`. Any moment of the step is right, since stores are of blocks that are complete."""
-        assert self._worker is not None
-        if isinstance(meta, StepMeta) and meta is not self._stored:
+        if self._worker is not None and isinstance(meta, StepMeta) and meta is not self._stored:
             self._stored = meta
             self._worker.store(meta.stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         worker = self._worker
-        assert worker is not None
+        if worker is None:
+            return None, None
         meta = self._connector_metadata
         self._store_once(meta)
         or_fallback(worker.poll, fallback=None)

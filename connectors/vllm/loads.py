@@ -1,28 +1,41 @@
 """Loads: blocks on their way from G2 into vLLM's pool, from the request's allocation to every rank's answer.
 
+A load that some rank leaves unanswered for `ack_timeout_s` is cancelled. Until all such loads are answered, none is
+offered: `late`. The memory of a cancelled load belongs to the copy until its answer, like that of any other.
+
 Called on the engine's one scheduler thread; nothing here waits.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+from kvtier.clock import Clock
 from kvtier.connectors.counters import tokens_by_tier
 from kvtier.connectors.vllm.messages import Load, StepMoves
 from kvtier.connectors.vllm.requests import RequestState
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 from kvtier.tiers.protocol import Miss
+from kvtier.times import Mono
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    state: RequestState
-    lease: Lease
+    """One job. A refused one has no lease: all of it fails."""
+
+    name: str
+    state: RequestState | None
+    lease: Lease | None
+    blocks: tuple[int, ...]
     start: int
-    count: int
+    since_s: Mono
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
 
@@ -30,45 +43,90 @@ class _Loading:
 class Loads:
     """See the module. Owns the leases of loads under way; `counters` are the half's."""
 
-    def __init__(self, ranks: int, block_tokens: int, counters: Counter[str], job: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        block_tokens: int,
+        ack_timeout_s: float,
+        clock: Clock,
+        counters: Counter[str],
+        job: Callable[[], int],
+    ) -> None:
         """`job` returns a new number of a job at each call."""
         self.ranks = ranks
+        self.ack_timeout_s = ack_timeout_s
+        self._clock = clock
         self._block_tokens = block_tokens
         self._counters = counters
         self._job = job
         self._planned: list[Load] = []
         self._loading: dict[int, _Loading] = {}
+        self._job_of: dict[str, int] = {}  # of a request that waits
+        self._cancelled: set[int] = set()
 
     def __len__(self) -> int:
         """Loads that some rank has not answered."""
         return len(self._loading)
 
+    @property
+    def late(self) -> bool:
+        """Whether a load under way has been cancelled."""
+        return bool(self._cancelled)
+
+    def waits(self, name: str) -> bool:
+        """Whether the request has a load that some rank has not answered: until then its blocks belong to the copy."""
+        return name in self._job_of
+
     def plan(self, manager: Manager | None, state: RequestState, count: int) -> None:
         """Load `count` blocks into the request's table, from the start of its lease on, which this object owns from now
         on. Raises AssertionError where fewer are pinned."""
-        lease, state.lease, start = state.lease, None, state.lease_start
+        lease, start = state.lease, state.lease_start
         pinned = 0 if lease is None else len(lease)
         if lease is None or not 0 < count <= pinned:
             self._record(manager, state, None if count else lease, start, 0)
-            if lease is not None:
-                lease.release()
+            state.drop_lease()
             if count:
                 raise AssertionError(f"{count} blocks are to be loaded, {pinned} are pinned")
             return
-        job = self._job()
-        self._loading[job] = _Loading(state, lease, start, count)
         slots = lease.slots[:count]
         moves = StepMoves(
-            job,
+            self._job(),
             tuple(state.track.table[start : start + count]),
             tuple(slot.number for slot in slots),
             tuple(slot.generation for slot in slots),
         )
-        self._planned.append(Load(state.track.name, moves))
+        self._begin(state.track.name, state, lease, moves, start)
+        state.lease = None
 
-    def refuse(self, name: str, blocks: Sequence[int]) -> None:
+    def refuse(self, name: str, state: RequestState | None, blocks: Sequence[int]) -> None:
         """The request's load went wrong here, and it waits: have the workers report these blocks as failed."""
-        self._planned.append(Load(name, StepMoves(self._job(), tuple(blocks), (), ())))
+        self._begin(name, state, None, StepMoves(self._job(), tuple(blocks), (), ()), 0)
+
+    def _begin(self, name: str, state: RequestState | None, lease: Lease | None, moves: StepMoves, start: int) -> None:
+        work = _Loading(name, state, lease, moves.blocks, start, self._clock.monotonic())
+        load = Load(name, moves)
+        self._loading[moves.job] = work
+        self._job_of[name] = moves.job
+        self._planned.append(load)
+
+    def overdue(self) -> list[int]:
+        """Loads that have waited for an answer for too long, each reported once: the workers are to cancel them."""
+        until = self._clock.monotonic() - self.ack_timeout_s
+        old = takewhile(lambda item: item[1].since_s <= until, self._loading.items())
+        jobs = [job for job, _ in old if job not in self._cancelled]
+        if jobs:
+            log.error("%d loads unanswered for %.0f s are cancelled", len(jobs), self.ack_timeout_s)
+            self._counters["loads_cancelled"] += len(jobs)
+            self._cancelled.update(jobs)
+        return jobs
+
+    def own(self, bad: set[int], failed: Mapping[int, set[int]]) -> set[int]:
+        """Those of the `bad` blocks that these `failed` moves of loads account for: only their request has them."""
+        loads = ((self._loading.get(job), places) for job, places in failed.items())
+        own = [
+            work.blocks[at] for work, places in loads if work is not None and work.lease is not None for at in places
+        ]
+        return bad.intersection(own)
 
     def take(self) -> list[Load]:
         """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
@@ -77,10 +135,10 @@ class Loads:
 
     def sources(self, name: str) -> dict[str, int]:
         """Tokens of the load that was just planned for a request, by the tier they were found in."""
-        for work in self._loading.values():
-            if work.state.track.name == name:
-                return tokens_by_tier(work.state.promoted.tiers(work.start, work.count), self._block_tokens)
-        return {}
+        work = self._loading.get(self._job_of.get(name, -1))
+        if work is None or work.state is None or work.lease is None:
+            return {}
+        return tokens_by_tier(work.state.promoted.tiers(work.start, len(work.blocks)), self._block_tokens)
 
     def answer(self, manager: Manager | None, job: int, ranks: int, failed: set[int]) -> bool:
         """So many more ranks are done with a job, whose moves at these positions went wrong. False: it is no load."""
@@ -91,17 +149,25 @@ class Loads:
         work.failed |= failed
         if work.ranks >= self.ranks:
             del self._loading[job]
+            self._cancelled.discard(job)
+            if self._job_of.get(work.name) == job:
+                del self._job_of[work.name]
             self._loaded(manager, work)
         return True
 
     def _loaded(self, manager: Manager | None, work: _Loading) -> None:
-        good = min(work.failed, default=work.count)
-        track = work.state.track
-        track.load_begin = work.start * self._block_tokens
-        track.loaded = (work.start + good) * self._block_tokens
         self._counters["load_failures"] += len(work.failed)
-        with work.lease:
-            self._record(manager, work.state, work.lease, work.start, good, bool(work.failed))
+        state, lease = work.state, work.lease
+        if state is None:
+            return
+        state.load_failed |= bool(work.failed)  # it would fail again: nothing more is offered to this request
+        if lease is None:
+            return
+        with lease:
+            good = min(work.failed, default=len(work.blocks))
+            state.track.load_begin = work.start * self._block_tokens
+            state.track.loaded = (work.start + good) * self._block_tokens
+            self._record(manager, state, lease, work.start, good, bool(work.failed))
 
     def _record(
         self,
@@ -126,4 +192,5 @@ class Loads:
     def close(self) -> None:
         """Release every lease."""
         for work in self._loading.values():
-            work.lease.release()
+            if work.lease is not None:
+                work.lease.release()

@@ -54,10 +54,11 @@ class StepMeta(KVConnectorMetadata):
     """Scheduler → workers."""
 
     step: int
-    arena: ArenaHandle | None = None  # given once per arena
+    arena: ArenaHandle | None = None  # given once per arena, and again where a rank cannot reach it
     loads: list[Load] = field(default_factory=list)
     stores: list[StepMoves] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)  # finished requests whose blocks the engine may take back
+    cancelled: list[int] = field(default_factory=list)  # loads that took too long: to be answered as failed
 
 
 @dataclass
@@ -70,6 +71,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     step: int
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, set[int]] = field(default_factory=dict)  # job → positions in its moves
+    unreached: int = 0  # number of the arena that a rank cannot reach; 0: none
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         assert isinstance(other, WorkerMeta)
@@ -79,7 +81,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         failed = {job: set(positions) for job, positions in self.failed.items()}
         for job, positions in other.failed.items():
             failed.setdefault(job, set()).update(positions)
-        return WorkerMeta(max(self.step, other.step), done, failed)
+        return WorkerMeta(max(self.step, other.step), done, failed, max(self.unreached, other.unreached))
 
 
 @dataclass

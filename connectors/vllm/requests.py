@@ -49,12 +49,19 @@ class RequestState:
     lease_start: int = 0
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken
     lease_until_s: float = 0.0  # monotonic
+    load_failed: bool = False  # it is offered none any more
     asked: int = 0  # blocks beyond the engine's own hit, until their reading is recorded
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
 
     def prompt(self, block_tokens: int) -> list[BlockKey]:
         """The keys of the prompt's whole blocks."""
         return self.track.chain[: self.track.request.num_prompt_tokens // block_tokens]
+
+    def forget_found(self) -> None:
+        """What was found for it, or is being looked for, is not wanted any more."""
+        self.drop_lease()
+        self.promoted.abandon()
+        self.promoted = Promoted()
 
     def drop_lease(self) -> None:
         if self.lease is not None:

@@ -20,6 +20,7 @@ from kvtier.cache import Cache
 from kvtier.clock import Clock
 from kvtier.config import Offload
 from kvtier.connectors.counters import Growth
+from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.prefill_clock import PrefillClock
@@ -29,7 +30,7 @@ from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.loads import Loads
-from kvtier.connectors.vllm.messages import ArenaHandle, Load, StepMeta, WorkerMeta
+from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.identity.keys import BlockKey
@@ -43,6 +44,8 @@ _LEASE_S = 1.0
 """How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
 _RETURN_S = 0.5
 """How much longer than `flush_timeout_s` an idle engine steps where blocks are held that long: a step returns them."""
+_TELL_AGAIN_S = 10.0
+"""How often workers are told again of an arena that one of them cannot reach."""
 _LAUNCHED_MAX = 64
 """Steps whose answers are awaited at most; more would mean that they do not come."""
 
@@ -73,9 +76,12 @@ class SchedulerHalf:
         self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
         self._feedback = Feedback(self._block_tokens)
         self._jobs = self._step = 0
-        self._arena = 0  # number of the arena that workers know
+        self._arena = 0  # number of the arena that workers were told of
+        self._unreached = 0  # number of one that a rank cannot reach
+        self._tell_again_s = 0.0  # monotonic
+        self._outbox = StepMeta(-1)  # what the workers are to be told with the next step
         self._idle_since_s: float | None = None
-        self._loads = Loads(ranks, self._block_tokens, self.counters, self._job)
+        self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, clock, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
         self._launched: deque[tuple[int, int, float]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, since
@@ -94,8 +100,9 @@ class SchedulerHalf:
 
     @property
     def _manager(self) -> Manager | None:
+        """None where there is no cache, or a rank cannot reach its arena: nothing is found or stored then."""
         cache = self._caches.cache
-        return None if cache is None else cache.manager
+        return None if cache is None or (self._unreached and self._unreached == self._arena) else cache.manager
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -103,7 +110,7 @@ class SchedulerHalf:
         """A request was queued."""
         state = self._state_of(request)
         cache = self._caches.cache
-        if cache is None or state.promoted.future is not None:
+        if cache is None or self._manager is None or state.promoted.future is not None:
             return
         self._prefetch(cache, state)
         if state.scope is not None:
@@ -128,18 +135,24 @@ class SchedulerHalf:
         return state
 
     def _grow(self, state: RequestState) -> None:
-        if state.scope is not None:
+        """Follow the engine's names of the request's blocks."""
+        if state.scope is None:
+            return
+        request, chain = state.track.request, state.track.chain
+        known = compat.agreed(request, chain)
+        if known < len(chain):  # a session: the engine dropped the last token, and went on with others
+            self._stores.distrust(set(self._confirmer.rename(state.track, known)))
+            state.forget_found()
             chain = state.track.chain
-            known = len(chain)
-            if hashes := compat.hashes_of(state.track.request, known):
-                chain.extend(engine_keys(state.scope, hashes))
-                if self._events is not None:
-                    self._events.remember(state.track.request, chain, known)
+        if hashes := compat.hashes_of(request, known):
+            chain.extend(engine_keys(state.scope, hashes))
+            if self._events is not None:
+                self._events.remember(request, chain, known)
 
     def _readable(self, state: RequestState) -> int:
         """Blocks that may be read: the last token is always computed."""
         request = state.track.request
-        if state.scope is None or not state.control.load or compat.unwanted(request):
+        if state.scope is None or not state.control.load or state.load_failed or compat.unwanted(request):
             return 0
         return int(min(len(state.track.chain), (request.num_tokens - 1) // self._block_tokens))
 
@@ -172,7 +185,7 @@ class SchedulerHalf:
         ):
             return len(lease) * self._block_tokens, len(lease) > 0  # it was asked for before, and got no blocks
         state.drop_lease()
-        if manager is None or start >= usable:
+        if manager is None or start >= usable or self._loads.late:
             return 0, False
         if not state.promoted.done:
             if state.wait_until_s is None:
@@ -195,7 +208,8 @@ class SchedulerHalf:
 
     def refuse(self, request: Any, blocks: Any) -> None:
         """`allocated` failed, and the request waits for its load: have the workers report all of it as failed."""
-        self._loads.refuse(request.request_id, compat.table_of(blocks))
+        name = request.request_id
+        self._loads.refuse(name, self._requests.get(name), compat.table_of(blocks))
 
     def sources(self, request: Any) -> dict[str, int]:
         """Tokens of the load that was just planned for a request, by the tier they were found in."""
@@ -204,57 +218,81 @@ class SchedulerHalf:
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, output: Any) -> StepMeta:
-        """A step was planned: cover the tokens it computes, and choose its copies."""
+        """A step was planned: cover the tokens it computes, and choose its copies.
+
+        What the workers are to be told is put into the outbox first and only then dropped here, and the outbox goes out
+        whole. So an error costs this step's part of what it hit: the rest is `undelivered`, or goes with a later step.
+        """
         self._step += 1
-        for name in compat.preempted(output):
-            if (track := self._confirmer.get(name)) is not None:
-                self._confirmer.displace(track)
-        confirmer, stores = self._confirmer, self._stores
-        for name, table, whole, begin, end in compat.scheduled(output):
-            track = confirmer.get(name)
-            if track is None:
-                continue
-            if table:
-                stores.taken(len(table))
-                place = confirmer.place if whole else confirmer.extend
-                stores.forget(place(track, table))
-            if end > begin:
-                confirmer.cover(track, begin, end)
-        confirmer.plan(self._step)
-        meta = StepMeta(self._step, self._new_arena())
-        if stores and (manager := self._manager) is not None:
-            meta.stores = stores.plan(manager, idle=not self._requests)
-        meta.freed = self._release_delayed()
-        meta.loads = self.take_loads()
+        self._follow(output)
+        self._confirmer.plan(self._step)
+        out = self._outbox
+        self._add_arena(out)
+        self._add_freed(out)
+        out.cancelled += self._loads.overdue()
+        out.loads += self._loads.take()
+        if self._stores and (manager := self._manager) is not None:
+            out.stores += self._stores.plan(manager, idle=not self._requests)
         # On a CPU the forward waits for the step's loads.
-        tokens = 0 if meta.loads else compat.prefilled(output)
+        tokens = 0 if out.loads else compat.prefilled(output)
         self._launched.append((self._step, tokens, self._clock.monotonic()))
-        return meta
+        out.step = self._step
+        return self.undelivered()
 
-    def take_loads(self) -> list[Load]:
-        """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
-        return self._loads.take()
+    def undelivered(self) -> StepMeta:
+        """What the workers were not told yet. The caller hands it over: requests wait for some of it."""
+        empty = StepMeta(-1)
+        self._outbox.loads += self._loads.take()
+        out, self._outbox = self._outbox, empty
+        return out
 
-    def _new_arena(self) -> ArenaHandle | None:
+    def _follow(self, output: Any) -> None:
+        """Follow block tables and computed tokens of the step's requests."""
+        confirmer, stores = self._confirmer, self._stores
+        try:
+            for name in compat.preempted(output):
+                if (track := confirmer.get(name)) is not None:
+                    confirmer.displace(track)
+            for name in compat.drafted(output):
+                if (track := confirmer.get(name)) is not None:
+                    track.drafts = True
+            for name, table, whole, begin, end in compat.scheduled(output):
+                track = confirmer.get(name)
+                if track is None:
+                    continue
+                if table:
+                    stores.taken(len(table))
+                    place = confirmer.place if whole else confirmer.extend
+                    stores.forget(place(track, table))
+                if end > begin:
+                    confirmer.cover(track, begin, end)
+        except BaseException:
+            confirmer.lose()
+            raise
+
+    def _add_arena(self, out: StepMeta) -> None:
+        """Tell the workers of a new arena, and now and then again of one that a rank could not reach."""
         current = self._caches.current
-        if current is None or current[1].number == self._arena:
-            return None
-        self._arena = current[1].number
-        return current[1]
+        if current is None:
+            return
+        handle, now = current[1], self._clock.monotonic()
+        again = self._unreached == handle.number and now >= self._tell_again_s
+        if handle.number != self._arena or again:
+            out.arena, self._arena, self._tell_again_s = handle, handle.number, now + _TELL_AGAIN_S
 
     def completed(self, output: Any) -> None:
         """A step has run on all ranks."""
         meta = getattr(output, "kv_connector_worker_meta", None)
         answers = meta if isinstance(meta, WorkerMeta) else None
         if bad := getattr(output, "invalid_block_ids", None):  # first: copies of these may be among the answers
-            self._confirmer.fail(bad)
+            own = set() if answers is None else self._loads.own(bad, answers.failed)
+            self._confirmer.fail(bad, own)
             self._stores.distrust(bad)
         if answers is None:
             return
+        self._unreached = answers.unreached
         for job, ranks in answers.done.items():
-            failed = answers.failed.get(job, set())
-            if not self._loads.answer(self._manager, job, ranks, failed):
-                self._stores.answer(job, ranks, failed)
+            or_fallback(self._answer, job, ranks, answers.failed.get(job, set()), fallback=None)
         for confirmed in self._confirmer.complete(answers.step, self._known):
             self._mark(confirmed)
         now = self._clock.monotonic()
@@ -262,6 +300,10 @@ class SchedulerHalf:
             _, tokens, began = self._launched.popleft()
             self._prefill.ran(tokens, began, now)
         self._stores.abort_overdue(now)
+
+    def _answer(self, job: int, ranks: int, failed: set[int]) -> None:
+        if not self._loads.answer(self._manager, job, ranks, failed):
+            self._stores.answer(job, ranks, failed)
 
     def _computed(self, blocks: int, seconds: float) -> None:
         if self._limits.weighs_loads and (manager := self._manager) is not None:
@@ -271,7 +313,7 @@ class SchedulerHalf:
         state = self._requests.get(track.name)
         if state is not None and state.track is track:
             self._grow(state)
-        return int(track.request.num_tokens) - 1
+        return compat.computed(track.request)
 
     def _mark(self, confirmed: Confirmed) -> None:
         track, start, blocks, tokens, found = confirmed
@@ -291,15 +333,17 @@ class SchedulerHalf:
 
     def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """The request is over. True: keep its blocks until its name comes back from the workers."""
-        state = self._requests.pop(request.request_id, None)
+        name = request.request_id
+        state = self._requests.pop(name, None)
         if state is None:
             return False, None
-        self._grow(state)
-        state.drop_lease()
-        state.promoted.abandon()
-        self._confirmer.finish(request.request_id)
-        answer = self._answer_to(state)
-        return self._delay(state), {"kvtier": answer} if answer else None
+        self._confirmer.finish(name)
+        state.forget_found()
+        or_fallback(self._grow, state, fallback=None)
+        held = self._delay(state)
+        nothing: dict[str, Any] = {}
+        answer = or_fallback(self._answer_to, state, fallback=nothing)
+        return held, {"kvtier": answer} if answer else None
 
     def _answer_to(self, state: RequestState) -> dict[str, Any]:
         """The answer to the request's sender."""
@@ -310,29 +354,30 @@ class SchedulerHalf:
 
     def _delay(self, state: RequestState) -> bool:
         """Without names in the pool, blocks are only known as long as the request holds them: keep them until they
-        are copied, at most a quarter of the pool and not long."""
+        are copied, at most a quarter of the pool and not long. Those of a request that waits for its load are the
+        load's: the engine keeps them until that has ended, and there is nothing else in them."""
         pool, track = self._pool, state.track
-        if pool is None or pool.caching or self._stores.stopped or not track.storable or not track.table:
+        if pool is None or pool.caching:
             return False
+        wanted = track.storable and track.table and not self._stores.stopped and not self._loads.waits(track.name)
         held = sum(len(track.table) for track, _, _ in self._delayed.values())
-        if 4 * (held + len(track.table)) > pool.blocks:
-            self.counters["spill_lost"] += len(track.table)
-            self._confirmer.displace(track)
-            return False
-        self._delayed[track.name] = (track, self._step, self._clock.monotonic() + self._limits.flush_timeout_s)
-        return True
+        if wanted and 4 * (held + len(track.table)) <= pool.blocks:
+            self._delayed[track.name] = (track, self._step, self._clock.monotonic() + self._limits.flush_timeout_s)
+            return True
+        self.counters["spill_lost"] += len(track.table) if wanted else 0
+        self._confirmer.displace(track)
+        return False
 
-    def _release_delayed(self) -> list[str]:
-        freed = []
+    def _add_freed(self, out: StepMeta) -> None:
+        """Give back the blocks of ended requests that are copied, or held for too long."""
         now = self._clock.monotonic()
-        busy = self._stores.chains() if self._delayed else set()
+        busy = self._stores.busy() if self._delayed else set()
         for name, (track, last, deadline) in list(self._delayed.items()):
-            done = not self._confirmer.under_way(last) and id(track.chain) not in busy
+            done = not self._confirmer.under_way(last) and id(track.chain.terms) not in busy
             if done or now >= deadline:
-                del self._delayed[name]
                 self._confirmer.displace(track)
-                freed.append(name)
-        return freed
+                out.freed.append(name)
+                del self._delayed[name]
 
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended

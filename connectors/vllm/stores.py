@@ -150,10 +150,12 @@ class Stores:
         for work in self._storing.values():
             work.failed |= {position for position, block in enumerate(work.blocks()) if block in bad}
 
-    def chains(self) -> set[int]:
-        """Identities of the chains that have something to copy, or a copy under way."""
-        copies = {id(run.chain) for work in self._storing.values() for run in work.runs}
-        return copies | {id(dirty.chain) for dirty in self._dirty}
+    def busy(self) -> set[int]:
+        """Identities of the terms of the requests that have something to copy, or a copy under way."""
+        chains = [run.chain for work in self._storing.values() for run in work.runs]
+        return {
+            id(chain.terms) for chain in (*chains, *(dirty.chain for dirty in self._dirty)) if isinstance(chain, Chain)
+        }
 
     def clear(self) -> None:
         """Nothing that was filled until now is kept."""
@@ -184,26 +186,35 @@ class Stores:
         if len(picked) < limit:  # else there is more of it
             self._walked_free, self._taken = (pool.free(), 0) if near else (self._walked_free, self._taken)
             self._look_at = now + self._grain if aged else self._look_at
-        runs = [
-            copies
-            for run in runs_of(picked, attrgetter("chain", "depth"))
-            if (copies := self._reserve(manager, run)) is not None
-        ]
-        if not runs:
-            return []
-        job = self._job()
-        work = self._storing[job] = _Storing(manager, runs, now)
-        slots = tuple(slot.number for run in runs for slot in run.slots)
-        generations = tuple(generation for run in runs for generation in run.generations)
-        return [StepMoves(job, tuple(work.blocks()), slots, generations)]
+        held: list[list[Slot]] = []
+        try:
+            runs = [
+                copies
+                for run in runs_of(picked, attrgetter("chain", "depth"))
+                if (copies := self._reserve(manager, run, held)) is not None
+            ]
+            if not runs:
+                return []
+            work = _Storing(manager, runs, now)
+            slots = tuple(slot.number for run in runs for slot in run.slots)
+            generations = tuple(generation for run in runs for generation in run.generations)
+            moves = [StepMoves(self._job(), tuple(work.blocks()), slots, generations)]
+        except BaseException:  # nobody will copy these blocks: they are lost, and their slots are given back
+            self._counters["spill_lost"] += len(picked)
+            for reserved in held:
+                manager.abort(reserved, [slot.generation for slot in reserved])
+            raise
+        self._storing[moves[0].job] = work
+        return moves
 
     def _horizon_moved(self, pool: compat.EnginePool) -> bool:
         """Whether blocks may have come close to being handed out since the head of the free queue was last looked
         through: only once a quarter of what was covered then has been taken. Freed blocks join at the far end."""
         return pool.caching and 4 * self._taken >= min(self.limits.spill_ahead_blocks, self._walked_free)
 
-    def _reserve(self, manager: Manager, run: list[Dirty]) -> _Copies | None:
-        """Slots for those of a run that still are what they were and that G2 lacks."""
+    def _reserve(self, manager: Manager, run: list[Dirty], held: list[list[Slot]]) -> _Copies | None:
+        """Slots for those of a run that still are what they were and that G2 lacks. They are added to `held` before
+        anything else."""
         assert self._confirmer is not None
         blocks = [dirty.slot for dirty in run]
         tokens = [dirty.token for dirty in run]
@@ -215,6 +226,7 @@ class Stores:
         chain, start = run[0].chain, run[0].depth
         assert isinstance(chain, Chain)
         slots, reached = manager.reserve(chain, start, start + living, chain.terms)
+        held.append(slots)
         self._counters["stores_without_room"] += start + living - reached
         if not slots:
             return None

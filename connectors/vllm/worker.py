@@ -13,7 +13,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,7 @@ class WorkerHalf:
         self._described: Described | None = None
         self._refusal = "no KV tensors were registered"
         self._arena: mmap.mmap | None = None
+        self._reached = self._unreached = 0  # numbers of the arena in use, and of one that could not be attached
         self._engine: copy.CopyEngine | None = None
         self._open: Callable[[], copy.CopyEngine] | None = None  # makes it anew over the same memory
         self._jobs: dict[int, tuple[int, StepMoves, str]] = {}  # ticket → job number, moves, request ("" for a store)
@@ -173,9 +174,21 @@ class WorkerHalf:
         return Handshake(found.identity, found.dtype, size, where, os.getpid(), engine.cpus_near(tensor.device))
 
     def attach(self, handle: ArenaHandle) -> None:
-        """Use this arena from now on. Copies under way into an earlier one are cancelled and answered."""
-        assert self._described is not None
+        """Use this arena from now on. Copies under way into an earlier one are cancelled and answered. Where it cannot
+        be reached, the error is logged, every answer says so until it is, and every job fails."""
+        if handle.number == self._reached:
+            return  # another rank could not reach it
         self._detach()
+        try:
+            self._attach(handle)
+            self._reached, self._unreached = handle.number, 0
+        except Exception:
+            log.exception("the arena cannot be reached: this rank neither loads nor stores")
+            self._detach()
+            self._unreached = handle.number
+
+    def _attach(self, handle: ArenaHandle) -> None:
+        assert self._described is not None
         arena = map_arena(handle, self._piece)
         fill_page_table(arena)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
@@ -205,6 +218,7 @@ class WorkerHalf:
     def _detach(self) -> None:
         self.suspend()
         self._arena = self._open = None
+        self._reached = 0
 
     def start(self, step: int) -> None:
         """A step begins; its number goes back with its answers."""
@@ -236,6 +250,17 @@ class WorkerHalf:
         except (KVTierError, OSError) as error:
             log.warning("job %d is refused: %s", moves.job, error)
             self._finish(moves, request, set(range(len(moves.blocks))))
+        except Exception:  # a request waits for its load: it must be answered
+            log.exception("job %d is refused", moves.job)
+            self._finish(moves, request, set(range(len(moves.blocks))))
+
+    def cancel(self, jobs: Collection[int]) -> None:
+        """Give these jobs up. Each is answered once nothing touches its memory any more; one that has been answered is
+        left alone."""
+        if self._engine is not None:
+            for ticket, (number, _, _) in self._jobs.items():
+                if number in jobs:
+                    self._engine.cancel(ticket)
 
     def poll(self) -> None:
         """Advance copies, and collect those that have ended."""
@@ -278,7 +303,7 @@ class WorkerHalf:
         for job in failed:
             del self._failed[job]
         self._done = {}
-        return WorkerMeta(self._step, done, failed)
+        return WorkerMeta(self._step, done, failed, self._unreached)
 
     def close(self) -> None:
         self._detach()

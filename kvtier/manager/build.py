@@ -38,7 +38,6 @@ def build(
         classes=tuple(terms.name for terms in config.terms()),
         close_s=config.deadlines.close,
         write_rate=float(g3.write_rate or 0) if g3 else 0.0,
-        write_budget_per_day=float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0,
     )
     if lower is None:
         lower = lower_tiers(config, namespace, clock, arena if computes else None)
@@ -51,14 +50,19 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena
     of its own over that memory."""
     out: list[Tier] = []
     g3, g4, quota = config.tiers.g3, config.tiers.g4, config.retention.quota or 0.0
+    budget = float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0
     if g3 is not None and arena is not None:
         from kvtier.tiers.disk.worker.client import DiskWorkerClient
 
-        out.append(DiskWorkerClient(g3.path, g3.capacity, namespace, clock=clock, arena=arena, quota=quota))
+        out.append(
+            DiskWorkerClient(
+                g3.path, g3.capacity, namespace, clock=clock, arena=arena, quota=quota, write_budget=budget
+            )
+        )
     elif g3 is not None:
         from kvtier.tiers.disk.tier import DiskTier
 
-        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=quota))
+        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=quota, write_budget=budget))
     if g4 is not None:
         from kvtier.tiers.objects.bucket.open import BucketLimits
         from kvtier.tiers.objects.tier import ObjectTier

@@ -10,7 +10,6 @@ Where no tier lies between, a complete stride is pinned in G2 until it is writte
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from kvtier.supervisor import Service
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Tier
 from kvtier.times import Mono
-
-log = logging.getLogger(__name__)
 
 CHAINS_MAX = 1 << 14
 """Chains that wait, and tails remembered; past this the oldest is forgotten, and stays in the tiers above."""
@@ -154,8 +151,6 @@ class StrideCoalescer:
             _, work = self._work.popitem(last=False)
             try:
                 await self._queue_missing(work.keys)
-            except Exception:
-                log.exception("%s: a chain was not queued", self._tier.name)
             finally:
                 self._done(work)
 
@@ -194,12 +189,12 @@ class StrideCoalescer:
         """Pin blocks start … end-1 in G2, fetching what is only below; None if one cannot be had or may not go."""
         hierarchy, wall_s = self._hierarchy, self._clock.wall()
         got: dict[int, Slot] = {}
-        with hierarchy.lock:
-            for index in range(start, end):
-                if (slot := hierarchy.host.pin(chain[index], wall_s)) is not None:
-                    got[index] = slot
         whole = False
         try:
+            with hierarchy.lock:
+                for index in range(start, end):
+                    if (slot := hierarchy.host.pin(chain[index], wall_s)) is not None:
+                        got[index] = slot
             missing = [index for index in range(start, end) if index not in got]
             nearest = hierarchy.nearest
             if missing and nearest is not None and nearest.stride == 1:
@@ -217,13 +212,18 @@ class StrideCoalescer:
 
     async def _enqueue_stride(self, batch: ChainBatch) -> bool:
         """Queue a pinned stride, waiting for space: this is the background, nobody waits for it."""
-        while True:
-            version = self._hierarchy.space.version
-            with self._hierarchy.lock:
-                if self._queue.space() >= len(batch):
-                    self._queued.add(batch.last)
-                    self._queue.enqueue(batch)
-                    return True
-            if not await self._hierarchy.space.wait(self._clock.monotonic() + _STEP_S, version):
+        queued = False
+        try:
+            while not queued:
+                version = self._hierarchy.space.version
+                with self._hierarchy.lock:
+                    if self._queue.space() >= len(batch):
+                        self._queue.enqueue(batch)
+                        self._queued.add(batch.last)
+                        queued = True
+                if not queued and not await self._hierarchy.space.wait(self._clock.monotonic() + _STEP_S, version):
+                    break
+            return queued
+        finally:
+            if not queued:
                 self._hierarchy.unpin(batch.holds)
-                return False

@@ -48,30 +48,31 @@ class Demoter:
         self.dropped = 0  # accepted into G2, refused by the nearest lower tier or for want of space in its queue
 
     def open(self) -> None:
-        """Begin to empty the queues, on the running loop. The tiers are open."""
+        """Begin to empty the queues of the tiers in use, on the running loop. Called again when another one joins."""
         tiers = self._hierarchy.lower
         self._pinned_max = max(1, int(self._host.capacity * self._hierarchy.limits.queue_fraction))
-        self._nearest = self._hierarchy.nearest
-        self.queues = {name: self._queue_for(tier) for name, tier in tiers.items()}
-        deepest = next(reversed(tiers.values()), None)
-        if deepest is not None and (deepest is not self._nearest or deepest.stride > 1):
-            self._coalesced = deepest
+        fresh = {name: self._queue_for(tier) for name, tier in tiers.items() if name not in self.queues}
+        known = {**self.queues, **fresh}
+        self.queues = {name: known[name] for name in tiers}
+        nearest, deepest = self._hierarchy.nearest, next(reversed(list(tiers.values())), None)
+        if deepest is not None and deepest is not self._coalesced and (deepest is not nearest or deepest.stride > 1):
             self._coalescer = StrideCoalescer(self._hierarchy, self._promoter, deepest, self.queues[deepest.name])
+            self._coalesced = deepest
             self._coalescer.start(deepest.breaker)
-        for name, queue in self.queues.items():
+        self._nearest = nearest
+        for name, queue in fresh.items():
             queue.start(self._hierarchy.supervisor, tiers[name].breaker)
 
     def _queue_for(self, tier: Metered) -> WriteBehind:
-        rate, budget = self._hierarchy.limits.write_rate, self._hierarchy.limits.write_budget_per_day
+        rate = self._hierarchy.limits.write_rate
         if tier.depth is not Depth.G3:
-            rate = budget = 0.0  # G4 keeps to rates of its own
+            rate = 0.0  # G4 keeps to rates of its own
         return WriteBehind(
             tier,
             self._clock,
             QueueLimits(blocks_max=max(tier.stride, self._pinned_max)),
             lock=self._lock,
             rate=TokenBucket(self._clock, rate, max(rate, tier.block_bytes)),
-            budget=TokenBucket(self._clock, budget / 86_400, budget),
             finished=lambda batch, results: self._finished(tier, batch, results),
         )
 
@@ -236,21 +237,23 @@ class Demoter:
 
     def _finished(self, tier: Metered, batch: ChainBatch, results: Sequence[Stored]) -> None:
         """A tier has answered for a batch. On the loop."""
+        if tier is self._coalesced and self._coalescer is not None:
+            self._coalescer.answered(batch)
         durable = [key for key, result in zip(batch.keys, results, strict=True) if result.durable]
         if tier is self._nearest and Stored.FULL in results:
             self._full_until = self._clock.monotonic() + _FULL_S
-        with self._lock:
-            self.durable[tier.name] += results.count(Stored.STORED)
-            if tier is self._nearest:
-                self.dropped += len(results) - len(durable)
-            if self._protection.busy:
-                self._protection.stored(tier.name, durable)
-        self._hierarchy.unpin(batch.holds)
-        if self._coalescer is None:
+        try:
+            with self._lock:
+                self.durable[tier.name] += results.count(Stored.STORED)
+                if tier is self._nearest:
+                    self.dropped += len(results) - len(durable)
+                if self._protection.busy:
+                    self._protection.stored(tier.name, durable)
+        finally:
+            self._hierarchy.unpin(batch.holds)
+        if self._coalescer is None or tier is self._coalesced:
             return
-        if tier is self._coalesced:
-            self._coalescer.answered(batch)
-        elif durable:
+        if durable:
             self._coalescer.add(batch.chain, batch.depths[-1] + 1)
 
     def _release(self, slots: Sequence[Slot]) -> None:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, KVTierError, TierError
+from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
+from kvtier.manager.lower import LowerTiers
 from kvtier.manager.space import SpaceSignal
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
 from kvtier.supervisor import Supervisor
 from kvtier.tiers.breaker import Breaker, Health
-from kvtier.tiers.guard import Guarded
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Notebook, Tier
 from kvtier.times import Mono
-
-log = logging.getLogger(__name__)
 
 SLICE_BLOCKS = 256
 """Blocks of a chain that a verb looks at in one hold of the lock: half a millisecond of work."""
@@ -39,7 +36,6 @@ class ManagerLimits:
     housekeeping_s: float = 2.0
     tombstones_s: float = 20.0
     write_rate: float = 0.0  # bytes/s into G3; 0: no bound
-    write_budget_per_day: float = 0.0  # bytes/day into G3; 0: no bound
     queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
     overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
     touched_max: int = 100_000
@@ -54,7 +50,7 @@ class Hierarchy:
     """G2 and the tiers below it, nearest first. Built closed; owns no policy.
 
     `lock` guards `host` and every part of the manager whose docstring says "under the lock"; it is held for
-    microseconds. `lower` is complete once `open` has returned.
+    microseconds.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class Hierarchy:
     ) -> None:
         """`lower` are the raw tiers below G2, nearest first. Opens nothing. `lock`: one that measures itself."""
         self.host = host
-        self.lower = {tier.name: Metered(Guarded(tier, clock), clock) for tier in lower}
+        self.lower = LowerTiers(lower, clock)
         self.clock = TrustedClock.around(clock)
         self.limits = limits or ManagerLimits()
         self.lock = lock or threading.Lock()
@@ -79,18 +75,13 @@ class Hierarchy:
         self._drop_below: set[str] = set()  # tiers that have not yet dropped what the earlier time stamped
 
     async def open(self) -> None:
-        """Open all tiers on the running loop. A lower tier that fails is left out, with a warning; one that must not
-        be touched (FormatError) or is misconfigured (ConfigError) raises, with everything closed again."""
+        """Open all tiers on the running loop. A lower tier that fails is left out for now, with a warning; one that
+        must not be touched (FormatError) or is misconfigured (ConfigError) raises, with everything closed again."""
         self.space.open(asyncio.get_running_loop())
         allocating = asyncio.ensure_future(asyncio.to_thread(self.host.open))
         try:
             await asyncio.shield(allocating)
-            for tier in list(self.lower.values()):
-                try:
-                    await tier.open()
-                except (TierError, ClosedError) as error:
-                    log.warning("%s is left out: %s", tier.name, error)
-                    del self.lower[tier.name]
+            await self.lower.open()
         except BaseException:
             try:
                 await asyncio.wait({allocating})  # a thread has the arena until then
@@ -101,7 +92,7 @@ class Hierarchy:
     async def close(self, deadline: Mono) -> None:
         """Close all tiers at once, then G2, whatever they do."""
         try:
-            await asyncio.gather(*(tier.close(deadline) for tier in self.lower.values()), return_exceptions=True)
+            await self.lower.close(deadline)
         finally:
             with self.lock:
                 self.host.close()
@@ -190,7 +181,7 @@ class Hierarchy:
         if self.clock.adopted != self._adopted:
             with self.lock:
                 self._adopted = self.clock.adopted
-                self._drop_below = set(self.lower)
+                self._drop_below = {*self.lower, *self.lower.out}
                 self._later.append(self.host.refuse_made_after(time.serve + FUTURE_S))
         return time
 
@@ -200,7 +191,7 @@ class Hierarchy:
         future = self.now().serve + FUTURE_S
         while self._later:
             await self.drop_slices(self._later.pop())
-        for name in [name for name in self._drop_below if not self.lower[name].resting]:
+        for name in [name for name in self._drop_below if name in self.lower and not self.lower[name].resting]:
             with contextlib.suppress(KVTierError):
                 await self.lower[name].drop_made_after(future)
                 self._drop_below.discard(name)

@@ -26,6 +26,7 @@ from kvtier.manager.closing import Closing, Flushed, Step, within
 from kvtier.manager.demote import Demoter
 from kvtier.manager.hierarchy import SLICE_BLOCKS, Hierarchy, ManagerLimits
 from kvtier.manager.housekeeping import Housekeeping
+from kvtier.manager.joining import Joining
 from kvtier.manager.lease import Hold, Lease
 from kvtier.manager.plan import make_plan
 from kvtier.manager.promote import Promoter
@@ -88,6 +89,7 @@ class Manager:
         hierarchy.supervisor.start(
             "housekeeping", self._housekeeping.run, hierarchy.service, self._limits.housekeeping_s
         )
+        Joining(hierarchy, self._purger, self._saved, self.protection, self.demoter).start()
         self._closing, self.closed = None, False
 
     async def close(self) -> Flushed:
@@ -127,8 +129,7 @@ class Manager:
         self._usable()
         with self.lock:
             self.host.notify = None if events is None else events.of(self.host.name)
-        for name, tier in self.lower.items():
-            tier.subscribe(None if events is None else events.of(name))
+        self.lower.subscribe(events)
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -34,9 +34,13 @@ class PinSync:
         self._cached: dict[str, tuple[bytes, list[Pin]]] = {}  # as last read: digest, pins
         self.unwritten: set[str] = set()
         """Names whose pin, or whose end, is not on its medium yet. Under the lock."""
+        self._missed: set[str] = set()  # names that a tier has missed which is left out
 
     def open(self) -> None:
-        """Find the tiers that remember pins. They are open."""
+        """Find the tiers that remember pins. They are open. Called again when another one joins."""
+        with self._lock:
+            self.unwritten |= self._missed
+            self._missed.clear()
         self._notebook = self._hierarchy.notebook()
         self._shared = [shared for tier in self._hierarchy.lower.values() if (shared := tier.pinning()) is not None]
 
@@ -61,6 +65,8 @@ class PinSync:
             with self._lock:
                 if self._pins.get(name) is pin:
                     self.unwritten.discard(name)
+                if self._hierarchy.lower.out:
+                    self._missed.add(name)
         return there
 
     async def read(self) -> dict[str, Pin] | None:

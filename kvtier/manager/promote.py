@@ -10,13 +10,15 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import SLICE_BLOCKS, Hierarchy
 from kvtier.manager.lease import Hold
 from kvtier.manager.plan import Costs, Where, make_plan
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.host.slot import Slot, SlotState
-from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
+from kvtier.tiers.meter import Metered
+from kvtier.tiers.protocol import Loaded, Miss, Target
 from kvtier.times import Mono
 
 GRACE_S = 1.0
@@ -149,7 +151,7 @@ class Promoter:
                 if not late or self._clock.monotonic() >= deadline:
                     break
                 loads = {name: again for name, of in loads.items() if (again := [i for i in of if i in late])}
-        except asyncio.CancelledError:
+        except BaseException:
             self._unpin(outcomes)
             raise
         return outcomes
@@ -180,7 +182,7 @@ class Promoter:
                 mine.append(self._start(self._hierarchy.lower[name], chain, reserved, deadline))
         try:
             await self._wait({*mine, *joined.values()}, deadline)
-        except asyncio.CancelledError:
+        except BaseException:
             for task in mine:
                 self._abandon(task)
             raise
@@ -232,7 +234,7 @@ class Promoter:
             await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock.monotonic()))
 
     def _start(
-        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
+        self, tier: Metered, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
     ) -> asyncio.Task[dict[int, LoadOutcome]]:
         task = self._hierarchy.supervisor.spawn(self._read(tier, chain, reserved, deadline))
         for index, _ in reserved:
@@ -240,7 +242,7 @@ class Promoter:
         return task
 
     async def _read(
-        self, tier: Tier, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
+        self, tier: Metered, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
     ) -> dict[int, LoadOutcome]:
         """Fill reserved slots; every one of them is READY and pinned, or free again, when this returns."""
         generations = [slot.generation for _, slot in reserved]
@@ -252,6 +254,10 @@ class Promoter:
         except asyncio.CancelledError:
             in_flight = True  # the tier was cut off: its threads may still write to the slots
             raise
+        except ClosedError:
+            raise
+        except Exception as error:  # a tier's own failures are answers: this is ours, and costs a miss
+            self._hierarchy.supervisor.failures.record(f"{tier.name} load", error, tier.breaker)
         finally:
             outcomes: dict[int, LoadOutcome] = {}
             with self._lock:

@@ -92,6 +92,19 @@ class Protection:
             for key in retained:
                 self._end(key)
 
+    async def open_late(self) -> None:
+        """`open` after a tier has joined: it is to retain what is protected, and to remember the pins."""
+        tier = self._hierarchy.retaining()
+        with self._lock:
+            self._sync.unwritten.update(pin.name for pin in self.pins.listed())  # first: else they have ended elsewhere
+            if tier is not None and tier.name != self._tier_name:
+                self._below.clear()
+        async with self._turn:
+            await self.open()
+        with self._lock:
+            protected = {*self._terms, *(key for pin in self.pins.listed() for key in pin.chain)}
+            self._to_retain.update(protected - self._below.keys())
+
     # ── under the lock ──────────────────────────────────────────────────────────────────────────────────────
 
     @property

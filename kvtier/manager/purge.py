@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator, Mapping
 
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, TierError
 from kvtier.identity.keys import Scope
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
@@ -29,14 +29,18 @@ class Purger:
         self._host, self._lower = hierarchy.host, hierarchy.lower
         self._protection = protection
         self.owed: dict[Scope, Wall] = {}
-        """Purges that some tier has not confirmed: scope → time."""
+        """Purges that some tier in use has not confirmed: scope → time."""
+        self._missed: dict[Scope, Wall] = {}  # those that a tier has missed which is left out
 
     async def purge(self, scopes: Collection[Scope], before: Wall) -> int:
         """Drop what scopes stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
-        tier that failed when all have been asked for all; such a tier is asked again by `sync`."""
+        tier that failed when all have been asked for all; such a tier is asked again by `sync`. TierError, too, where a
+        tier is left out: it has the purge before it is in use."""
         purges = dict.fromkeys(scopes, before)
         dropping = self._hierarchy.drop_slices(self.apply_tombstones(purges))
-        self.owed.update((scope, max(before, self.owed.get(scope, before))) for scope in purges)
+        left_out = list(self._lower.out)
+        for asked in (self.owed, self._missed) if left_out else (self.owed,):
+            asked.update((scope, max(before, asked.get(scope, before))) for scope in purges)
         calls = (tier.purge(scope, before) for tier in self._lower.values() for scope in purges)
         count = 0
         for answer in await asyncio.gather(dropping, *calls, return_exceptions=True):
@@ -44,6 +48,8 @@ class Purger:
                 raise answer
             count += answer
         self._confirm(purges)
+        for name in left_out:
+            raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
 
     def _confirm(self, purges: Mapping[Scope, Wall]) -> None:
@@ -61,22 +67,38 @@ class Purger:
                     self._protection.purge(scope, before)
             return self._host.apply_tombstones(tombstones)
 
-    async def sync(self) -> None:
+    async def admit(self, tier: Metered) -> bool:
+        """Have a tier that is to join remember the purges of all others, and those that it missed. Whether it does;
+        then the caller takes it into use at once. Raises its error."""
+        while True:
+            missed = dict(self._missed)
+            tombstones = await tier.tombstones()
+            if not await self._spread(tier, missed, tombstones) or tier not in await self.sync(tier):
+                return False
+            if missed == self._missed:
+                if len(self._lower.out) == 1:
+                    self._missed.clear()
+                return True
+
+    async def sync(self, joining: Metered | None = None) -> list[Metered]:
         """Have every tier remember the purges of the others: another process may share only one of them. Tiers that
-        fail are left for the next time."""
+        fail are left for the next time. Returns those that remember all."""
         owed = dict(self.owed)
         tiers = [tier for tier in self._lower.values() if not tier.resting]
+        if joining is not None:
+            tiers.append(joining)
         answers = await asyncio.gather(*(tier.tombstones() for tier in tiers), return_exceptions=True)
-        known = {tier.name: answer for tier, answer in zip(tiers, answers, strict=True) if isinstance(answer, Mapping)}
+        asked = [(tier, answer) for tier, answer in zip(tiers, answers, strict=True) if isinstance(answer, Mapping)]
         latest = dict(owed)
-        for tombstones in known.values():
+        for _, tombstones in asked:
             for scope, before in tombstones.items():
                 latest[scope] = max(before, latest.get(scope, before))
         await self._hierarchy.drop_slices(self.apply_tombstones(latest))
-        asked = [self._lower[name] for name in known]
-        done = await asyncio.gather(*(self._spread(tier, latest, known[tier.name]) for tier in asked))
-        if len(asked) == len(self._lower) and all(done):
+        done = await asyncio.gather(*(self._spread(tier, latest, known) for tier, known in asked))
+        remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
+        if set(self._lower.values()) <= set(remember):
             self._confirm(owed)
+        return remember
 
     async def _spread(self, tier: Metered, latest: Mapping[Scope, Wall], known: Mapping[Scope, Wall]) -> bool:
         """Purge in one tier what it does not know to be purged, until it fails. Whether it has all now."""

@@ -62,6 +62,11 @@ class SavedState:
             except CorruptError as error:
                 log.warning("saved state %s is not used: %s", name, error)
 
+    async def open_late(self) -> None:
+        """`open`, where a tier has joined that remembers, and none did before."""
+        if self._notebook is None:
+            await self.open()
+
     async def _read(self, notebook: Notebook, name: str) -> bytes | None:
         raw = (await notebook.read_notes(name)).get(name)
         return raw if raw is not None and len(raw) <= NOTE_BYTES_MAX else None

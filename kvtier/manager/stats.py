@@ -10,6 +10,7 @@ from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.promote import Promoter
 from kvtier.manager.protection import Protection
 from kvtier.manager.write_behind import WriteBehind
+from kvtier.tiers.breaker import Health
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss
 
@@ -19,6 +20,9 @@ def stats_of(
 ) -> dict[str, Any]:
     """Takes the hierarchy's lock; waits for no tier."""
     breakers = {"g2": hierarchy.service, **{name: tier.breaker for name, tier in hierarchy.lower.items()}}
+    restarts = hierarchy.supervisor.restarts.copy()
+    for tier in hierarchy.lower.values():
+        restarts.update(tier.restarts())
     with hierarchy.lock:
         host = hierarchy.host
         missed = accounts.misses.copy()  # G2 lacks what a lower tier served, too
@@ -40,11 +44,16 @@ def stats_of(
                 "health": hierarchy.service.health.value,
             },
             "tasks": {
-                "restarts": dict(hierarchy.supervisor.restarts),
+                "restarts": dict(restarts),
                 "abandoned": hierarchy.supervisor.abandoned,
-                "out": {name: breaker.reason for name, breaker in breakers.items() if breaker.reason},
+                "out": {
+                    **{name: breaker.why_out() for name, breaker in breakers.items() if breaker.reason},
+                    **hierarchy.lower.why_out(),
+                },
             },
         }
+        for name in hierarchy.lower.out:
+            out[name] = {"health": Health.OUT.value}
         for name, tier in hierarchy.lower.items():
             out[name] = _tier_stats(tier, demoter.queues[name], accounts.hits[name])
     return out
@@ -59,6 +68,8 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
         "hits": hits,
         "misses": {str(miss): n for miss, n in tier.misses.items()},
         "evictions": usage.evictions,
+        "device_written_bytes": usage.written_bytes,
+        "write_amplification": round(usage.written_bytes / usage.stored_bytes, 3) if usage.stored_bytes else 0.0,
         "latency": {
             "read_p50_ms": tier.read_latency.quantile_ms(0.5),
             "read_p99_ms": tier.read_latency.quantile_ms(0.99),

@@ -8,7 +8,6 @@ until the tier has answered. All state is guarded by the hierarchy's lock; the w
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Mono
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -87,7 +85,6 @@ class WriteBehind:
         *,
         lock: threading.Lock,
         rate: TokenBucket,
-        budget: TokenBucket,
         finished: Callable[[ChainBatch, list[Stored]], None],
     ) -> None:
         """`finished` is called on the event loop, without the lock, once per batch; it unpins."""
@@ -96,7 +93,7 @@ class WriteBehind:
         self._clock = clock
         self._limits = limits
         self._lock = lock
-        self._rate, self._budget = rate, budget
+        self._rate = rate
         self._finished = finished
         self._queue: deque[ChainBatch] = deque()
         self._queued = 0  # blocks waiting
@@ -187,9 +184,7 @@ class WriteBehind:
             self._writing.update(dict.fromkeys(keys, ended))
             try:
                 results = await self._write(batch)
-            except Exception:  # a tier's own failures are answers: no error ends the queue
-                log.exception("%s: a batch was not written", self.tier.name)
-            finally:
+            finally:  # a tier's own failures are answers: an error is ours, and for the supervisor
                 for key in keys:
                     if self._writing.get(key) is ended:
                         del self._writing[key]
@@ -197,9 +192,11 @@ class WriteBehind:
                 with self._lock:
                     self._busy -= len(batch)
                     self._forget(batch)
-                self._finished(batch, results)
-                if not self.pending():
-                    self._idle.set()
+                try:
+                    self._finished(batch, results)
+                finally:
+                    if not self.pending():
+                        self._idle.set()
 
     def _take(self) -> ChainBatch | None:
         """The next batch, cut to the size of one write; the rest stays at the front."""
@@ -223,12 +220,12 @@ class WriteBehind:
         if not await self._has_parent(batch, deadline):
             self.refused["orphan"] += len(batch)
             return [Stored.REFUSED] * len(batch)
-        if not self._budget.try_take(size):
-            self.refused["budget"] += len(batch)
-            return [Stored.REFUSED] * len(batch)
         await self._rate.take(size)
         sealed = await to_the_end(seal, batch)
-        return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
+        results = await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
+        if over := results.count(Stored.BUDGET):
+            self.refused["budget"] += over
+        return results
 
     async def _has_parent(self, batch: ChainBatch, deadline: Mono) -> bool:
         """Whether the tier has the block before the batch's first. One that another worker writes now is waited for:
@@ -243,18 +240,17 @@ class WriteBehind:
 
 
 async def to_the_end(work: Callable[[ChainBatch], T], batch: ChainBatch) -> T:
-    """Run `work` on a thread. A cancellation is raised when the thread has ended: until then it reads pinned memory."""
+    """Run `work` on a thread. Whatever ends the wait is raised when the thread has ended: until then it reads pinned
+    memory."""
     running = asyncio.ensure_future(asyncio.to_thread(work, batch))
-    cancelled: asyncio.CancelledError | None = None
+    interrupted: BaseException | None = None
     while not running.done():
         try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
+            await asyncio.wait({running})
+        except (Exception, asyncio.CancelledError) as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
     return running.result()
 
 

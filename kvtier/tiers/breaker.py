@@ -43,6 +43,11 @@ class Breaker:
         """Whether a call now would come before the next probe."""
         return self.health is not Health.WELL and self._clock.monotonic() < self._retry_at
 
+    def why_out(self) -> str:
+        """Why it is open, and when the next call is let through."""
+        left_s = self._retry_at - self._clock.monotonic()
+        return f"{self.reason}; next try in {left_s:.0f} s" if left_s > 0 else f"{self.reason}; next try now"
+
     def allows(self) -> bool:
         """Whether the tier may be called now. Turns OUT into PROBING when its time is over; the one caller that then
         gets True must report the result."""

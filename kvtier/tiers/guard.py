@@ -18,12 +18,19 @@ from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, FormatError, InvalidRequest, TierError, TierTimeout
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
+from kvtier.supervisor import Service, abandon
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
 from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+ABANDONED_MAX = 64
+"""Calls that were given up and have not ended. Past this a lookup is LATE at once: their number is bounded."""
+
+_CHANGING = frozenset({"open", "pin", "unpin", "retain", "release_retained", "write_note"})
+"""Verbs whose order counts: none of them begins while one that was given up may still take effect."""
 
 
 class Wrapper:
@@ -85,6 +92,18 @@ class Wrapper:
         counters: Callable[[], Mapping[str, int]] = getattr(self.inner, "counters", dict)
         return counters()
 
+    def restarts(self) -> Mapping[str, int]:
+        """How often background work of the tier's own failed and was restarted, by task; see
+        `kvtier.tiers.protocol.Supervised`."""
+        restarts: Callable[[], Mapping[str, int]] = getattr(self.inner, "restarts", dict)
+        return restarts()
+
+    def report_to(self, service: Service) -> None:
+        """Tell `service` when background work of the tier's own keeps failing."""
+        report_to = getattr(self.inner, "report_to", None)
+        if report_to is not None:
+            report_to(service)
+
     def check(self) -> None:
         self.inner.check()
 
@@ -109,7 +128,10 @@ class GuardLimits:
 class Guarded(Wrapper):
     """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`,
     `purge`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError whatever the
-    tier raised. No verb but `read` and `write` outlasts its deadline, even if the tier does not heed cancellation."""
+    tier raised. No verb but `read` and `write` outlasts its deadline, even if the tier does not heed cancellation.
+
+    A call that got no answer in time is *given up*: cancelled, and left to end when it does. Its answer is dropped.
+    """
 
     def __init__(self, inner: Tier, clock: Clock, breaker: Breaker | None = None) -> None:
         super().__init__(inner)
@@ -118,24 +140,29 @@ class Guarded(Wrapper):
         self.limits = GuardLimits()
         self.unanswered: Counter[str] = Counter()
         """Calls without an answer in time, by verb."""
-        self._calls: set[asyncio.Future[Any]] = set()
-        self._closed: asyncio.Future[None] | None = None
+        self._given_up: dict[asyncio.Future[Any], str] = {}  # calls that have not ended, and their verbs
+        self._waiters: set[asyncio.Future[bool]] = set()  # of calls under way; `close` wakes them, with True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.report_to(_Reports(self))
 
     async def open(self) -> None:
-        """Raises TierError, ConfigError or FormatError. A tier that opens too late is closed again."""
-        self._closed = asyncio.get_running_loop().create_future()
-        opening = asyncio.ensure_future(self._call("open"))
+        """Raises TierError, ConfigError or FormatError. A tier whose opening was given up is closed when that ends;
+        until then it cannot be opened."""
+        self._check_order("open")
+        self._loop = asyncio.get_running_loop()
+        opening = self._begin("open")
         try:
             await self._answer("open", opening, self.limits.open_s)
+            self.breaker.succeeded()
         except BaseException:
-            opening.add_done_callback(self._close_late)
+            if opening in self._given_up:
+                opening.add_done_callback(self._close_late)
             raise
 
-    def _close_late(self, opening: asyncio.Future[Any]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            closing = asyncio.ensure_future(self.inner.close(self._clock.monotonic() + self.limits.call_s))
-            self._calls.add(closing)
-            closing.add_done_callback(self._ended)
+    def _close_late(self, _opening: asyncio.Future[Any]) -> None:
+        """Whatever it came to: a thread of it may have opened something all the same."""
+        closing = asyncio.ensure_future(self.inner.close(self._clock.monotonic() + self.limits.call_s))
+        self._expect("open", closing)
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         with self._absorb("peek"):
@@ -147,11 +174,12 @@ class Guarded(Wrapper):
             return [Miss.BREAKER] * len(wanted)
         with self._absorb("lookup"):
             given_s = self._left_s(deadline)
-            try:
-                async with asyncio.timeout(given_s):
-                    found = await self.inner.lookup(chain, wanted, deadline)
-            except TimeoutError:
-                found = [Miss.LATE] * len(wanted)
+            found: list[Miss | None] = [Miss.LATE] * len(wanted)
+            if len(self._given_up) < ABANDONED_MAX:
+                looking = self._begin("lookup", chain, wanted, deadline)
+                if await self._is_answered("lookup", looking, given_s):
+                    with suppress(TimeoutError):
+                        found = self._result("lookup", looking)
             self._judge(found, given_s >= self.limits.lookup_s)
             return found
         return [Miss.ERROR] * len(wanted)
@@ -206,6 +234,7 @@ class Guarded(Wrapper):
         ClosedError."""
         if self.breaker.resting:
             raise TierError(self.name, verb, f"out of service: {self.breaker.reason}")
+        self._check_order(verb)
         return await self._bounded(verb, self.limits.call_s, *arguments)
 
     async def flush(self, deadline: Mono) -> None:
@@ -219,51 +248,84 @@ class Guarded(Wrapper):
             with suppress(TierError):
                 await self._bounded("close", left_s, deadline - left_s / 4)
         finally:
-            if self._closed is not None and not self._closed.done():
-                self._closed.set_result(None)
+            for waiter in self._waiters:
+                _wake(waiter, True)
 
     async def _bounded(self, verb: str, seconds: float, *arguments: Any) -> Any:
-        return await self._answer(verb, asyncio.ensure_future(self._call(verb, *arguments)), seconds)
+        return await self._answer(verb, self._begin(verb, *arguments), seconds)
+
+    def _begin(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
+        """A call of the tier, as a task that may outlast its caller."""
+        return asyncio.ensure_future(self._call(verb, *arguments))
 
     async def _call(self, verb: str, *arguments: Any) -> Any:
         return await getattr(self.inner, verb)(*arguments)
 
     async def _answer(self, verb: str, call: asyncio.Future[T], seconds: float) -> T:
-        """The result of a call, within `seconds`. One that takes longer is cancelled, but for `open`, and left to end
-        when it does; its answer is dropped, and the breaker hears of it if it had time enough."""
-        self._calls.add(call)
-        call.add_done_callback(self._ended)
-        closed: set[asyncio.Future[Any]] = set()
-        if self._closed is not None and not self._closed.done():
-            closed.add(self._closed)
+        """The result of a call, within `seconds`, or TierError. The breaker hears of an error, and of a call given up
+        that had time enough."""
+        answered = await self._is_answered(verb, call, seconds)
         try:
-            await asyncio.wait({call} | closed, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            late = not call.done()
-            if late and verb != "open":
-                call.cancel()
-        if late and any(future.done() for future in closed):
-            raise ClosedError(f"{self.name} is closed")
-        try:
-            if late:
-                self.unanswered[verb] += 1
+            if not answered:
                 raise TierTimeout(self.name, verb, f"no answer within {seconds:.3g} s")
-            if call.cancelled():
-                raise TierError(self.name, verb, "cancelled by the tier itself")
-            return call.result()
+            return self._result(verb, call)
         except (ClosedError, ConfigError, FormatError, InvalidRequest):
             raise
         except Exception as error:
-            if not (late and seconds < self.limits.call_s):
+            if answered or seconds >= self.limits.call_s:
                 self._failed(verb, error)
             if isinstance(error, TierError):
                 raise
             raise TierError(self.name, verb, f"{type(error).__name__}: {error}") from error
 
-    def _ended(self, call: asyncio.Future[Any]) -> None:
-        self._calls.discard(call)
-        if not call.cancelled():
-            call.exception()  # nobody else may ask for it any more
+    async def _is_answered(self, verb: str, call: asyncio.Future[Any], seconds: float) -> bool:
+        """Whether a call ends within `seconds`; if not, or if the caller is cancelled, it is given up. Raises
+        ClosedError when the tier is closed meanwhile."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(seconds, _wake, waiter, False)
+        call.add_done_callback(lambda _: _wake(waiter, False))
+        self._waiters.add(waiter)
+        try:
+            closed = await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
+            if not call.done():
+                self._give_up(verb, call)
+        if call.done():
+            return True
+        if closed:
+            raise ClosedError(f"{self.name} is closed")
+        self.unanswered[verb] += 1
+        return False
+
+    def _result(self, verb: str, call: asyncio.Future[T]) -> T:
+        if call.cancelled():
+            raise TierError(self.name, verb, "cancelled by the tier itself")
+        return call.result()
+
+    def _give_up(self, verb: str, call: asyncio.Future[Any]) -> None:
+        call.cancel()
+        self._expect(verb, call)
+
+    def _expect(self, verb: str, call: asyncio.Future[Any]) -> None:
+        """Know of a call until it ends, without waiting for it."""
+        self._given_up[call] = verb
+        call.add_done_callback(lambda ended: self._given_up.pop(ended, None))
+        abandon(call)
+
+    def _check_order(self, verb: str) -> None:
+        """Raises TierTimeout while a call that was given up may still take effect after this one."""
+        late = _CHANGING.intersection(self._given_up.values()) if verb in _CHANGING else ()
+        for earlier in late:
+            raise TierTimeout(self.name, verb, f"an earlier {earlier} that was given up still runs")
+
+    def soon(self, work: Callable[[], None]) -> None:
+        """Run `work` on the loop that the tier was opened on, unless that has ended. Thread-safe."""
+        with suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(work)
 
     def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
@@ -278,6 +340,11 @@ class Guarded(Wrapper):
             return await task
         except asyncio.CancelledError:
             task.cancel()
+            raise
+        except Exception:  # of ours, if the task still runs: it has the caller's memory
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
             raise
 
     @contextmanager
@@ -301,6 +368,25 @@ class Guarded(Wrapper):
             self.breaker.failed()
         elif Miss.LATE not in results:
             self.breaker.succeeded()
+
+
+def _wake(waiter: asyncio.Future[bool], closed: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(closed)
+
+
+class _Reports:
+    """A breaker as the service of a tier's own background, which may run on any thread. The breaker is its loop's: it
+    hears of a failure there."""
+
+    def __init__(self, guard: Guarded) -> None:
+        self._guard = guard
+
+    def trip(self, reason: str) -> None:
+        self._guard.soon(lambda: self._guard.breaker.trip(reason))
+
+    def succeeded(self) -> None:
+        self._guard.soon(self._guard.breaker.succeeded)
 
 
 class OptionalVerbs:

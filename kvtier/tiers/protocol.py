@@ -45,7 +45,8 @@ class Stored(StrEnum):
     STORED = "stored"  # durable here now
     PRESENT = "present"  # was durable here already; its life is joined with the new one
     FULL = "full"  # nothing may be evicted for it
-    REFUSED = "refused"  # by admission, budget, ceiling or tombstone
+    REFUSED = "refused"  # by admission, ceiling or tombstone
+    BUDGET = "budget"  # the tier has written what it may for now
     FAILED = "failed"  # the tier failed; nothing of it is visible
 
     @property
@@ -95,12 +96,15 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How full a tier is. `capacity_bytes` 0: no bound of its own. `evictions`: blocks evicted since open."""
+    """How full a tier is. `capacity_bytes` 0: no bound of its own. `evictions`: blocks evicted since open.
+    `written_bytes`: what the tier wrote to its device, in all its life; `stored_bytes`: the blocks among that."""
 
     blocks: int
     bytes: int
     capacity_bytes: int = 0
     evictions: int = 0
+    written_bytes: int = 0
+    stored_bytes: int = 0
 
 
 class Tier(Protocol):

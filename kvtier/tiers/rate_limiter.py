@@ -1,4 +1,4 @@
-"""A token bucket for bytes: the write-behind queues bound rate and daily budget with it, G4's store its transfers."""
+"""A token bucket for bytes: the write-behind queues bound the write rate with it, G4's store its transfers."""
 
 from __future__ import annotations
 

@@ -225,6 +225,7 @@ class ReservedSlots:
         self._lock = threading.Lock()
         self._held: list[SlotReservation] = []
         self._returned: list[SlotReservation] = []
+        self._unused: list[SlotReservation] = []  # returned ones that nothing was written to
 
     def wants(self, count: int) -> bool:
         """Whether so many more are few enough to reserve."""
@@ -248,10 +249,10 @@ class ReservedSlots:
             self._held = [one for one in self._held if one.serial not in serials]
         return [replace(one, tick=tick) for one in taken]
 
-    def give_back(self, reservations: Sequence[SlotReservation]) -> None:
-        """Have these freed by the next transaction."""
+    def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None:
+        """Have these freed by the next transaction. `unused`: nothing was written to them."""
         with self._lock:
-            self._returned.extend(reservations)
+            (self._unused if unused else self._returned).extend(reservations)
 
     def clear(self) -> list[SlotReservation]:
         """Hold none for the next write any more; returns those that were held."""
@@ -267,10 +268,10 @@ class ReservedSlots:
     @property
     def has_returned(self) -> bool:
         """Whether some wait to be freed."""
-        return bool(self._returned)
+        return bool(self._returned or self._unused)
 
-    def take_returned(self) -> list[SlotReservation]:
-        """Those to free now; the caller gives them back if it fails."""
+    def take_returned(self) -> tuple[list[SlotReservation], list[SlotReservation]]:
+        """Those to free now, and the unused ones among them apart; the caller gives them back if it fails."""
         with self._lock:
-            returned, self._returned = self._returned, []
-        return returned
+            returned, unused, self._returned, self._unused = self._returned, self._unused, [], []
+        return returned, unused

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
+from kvtier.errors import CorruptError
 from kvtier.tiers.disk.allocator import Geometry
-from kvtier.tiers.disk.bad_places import BadPlace, BadPlaces, bad_places
+from kvtier.tiers.disk.bad_places import BadPlaces, bad_places
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -29,90 +32,146 @@ from kvtier.tiers.disk.records import (
     free_slot,
     number_of,
     order_parts,
-    rows,
 )
 
+Rows = list[tuple[bytes, bytes]]
+PASSES_MAX = 4
 
-def audit(txn: Any) -> None:
-    """Assert, in a read transaction, that every slot has exactly one use and that the counters count them.
+
+class Sliced(Protocol):
+    """The part of `kvtier.tiers.disk.index.Index` that is used here."""
+
+    def reading(self) -> AbstractContextManager[Any]: ...
+    def slices(self, prefix: bytes, look: Callable[[Any, Rows], None]) -> set[int]: ...
+
+
+def audit(index: Sliced) -> None:
+    """Assert that every slot has exactly one use and that the counters count them.
 
     - an entry has one row in `order`, and a row in `order` one entry
     - no slot is held by two of: entries, reservations, the free list, the never-used rest of its segment
     - every slot handed out once is held by one of them or set aside for a bad place: none is lost
     - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
+
+    Reads in slices, each a transaction of its own, so that it neither keeps pages from being used again nor readers
+    waiting. A pass is exact if nothing was written meanwhile. Otherwise it compares tables of different times: then an
+    error is what every one of PASSES_MAX passes finds.
     """
-    counters = Counters.decode(txn.get(COUNTERS_KEY))
-    holders = _Holders({number_of(key): Segment.decode(raw) for key, raw in rows(txn, SEGMENTS)})
-    _check_entries(txn, holders, counters)
-    for key, raw in rows(txn, RESERVED):
-        holders.add(SlotReservation.decode(key, raw), "a reservation")
-    used = Counter(segment for segment, _slot in holders.slots)
-    for key, _ in rows(txn, FREE):
-        holders.add(free_slot(key), "the free list")
-    for prefix in (PURGED_KEY, RETAINED_KEY):
-        for _, raw in rows(txn, prefix):
-            TIME.unpack(raw)
-    places = bad_places(txn)
-    assert sum(place.units for place in places) == BadPlaces(txn).units, "bad places are counted wrong"
-    for place in places:
-        holders.add_set_aside(place)
-    _check_segments(txn, holders, counters, used)
+    wrong: set[str] | None = None
+    for _ in range(PASSES_MAX):
+        passed = _Pass(index)
+        wrong = passed.wrong if passed.exact or wrong is None else wrong & passed.wrong
+        if passed.exact or not wrong:
+            break
+    assert not wrong, "; ".join(sorted(wrong)[:10])
 
 
-class _Holders:
-    """The holder of each slot, as (segment, slot)."""
+class _Pass:
+    """One pass over all tables. `wrong`: what does not hold, `exact`: whether nothing was written meanwhile."""
 
-    def __init__(self, segments: dict[int, Segment]) -> None:
-        self.segments = segments
-        self.slots: dict[tuple[int, int], str] = {}
+    def __init__(self, index: Sliced) -> None:
+        self.wrong: set[str] = set()
+        self._holders: dict[tuple[int, int], str] = {}  # of each slot, as (segment, slot)
+        self._segments: dict[int, Segment] = {}
+        self._spare: set[int] = set()
+        self._scopes = Counter[bytes]()
+        self._blocks = self._ordered = 0
+        tables = {SEGMENTS: self._see_segments, SPARE: self._see_spare, BLOCKS: self._see_entries}
+        seen: set[int] = set()
+        for table, look in (tables | {ORDER: self._see_order, RESERVED: self._see_reserved}).items():
+            seen |= index.slices(table, look)
+        used = Counter(segment for segment, _slot in self._holders)
+        for table, look in {FREE: self._see_free, PURGED_KEY: self._see_times, RETAINED_KEY: self._see_times}.items():
+            seen |= index.slices(table, look)
+        with index.reading() as txn:
+            seen.add(txn.id())
+            self._see_bad_places(txn)
+            counters, geometry = Counters.decode(txn.get(COUNTERS_KEY)), Geometry.decode(txn.get(GEOMETRY_KEY))
+            shares = shares_of(txn)
+        self.exact = len(seen) == 1
+        if self.exact:
+            self._compare_counts(counters, shares)
+        self._compare_segments(counters, geometry, used)
 
-    def add(self, held: FreeSlot | Entry | SlotReservation, holder: str) -> None:
+    def _expect(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.wrong.add(otherwise)
+
+    def _see_segments(self, _txn: Any, some: Rows) -> None:
+        self._segments |= {number_of(key): Segment.decode(raw) for key, raw in some}
+
+    def _see_spare(self, _txn: Any, some: Rows) -> None:
+        self._spare |= {number_of(key) for key, _ in some}
+
+    def _see_entries(self, txn: Any, some: Rows) -> None:
+        for key, raw in some:
+            name = key[len(BLOCKS) :]
+            try:
+                entry = Entry.decode(name, raw)
+            except CorruptError as error:
+                self.wrong.add(f"{name.hex()}: {error}")
+                continue
+            self._hold(entry, "an entry")
+            self._blocks += 1
+            self._scopes[scope_in(name)] += entry.slot_bytes
+            self._expect(txn.get(entry.order_key()) == name, f"an entry has no row in the order: {name.hex()}")
+
+    def _see_order(self, txn: Any, some: Rows) -> None:
+        for key, name in some:
+            here = txn.get(BLOCKS + name) is not None
+            self._expect(here, f"a row in the order without a block: {order_parts(key)}")
+            self._ordered += 1
+
+    def _see_reserved(self, _txn: Any, some: Rows) -> None:
+        for key, raw in some:
+            self._hold(SlotReservation.decode(key, raw), "a reservation")
+
+    def _see_free(self, _txn: Any, some: Rows) -> None:
+        for key, _ in some:
+            self._hold(free_slot(key), "the free list")
+
+    def _hold(self, held: FreeSlot | Entry | SlotReservation, holder: str) -> None:
         place = (held.segment, held.slot)
-        assert place not in self.slots, f"slot {place} is held by {self.slots[place]} and {holder}"
-        record = self.segments[held.segment]
-        assert record.slot_class == held.slot_class, f"slot {place} of {holder} has the wrong class"
-        assert held.slot < record.fresh, f"slot {place} of {holder} was never handed out"
-        self.slots[place] = holder
+        self._expect(place not in self._holders, f"slot {place} is held by {self._holders.get(place)} and {holder}")
+        self._holders[place] = holder
+        record = self._segments.get(held.segment)
+        right = record is not None and record.slot_class == held.slot_class
+        self._expect(right, f"slot {place} of {holder} has the wrong class")
+        self._expect(record is None or held.slot < record.fresh, f"slot {place} of {holder} was never handed out")
 
-    def add_set_aside(self, place: BadPlace) -> None:
-        """The slots on a bad place, as far as they were handed out and nothing holds them."""
-        record = self.segments.get(place.segment)
-        if record is not None and record.slot_class:
-            for slot in place.slots(record.slot_class):
-                if slot < record.fresh:
-                    self.slots.setdefault((place.segment, slot), "a bad place")
+    def _see_bad_places(self, txn: Any) -> None:
+        """The slots on them, as far as they were handed out and nothing holds them, are set aside."""
+        places = bad_places(txn)
+        counted = BadPlaces(txn).units
+        self._expect(sum(place.units for place in places) == counted, "bad places are counted wrong")
+        for place in places:
+            record = self._segments.get(place.segment)
+            for slot in place.slots(record.slot_class) if record is not None and record.slot_class else ():
+                if record is not None and slot < record.fresh:
+                    self._holders.setdefault((place.segment, slot), "a bad place")
 
+    def _see_times(self, _txn: Any, some: Rows) -> None:
+        for key, raw in some:
+            self._expect(len(raw) == TIME.size, f"a time of {len(raw)} bytes: {key!r}")
 
-def _check_entries(txn: Any, holders: _Holders, counters: Counters) -> None:
-    blocks, scopes = 0, Counter[bytes]()
-    for key, raw in rows(txn, BLOCKS):
-        name = key[len(BLOCKS) :]
-        entry = Entry.decode(name, raw)
-        holders.add(entry, "an entry")
-        blocks += 1
-        scopes[scope_in(name)] += entry.slot_bytes
-        assert txn.get(entry.order_key()) == name, "an entry has no row in the order"
-    ordered = 0
-    for key, name in rows(txn, ORDER):
-        assert txn.get(BLOCKS + name) is not None, f"a row in the order without a block: {order_parts(key)}"
-        ordered += 1
-    assert ordered == blocks, f"{ordered} rows in the order for {blocks} blocks"
-    counted = (counters.blocks, counters.slot_bytes)
-    assert (blocks, scopes.total()) == counted, f"{blocks} blocks, {scopes.total()} bytes, counted as {counted}"
-    shares = shares_of(txn)
-    assert shares is None or shares == scopes, "scopes hold other bytes than were counted"
+    def _compare_counts(self, counters: Counters, shares: dict[bytes, int] | None) -> None:
+        blocks, size = self._blocks, self._scopes.total()
+        self._expect(self._ordered == blocks, f"{self._ordered} rows in the order for {blocks} blocks")
+        counted = (counters.blocks, counters.slot_bytes)
+        self._expect((blocks, size) == counted, f"{blocks} blocks, {size} bytes, counted as {counted}")
+        self._expect(shares is None or shares == self._scopes, "scopes hold other bytes than were counted")
+        handed_out = sum(record.fresh for record in self._segments.values())
+        self._expect(len(self._holders) == handed_out, f"{handed_out - len(self._holders)} slots are lost")
 
-
-def _check_segments(txn: Any, holders: _Holders, counters: Counters, used: Counter[int]) -> None:
-    geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
-    spare = {number_of(key) for key, _ in rows(txn, SPARE)}
-    segments = holders.segments
-    assert set(segments) == set(range(counters.segments)), "segment records and their counter disagree"
-    assert counters.segments <= geometry.segments, "more segments than the capacity has space for"
-    for number, record in segments.items():
-        assert record.used == used[number], f"segment {number} counts {record.used} uses of {used[number]}"
-        assert (record.slot_class == 0) == (number in spare), f"segment {number} is both spare and in use, or neither"
-        assert record.slots * record.slot_class * SLOT_ALIGN <= geometry.size_of(number)
-        assert record.fresh <= record.slots
-    handed_out = sum(record.fresh for record in segments.values())
-    assert len(holders.slots) == handed_out, f"{handed_out - len(holders.slots)} slots are lost"
+    def _compare_segments(self, counters: Counters, geometry: Geometry, used: Counter[int]) -> None:
+        whole = set(self._segments) == set(range(counters.segments))
+        self._expect(whole, "segment records and their counter disagree")
+        self._expect(counters.segments <= geometry.segments, "more segments than the capacity has space for")
+        for number, record in self._segments.items():
+            uses = used[number]
+            self._expect(not self.exact or record.used == uses, f"segment {number} counts {record.used} uses of {uses}")
+            spare = number in self._spare
+            self._expect((record.slot_class == 0) == spare, f"segment {number} is both spare and in use, or neither")
+            size = record.slots * record.slot_class * SLOT_ALIGN
+            self._expect(size <= geometry.size_of(number), f"segment {number} is longer than its file")
+            self._expect(record.fresh <= record.slots, f"segment {number} has handed out more slots than it has")

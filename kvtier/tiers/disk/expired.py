@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtier.tiers.disk.index import Index
-from kvtier.tiers.disk.records import BLOCKS, PURGED_KEY, SCOPED_BYTES, SPAN, rows, time_at
+from kvtier.tiers.disk.purged import purged_until
+from kvtier.tiers.disk.records import BLOCKS, SCOPED_BYTES, SPAN, rows
 from kvtier.times import Wall
 
 ENTRIES_PER_STEP = 1024
@@ -28,7 +29,7 @@ class ExpiredScan:
                     break
                 scoped = key[len(BLOCKS) : len(BLOCKS) + SCOPED_BYTES]
                 if scoped not in purged:
-                    purged[scoped] = time_at(txn, PURGED_KEY + scoped)
+                    purged[scoped] = purged_until(txn, scoped)
                 if len(raw) < SPAN.size:
                     continue  # damaged: left to the next read of it
                 ends, born = SPAN.unpack_from(raw)

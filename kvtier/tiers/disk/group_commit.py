@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from kvtier.errors import TierTimeout
+from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
@@ -24,10 +25,11 @@ JOBS_PER_COMMIT_MAX = 64
 class CommitJob(Generic[T]):
     """Work for one transaction. `future` can be cancelled until the transaction has begun."""
 
-    __slots__ = ("future", "work")
+    __slots__ = ("future", "use", "work")
 
-    def __init__(self, work: Callable[[WriteTxn], T]) -> None:
+    def __init__(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT) -> None:
         self.work = work
+        self.use = use
         self.future: Future[T] = Future()
 
     async def result(self, timeout_s: float | None = None, undo: Callable[[T], object] = lambda _: None) -> T:
@@ -69,7 +71,7 @@ class GroupCommit:
 
     def __init__(
         self,
-        commit: Callable[[Sequence[CommitJob[Any]]], None],
+        commit: Callable[[Sequence[CommitJob[Any]]], object],
         idle: Callable[[], bool],
         failed: Callable[[Exception], Exception],
         idle_s: float,
@@ -87,9 +89,9 @@ class GroupCommit:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, work: Callable[[WriteTxn], T]) -> CommitJob[T]:
+    def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT) -> CommitJob[T]:
         """Queue `work`. Never blocks; the callers' own bounds (leases, slots) bound the queue."""
-        job = CommitJob(work)
+        job = CommitJob(work, use)
         with self._lock:
             if self._stopping:
                 job.future.cancel()

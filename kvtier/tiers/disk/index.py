@@ -1,30 +1,40 @@
 """The LMDB environment of a G3 store: opened with care, read at any time, written in one place.
 
 Reads are transactions of microseconds on the caller's thread; none spans an I/O. Only `transact`, called on one
-thread, takes the write lock, since another process may be stopped while it holds it. The data file is as
-long as the map from the start (sparse), so a truncated file shows before it is mapped, instead of as SIGBUS.
+thread, takes the write lock, since another process may be stopped while it holds it.
+
+The map has space for the smallest blocks that the capacity could be cut into, whatever blocks there are, so it need
+never grow under a running process: what it costs is addresses, since the data file is sparse. What keeps the file small
+is `is_pinned`: LMDB reuses a page only when no reader sees it any more, so while one process stands still inside a read
+every commit appends, and before the file has grown much, blocks are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import shutil
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
-from kvtier.tiers.disk.bad_places import BAD_KEY
+from kvtier.tiers.disk.bad_places import bad_places
+from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
 from kvtier.tiers.disk.eviction import SearchFloors
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.owner import Owner
+from kvtier.tiers.disk.purge_log import ALL, PurgeLog
+from kvtier.tiers.disk.purged import purged_until
 from kvtier.tiers.disk.records import (
     BLOCKS,
     COUNTERS_KEY,
@@ -36,11 +46,11 @@ from kvtier.tiers.disk.records import (
     RESERVED,
     RETAINED_KEY,
     SCOPED_BYTES,
+    SLOT_ALIGN,
     TIME,
     UUID_KEY,
     Counters,
     rows,
-    time_at,
 )
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.fsync import sync_directory
@@ -52,22 +62,37 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 READERS_MAX = 1024
-MAP_BYTES_MIN = 16 << 20
+MAP_BYTES_MIN = 80 << 20
 MAP_BYTES_PER_BLOCK = 2048  # an entry, its row in `order` and the unused part of B+tree pages are a third of this
+UNUSED_BYTES_MIN, UNUSED_SHARE = 16 << 20, 2
+"""While a reader stands still, blocks are stored until this and one UNUSED_SHARE-th of the used pages is unused, and
+removed until twice that is; a purge is recorded in any case."""
+STILL_TXNS = 8
+"""A reader that began so many transactions ago stands still: a read takes microseconds."""
+ROWS_PER_SLICE = 256
+NAMES_PER_READ = 16
 _PAGE_HEADER_BYTES = 16
 _META = struct.Struct("<IIQQ48s48sQQ")
 _META_MAGIC = 0xBEEFC0DE
 _META_VERSION = 1
 
 
-def map_bytes_for(blocks: int) -> int:
-    """Size of the map for a store of `blocks` blocks. Pure."""
+class Use(IntEnum):
+    """What a transaction's pages are for, the least needed first."""
+
+    PUT = 0
+    DROP = 1
+    PURGE = 2
+
+
+def map_bytes_for(capacity_bytes: int) -> int:
+    """Size of the map for a store of that capacity, whatever its blocks. Pure."""
     page = os.sysconf("SC_PAGESIZE")
-    return -(-(MAP_BYTES_MIN + blocks * MAP_BYTES_PER_BLOCK) // page) * page
+    return -(-(MAP_BYTES_MIN + capacity_bytes // SLOT_ALIGN * MAP_BYTES_PER_BLOCK) // page) * page
 
 
 def check_length(data: Path) -> None:
-    """Raise Unusable unless the file is at least as long as its meta pages and its map require.
+    """Raise Unusable unless the file has all pages that its meta pages speak of. Whatever lies behind them is unused.
 
     The layout of LMDB's meta pages (mdb.c, MDB_meta, format version 1): after a page header of 16 bytes, magic,
     version, address, map size, two database records of 48 bytes whose first field is the page size, last page
@@ -84,22 +109,22 @@ def check_length(data: Path) -> None:
             second = _parse_meta(file.read(_PAGE_HEADER_BYTES + _META.size))
     except (FileNotFoundError, NotADirectoryError):
         raise Unusable("it has no data file") from None
-    _txn, page_bytes, map_bytes, last_page = max(first, second)
-    needed = max((last_page + 1) * page_bytes, map_bytes)
+    _txn, page_bytes, last_page = max(first, second)
+    needed = (last_page + 1) * page_bytes
     if length < needed:
         raise Unusable(f"its data file has {length} bytes where {needed} were written")
 
 
-def _parse_meta(raw: bytes) -> tuple[int, int, int, int]:
+def _parse_meta(raw: bytes) -> tuple[int, int, int]:
     if len(raw) < _PAGE_HEADER_BYTES + _META.size:
         raise Unusable("its data file is shorter than its meta pages")
-    magic, version, _address, map_bytes, free, _main, last_page, txn = _META.unpack_from(raw, _PAGE_HEADER_BYTES)
+    magic, version, _address, _map, free, _main, last_page, txn = _META.unpack_from(raw, _PAGE_HEADER_BYTES)
     page_bytes = int.from_bytes(free[:4], "little")
     if magic != _META_MAGIC or version & 0xFFFF != _META_VERSION:
         raise Unusable("its data file is not an LMDB file of version 1")
     if page_bytes not in (4096, 8192, 16384, 32768, 65536):
         raise Unusable(f"its meta page claims pages of {page_bytes} bytes")
-    return txn, page_bytes, map_bytes, last_page
+    return txn, page_bytes, last_page
 
 
 class Index:
@@ -114,6 +139,8 @@ class Index:
         self._closed = False
         self.on_damage: Callable[[Exception], None] = lambda error: None
         """Called, on any thread, when a reader meets records of which nothing can be made."""
+        self._unpaid = COMMIT_BYTES  # the last transaction of a process that ended was not charged
+        self.purges = PurgeLog(path.parent / "PURGES")
 
     @classmethod
     def create(cls, path: Path, uuid: bytes, geometry: Geometry, map_bytes: int, owner: Owner) -> Index:
@@ -156,7 +183,7 @@ class Index:
         check_length(data)
         if alone:
             (path / "lock.mdb").unlink(missing_ok=True)
-            if data.stat().st_size < map_bytes:
+            if data.stat().st_size < map_bytes:  # the file is as long as the map, so that all processes map as much
                 os.truncate(data, map_bytes)
         try:
             env = _environment(path, data.stat().st_size)
@@ -202,18 +229,52 @@ class Index:
                     self.on_damage(error)
                 raise
 
-    def find(self, names: Sequence[bytes]) -> list[tuple[bytes | None, Wall]]:
+    def find(self, names: Sequence[bytes], *, faults_max: int | None = None) -> list[tuple[bytes | None, Wall]]:
         """Per name, its entry as it is stored (None where there is none) and the time of its scope's tombstone (-inf
-        where there is none). Does not block."""
+        where there is none). Waits for the device where a page is not in memory: for at most about `faults_max` pages,
+        then the answer ends early."""
         found: list[tuple[bytes | None, Wall]] = []
-        scoped, purged_until = b"", Wall("-inf")
-        with self.reading() as txn:
-            get = txn.get
-            for name in names:
-                if name[:SCOPED_BYTES] != scoped:
-                    scoped = name[:SCOPED_BYTES]
-                    purged_until = time_at(txn, PURGED_KEY + scoped)
-                found.append((get(BLOCKS + name), purged_until))
+        scoped, until = b"", Wall("-inf")
+        pending = self._pending_purges()  # first: one that is not there any more is in the index
+        before = _page_faults()
+        for start in range(0, len(names), NAMES_PER_READ):  # cold pages keep no other reader waiting for long
+            if faults_max is not None and _page_faults() - before > faults_max:
+                break
+            with self.reading() as txn:
+                get = txn.get
+                for name in names[start : start + NAMES_PER_READ]:
+                    if name[:SCOPED_BYTES] != scoped:
+                        scoped = name[:SCOPED_BYTES]
+                        until = purged_until(txn, scoped)
+                        if pending:
+                            until = max(until, *(pending.get(one, until) for one in (scoped, ALL)))
+                    found.append((get(BLOCKS + name), until))
+        return found
+
+    def _pending_purges(self) -> Mapping[bytes, Wall]:
+        try:
+            return self.purges.pending()
+        except OSError as error:
+            raise TierError("g3", "read purges", str(error)) from error
+
+    def slices(self, prefix: bytes, look: Callable[[Any, list[tuple[bytes, bytes]]], None]) -> set[int]:
+        """Call `look` with a read transaction and its rows, ROWS_PER_SLICE at a time, for all whose keys begin with
+        `prefix`. Returns the ids of the transactions: one, if nothing was written meanwhile."""
+        seen: set[int] = set()
+        start = prefix
+        while True:
+            with self.reading() as txn:
+                seen.add(txn.id())
+                found = list(islice(rows(txn, prefix, start), ROWS_PER_SLICE))
+                look(txn, found)
+            if len(found) < ROWS_PER_SLICE:
+                return seen
+            start = found[-1][0] + b"\0"
+
+    def rows(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        """All rows whose keys begin with `prefix`, read in slices."""
+        found: list[tuple[bytes, bytes]] = []
+        self.slices(prefix, lambda _txn, some: found.extend(some))
         return found
 
     def uuid(self) -> bytes:
@@ -241,44 +302,98 @@ class Index:
         with self.reading() as txn:
             return next(rows(txn, RESERVED), None) is not None
 
-    def has_bad_places(self) -> bool:
-        """Whether slots are set aside."""
+    def bad_places(self) -> int:
+        """How many places of the slab files are set aside."""
         with self.reading() as txn:
-            return txn.get(BAD_KEY) is not None
+            return len(bad_places(txn))
 
     def tombstones(self, namespace: bytes) -> list[tuple[bytes, Wall]]:
         """(scope, time) of every purge in the namespace."""
-        prefix = PURGED_KEY + namespace
+        found = {scoped: until for scoped, until in self._pending_purges().items() if scoped != ALL}
+        for key, raw in self.rows(PURGED_KEY + namespace):
+            scoped = key[len(PURGED_KEY) :]
+            found[scoped] = max(Wall(TIME.unpack(raw)[0]), found.get(scoped, Wall("-inf")))
+        size = len(namespace)
+        return [(scoped[size:], until) for scoped, until in found.items() if scoped.startswith(namespace)]
+
+    def is_purged(self, scoped: bytes, until: Wall) -> bool:
+        """Whether blocks of namespace ‖ scope that were born until then are dead, by what is in the index."""
         with self.reading() as txn:
-            return [(key[len(prefix) :], TIME.unpack(raw)[0]) for key, raw in rows(txn, prefix)]
+            return purged_until(txn, scoped) >= until
 
     def retained(self, namespace: bytes) -> dict[bytes, Wall]:
         """Keys of the namespace's retained blocks, and until when."""
         prefix = RETAINED_KEY + namespace
-        with self.reading() as txn:
-            return {key[len(prefix) :]: TIME.unpack(raw)[0] for key, raw in rows(txn, prefix)}
+        return {key[len(prefix) :]: TIME.unpack(raw)[0] for key, raw in self.rows(prefix)}
 
     def read_notes(self, name: bytes) -> dict[bytes, bytes]:
         """Saved state whose namespace ‖ text begins with `name`, by that whole name."""
-        with self.reading() as txn:
-            return {key[len(NOTE_KEY) :]: bytes(raw) for key, raw in rows(txn, NOTE_KEY + name)}
+        return {key[len(NOTE_KEY) :]: bytes(raw) for key, raw in self.rows(NOTE_KEY + name)}
 
     def check(self) -> None:
-        """Assert that the tables agree with one another. Reads them all, in one transaction."""
-        with self.reading() as txn:
-            audit(txn)
+        """Assert that the tables agree with one another. Reads them all, in slices."""
+        audit(self)
 
-    def transact(self, work: Callable[[WriteTxn], T], *, may_grow: Callable[[int], bool] = lambda part: True) -> T:
+    def pinned_by(self, use: Use) -> int | None:
+        """The process that keeps unused pages from being used again, if that is so, and there are so many of them that
+        none may be added for `use`."""
+        with self.reading():
+            info, used = self._env.info(), self._env.stat()
+            pages = used["branch_pages"] + used["leaf_pages"] + used["overflow_pages"]
+            unused = (info["last_pgno"] + 1 - pages) * used["psize"]
+            allowed = UNUSED_BYTES_MIN + pages * used["psize"] // UNUSED_SHARE
+            if use is Use.PURGE or unused <= allowed * (2 if use is Use.DROP else 1):
+                return None
+            self._env.reader_check()
+            return _standing_still(self._env.readers(), info["last_txnid"])
+
+    def balance(self) -> Balance:
+        """What was written, and what may be."""
+        with self.reading() as txn:
+            return read_balance(txn)
+
+    def allowance(self, per_day: float, now_s: float) -> Allowance:
+        """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME."""
+        return Allowance(per_day, self.owner.boot, now_s, self._unpaid)
+
+    def owe(self, size: int) -> None:
+        """So many bytes were written to the store's files: charge them with the next transaction."""
+        with self._gate:
+            self._unpaid += size
+
+    def transact(
+        self,
+        work: Callable[[WriteTxn], T],
+        *,
+        may_grow: Callable[[int], bool] = lambda part: True,
+        per_day: float = 0.0,
+        now_s: float = 0.0,
+    ) -> T:
         """Run `work` in one durable write transaction; returns its result. Blocks for as long as another process holds
-        the lock. Raises lmdb.Error or what `work` raises; then nothing of the transaction is visible."""
+        the lock. Raises lmdb.Error or what `work` raises; then nothing of the transaction is visible.
+
+        `per_day`, `now_s`: as in `allowance`.
+        """
+        before, allowance = thread_written(), self.allowance(per_day, now_s)
         try:
+            return self._transact(work, allowance, may_grow=may_grow)
+        finally:
+            after = thread_written()
+            self.owe(COMMIT_BYTES if before is None or after is None else after - before)
+
+    def _transact(self, work: Callable[[WriteTxn], T], allowance: Allowance, *, may_grow: Callable[[int], bool]) -> T:
+        try:
+            purges = dict(self.purges.pending())
             with self._env.begin(write=True) as lmdb_txn:
-                txn = WriteTxn(lmdb_txn, self.owner, self._floors, may_grow=may_grow)
+                txn = WriteTxn(lmdb_txn, self.owner, self._floors, purges, allowance, may_grow=may_grow)
                 result = work(txn)
                 txn.save()
         except BaseException:
             self._floors.clear()  # they count with changes that were never made
             raise
+        self.owe(-allowance.unpaid)
+        with contextlib.suppress(OSError, TierError):  # then they are written once more
+            self.purges.settle(purges)
         return result
 
     def clear_dead_readers(self) -> None:
@@ -293,6 +408,21 @@ class Index:
             if not self._closed:
                 self._closed = True
                 self._env.close()
+                self.purges.close()
+
+
+def _page_faults() -> int:
+    """How often this thread has waited for a page from the device."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
+def _standing_still(readers: str, last_txn: int) -> int | None:
+    """The process id of a reader, by LMDB's table of them, whose transaction began long ago. Pure."""
+    for line in readers.splitlines():
+        pid, _, txn = [*line.split(), "", "", ""][:3]
+        if pid.isdecimal() and txn.isdecimal() and last_txn - int(txn) > STILL_TXNS:
+            return int(pid)
+    return None
 
 
 def _environment(path: Path, map_bytes: int) -> lmdb.Environment:

@@ -25,6 +25,7 @@ from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.group_commit import CommitJob
+from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
 from kvtier.tiers.disk.slot_health import is_place_fault
 from kvtier.tiers.disk.store import Store
@@ -91,9 +92,8 @@ class Maintenance:
             held[namespace] += entry.slot_bytes
             expired[namespace] += not entry.life.servable(Depth.G3, wall_s)
             scopes.setdefault(namespace, set()).add(name[NAMESPACE_BYTES : NAMESPACE_BYTES + SCOPE_BYTES])
-        with index.reading() as txn:
-            fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in rows(txn, NAMESPACE_KEY)}
-            writers = {SlotReservation.decode(key, raw).owner for key, raw in rows(txn, RESERVED)}
+        fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in index.rows(NAMESPACE_KEY)}
+        writers = {SlotReservation.decode(key, raw).owner for key, raw in index.rows(RESERVED)}
         used, size = index.usage()
         geometry = store.geometry
         return {
@@ -107,6 +107,7 @@ class Maintenance:
             "blocks": used,
             "bytes": size,
             "unreadable_entries": unreadable,
+            "bad_places": index.bad_places(),
             "writing_processes": sum(owner.alive(store.owner) for owner in writers),
             "dead_writers": sum(not owner.alive(store.owner) for owner in writers),
             "namespaces": [
@@ -230,7 +231,7 @@ class Maintenance:
             start = chunk[-1][0] + b"\0"
 
     def _transact(self, work: Callable[[WriteTxn], T]) -> T:
-        return self._wait(self._store.submit(work))
+        return self._wait(self._store.submit(work, Use.DROP))
 
     def _wait(self, job: CommitJob[T]) -> T:
         try:

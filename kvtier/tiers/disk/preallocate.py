@@ -39,6 +39,7 @@ class Preallocator:
         self._fd = -1
         self._segment = 0
         self._done = 0
+        self._written = 0
         self._zeros = memoryview(b"")
 
     @property
@@ -49,6 +50,11 @@ class Preallocator:
     def advance(self, segment: int) -> bool:
         """Begin with the file of `segment`, or go on with it. Whether there is more to do. Blocks on the device."""
         return self.step() if self.busy and self._segment == segment else self.start(segment)
+
+    def take_written(self) -> int:
+        """Bytes written since the last call."""
+        written, self._written = self._written, 0
+        return written
 
     def start(self, segment: int) -> bool:
         """Begin with the file of `segment`. False: it exists, another process preallocates it, or that failed."""
@@ -122,6 +128,7 @@ class Preallocator:
         if moved <= 0 or moved % mmap.PAGESIZE:
             raise OSError(errno.EIO, "a short write")
         self._done += moved
+        self._written += moved
         if self._done // WRITE_BYTES_MAX % _STEPS_PER_SYNC == 0:
             self._calls.fdatasync(self._fd)
 

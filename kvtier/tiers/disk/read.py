@@ -16,6 +16,7 @@ from kvtier.errors import CorruptError, TierTimeout
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.terms import Depth
+from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.records import SPAN, Entry, priority_in
 from kvtier.tiers.disk.slab import ShortIO, neighbours
@@ -144,7 +145,9 @@ class ReadBatch:
         suspects = [block for block in self._blocks if block.suspect]
         if not suspects:
             return
-        job = self._store.submit(lambda txn: [txn.delete_corrupt(block.name, block.raw) for block in suspects])
+        job = self._store.submit(
+            lambda txn: [txn.delete_corrupt(block.name, block.raw) for block in suspects], Use.DROP
+        )
         try:
             deleted = await job.result(max(0.0, deadline - self._clock.monotonic()))
         except TierTimeout:

@@ -45,6 +45,8 @@ def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opene
     with _locked(parts) as (lock, owner, alone), contextlib.ExitStack() as undo:
         index = _checked_index(parts, capacity_bytes, slot_bytes, owner, alone=alone, damaged=False)
         undo.callback(lambda: index.close())
+        with contextlib.suppress(OSError):  # then the first purge makes it
+            index.purges.prepare()
         if alone and not _take_back(index):
             index.close()
             index = _replace_index(parts, capacity_bytes, slot_bytes, owner)
@@ -96,13 +98,36 @@ def _locked(parts: Sequence[Path]) -> Iterator[tuple[DirectoryLock, Owner, bool]
         raise
 
 
-def reopen(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, *, damaged: bool, alone: bool) -> Index:
-    """The index of a store whose lock this process has, with a new owner. `damaged`: its tables are checked first.
+def rejoin(
+    parts: Sequence[Path], lock: DirectoryLock, uuid_: bytes, capacity_bytes: int, slot_bytes: int, *, damaged: bool
+) -> Index:
+    """The index of a store that was out of use here, opened again with a new owner. `damaged`: its tables are checked.
 
-    Raises Unusable if the index is damaged or thought to be, and not `alone`: the caller lets go of the lock then, as
-    the others do. Raises else what `open_index` raises.
+    The lock is shared afterwards. Raises Unusable if the index is damaged, or thought to be, and others use it: then
+    the lock is given up, as the others give it up, until one of them has repaired the index. Raises else what
+    `open_index` raises.
     """
-    return _checked_index(parts, capacity_bytes, slot_bytes, Owner.current(), alone=alone, damaged=damaged)
+    try:
+        alone = lock.try_exclusive() if lock.held else _lock_again(parts[0], lock)
+        try:
+            index = _checked_index(parts, capacity_bytes, slot_bytes, Owner.current(), alone=alone, damaged=damaged)
+        finally:
+            lock.share()
+    except Unusable:
+        lock.release()
+        raise
+    if index.uuid() != uuid_:
+        index.close()
+        raise TierUnavailable("g3", "open", f"{parts[0]} is another store now; close the tier and open it")
+    return index
+
+
+def _lock_again(part: Path, lock: DirectoryLock) -> bool:
+    """Take the lock that was given up for a repair. Whether it is exclusive; while the mark is there it must be."""
+    try:
+        return lock.acquire(Owner.current(), 0.0 if is_marked(part) else LOCK_TIMEOUT_S)
+    except TierError as error:
+        raise Unusable(str(error)) from None
 
 
 def _checked_index(
@@ -152,7 +177,7 @@ def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owne
     markers = [read_marker(part) for part in parts]
     known = _store_of(parts, markers)
     path = parts[0] / "index"
-    map_bytes = map_bytes_for(capacity_bytes // slot_bytes)
+    map_bytes = map_bytes_for(capacity_bytes)
     index = None
     try:
         if _is_there(path) or not alone:
@@ -230,7 +255,7 @@ def _create_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, n
                 file.unlink()
     segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 16, SEGMENT_BYTES_SMALL), capacity_bytes)
     geometry = Geometry(capacity_bytes, max(segment_bytes // slot_bytes, 1) * slot_bytes, len(parts))
-    map_bytes = map_bytes_for(capacity_bytes // slot_bytes)
+    map_bytes = map_bytes_for(capacity_bytes)
     return Index.create(parts[0] / "index", bytes.fromhex(name), geometry, map_bytes, owner)
 
 

@@ -17,26 +17,27 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.clock import Clock
+from kvtier.clock import Clock, SystemClock
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierUnavailable
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
+from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.damage_mark import is_marked
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.expired import ExpiredScan
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
-from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.idle_work import IdleWork
+from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
-from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.purged import TombstoneFold
 from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
-from kvtier.tiers.disk.trial_queue import TrialQueue
 from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
@@ -88,17 +89,18 @@ class Store:
         self._maintained = maintained
         self._calls = calls
         self._wall = wall
+        self._boot_s: Callable[[], float] = SystemClock().monotonic
+        self._bytes_per_day = 0.0
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
-        self._ahead: int | None = None  # the segment whose preallocation goes on
-        self._preallocating = -1  # the last segment that was to be preallocated
         self.health = SlotHealth(self.parts, calls)
-        self._trials = TrialQueue(self.health, lambda: self.io.when_idle(self._idle_step), self.too_many_bad)
+        self._idle = IdleWork(self, self._preallocator, lambda: not self._bytes_per_day)  # zeros would cost half of it
         self._uuid = index.uuid()
         if maintained:
             index.on_damage = self._reader_failed
         self._heed_at = 0.0
         self._reclaim_at = 0.0
         self._scan = ExpiredScan()
+        self._fold = TombstoneFold()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = [0.0] * len(self.parts)  # by part
         self._writer = GroupCommit(self._commit, self._rest, self._writer_failed, IDLE_S, "kvtier-g3-writer")
@@ -207,10 +209,15 @@ class Store:
             raise ClosedError(f"{self.parts[0]} was opened by the process that forked this one")
         return self._state.usable()
 
-    def submit(self, work: Callable[[WriteTxn], T]) -> CommitJob[T]:
+    @property
+    def index_in_use(self) -> Index | None:
+        """The same; None while the store is quarantined or closed."""
+        return self._state.index
+
+    def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT) -> CommitJob[T]:
         """Queue work for the next write transaction. Never blocks. Raises what `index` raises."""
         _ = self.index
-        return self._writer.submit(work)
+        return self._writer.submit(work, use)
 
     def give_back(self, reservations: Sequence[SlotReservation]) -> None:
         """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
@@ -223,6 +230,19 @@ class Store:
         what `index` raises."""
         _ = self.index
         return self._state.moving()
+
+    def limit_writes(self, bytes_per_day: float, boot_s: Callable[[], float]) -> None:
+        """Write at most so much a day, by a clock that counts since boot; the least of several bounds counts."""
+        if bytes_per_day:
+            self._bytes_per_day = min(bytes_per_day, self._bytes_per_day or bytes_per_day)
+            self._boot_s = boot_s
+
+    def may_write(self, size: int) -> bool:
+        """Whether the directory's budget allows so many bytes now. Raises what `index` raises."""
+        if not self._bytes_per_day:
+            return True
+        index = self.index
+        return index.balance().allows(index.allowance(self._bytes_per_day, self._boot_s()), size)
 
     def alone(self, segment: int, works: Sequence[Callable[[], None]], clock: Clock) -> list[OSError | None] | None:
         """`SlotHealth.alone`; None if the device is at fault, for which the store is out of use then."""
@@ -240,7 +260,7 @@ class Store:
         """Queue the removal of blocks, as (name, raw entry), whose slots failed alone. The slots are tried, when the
         disk is idle, before they are used again. Never blocks. Raises what `index` raises."""
         job = self.submit(lambda txn: [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks])
-        self._trials.follow(job)
+        self._idle.trials.follow(job)
         return job
 
     def volume_full(self, segment: int | None = None) -> None:
@@ -264,7 +284,8 @@ class Store:
 
     # On the writer thread.
 
-    def _commit(self, jobs: Sequence[CommitJob[Any]]) -> None:
+    def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
+        """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
         self._heed_mark()
         if self._state.index is None:
             self._probe()
@@ -273,56 +294,58 @@ class Store:
         except TierError as error:
             for job in jobs:
                 job.fail(error)
-            return
-        jobs = [*jobs, *self._removals(index)]
-        returned = self.reserved.take_returned()
+            return False
+        jobs = self._admitted([*jobs, *self._removals(index)], index)
+        if not jobs:
+            return False
+        returned, unused = self.reserved.take_returned()
 
         def work(txn: WriteTxn) -> tuple[WriteTxn, list[tuple[CommitJob[Any], Any]]]:
             running = [job for job in jobs if job.future.set_running_or_notify_cancel()]
             for reservation in returned:
                 txn.release(reservation)
-            touches, tick = self.touches.take(txn.tick)
-            for name, uses in touches.items():
-                txn.renew(name, uses, tick)
+            for reservation in unused:
+                txn.release(reservation, refund=True)
+            if txn.budget.allows(COMMIT_BYTES):
+                touches, tick = self.touches.take(txn.tick)
+                for name, uses in touches.items():
+                    txn.renew(name, uses, tick)
             return txn, [(job, job.work(txn)) for job in running]
 
         try:
-            txn, results = index.transact(work, may_grow=lambda part: time.monotonic() >= self._grow_at[part])
+            txn, results = index.transact(
+                work,
+                may_grow=lambda part: time.monotonic() >= self._grow_at[part],
+                per_day=self._bytes_per_day,
+                now_s=self._boot_s(),
+            )
         except Exception as error:
             self.reserved.give_back(returned)
+            self.reserved.give_back(unused, unused=True)
             failure = self._commit_failed(index, error)
             for job in jobs:
                 job.fail(failure)
-            return
+            return False
         self.evictions += len(txn.evicted)
         for notify in self.subscribers if txn.evicted else ():
             notify(txn.evicted)
         self.tick = txn.tick
-        segment = txn.segments.next
-        if segment is not None and segment != self._preallocating:
-            self._preallocating = self._ahead = segment
-            self.io.when_idle(self._idle_step)
+        if txn.segments.next is not None:
+            self._idle.preallocate(txn.segments.next)
         for job, result in results:
             job.future.set_result(result)
+        return True
 
-    def _idle_step(self) -> bool:
-        """A trial or a step of preallocation, on an I/O thread that has nothing else to do. Whether there is more."""
-        if self._state.index is None:
-            self._preallocator.stop()
-            self._ahead = None
-            return False
-        if self._trials:
-            self._try_place()
-        elif self._ahead is not None and not self._preallocator.advance(self._ahead):
-            self._ahead = None
-        return bool(self._trials) or self._ahead is not None
-
-    def _try_place(self) -> None:
-        with contextlib.suppress(TierError, ClosedError), self.moving():
-            try:
-                self.submit(self._trials.next_outcome(self.slab))
-            except OSError as error:
-                self.quarantine(f"fdatasync at a bad place: {error}")
+    def _admitted(self, jobs: Sequence[CommitJob[Any]], index: Index) -> Sequence[CommitJob[Any]]:
+        """The jobs whose pages the index has space for; the others fail: some process stands still inside a read."""
+        pinned = {use: index.pinned_by(use) for use in {job.use for job in jobs}}
+        for job in jobs:
+            if (pid := pinned[job.use]) is not None:
+                detail = (
+                    f"process {pid} stands still inside a read, so that no page of the index can be used again; end it"
+                )
+                job.fail(TierFull("g3", "commit", detail))
+        return [job for job in jobs if pinned[job.use] is None]
 
     def _commit_failed(self, index: Index, error: Exception) -> TierError:
         """The error for those who wait for the transaction. Quarantines the store where `error` leaves it in doubt."""
@@ -347,7 +370,7 @@ class Store:
         self._heed_mark()
         if not self._maintained:
             return False
-        self.reserved.give_back(self.reserved.clear())  # no write came for them
+        self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()
@@ -357,59 +380,54 @@ class Store:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
         jobs = self._removals(index)
-        jobs += self._trials.due_jobs(index, self._wall)
-        if jobs or self.touches or self.reserved.has_returned or (due and index.has_reservations()):
-            self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)])
-        return self._state.index is not None and bool(self.touches)
+        jobs += self._idle.trials.due_jobs(index, self._wall)
+        touches = self.touches and self.may_write(COMMIT_BYTES)
+        if jobs or touches or self.reserved.has_returned or (due and index.has_reservations()):
+            return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(
+                touches and self.touches
+            )
+        return False
 
-    def _removals(self, index: Index) -> list[CommitJob[int]]:
-        """Every SCAN_EVERY_S: a job that removes the expired among the next entries, if there are any."""
-        if not self._maintained or time.monotonic() < self._scan_at:
+    def _removals(self, index: Index) -> list[CommitJob[Any]]:
+        """Every SCAN_EVERY_S: jobs that remove the expired among the next entries, write
+        purges that wait, and remove tombstones if there are many."""
+        if not self._maintained or time.monotonic() < self._scan_at or not self.may_write(COMMIT_BYTES):
             return []
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         try:
             expired = [name for name in self._scan.step(index, self._wall()) if not self.touches.of(name)]
+            fold = self._fold.step(index)
+            pending = index.purges.pending()
         except Exception:  # from a damaged index: the next transaction raises it, too
             return []
-        return [CommitJob(lambda txn: txn.remove_expired(expired, self._wall()))] if expired else []
+        jobs: list[CommitJob[Any]] = []
+        if expired:
+            jobs.append(CommitJob(lambda txn: txn.remove_expired(expired, self._wall()), Use.DROP))
+        if pending:  # any transaction carries them into the index
+            jobs.append(CommitJob(lambda txn: None, Use.PURGE))
+        if fold is not None:
+            jobs.append(CommitJob(lambda txn: txn.purged.fold(*fold), Use.DROP))
+        return jobs
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""
         if not self._maintained or not self._state.probe_due():
             return
-        index = None
         try:
             self.slab.close()
             probe(self.parts, self._calls)
-            alone = self._lock.try_exclusive() if self._lock.held else self._lock_again()
-            index = recovery.reopen(
-                self.parts, self.geometry.capacity, self._slot_bytes, damaged=self._state.damaged, alone=alone
-            )
-            if index.uuid() != self._uuid:
-                raise TierError("g3", "open", f"{self.parts[0]} is another store now; close and open it")
+            size, damaged = self.geometry.capacity, self._state.damaged
+            index = recovery.rejoin(self.parts, self._lock, self._uuid, size, self._slot_bytes, damaged=damaged)
+        except Unusable as error:
+            self._state.let_go(error)
+        except Exception as error:  # of any kind: this thread must go on
+            self._state.probe_failed(error)
+        else:
             self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
             self.slab = Slab(self.parts, self.geometry.size_of, self._calls)
             self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
-            self._trials.clear()
-            self._lock.share()
+            self._idle.forget()
             self._state.end(index)
-        except Exception as error:  # of any kind: this thread must go on
-            if index is not None:
-                index.close()
-            if isinstance(error, Unusable):
-                self._lock.release()
-                self._state.let_go(error)
-            else:
-                if self._lock.held:
-                    self._lock.share()
-                self._state.probe_failed(error)
-
-    def _lock_again(self) -> bool:
-        """Take the lock that was given up for a repair. Whether it is exclusive; while the mark is there it must be."""
-        try:
-            return self._lock.acquire(Owner.current(), 0.0 if is_marked(self.parts[0]) else recovery.LOCK_TIMEOUT_S)
-        except TierError as error:
-            raise Unusable(str(error)) from None
 
     def _heed_mark(self) -> None:
         """Let go of the store, every MARK_EVERY_S, if another process found its index damaged."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
+from kvtier.tiers.disk.budget import COMMIT_BYTES
+from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.read import ReadBatch, miss_of
 from kvtier.tiers.disk.records import SLOT_ALIGN, slot_class
 from kvtier.tiers.disk.slab import Calls, SystemCalls
@@ -35,6 +38,7 @@ from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
 
 NAMES_PER_TXN = 1024  # of blocks that are evicted, purged or retained
+PEEK_FAULTS_MAX = 8  # pages of the index that `peek` waits for
 
 
 class DiskTier:
@@ -58,8 +62,10 @@ class DiskTier:
         clock: Clock,
         calls: Calls | None = None,
         quota: float = 0.0,
+        write_budget: float = 0.0,
     ) -> None:
-        """`quota`: the share of the capacity that one scope may hold, whatever the namespace; 0: all."""
+        """`quota`: the share of the capacity that one scope may hold, whatever the namespace; 0: all. `write_budget`:
+        bytes that all processes may write to the directory in a day; 0: any."""
         self.block_bytes = namespace.block_bytes
         self._paths = [Path(path) for path in paths]
         self._capacity_bytes = capacity_bytes
@@ -67,6 +73,7 @@ class DiskTier:
         self._prefix = namespace.digest
         self._clock = clock
         self._quota = quota
+        self._write_budget = write_budget
         self._calls: Calls = calls if calls is not None else SystemCalls()
         self._opened: Store | None = None
         self._pid = 0
@@ -78,8 +85,14 @@ class DiskTier:
         if self._opened is not None:
             return
         arguments = (self._paths, self._capacity_bytes, self.block_bytes, self._calls, self._expired_by)
-        self._opened = await asyncio.to_thread(Store.attach, *arguments)
+        attaching = asyncio.ensure_future(asyncio.to_thread(Store.attach, *arguments))
+        try:
+            self._opened = await asyncio.shield(attaching)
+        except asyncio.CancelledError:
+            attaching.add_done_callback(_release_late)
+            raise
         self._pid = os.getpid()
+        self._opened.limit_writes(self._write_budget, self._clock.monotonic)
         fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
         # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
         self._opened.submit(lambda txn: txn.register(self._prefix, fields))
@@ -122,15 +135,27 @@ class DiskTier:
     # Blocks.
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
-        store, prefix, wall_s = self._store, self._prefix, self._clock.wall()
-        names = [prefix + chain[place] for place in wanted]
-        return [
-            miss_of(name, raw, purged_until, store.touches, wall_s)
-            for name, (raw, purged_until) in zip(names, store.index.find(names), strict=True)
-        ]
+        return self._find(chain, wanted, PEEK_FAULTS_MAX)
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
-        return self.peek(chain, wanted)
+        found = self.peek(chain, wanted)
+        if Miss.LATE in found:
+            start = found.index(Miss.LATE)
+            found[start:] = await asyncio.to_thread(self._find, chain, wanted[start:])
+        return found
+
+    def _find(
+        self, chain: Sequence[BlockKey], wanted: Sequence[int], faults_max: int | None = None
+    ) -> list[Miss | None]:
+        """LATE from where on the index would have to be read from the device, beyond `faults_max` pages."""
+        store, prefix, wall_s = self._store, self._prefix, self._clock.wall()
+        names = [prefix + chain[place] for place in wanted]
+        found = store.index.find(names, faults_max=faults_max)
+        answers: list[Miss | None] = [
+            miss_of(name, raw, purged_until, store.touches, wall_s)
+            for name, (raw, purged_until) in zip(names, found, strict=False)
+        ]
+        return answers + [Miss.LATE] * (len(names) - len(found))
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         return await ReadBatch(self._store, self._prefix, chain, targets, self._clock).run(deadline)
@@ -163,14 +188,24 @@ class DiskTier:
             return await self._drop_all(store, self._prefix, lambda _life: True)
         count = 0
         for names in self._names(keys):
-            count += await store.submit(partial(WriteTxn.drop_all, names=names)).result()
+            count += await store.submit(partial(WriteTxn.drop_all, names=names), Use.DROP).result()
         return count
 
     async def purge(self, scope: Scope, before: Wall) -> int:
         store = self._store
         scoped = self._prefix + scope
-        await store.submit(lambda txn: txn.apply_tombstone(scoped, before)).result()
-        return await self._drop_all(store, scoped, lambda life: life.born <= before)
+        index = store.index
+        if index.is_purged(scoped, before):
+            return 0
+        try:
+            await asyncio.to_thread(index.purges.record, scoped, before)  # in force from here on
+        except OSError as error:
+            raise TierError("g3", "purge", str(error)) from error
+        try:
+            await store.submit(lambda txn: None, Use.PURGE).result()
+            return await self._drop_all(store, scoped, lambda life: life.born <= before)
+        except TierFull:  # they are misses; the background removes them when the index has space again
+            return 0
 
     async def drop_made_after(self, time: Wall) -> int:
         return await self._drop_all(self._store, self._prefix, lambda life: max(life.born, life.last_use) > time)
@@ -185,7 +220,7 @@ class DiskTier:
         following: bytes | None = prefix
         while following is not None:
             start = following
-            dropped, following = await store.submit(drop).result()
+            dropped, following = await store.submit(drop, Use.DROP).result()
             count += dropped
         return count
 
@@ -195,7 +230,8 @@ class DiskTier:
             yield [self._prefix + key for key in keys[start : start + NAMES_PER_TXN]]
 
     async def tombstones(self) -> Mapping[Scope, Wall]:
-        return {Scope(scope): until for scope, until in self._store.index.tombstones(self._prefix)}
+        found = await asyncio.to_thread(self._store.index.tombstones, self._prefix)
+        return {Scope(scope): until for scope, until in found}
 
     # Retained blocks and saved state.
 
@@ -208,17 +244,18 @@ class DiskTier:
 
     async def release_retained(self, keys: Sequence[BlockKey]) -> None:
         for names in self._names(keys):
-            await self._store.submit(partial(WriteTxn.release_retained, names=names)).result()
+            await self._store.submit(partial(WriteTxn.release_retained, names=names), Use.DROP).result()
 
     async def retained(self) -> Mapping[BlockKey, Wall]:
-        return {BlockKey(key): until for key, until in self._store.index.retained(self._prefix).items()}
+        found = await asyncio.to_thread(self._store.index.retained, self._prefix)
+        return {BlockKey(key): until for key, until in found.items()}
 
     async def write_note(self, name: str, value: bytes | None) -> None:
         full = self._prefix + name.encode("ascii")
         await self._store.submit(lambda txn: txn.write_note(full, value)).result()
 
     async def read_notes(self, prefix: str) -> Mapping[str, bytes]:
-        found = self._store.index.read_notes(self._prefix + prefix.encode("ascii"))
+        found = await asyncio.to_thread(self._store.index.read_notes, self._prefix + prefix.encode("ascii"))
         return {name[len(self._prefix) :].decode("ascii", "replace"): value for name, value in found.items()}
 
     # The store.
@@ -227,13 +264,14 @@ class DiskTier:
         store = self._store
         for _ in range(1 + NAMES_MAX // NAMES_PER_COMMIT_MAX):
             await store.submit(lambda txn: None).result(self._left_s(deadline))
-            if not store.touches:
+            if not store.touches or not store.may_write(COMMIT_BYTES):
                 break
 
     def usage(self) -> Usage:
         store = self._store
         blocks, size = store.index.usage()
-        return Usage(blocks, size, store.geometry.capacity, store.evictions)
+        balance = store.index.balance()
+        return Usage(blocks, size, store.geometry.capacity, store.evictions, balance.written, balance.stored)
 
     def counters(self) -> dict[str, int]:
         """Slots set aside for bad places and taken back into use, and unreadable blocks dropped, since open."""
@@ -241,3 +279,9 @@ class DiskTier:
 
     def check(self) -> None:
         self._store.check()
+
+
+def _release_late(attaching: asyncio.Future[Store]) -> None:
+    """Give back a store that nobody waits for any more."""
+    if not attaching.cancelled() and attaching.exception() is None:
+        threading.Thread(target=attaching.result().release, args=(0.1,), name="kvtier-g3-close", daemon=True).start()

@@ -59,7 +59,7 @@ class TrialQueue:
         if time.monotonic() < self._look_at:
             return []
         self._look_at = time.monotonic() + TRY_EVERY_S
-        if not index.has_bad_places():
+        if not index.bad_places():
             return []
         job: CommitJob[Any] = CommitJob(lambda txn: begin_trials(txn, wall_s()))
         self.follow(job)

@@ -79,12 +79,24 @@ class WriteBatch:
         def undo(slots: Sequence[SlotReservation | Stored]) -> None:
             self._store.give_back([one for one in slots if isinstance(one, SlotReservation)])
 
-        slots = self._take_reserved(wall_s) or await self._commit(reserve, deadline, undo)
+        slots = self._take_reserved(wall_s)
+        if not slots:
+            places = self._within_budget(places)
+            slots = await self._commit(reserve, deadline, undo) if places else []
         for place, slot in zip(places, slots, strict=True):
             if isinstance(slot, SlotReservation):
                 self._reserved[place] = slot
             else:
                 self._results[place] = slot
+
+    def _within_budget(self, places: list[int]) -> list[int]:
+        """The places that are worth a transaction: where the budget is spent, those of blocks that are here."""
+        store = self._store
+        if store.may_write(slot_class(self._block_bytes) * SLOT_ALIGN):
+            return places
+        found = store.index.find([block.name for block in self._blocks])
+        self._results = {place: Stored.BUDGET for place, (raw, _) in enumerate(found) if raw is None}
+        return [place for place in places if place not in self._results]
 
     def _take_reserved(self, wall_s: Wall) -> Sequence[SlotReservation | Stored]:
         """Slots that an earlier write reserved for this one; none if a transaction must decide about a block.

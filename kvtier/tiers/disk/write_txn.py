@@ -7,7 +7,7 @@ commit that took them from their old owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,11 @@ from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.allocator import Geometry, Segments
+from kvtier.tiers.disk.budget import Allowance, WriteBudget
+from kvtier.tiers.disk.entries import Entries
 from kvtier.tiers.disk.eviction import EvictionOrder, SearchFloors
 from kvtier.tiers.disk.owner import Owner
+from kvtier.tiers.disk.purged import Purged
 from kvtier.tiers.disk.quota import Shares, scope_in
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -25,12 +28,8 @@ from kvtier.tiers.disk.records import (
     NAMESPACE_KEY,
     NOTE_KEY,
     ORDER,
-    PURGED_KEY,
     RESERVED,
-    RETAINED_KEY,
-    SCOPED_BYTES,
     SLOT_ALIGN,
-    TIME,
     Counters,
     Entry,
     FreeSlot,
@@ -43,8 +42,8 @@ from kvtier.tiers.disk.records import (
     same_write,
     slot_class,
     tick_in,
-    time_at,
 )
+from kvtier.tiers.disk.retained import Retained
 from kvtier.tiers.disk.touches import life_after
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
@@ -61,23 +60,34 @@ class WriteTxn:
     Times are seconds since the epoch.
     """
 
-    def __init__(self, txn: Any, owner: Owner, floors: SearchFloors, *, may_grow: Callable[[int], bool]) -> None:
-        """`may_grow`: as in `Segments`. `floors`: where earlier transactions ended their searches for a victim."""
+    def __init__(
+        self,
+        txn: Any,
+        owner: Owner,
+        floors: SearchFloors,
+        purges: Mapping[bytes, Wall],
+        allowance: Allowance,
+        *,
+        may_grow: Callable[[int], bool],
+    ) -> None:
+        """`floors`: where earlier transactions of this process ended their searches for a victim. `purges`: what the
+        index may not have yet, namespace ‖ scope → time. `may_grow`: as in `Segments`."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
-        self._serial, tick, self._blocks, self._bytes, segments = Counters.decode(txn.get(COUNTERS_KEY))
-        self.tick: int = tick + 1
+        counters = Counters.decode(txn.get(COUNTERS_KEY))
+        self._serial = counters.serial
+        self.tick: int = counters.tick + 1
         self.evicted: list[bytes] = []  # names of evicted blocks
         self._floors = floors
-        self.segments = Segments(txn, self.geometry, segments, may_grow=may_grow)
-        self._order = EvictionOrder(txn, floors, self._retained_until)
+        self._retained = Retained(txn)
+        self.purged = Purged(txn, purges)
+        self.budget = WriteBudget(txn, allowance)
+        self.segments = Segments(txn, self.geometry, counters.segments, may_grow=may_grow)
+        self._order = EvictionOrder(txn, floors, self._retained.until)
         self._shares = Shares(txn)
+        self._entries = Entries(txn, counters, self._order, self.segments, self._shares, self._retained)
         self._wall_s = Wall(0)  # of the last verb that was given it
-        self._any_retained = next(rows(txn, RETAINED_KEY), None) is not None
-        # Cached for this transaction: every call of LMDB gives up the interpreter lock.
-        self._purged: dict[bytes, Wall] = {}
-        self._ranks: dict[bytes, int] = {}  # of entries written here
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here
         self._sheltered: set[bytes] = set()  # parents of those: no victims
 
@@ -85,21 +95,16 @@ class WriteTxn:
         """Write what is cached."""
         self.segments.save()
         self._shares.save()
-        counters = Counters(self._serial, self.tick, self._blocks, self._bytes, self.segments.count)
+        self.budget.save()
+        entries, segments = self._entries, self.segments
+        counters = Counters(self._serial, self.tick, entries.blocks, entries.slot_bytes, segments.count)
         self._txn.put(COUNTERS_KEY, counters.encode())
 
     # Blocks.
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
-        raw = self._txn.get(BLOCKS + name)
-        if raw is None:
-            return None
-        try:
-            return Entry.decode(name, raw)
-        except CorruptError:
-            self._delete_unreadable(name)
-            return None
+        return self._entries.find(name)
 
     def reserve(self, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> SlotReservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
@@ -111,11 +116,13 @@ class WriteTxn:
         self._wall_s = wall_s
         if not self.is_servable(block.name, block.life, wall_s):
             return Stored.REFUSED
-        above = None if block.parent is None else self._rank_of(block.parent)
+        above = None if block.parent is None else self._entries.rank_of(block.parent)
         if block.parent is not None and above is None and block.parent not in self._reserved:
             return Stored.REFUSED
         if self._join(block):
             return Stored.PRESENT
+        if not self.budget.allows(slot_class(block.length) * SLOT_ALIGN):
+            return Stored.BUDGET
         if block.parent is not None:
             self._sheltered.add(block.parent)
         worth = block.priority if above is None else min(block.priority, priority_in(above))
@@ -129,7 +136,8 @@ class WriteTxn:
 
     def reserve_slots(self, slot_cls: int, count: int) -> list[SlotReservation]:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
-        reservations = (self._reserve_slot(slot_cls, PRIORITY) for _ in range(count))
+        allowed = (_ for _ in range(count) if self.budget.allows(slot_cls * SLOT_ALIGN))
+        reservations = (self._reserve_slot(slot_cls, PRIORITY) for _ in allowed)
         return [one for one in reservations if one is not None]
 
     def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> Stored:
@@ -148,10 +156,10 @@ class WriteTxn:
     def _publish(self, reservation: SlotReservation, block: NewBlock, share_bytes: int) -> Stored:
         above: int | None
         if block.parent is not None:
-            above = self._rank_of(block.parent)
+            above = self._entries.rank_of(block.parent)
         else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
-        if above is None or self._is_purged(block.name, block.life):
+        if above is None or self.purged.covers(block.name, block.life):
             return Stored.REFUSED
         if self._join(block):  # another process stored it meanwhile
             return Stored.PRESENT
@@ -159,30 +167,26 @@ class WriteTxn:
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
         place = (reservation.serial, reservation.segment, reservation.slot)
-        self._put(block.name, Entry(*place, block.length, block.depth, rank, block.digest, block.life))
-        self._blocks += 1
-        self._count_bytes(block.name, reservation.slot_class)
+        self._entries.add(block.name, Entry(*place, block.length, block.depth, rank, block.digest, block.life))
+        self.budget.stored(block.length)
         return Stored.STORED
 
-    def release(self, reservation: SlotReservation) -> None:
-        """Give a reserved slot back unused."""
+    def release(self, reservation: SlotReservation, *, refund: bool = False) -> None:
+        """Give a reserved slot back. `refund`: nothing was written to it."""
         if self._cancel_reservation(reservation):
             self.segments.give(reservation)
+            self.budget.charge(-reservation.slot_class * SLOT_ALIGN if refund else 0)
 
     def renew(self, name: bytes, uses: Sequence[Wall], tick: int) -> None:
         """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
         Unknown, dead and purged blocks are left alone."""
         entry = self.find(name)
         if entry is not None and self.is_servable(name, entry.life, uses[0]):
-            self._update(name, entry, life_after(entry.life, uses), rank_of(priority_in(entry.rank), tick))
+            self._entries.update(name, entry, life_after(entry.life, uses), rank_of(priority_in(entry.rank), tick))
 
     def drop(self, name: bytes) -> bool:
         """Remove a block. Returns whether it was here."""
-        entry = self.find(name)
-        if entry is not None:
-            self._remove(name, entry)
-            self.segments.give(entry)
-        return entry is not None
+        return self._entries.drop(name)
 
     def drop_all(self, names: Sequence[bytes]) -> int:
         """Remove blocks. Returns how many were here."""
@@ -215,7 +219,7 @@ class WriteTxn:
         count = 0
         for name in names:
             entry = self.find(name)
-            if entry is not None and self._retained_until(name) <= wall_s:
+            if entry is not None and self._retained.until(name) <= wall_s:
                 count += not self.is_servable(name, entry.life, wall_s) and self.drop(name)
         return count
 
@@ -243,18 +247,14 @@ class WriteTxn:
             return False
         if served is not None:
             life = entry.life.extend_until(served, Depth.G3, wall_s)
-            self._update(name, entry, life, rank_of(priority_in(entry.rank), self.tick))
-        self._txn.put(RETAINED_KEY + name, TIME.pack(until))
-        self._any_retained = True
+            self._entries.update(name, entry, life, rank_of(priority_in(entry.rank), self.tick))
+        self._retained.set(name, until)
         return True
 
     def release_retained(self, names: Sequence[bytes]) -> None:
         """Undo `retain`."""
-        if sum(self._txn.delete(RETAINED_KEY + name) for name in names):
+        if sum(map(self._retained.forget, names)):
             self._floors.clear()  # they may leave now, however far a search has got
-
-    def _retained_until(self, name: bytes) -> Wall:
-        return time_at(self._txn, RETAINED_KEY + name) if self._any_retained else Wall("-inf")
 
     def write_note(self, name: bytes, value: bytes | None) -> None:
         """Save `value` under namespace ‖ text; None deletes it."""
@@ -269,23 +269,9 @@ class WriteTxn:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
 
-    def apply_tombstone(self, scoped: bytes, before: Wall) -> None:
-        """Set the tombstone of namespace ‖ scope, unless a newer one is there."""
-        if before > self._purged_until(scoped):
-            self._txn.put(PURGED_KEY + scoped, TIME.pack(before))
-            self._purged[scoped] = before
-
     def is_servable(self, name: bytes, life: Lifetime, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
-        return life.servable(Depth.G3, wall_s) and not self._is_purged(name, life)
-
-    def _is_purged(self, name: bytes, life: Lifetime) -> bool:
-        return life.born <= self._purged_until(name[:SCOPED_BYTES])
-
-    def _purged_until(self, scoped: bytes) -> Wall:
-        if scoped not in self._purged:
-            self._purged[scoped] = time_at(self._txn, PURGED_KEY + scoped)
-        return self._purged[scoped]
+        return life.servable(Depth.G3, wall_s) and not self.purged.covers(name, life)
 
     # The whole store.
 
@@ -313,7 +299,10 @@ class WriteTxn:
 
     def _reserve_slot(self, slot_cls: int, priority: int) -> SlotReservation | None:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
-        return None if place is None else self.reserve_place(FreeSlot(slot_cls, *place))
+        if place is None:
+            return None
+        self.budget.charge(slot_cls * SLOT_ALIGN)
+        return self.reserve_place(FreeSlot(slot_cls, *place))
 
     def reserve_place(self, free: FreeSlot) -> SlotReservation:
         """A slot that was taken from `segments`, reserved."""
@@ -330,61 +319,18 @@ class WriteTxn:
             self._txn.delete(reservation.key)
         return ours
 
-    def _rank_of(self, name: bytes) -> int | None:
-        """The rank of a block, None if it is not here."""
-        if name not in self._ranks and (entry := self.find(name)) is not None:
-            self._ranks[name] = entry.rank
-        return self._ranks.get(name)
-
     def _join(self, block: NewBlock) -> bool:
         """Join the block's life to the entry of its name, if there is one that may be served once it has it."""
         entry = self.find(block.name)
         if entry is None:
             return False
-        if entry.length != block.length or self._is_purged(block.name, entry.life):
+        if entry.length != block.length or self.purged.covers(block.name, entry.life):
             self.drop(block.name)
             return False
         warm = rank_of(max(block.priority, priority_in(entry.rank)), self.tick)
-        above = warm if block.parent is None else self._rank_of(block.parent)
-        self._update(block.name, entry, entry.life.join(block.life, self._wall_s), min(above or 0, warm))
+        above = warm if block.parent is None else self._entries.rank_of(block.parent)
+        self._entries.update(block.name, entry, entry.life.join(block.life, self._wall_s), min(above or 0, warm))
         return True
-
-    def _put(self, name: bytes, entry: Entry) -> None:
-        self._txn.put(BLOCKS + name, entry.encode(name))
-        self._order.add(name, entry)
-        self._ranks[name] = entry.rank
-
-    def _update(self, name: bytes, entry: Entry, life: Lifetime, rank: int) -> None:
-        """A new life, and `rank` if that is higher."""
-        self._order.remove(entry.order_key())
-        self._put(name, replace(entry, rank=max(entry.rank, rank), life=life))
-
-    def _remove(self, name: bytes, entry: Entry) -> None:
-        """Delete the records of a block; the slot is the caller's."""
-        self._delete_entry(name)
-        self._order.remove(entry.order_key())
-        if self._any_retained:
-            self._txn.delete(RETAINED_KEY + name)
-        self._count_bytes(name, -entry.slot_class)
-
-    def _delete_unreadable(self, name: bytes) -> None:
-        """Remove a block whose entry cannot be read: its slot is found in `order`, by a scan."""
-        self._delete_entry(name)
-        for key in [key for key, value in rows(self._txn, ORDER) if value == name]:
-            slot_cls, _rank, segment, slot = order_parts(key)
-            self._order.remove(key)
-            self._count_bytes(name, -slot_cls)
-            self.segments.give(FreeSlot(slot_cls, segment, slot))
-
-    def _delete_entry(self, name: bytes) -> None:
-        self._txn.delete(BLOCKS + name)
-        self._ranks.pop(name, None)
-        self._blocks -= 1
-
-    def _count_bytes(self, name: bytes, units: int) -> None:
-        """The block has a slot of so many units of SLOT_ALIGN or, if negative, has it no more."""
-        self._bytes += units * SLOT_ALIGN
-        self._shares.change(name, units * SLOT_ALIGN)
 
     # Eviction.
 
@@ -427,7 +373,7 @@ class WriteTxn:
             if entry is not None and entry.order_key() == key:
                 if priority_in(rank) > priority and entry.life.servable(Depth.G3, self._wall_s):
                     return None
-                self._remove(name, entry)
+                self._entries.remove(name, entry)
                 self.evicted.append(name)
                 return entry
             self._order.remove(key)  # a row without a block behind it
@@ -440,7 +386,7 @@ class WriteTxn:
             return False
         segment = order_parts(coldest[0])[2]
         victims = self._order.rows_in(slot_cls, segment)
-        if any(self._retained_until(name) > self._wall_s for _, name in victims):
+        if any(self._retained.until(name) > self._wall_s for _, name in victims):
             return False
         for key, name in victims:
             if self.drop(name):

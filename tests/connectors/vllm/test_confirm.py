@@ -215,3 +215,47 @@ def test_without_names_a_block_belongs_to_its_request_as_long_as_that_holds_it()
     assert fresh.blocks == [5, 6] and engine.confirmer.lasting(fresh.blocks, fresh.tokens) == [True, True]
     engine.confirmer.displace(one)
     assert engine.confirmer.lasting(fresh.blocks, fresh.tokens) == [False, False]
+
+
+def test_steps_that_are_planned_before_drafts_are_refused_count() -> None:
+    """Asynchronous scheduling plans a step as if all drafts of the last one were right; the step then computes from the
+    first refused one on. Every step here has three drafts, of which one is right."""
+    engine = Engine()
+    one = engine.request("one", [1, 2, 3, 4], 5, [5, 6, 7, 8])
+    one.drafts = True
+    assert engine.complete(engine.plan((one, 0, 4))) == [("one", 0)]
+    under_way, found = engine.plan((one, 4, 8)), []
+    for known in (6, 8, 10, 12, 14, 16):  # tokens that have KV once the step under way has run
+        behind = engine.plan((one, known + 2, known + 6))  # two refused drafts further than where it computes from
+        engine.tokens["one"] = known + 1
+        found += engine.complete(under_way)
+        under_way = behind
+    assert found == [("one", 1), ("one", 2), ("one", 3)]
+
+
+def test_a_block_whose_name_changes_is_named_anew() -> None:
+    """A session goes on after its last token was dropped: the block that held it gets another name."""
+    engine = Engine(caching=False)
+    one = engine.request("one", [1, 2], 8, [5, 6])
+    assert engine.complete(engine.plan((one, 0, 7))) == [("one", 0)]
+    before = one.chain
+    assert engine.confirmer.rename(one, 1) == [] and before == [key(1), key(2)]
+    one.chain.append(key(9))
+    engine.tokens["one"] = 12
+    (fresh,) = engine.confirmer.complete(engine.plan((one, 7, 9)), lambda track: 9)
+    assert (fresh.start, fresh.track.chain) == (1, [key(1), key(9)])
+    assert engine.confirmer.rename(one, 1) == [6], "confirmed under a name that it has no more"
+
+
+def test_after_an_error_nothing_counts_until_the_whole_table_is_known_again() -> None:
+    engine = Engine()
+    one = engine.request("one", [1, 2, 3], 13, [5, 6])
+    engine.plan((one, 0, 6))
+    engine.confirmer.lose()
+    assert engine.confirmer.extend(one, [7]) == [] and one.table == [], "where it belongs is not known"
+    engine.confirmer.cover(one, 6, 12)
+    engine.confirmer.plan(2)
+    assert engine.complete(2) == []
+    engine.step = 2
+    engine.confirmer.place(one, [5, 6, 7])
+    assert engine.complete(engine.plan((one, 0, 12))) == [("one", 0), ("one", 1), ("one", 2)]

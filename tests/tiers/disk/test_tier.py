@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from kvtier.errors import ClosedError, ConfigError, TierError, TierUnavailable
 from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, chain_of, check_tier, sample_namespace, seal
-from kvtier.tiers.disk import expired, quarantine, store, touches, write
+from kvtier.tiers.disk import expired, index, quarantine, store, touches, write
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored, Target
@@ -339,3 +340,21 @@ async def test_a_stream_finds_what_is_there_without_its_parent(tmp_path: Path, m
         assert await put(tier, chain, parents=True) == expected
         assert await get(tier, chain) == [True] * 8
         assert await put(tier, chain, parents=True) == [Stored.PRESENT] * 8
+
+
+async def test_a_cold_index_makes_a_peek_late_and_a_lookup_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every look at the index waits for a page: a peek waits for a few, and a lookup for all, on a thread."""
+    namespace = sample_namespace(BLOCK)
+    chain = chain_of(namespace, 512)
+    async with opened(tmp_path / "g3", 512) as tier:
+        await put(tier, chain)
+        assert tier.peek(chain, range(512)) == [None] * 512
+        faults = itertools.count(0, 3)
+        monkeypatch.setattr(index, "_page_faults", lambda: next(faults))
+        found = tier.peek(chain, range(512))
+        here = found.index(Miss.LATE)
+        assert 0 < here < 100
+        assert found == [None] * here + [Miss.LATE] * (512 - here)
+        assert await tier.lookup(chain, range(512), 1e9) == [None] * 512

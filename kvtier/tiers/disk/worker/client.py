@@ -55,10 +55,13 @@ class DiskWorkerClient:
         clock: Clock,
         arena: MappableArena,
         quota: float = 0.0,
+        write_budget: float = 0.0,
     ) -> None:
         self.block_bytes = namespace.block_bytes
         self._paths = [Path(path) for path in paths]
-        self._setup = protocol.WorkerSetup([str(path) for path in paths], capacity_bytes, namespace.fields(), quota)
+        self._setup = protocol.WorkerSetup(
+            [str(path) for path in paths], capacity_bytes, namespace.fields(), quota, write_budget
+        )
         self._clock = TrustedClock.around(clock)
         self._arena = arena
         self._shared: SharedArena | None = None

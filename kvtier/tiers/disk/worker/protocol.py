@@ -35,6 +35,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     capacity: int
     namespace: dict[str, Any]
     quota: float
+    write_budget: float
 
 
 class Block(msgspec.Struct, array_like=True, frozen=True):

@@ -109,7 +109,9 @@ class Server:
     async def _open(self, setup: protocol.WorkerSetup) -> None:
         namespace = Namespace.parse(setup.namespace)
         paths = [Path(path) for path in setup.paths]
-        tier = DiskTier(paths, setup.capacity, namespace, clock=self._clock, quota=setup.quota)
+        tier = DiskTier(
+            paths, setup.capacity, namespace, clock=self._clock, quota=setup.quota, write_budget=setup.write_budget
+        )
         await tier.open()
         self._tier = tier
         loop = asyncio.get_running_loop()

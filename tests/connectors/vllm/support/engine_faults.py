@@ -144,6 +144,7 @@ class Faults:
 
     def limit(self, **limits: Any) -> None:
         self.half._limits = self.half._stores.limits = replace(self.half._limits, **limits)
+        self.half._loads.ack_timeout_s = self.half._limits.ack_timeout_s
 
     def resume_offload(self) -> None:
         self.half._stores.stopped = False

@@ -1,0 +1,96 @@
+"""Entries of a G3 store and their rows in `order`, counted, in an LMDB write transaction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvtier.errors import CorruptError
+from kvtier.retention.lifetime import Lifetime
+from kvtier.tiers.disk.allocator import Segments
+from kvtier.tiers.disk.eviction import EvictionOrder
+from kvtier.tiers.disk.quota import Shares
+from kvtier.tiers.disk.records import BLOCKS, ORDER, SLOT_ALIGN, Counters, Entry, FreeSlot, order_parts, rows
+from kvtier.tiers.disk.retained import Retained
+
+
+class Entries:
+    """Blocks by name. `blocks` and `slot_bytes` count them as this transaction leaves them; the caller saves those."""
+
+    def __init__(
+        self, txn: Any, counters: Counters, order: EvictionOrder, segments: Segments, shares: Shares, retained: Retained
+    ) -> None:
+        self.blocks, self.slot_bytes = counters.blocks, counters.slot_bytes
+        self._txn = txn
+        self._order = order
+        self._segments = segments
+        self._shares = shares
+        self._retained = retained
+        self._ranks: dict[bytes, int] = {}  # of entries written here: every call of LMDB gives up the interpreter lock
+
+    def find(self, name: bytes) -> Entry | None:
+        """The entry of `name`; one that fails its check is removed, as if it had never been."""
+        raw = self._txn.get(BLOCKS + name)
+        if raw is None:
+            return None
+        try:
+            return Entry.decode(name, raw)
+        except CorruptError:
+            self._delete_unreadable(name)
+            return None
+
+    def rank_of(self, name: bytes) -> int | None:
+        """The rank of a block, None if it is not here."""
+        if name not in self._ranks and (entry := self.find(name)) is not None:
+            self._ranks[name] = entry.rank
+        return self._ranks.get(name)
+
+    def add(self, name: bytes, entry: Entry) -> None:
+        """A block that was not here."""
+        self._put(name, entry)
+        self.blocks += 1
+        self._count_bytes(name, entry.slot_class)
+
+    def update(self, name: bytes, entry: Entry, life: Lifetime, rank: int) -> None:
+        """A new life, and `rank` if that is higher."""
+        self._order.remove(entry.order_key())
+        self._put(name, replace(entry, rank=max(entry.rank, rank), life=life))
+
+    def remove(self, name: bytes, entry: Entry) -> None:
+        """Delete the records of a block; the slot is the caller's."""
+        self._delete(name)
+        self._order.remove(entry.order_key())
+        self._retained.forget(name)
+        self._count_bytes(name, -entry.slot_class)
+
+    def drop(self, name: bytes) -> bool:
+        """Remove a block and free its slot. Returns whether it was here."""
+        entry = self.find(name)
+        if entry is not None:
+            self.remove(name, entry)
+            self._segments.give(entry)
+        return entry is not None
+
+    def _put(self, name: bytes, entry: Entry) -> None:
+        self._txn.put(BLOCKS + name, entry.encode(name))
+        self._order.add(name, entry)
+        self._ranks[name] = entry.rank
+
+    def _delete_unreadable(self, name: bytes) -> None:
+        """Remove a block whose entry cannot be read: its slot is found in `order`, by a scan."""
+        self._delete(name)
+        for key in [key for key, value in rows(self._txn, ORDER) if value == name]:
+            slot_cls, _rank, segment, slot = order_parts(key)
+            self._order.remove(key)
+            self._count_bytes(name, -slot_cls)
+            self._segments.give(FreeSlot(slot_cls, segment, slot))
+
+    def _delete(self, name: bytes) -> None:
+        self._txn.delete(BLOCKS + name)
+        self._ranks.pop(name, None)
+        self.blocks -= 1
+
+    def _count_bytes(self, name: bytes, units: int) -> None:
+        """The block has a slot of so many units of SLOT_ALIGN or, if negative, has it no more."""
+        self.slot_bytes += units * SLOT_ALIGN
+        self._shares.change(name, units * SLOT_ALIGN)

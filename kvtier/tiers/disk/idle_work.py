@@ -1,0 +1,70 @@
+"""What a process does to a store's files while the disk is idle: trials of bad places, and the next segment's zeros."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ClosedError, TierError
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.trial_queue import TrialQueue
+
+if TYPE_CHECKING:
+    from kvtier.tiers.disk.store import Store
+
+
+class IdleWork:
+    """Step by step, on an I/O thread that has nothing else to do."""
+
+    def __init__(self, store: Store, preallocator: Preallocator, may_preallocate: Callable[[], bool]) -> None:
+        self.trials = TrialQueue(store.health, self.wake, store.too_many_bad)
+        self._store = store
+        self._preallocator = preallocator
+        self._may_preallocate = may_preallocate
+        self._segment = -1  # the last that was to be preallocated
+        self._ahead: int | None = None  # the one that is
+
+    def wake(self) -> None:
+        """Begin, if the disk is idle. Never blocks."""
+        self._store.io.when_idle(self._step)
+
+    def preallocate(self, segment: int) -> None:
+        """Preallocate a segment's file, once. Never blocks."""
+        if segment != self._segment:
+            self._segment = self._ahead = segment
+            self.wake()
+
+    def forget(self) -> None:
+        """The store was opened anew. No step may run."""
+        self.trials.clear()
+        self._segment, self._ahead = -1, None
+
+    def _step(self) -> bool:
+        """Whether there is more to do."""
+        index = self._store.index_in_use
+        if index is None or not self._may_preallocate():
+            self._preallocator.stop()
+            self._ahead = None
+        if index is None:
+            return False
+        if self.trials:
+            self._try_place()
+        elif self._ahead is not None:
+            self._advance(index, self._ahead)
+        return bool(self.trials) or self._ahead is not None
+
+    def _advance(self, index: Index, segment: int) -> None:
+        if not self._preallocator.advance(segment):
+            self._ahead = None
+        if written := self._preallocator.take_written():
+            index.owe(written)
+
+    def _try_place(self) -> None:
+        store = self._store
+        with contextlib.suppress(TierError, ClosedError), store.moving():
+            try:
+                store.submit(self.trials.next_outcome(store.slab))
+            except OSError as error:
+                store.quarantine(f"fdatasync at a bad place: {error}")

