@@ -7,8 +7,9 @@ its own is prefix caching off because its user said so, and kvtier is its only p
 
 from __future__ import annotations
 
-import os
 from typing import Any
+
+from vllm import envs
 
 
 def why_off(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -26,7 +27,7 @@ def why_off(vllm_config: Any, kv_cache_config: Any) -> str:
         return "prompt embeddings are served without prefix caching, and have no names"
     if not getattr(model, "is_prefix_caching_supported", True):
         return "the engine supports no prefix caching for this model"
-    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return "batch-invariant kernels run without prefix caching"
     return ""
 
