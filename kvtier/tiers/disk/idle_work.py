@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from kvtier.errors import ClosedError, TierError
+from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.slot_health import SlotHealth
 from kvtier.tiers.disk.trial_queue import TrialQueue
+from kvtier.tiers.disk.write_txn import WriteTxn
 
-if TYPE_CHECKING:
-    from kvtier.tiers.disk.store import Store
+
+class IdleStore(Protocol):
+    """What is needed of `kvtier.tiers.disk.store.Store`."""
+
+    health: SlotHealth
+    io: IOScheduler
+    slab: Slab
+
+    @property
+    def index_in_use(self) -> Index | None: ...
+    def moving(self) -> AbstractContextManager[None]: ...
+    def submit(self, work: Callable[[WriteTxn], None]) -> CommitJob[Any]: ...
+    def quarantine(self, reason: str) -> None: ...
+    def too_many_bad(self) -> None: ...
 
 
 class IdleWork:
     """Step by step, on an I/O thread that has nothing else to do."""
 
-    def __init__(self, store: Store, preallocator: Preallocator, may_preallocate: Callable[[], bool]) -> None:
+    def __init__(self, store: IdleStore, preallocator: Preallocator, may_preallocate: Callable[[], bool]) -> None:
         self.trials = TrialQueue(store.health, self.wake, store.too_many_bad)
         self._store = store
         self._preallocator = preallocator
