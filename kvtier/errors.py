@@ -10,7 +10,8 @@
     ├── CorruptError           bytes failed a check (never reaches an engine: it becomes a miss)
     └── TierError              a tier could not do its work (never reaches an engine either)
         ├── TierTimeout        it did not do so within the deadline
-        └── TierFull           it has no space, or its volume has none
+        ├── TierFull           it has no space, or its volume has none
+        └── TierUnavailable    the machine does not let it be opened now; later it may
 
 A miss is not an error. `TierError` and `CorruptError` are turned into misses in one place, the guard of each lower
 tier; a caller sees a mistake of its own (`ConfigError`, `InvalidRequest`, `IdentityError`, `ClosedError`), or a folder
@@ -67,3 +68,8 @@ class TierTimeout(TierError):
 
 class TierFull(TierError):
     """A tier, or the volume below it, has no space left."""
+
+
+class TierUnavailable(TierError):
+    """A tier cannot be opened now, for a fault of the machine that the message names. It was left as it is: opened
+    later, it has what it held."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvtier.tiers.disk.bad_places import BadPlace, BadPlaces
 from kvtier.tiers.disk.records import (
     FILL,
     FREE,
@@ -28,6 +29,7 @@ from kvtier.tiers.disk.records import (
     free_slot,
     number_key,
     number_of,
+    reserved_key,
     rows,
 )
 
@@ -67,12 +69,14 @@ class Geometry:
 class Segments:
     """The segments of a store, `count` of them in use so far. `save` must be called before the commit."""
 
-    def __init__(self, txn: Any, geometry: Geometry, count: int, *, may_grow: bool) -> None:
+    def __init__(self, txn: Any, geometry: Geometry, count: int, *, may_grow: Callable[[int], bool]) -> None:
+        """`may_grow`: whether a part, by its index, may get segments that no class uses: its volume is not full."""
         self.count = count
         self.next: int | None = None  # the segment that will be the next to be used, if that is not far
         self._txn = txn
         self._geometry = geometry
         self._may_grow = may_grow
+        self.bad = BadPlaces(txn)
         self._changed: dict[int, Segment] = {}
         # Cached for this transaction: every call of LMDB gives up the interpreter lock.
         self._without_free: set[int] = set()  # classes without a free slot
@@ -89,13 +93,25 @@ class Segments:
         return self._take_free(slot_cls) or self._take_fresh(slot_cls)
 
     def give(self, held: FreeSlot | Entry | SlotReservation) -> None:
-        """The slot of these is free again; a segment without any use goes back to all classes."""
+        """The slot of these is free again, or set aside; a segment without any use goes back to all classes."""
         record = self._record(held.segment)
         self._changed[held.segment] = replace(record, used=record.used - 1)
-        self._txn.put(free_key(held.slot_class, held.segment, held.slot), b"")
-        self._without_free.discard(held.slot_class)
+        if not self.bad.spoil(held.segment, held.slot_class, held.slot):
+            self._txn.put(free_key(held.slot_class, held.segment, held.slot), b"")
+            self._without_free.discard(held.slot_class)
         if record.used == 1:
             self._retire(held.segment)
+
+    def hold(self, place: BadPlace) -> list[FreeSlot]:
+        """The slots on a bad place, in use from now on; none unless all of them are set aside."""
+        record = self._record(place.segment) if place.segment < self.count else None
+        if record is None or not record.slot_class:
+            return []
+        slots = place.slots(record.slot_class)
+        if slots.stop > record.fresh or any(self._txn.get(reserved_key(place.segment, slot)) for slot in slots):
+            return []
+        self._changed[place.segment] = replace(record, used=record.used + len(slots))
+        return [FreeSlot(record.slot_class, place.segment, slot) for slot in slots]
 
     def is_spare(self, segment: int) -> bool:
         """Whether no class uses the segment."""
@@ -116,6 +132,9 @@ class Segments:
             del self._changed[number]
             self._txn.delete(number_key(SEGMENTS, number))
             self._txn.delete(number_key(SPARE, number))
+        for place in self.bad.all():
+            if place.first * SLOT_ALIGN >= geometry.size_of(place.segment):
+                self.bad.remove(place)
         self.count = min(self.count, geometry.segments)
         self._geometry = geometry
 
@@ -149,15 +168,19 @@ class Segments:
         return free.segment, free.slot
 
     def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
-        number = self._filling(slot_cls)
-        if number is None or self._record(number).fresh == self._record(number).slots:
-            number = self._grow(slot_cls)
-            if number is None:
-                return None
-            self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
-            self._fill[slot_cls] = number
-        record = self._record(number)
-        self._changed[number] = replace(record, fresh=record.fresh + 1, used=record.used + 1)
+        while True:
+            number = self._filling(slot_cls)
+            if number is None or self._record(number).fresh == self._record(number).slots:
+                number = self._grow(slot_cls)
+                if number is None:
+                    return None
+                self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
+                self._fill[slot_cls] = number
+            record = self._record(number)
+            self._changed[number] = replace(record, fresh=record.fresh + 1)  # from now on a bad one is set aside
+            if not self.bad.spoil(number, slot_cls, record.fresh):
+                break
+        self._changed[number] = replace(self._changed[number], used=record.used + 1)
         if 2 * record.fresh >= record.slots and self.count < self._geometry.segments:
             self.next = self.count
         return number, record.fresh
@@ -171,17 +194,22 @@ class Segments:
 
     def _grow(self, slot_cls: int) -> int | None:
         """Give the class a segment that none uses."""
-        if not self._may_grow or self._exhausted:
+        if self._exhausted:
             return None
+        parts = self._geometry.parts
         for key, _ in rows(self._txn, SPARE):
-            if self._assign(number_of(key), slot_cls):
+            if self._may_grow(number_of(key) % parts) and self._assign(number_of(key), slot_cls):
                 self._txn.delete(key)
                 return number_of(key)
-        number: int = self.count
-        if number < self._geometry.segments and self._assign(number, slot_cls):
-            self.count += 1
+        following = range(self.count, min(self.count + parts, self._geometry.segments))
+        number = next((one for one in following if self._may_grow(one % parts)), None)
+        if number is not None and self._assign(number, slot_cls):
+            for skipped in range(self.count, number):
+                self._changed[skipped] = Segment(skipped % parts, 0, 0, 0, 0)
+                self._txn.put(number_key(SPARE, skipped), b"")
+            self.count = number + 1
             return number
-        self._exhausted = next(rows(self._txn, SPARE), None) is None and number >= self._geometry.segments
+        self._exhausted = next(rows(self._txn, SPARE), None) is None and not following
         return None
 
     def _assign(self, number: int, slot_cls: int) -> bool:
@@ -250,6 +278,12 @@ class ReservedSlots:
             held, self._held = self._held, []
             self._peak = self._moving
         return held
+
+    def forget(self) -> None:
+        """Hold none and free none: they are not this process's any more."""
+        with self._lock:
+            self._held, self._returned, self._unused = [], [], []
+            self._peak = self._moving
 
     @property
     def has_returned(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kvtier.errors import CorruptError
 from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.bad_places import BadPlaces, bad_places
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -16,10 +17,13 @@ from kvtier.tiers.disk.records import (
     FREE,
     GEOMETRY_KEY,
     ORDER,
+    PURGED_KEY,
     RESERVED,
+    RETAINED_KEY,
     SEGMENTS,
     SLOT_ALIGN,
     SPARE,
+    TIME,
     Counters,
     Entry,
     FreeSlot,
@@ -46,7 +50,7 @@ def audit(index: Sliced) -> None:
 
     - an entry has one row in `order`, and a row in `order` one entry
     - no slot is held by two of: entries, reservations, the free list, the never-used rest of its segment
-    - every slot handed out once is held by one of them: none is lost
+    - every slot handed out once is held by one of them or set aside for a bad place: none is lost
     - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
 
     Reads in slices, each a transaction of its own, so that it neither keeps pages from being used again nor readers
@@ -77,9 +81,11 @@ class _Pass:
         for table, look in (tables | {ORDER: self._see_order, RESERVED: self._see_reserved}).items():
             seen |= index.slices(table, look)
         used = Counter(segment for segment, _slot in self._holders)
-        seen |= index.slices(FREE, self._see_free)
+        for table, look in {FREE: self._see_free, PURGED_KEY: self._see_times, RETAINED_KEY: self._see_times}.items():
+            seen |= index.slices(table, look)
         with index.reading() as txn:
             seen.add(txn.id())
+            self._see_bad_places(txn)
             counters, geometry = Counters.decode(txn.get(COUNTERS_KEY)), Geometry.decode(txn.get(GEOMETRY_KEY))
             shares = shares_of(txn)
         self.exact = len(seen) == 1
@@ -132,6 +138,21 @@ class _Pass:
         right = record is not None and record.slot_class == held.slot_class
         self._expect(right, f"slot {place} of {holder} has the wrong class")
         self._expect(record is None or held.slot < record.fresh, f"slot {place} of {holder} was never handed out")
+
+    def _see_bad_places(self, txn: Any) -> None:
+        """The slots on them, as far as they were handed out and nothing holds them, are set aside."""
+        places = bad_places(txn)
+        counted = BadPlaces(txn).units
+        self._expect(sum(place.units for place in places) == counted, "bad places are counted wrong")
+        for place in places:
+            record = self._segments.get(place.segment)
+            for slot in place.slots(record.slot_class) if record is not None and record.slot_class else ():
+                if record is not None and slot < record.fresh:
+                    self._holders.setdefault((place.segment, slot), "a bad place")
+
+    def _see_times(self, _txn: Any, some: Rows) -> None:
+        for key, raw in some:
+            self._expect(len(raw) == TIME.size, f"a time of {len(raw)} bytes: {key!r}")
 
     def _compare_counts(self, counters: Counters, shares: dict[bytes, int] | None) -> None:
         blocks, size = self._blocks, self._scopes.total()

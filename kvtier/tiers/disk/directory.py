@@ -11,10 +11,14 @@ LMDB recognizes dead readers by their process id, so all users must live in one 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Sequence
@@ -22,10 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError, FormatError, TierError
+from kvtier.errors import ConfigError, FormatError, TierUnavailable
+from kvtier.tiers.disk.faults import MISTAKES
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import FORMAT
 from kvtier.tiers.fsync import sync_directory
+
+log = logging.getLogger(__name__)
 
 KIND = "kvtier-g3"
 # Neither file locks nor shared memory maps can be trusted there.
@@ -85,25 +92,45 @@ def write_marker(part: Path, marker: Marker) -> None:
 
 
 def prepare(parts: Sequence[Path]) -> None:
-    """Make sure that the directories exist, can be written to and are local. Raises ConfigError naming the path."""
+    """Make sure that the directories exist and are local; warn of one that others may write to.
+
+    Raises ConfigError naming a path that can never do, OSError for a fault of the machine.
+    """
     for part in parts:
         try:
-            part.mkdir(mode=0o700, exist_ok=True)
-            (part / "slab").mkdir(mode=0o700, exist_ok=True)
-            sync_directory(part.parent)
-            if not os.access(part, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError("no permission to read and write")
+            made = _make(part)
+            _make(part / "slab")
         except OSError as error:
-            reason = error.strerror or str(error)
+            if error.errno not in MISTAKES:
+                raise
             raise ConfigError(
-                f"tiers.g3.path {part}: {reason}; give a directory that can be written to, or one whose parent can"
+                f"tiers.g3.path {part}: {error.strerror}; give a directory, or the name of one to be made"
             ) from None
+        if made:
+            with contextlib.suppress(PermissionError):  # a parent that cannot be listed cannot be synced
+                sync_directory(part.parent)
+        elif mode := stat.S_IMODE(part.stat().st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+            log.warning(
+                "g3: %s can be written to by %s, who could put foreign blocks into it; chmod 700 %s",
+                part, "others" if mode & stat.S_IWOTH else "its group", part,
+            )  # fmt: skip
         kind = file_system_of(part)
         if kind in NETWORK_FILE_SYSTEMS:
             raise ConfigError(
                 f"tiers.g3.path {part} is on the network file system {kind}; G3 needs a local disk "
                 "(for shared storage use tiers.g4)"
             )
+
+
+def _make(folder: Path) -> bool:
+    """Whether the directory had to be made. Raises OSError."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            raise
+        return False
+    return True
 
 
 def file_system_of(path: Path) -> str:
@@ -128,27 +155,33 @@ class DirectoryLock:
         self._path = part / "LOCK"
         self._fd = -1
 
+    @property
+    def held(self) -> bool:
+        """Whether this process has it, shared or exclusively."""
+        return self._fd >= 0
+
     def acquire(self, me: Owner, timeout_s: float) -> bool:
         """Take the lock, waiting while another user is opening alone. True: exclusively, False: shared.
 
-        Raises TierError after `timeout_s`, or if the present users live in another pid namespace; ConfigError
-        if the file cannot be made.
+        With `timeout_s` 0 it is taken exclusively or not at all. Raises TierError after `timeout_s`, or if the present
+        users live in another pid namespace; OSError for a fault of the machine. Holds nothing then.
         """
-        text = f"{me.boot.hex()} {me.pid_namespace}\n".encode()
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise ConfigError(f"tiers.g3.path {self._path.parent}: {error.strerror}") from None
+            return self._acquire(f"{me.boot.hex()} {me.pid_namespace}\n".encode(), timeout_s)
+        except BaseException:
+            self.release()
+            raise
+
+    def _acquire(self, text: bytes, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
         while True:
             if self._set(fcntl.F_WRLCK):
-                os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, text, 0)
+                self._sign(text)
                 return True
-            if self._set(fcntl.F_RDLCK):
+            if timeout_s and self._set(fcntl.F_RDLCK):
                 if os.pread(self._fd, 4096, 0) != text:
-                    self.release()
-                    raise TierError(
+                    raise TierUnavailable(
                         "g3",
                         "open",
                         f"{self._path.parent} is in use by a process of another pid namespace; share the pid namespace "
@@ -156,9 +189,17 @@ class DirectoryLock:
                     )
                 return False
             if time.monotonic() > end:
-                self.release()
-                raise TierError("g3", "open", f"{self._path} is held exclusively by another process for {timeout_s} s")
+                raise TierUnavailable(
+                    "g3", "open", f"{self._path} is held exclusively by another process for {timeout_s} s"
+                )
             time.sleep(_POLL_S)
+
+    def _sign(self, text: bytes) -> None:
+        """Make `text` the file's content. Writes over what is there, so that a full volume need not be in the way."""
+        if os.pread(self._fd, 4096, 0) != text:
+            if os.pwrite(self._fd, text, 0) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            os.ftruncate(self._fd, len(text))
 
     def share(self) -> None:
         """From exclusive to shared. Atomic: no other process can be alone in between."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import secrets
 import shutil
 import stat
 import struct
@@ -27,8 +28,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
+from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
 from kvtier.tiers.disk.eviction import SearchFloors
+from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.owner import Owner, boot_offset_ns
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.purged import purged_until
@@ -72,10 +75,6 @@ _PAGE_HEADER_BYTES = 16
 _META = struct.Struct("<IIQQ48s48sQQ")
 _META_MAGIC = 0xBEEFC0DE
 _META_VERSION = 1
-
-
-class Unusable(Exception):
-    """The index cannot be used as it is; a new one must take its place. The text says why."""
 
 
 class Use(IntEnum):
@@ -138,6 +137,8 @@ class Index:
         self._floors = SearchFloors()
         self._gate = threading.Lock()
         self._closed = False
+        self.on_damage: Callable[[Exception], None] = lambda error: None
+        """Called, on any thread, when a reader meets records of which nothing can be made."""
         self._unpaid = COMMIT_BYTES  # the last transaction of a process that ended was not charged
         self.purges = PurgeLog(path.parent / "PURGES")
 
@@ -156,7 +157,8 @@ class Index:
                 txn.put(FORMAT_KEY, FORMAT.to_bytes(4, "little"))
                 txn.put(UUID_KEY, uuid)
                 txn.put(GEOMETRY_KEY, geometry.encode())
-                txn.put(COUNTERS_KEY, Counters().encode())
+                # A reservation or an entry of an earlier index must not be taken for one of this.
+                txn.put(COUNTERS_KEY, Counters(serial=secrets.randbits(62)).encode())
         finally:
             env.close()
         with (draft / "data.mdb").open("r+b") as file:
@@ -172,7 +174,8 @@ class Index:
         """Open an existing index. `alone`: no other process uses it, so its lock file can be made anew, and its map
         be enlarged to `map_bytes`.
 
-        Raises Unusable for damage, FormatError for a foreign format, TierError if this process has it open.
+        Raises Unusable for damage, FormatError for a foreign format, TierError if this process has it open, OSError or
+        lmdb.Error for a fault of the machine.
         """
         import lmdb
 
@@ -188,7 +191,9 @@ class Index:
             if "already open" in str(error):
                 detail = f"{path.parent} is open in this process already; a process opens a store once"
                 raise TierError("g3", "open", detail) from None
-            raise Unusable(str(error)) from None
+            if is_damage(error):
+                raise Unusable(str(error)) from None
+            raise
         try:
             with env.begin() as txn:
                 found = txn.get(FORMAT_KEY)
@@ -201,22 +206,28 @@ class Index:
                     f"{path} is an index of format {int.from_bytes(found, 'little')}, this version reads {FORMAT}"
                 )
             env.reader_check()
-        except (lmdb.Error, struct.error) as error:
+        except BaseException as error:
             env.close()
-            raise Unusable(str(error)) from None
-        except BaseException:
-            env.close()
+            if isinstance(error, (lmdb.Error, struct.error)) and is_damage(error):
+                raise Unusable(str(error)) from None
             raise
         return cls(path, env, owner)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Any]:
         """A read transaction, to be ended within microseconds: it holds back the reuse of pages, and `close`."""
+        import lmdb
+
         with self._gate:
             if self._closed:
                 raise TierError("g3", "read index", "it is closed")
-            with self._env.begin() as txn:
-                yield txn
+            try:
+                with self._env.begin() as txn:
+                    yield txn
+            except Exception as error:
+                if isinstance(error, (struct.error, lmdb.Error)) and is_damage(error):
+                    self.on_damage(error)
+                raise
 
     def find(self, names: Sequence[bytes], *, faults_max: int | None = None) -> list[tuple[bytes | None, Wall]]:
         """Per name, its entry as it is stored (None where there is none) and the time of its scope's tombstone (-inf
@@ -291,6 +302,11 @@ class Index:
         with self.reading() as txn:
             return next(rows(txn, RESERVED), None) is not None
 
+    def bad_places(self) -> int:
+        """How many places of the slab files are set aside."""
+        with self.reading() as txn:
+            return len(bad_places(txn))
+
     def tombstones(self, namespace: bytes) -> list[tuple[bytes, Wall]]:
         """(scope, time) of every purge in the namespace."""
         found = {scoped: until for scoped, until in self._pending_purges().items() if scoped != ALL}
@@ -346,7 +362,12 @@ class Index:
             self._unpaid += size
 
     def transact(
-        self, work: Callable[[WriteTxn], T], *, may_grow: bool = True, per_day: float = 0.0, now_s: float = 0.0
+        self,
+        work: Callable[[WriteTxn], T],
+        *,
+        may_grow: Callable[[int], bool] = lambda part: True,
+        per_day: float = 0.0,
+        now_s: float = 0.0,
     ) -> T:
         """Run `work` in one durable write transaction; returns its result. Blocks for as long as another process holds
         the lock. Raises lmdb.Error or what `work` raises; then nothing of the transaction is visible.
@@ -360,7 +381,7 @@ class Index:
             after = thread_written()
             self.owe(COMMIT_BYTES if before is None or after is None else after - before)
 
-    def _transact(self, work: Callable[[WriteTxn], T], allowance: Allowance, *, may_grow: bool) -> T:
+    def _transact(self, work: Callable[[WriteTxn], T], allowance: Allowance, *, may_grow: Callable[[int], bool]) -> T:
         try:
             purges = dict(self.purges.pending())
             with self._env.begin(write=True) as lmdb_txn:

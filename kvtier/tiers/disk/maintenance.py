@@ -25,9 +25,12 @@ from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.diagnosis import Ailment, diagnose
+from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
+from kvtier.tiers.disk.slot_health import is_place_fault
 from kvtier.tiers.disk.store import Store
+from kvtier.tiers.disk.trials import Dropped
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
@@ -43,8 +46,9 @@ MaintenanceProgress = Callable[[int, int], None]
 
 @dataclass
 class Findings:
-    """Result of `verify` and `scrub`. `damaged` names the first DAMAGED_NAMES_MAX blocks that failed, in short hex;
-    `books` is the check of the index."""
+    """Result of `verify` and `scrub`. `bad`: blocks that differ from their digests; `unreadable`: those whose slots the
+    device cannot read. `damaged` names the first DAMAGED_NAMES_MAX blocks that failed, in short hex; `books` is the
+    check of the index."""
 
     blocks: int = 0
     bytes: int = 0
@@ -108,6 +112,7 @@ class Maintenance:
             "blocks": used,
             "bytes": size,
             "unreadable_entries": unreadable,
+            "bad_places": index.bad_places(),
             "writing_processes": sum(owner.alive(store.owner) for owner in writers),
             "dead_writers": sum(not owner.alive(store.owner) for owner in writers),
             "namespaces": [
@@ -204,8 +209,25 @@ class Maintenance:
         found.bad += isinstance(result, CorruptError)
         if len(found.damaged) < DAMAGED_NAMES_MAX:
             found.damaged.append(f"{name.hex()[:16]}…{name.hex()[-16:]}: {result}")
-        if remove and isinstance(result, CorruptError):
-            found.removed += self._transact(lambda txn: txn.delete_corrupt(name, raw))
+        if remove:
+            found.removed += self._remove(name, raw, result)
+
+    def _remove(self, name: bytes, raw: bytes, why: Exception) -> bool:
+        """Remove a block that failed its check, or whose slot fails once more, alone. Whether that was done."""
+        if isinstance(why, CorruptError):
+            return self._transact(lambda txn: txn.delete_corrupt(name, raw))
+        if not is_place_fault(why):
+            return False
+
+        def read_again() -> None:
+            if isinstance(error := self._read(name, raw, threading.local()), OSError):
+                raise error
+
+        outcomes = self._store.alone(Entry.decode(name, raw).segment, [read_again], self._clock)
+        if outcomes is None or not is_place_fault(outcomes[0]):
+            return False
+        (outcome,) = self._wait(self._store.drop_unreadable([(name, raw)], self._clock.wall()))
+        return outcome is not Dropped.RACED and outcome is not Dropped.TOO_MANY
 
     def _entries(self) -> Iterator[tuple[bytes, bytes]]:
         """All names and raw entries, in chunks of one short read transaction each."""
@@ -220,7 +242,9 @@ class Maintenance:
             start = chunk[-1][0] + b"\0"
 
     def _transact(self, work: Callable[[WriteTxn], T]) -> T:
-        job = self._store.submit(work, Use.DROP)
+        return self._wait(self._store.submit(work, Use.DROP))
+
+    def _wait(self, job: CommitJob[T]) -> T:
         try:
             return job.future.result(COMMIT_TIMEOUT_S)
         except TimeoutError:

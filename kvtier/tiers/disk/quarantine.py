@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import secrets
+import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import TierError
 from kvtier.tiers.disk.index import Index
-from kvtier.tiers.disk.records import SLOT_ALIGN
 
 log = logging.getLogger(__name__)
 
 PROBE_FIRST_S, PROBE_LAST_S = 0.5, 30.0
+LET_GO_S = 0.1, 0.5
 FREE_BYTES_MIN = 1 << 20
 """A commit that fails with less than this on the volume failed for want of space."""
 
@@ -57,13 +56,13 @@ class Quarantine:
             with self._lock:
                 self._moving -= 1
 
-    def begin(self, reason: str, *, damaged: bool = False) -> None:
-        """Take the store out of use, or renew the reason. Does nothing once it is closed."""
+    def begin(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
+        """Take the store out of use, for `rest_s` at least, or renew the reason. Does nothing once it is closed."""
         with self._lock:
             if self._closed:
                 return
             if self.index is not None:
-                self._probe_wait_s = PROBE_FIRST_S
+                self._probe_wait_s = max(PROBE_FIRST_S, rest_s)
                 log.warning("g3: %s: quarantined: %s", self._path, reason)
             self._reason = reason
             self.damaged |= damaged
@@ -85,9 +84,15 @@ class Quarantine:
     def probe_failed(self, error: Exception) -> None:
         """Wait twice as long before the next probe."""
         with self._lock:
-            self._reason = str(error)
+            self._reason = str(error) or type(error).__name__
             self._probe_wait_s = min(2 * self._probe_wait_s, PROBE_LAST_S)
             self._probe_at = time.monotonic() + self._probe_wait_s
+
+    def let_go(self, error: Exception) -> None:
+        """Probe again after a short random wait: the others that use the store let go of it, too."""
+        with self._lock:
+            self._reason = str(error)
+            self._probe_at = time.monotonic() + random.uniform(*LET_GO_S)
 
     def end(self, index: Index) -> None:
         """Take the store into use again, with a new index."""
@@ -104,14 +109,6 @@ class Quarantine:
             index.close()
 
 
-def is_damage(error: Exception) -> bool:
-    """Whether an error of a transaction says that the index itself may be damaged. Pure."""
-    import lmdb
-
-    damage = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError)
-    return isinstance(error, damage) or not isinstance(error, (lmdb.Error, OSError))
-
-
 def is_full(path: Path) -> bool:
     """Whether the volume has no space for a commit."""
     try:
@@ -119,20 +116,3 @@ def is_full(path: Path) -> bool:
     except OSError:
         return False
     return status.f_bavail * status.f_frsize < FREE_BYTES_MIN
-
-
-def probe(parts: Sequence[Path]) -> None:
-    """Write, sync and read a page in each part. Raises OSError."""
-    for part in parts:
-        path = part / "PROBE"
-        page = secrets.token_bytes(SLOT_ALIGN)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.pwrite(fd, page, 0) != len(page):
-                raise OSError(errno.EIO, "short write", str(path))
-            os.fdatasync(fd)
-            if os.pread(fd, SLOT_ALIGN, 0) != page:
-                raise OSError(errno.EIO, "reads back other bytes than were written", str(path))
-        finally:
-            os.close(fd)
-            path.unlink()

@@ -20,8 +20,10 @@ from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.records import SPAN, Entry, priority_in
 from kvtier.tiers.disk.slab import ShortIO, neighbours
+from kvtier.tiers.disk.slot_health import is_place_fault
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.touches import Touches, life_after
+from kvtier.tiers.disk.trials import Dropped
 from kvtier.tiers.protocol import Loaded, Miss, Target
 from kvtier.times import Mono, Wall
 
@@ -34,6 +36,7 @@ class _Wanted:
     entry: Entry | None = None
     result: Loaded | Miss | None = None
     suspect: bool = False  # its entry or its bytes failed their check
+    unreadable: bool = False  # its slot failed alone
 
 
 class ReadBatch:
@@ -52,6 +55,7 @@ class ReadBatch:
             with self._store.moving():
                 await self._store.io.read(self._jobs(deadline)).wait()
             await self._delete_corrupt(deadline)
+            await self._drop_unreadable(deadline)
             if all(block.result is not None for block in self._blocks):
                 break
         return [block.result if block.result is not None else Miss.RACED for block in self._blocks]
@@ -85,6 +89,13 @@ class ReadBatch:
 
     def _read(self, run: Sequence[_Wanted], deadline: Mono) -> None:
         """On an I/O thread: neighbouring blocks by one call."""
+        try:
+            self._read_run(run, deadline)
+        except Exception:
+            _set_results(run, Miss.ERROR)
+            raise
+
+    def _read_run(self, run: Sequence[_Wanted], deadline: Mono) -> None:
         if self._clock.monotonic() > deadline:
             _set_results(run, Miss.LATE)
             return
@@ -96,16 +107,38 @@ class ReadBatch:
         except ShortIO:
             if len(run) > 1:
                 for block in run:
-                    self._read([block], deadline)
+                    self._read_run([block], deadline)
             else:
                 run[0].suspect = True
             return
-        except OSError:
-            _set_results(run, Miss.ERROR)
+        except OSError as error:
+            if is_place_fault(error):
+                self._read_alone(run, deadline)
+            else:
+                _set_results(run, Miss.ERROR)
             return
-        except Exception:
-            _set_results(run, Miss.ERROR)
-            raise
+        self._check(run)
+
+    def _read_alone(self, run: Sequence[_Wanted], deadline: Mono) -> None:
+        """Slot by slot, after the run failed."""
+
+        def read(block: _Wanted) -> None:
+            if self._clock.monotonic() > deadline:
+                raise TimeoutError
+            assert block.entry is not None
+            self._store.slab.read(block.entry.segment, block.entry.offset, block.target.into)
+
+        assert run[0].entry is not None
+        outcomes = self._store.alone(run[0].entry.segment, [partial(read, block) for block in run], self._clock)
+        for block, error in zip(run, outcomes or [OSError()] * len(run), strict=True):
+            if error is None:
+                self._check([block])
+            elif outcomes is not None and is_place_fault(error):
+                block.unreadable = True
+            else:
+                block.result = Miss.LATE if isinstance(error, TimeoutError) else Miss.ERROR
+
+    def _check(self, run: Sequence[_Wanted]) -> None:
         for block in run:
             entry = block.entry
             assert entry is not None
@@ -131,6 +164,24 @@ class ReadBatch:
             block.suspect = False
             if was_deleted:
                 block.result = Miss.CORRUPT
+
+    async def _drop_unreadable(self, deadline: Mono) -> None:
+        """Remove the blocks whose slots cannot be read, and set the slots aside until a trial."""
+        blocks = [block for block in self._blocks if block.unreadable]
+        if not blocks:
+            return
+        job = self._store.drop_unreadable([(block.name, block.raw) for block in blocks], self._clock.wall())
+        try:
+            outcomes = await job.result(max(0.0, deadline - self._clock.monotonic()))
+        except TierTimeout:
+            _set_results(blocks, Miss.LATE)
+            outcomes = []
+        for block in blocks:
+            block.unreadable = False
+        for block, outcome in zip(blocks, outcomes, strict=False):
+            self._store.health.counts["unreadable_blocks"] += outcome not in (Dropped.RACED, Dropped.TOO_MANY)
+            if outcome is not Dropped.RACED:
+                block.result = Miss.ERROR if outcome is Dropped.TOO_MANY else Miss.CORRUPT
 
 
 def miss_of(name: bytes, raw: bytes | None, purged_until: Wall, touches: Touches, wall_s: Wall) -> Miss | None:

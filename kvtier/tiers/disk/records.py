@@ -19,6 +19,7 @@
     "purged" ‖ digest ‖ scope   f64: the tombstone; blocks born until then are misses for ever
     "kept" ‖ name (80)          f64: the block is retained, not evicted before that time
     "note" ‖ digest ‖ text      saved state of a namespace's manager
+    "bad" …                     see kvtier.tiers.disk.bad_places
     "shares" …                  see kvtier.tiers.disk.quota
 
 LMDB's named databases are not used: py-lmdb opens their handles under the write lock, which a stopped process may hold.
@@ -229,6 +230,10 @@ def free_slot(key: bytes) -> FreeSlot:
     return FreeSlot(*_FREE.unpack(key)[1:])
 
 
+def reserved_key(segment: int, slot: int) -> bytes:
+    return _PLACE.pack(RESERVED, segment, slot)
+
+
 def number_key(table: bytes, number: int) -> bytes:
     """Key of a segment in SEGMENTS or SPARE, or of a class in FILL; beginning of a class's keys in FREE or ORDER."""
     return _NUMBER.pack(table, number)
@@ -292,4 +297,4 @@ class SlotReservation:
     @property
     def key(self) -> bytes:
         """The key of its row in `reserved`."""
-        return _PLACE.pack(RESERVED, self.segment, self.slot)
+        return reserved_key(self.segment, self.slot)

@@ -45,6 +45,10 @@ class ShortIO(OSError):
     """A file ended early, or took fewer bytes than it was given."""
 
 
+class FileFault(OSError):
+    """A segment's file cannot be opened or made: no place in it is to blame."""
+
+
 class Calls(Protocol):
     """The system calls that move blocks: the seam for tests that count, fail or forget them."""
 
@@ -179,7 +183,10 @@ class Slab:
                 self._close_unused(segment, file)
                 file = None
             if file is None:
-                file = self._files[segment] = self._attach(segment)
+                try:
+                    file = self._files[segment] = self._attach(segment)
+                except OSError as error:
+                    raise FileFault(error.errno, error.strerror, str(self.path_of(segment))) from error
             self._files.move_to_end(segment)
             file.users += 1
             self._trim()
@@ -247,10 +254,10 @@ def _set_aside(path: Path) -> None:
             path.rename(aside)
 
 
-def open_direct(calls: Calls, path: Path) -> tuple[int, bool]:
-    """A descriptor of the file, made if need be, and whether it goes around the page cache: not every file system can.
-    Raises OSError."""
-    flags = os.O_RDWR | os.O_CREAT
+def open_direct(calls: Calls, path: Path, *, exclusive: bool = False) -> tuple[int, bool]:
+    """A descriptor of the file, made if need be (`exclusive`: always), and whether it goes around the page cache: not
+    every file system can. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if exclusive else 0)
     try:
         return calls.open(path, flags | os.O_DIRECT), True
     except OSError as error:

@@ -7,6 +7,7 @@ found through a table of what is open. After an error that leaves the index or a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -18,24 +19,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.clock import SystemClock
-from kvtier.errors import ClosedError, ConfigError, KVTierError, TierError, TierFull
+from kvtier.clock import Clock, SystemClock
+from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierUnavailable
 from kvtier.supervisor import Failures, Service, Together
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.budget import COMMIT_BYTES
+from kvtier.tiers.disk.damage_mark import is_marked
 from kvtier.tiers.disk.directory import prepare
-from kvtier.tiers.disk.expired import ExpiredScan
+from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
-from kvtier.tiers.disk.index import Index, Unusable, Use
+from kvtier.tiers.disk.idle_work import IdleWork
+from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
-from kvtier.tiers.disk.purged import TombstoneFold
-from kvtier.tiers.disk.quarantine import Quarantine, is_damage, is_full, probe
+from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
+from kvtier.tiers.disk.removals import Removals
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
+from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
+from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
@@ -49,7 +54,7 @@ CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 HOLD_S = 10.0  # slots are held for writes that may follow
 RECLAIM_EVERY_S = 5.0
-SCAN_FIRST_S, SCAN_EVERY_S = 10.0, 1.0  # for expired entries
+MARK_EVERY_S = 1.0
 GROWTH_PAUSE_S = 30.0
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
@@ -91,14 +96,17 @@ class Store:
         self._boot_s: Callable[[], float] = SystemClock().monotonic
         self._bytes_per_day = 0.0
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
-        self._preallocating = -1  # the last segment that was to be preallocated
+        self.health = SlotHealth(self.parts, calls)
+        self._idle = IdleWork(self, self._preallocator, lambda: not self._bytes_per_day)  # zeros would cost half of it
+        self._uuid = index.uuid()
+        if maintained:
+            index.on_damage = self._reader_failed
+        self._heed_at = 0.0
         self._reclaim_at = 0.0
-        self._scan = ExpiredScan()
-        self._fold = TombstoneFold()
-        self._scan_at = time.monotonic() + SCAN_FIRST_S
-        self._grow_at = 0.0
+        self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
+        self._grow_at = [0.0] * len(self.parts)  # by part
         self._hold_until = 0.0
-        failed, expected = partial(self._failed, "g3 writer"), lambda: 3 * self.reserved.writes // 4
+        failed, expected = self._writer_failed, lambda: 3 * self.reserved.writes // 4
         self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
 
     # Life.
@@ -115,17 +123,18 @@ class Store:
         """Open the store, or create it, or share the one that this process has open. Blocks, for seconds at most.
 
         `wall` is the clock by which blocks expire; that of the first to open it counts. Raises ConfigError, FormatError
-        or TierError.
+        or TierError; TierUnavailable for a fault of the machine, which changes nothing.
         """
         slot_bytes = slot_class(block_bytes) * SLOT_ALIGN
         if capacity_bytes < slot_bytes:
             raise ConfigError(
                 f"tiers.g3.capacity {capacity_bytes} is smaller than one block: at least {slot_bytes} bytes are needed"
             )
-        prepare(parts)
-        store = cls._share(
-            parts, lambda: cls(recovery.attach(parts, capacity_bytes, slot_bytes), calls, slot_bytes, wall)
-        )
+        with unavailable(parts[0]):
+            prepare(parts)
+            store = cls._share(
+                parts, lambda: cls(recovery.attach(parts, capacity_bytes, slot_bytes), calls, slot_bytes, wall)
+            )
         if store.geometry.size_of(0) < slot_bytes:
             store.release(CLOSE_TIMEOUT_S)
             raise ConfigError(
@@ -138,14 +147,17 @@ class Store:
     def visit(cls, parts: Sequence[Path], *, capacity_bytes: int | None = None) -> Store:
         """Open a store that exists, as it is, for maintenance. Nothing is created or repaired; with `capacity_bytes` it
         is resized, which no other process may use it for. Blocks. Raises FormatError, ConfigError or TierError."""
-        return cls._share(parts, lambda: cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False))
+        for part in parts:
+            if not part.is_dir():
+                raise ConfigError(f"{part}: no such directory")
+        with unavailable(parts[0]):
+            return cls._share(
+                parts, lambda: cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False)
+            )
 
     @classmethod
     def _share(cls, parts: Sequence[Path], opener: Callable[[], Store]) -> Store:
-        try:
-            status = parts[0].stat()
-        except OSError as error:
-            raise ConfigError(f"{parts[0]}: {error.strerror}") from None
+        status = parts[0].stat()
         key = (status.st_dev, status.st_ino)
         with _open_lock:
             store = _open_stores.get(key)
@@ -155,7 +167,7 @@ class Store:
                     "processes by spawn"
                 )
             if store is not None and store.users == 0:
-                raise TierError("g3", "open", f"{parts[0]} is still being closed by this process")
+                raise TierUnavailable("g3", "open", f"{parts[0]} is still being closed by this process")
             if store is None:
                 store = opener()
                 _open_stores[key] = store
@@ -201,6 +213,11 @@ class Store:
             raise ClosedError(f"{self.parts[0]} was opened by the process that forked this one")
         return self._state.usable()
 
+    @property
+    def index_in_use(self) -> Index | None:
+        """The same; None while the store is quarantined or closed."""
+        return self._state.index
+
     def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT) -> CommitJob[T]:
         """Queue work for the next write transaction. Never blocks. Raises what `index` raises."""
         _ = self.index
@@ -231,14 +248,36 @@ class Store:
         index = self.index
         return index.balance().allows(index.allowance(self._bytes_per_day, self._boot_s()), size)
 
-    def volume_full(self) -> None:
-        """The volume took no more bytes: use the existing segments for a while."""
-        self._grow_at = time.monotonic() + GROWTH_PAUSE_S
+    def alone(self, segment: int, works: Sequence[Callable[[], None]], clock: Clock) -> list[OSError | None] | None:
+        """`SlotHealth.alone`; None if the device is at fault, for which the store is out of use then."""
+        try:
+            return self.health.alone(segment, works, clock.monotonic)
+        except DeviceFault as fault:
+            self.quarantine(f"the device fails: {fault}", rest_s=fault.rest_s)
+            return None
 
-    def quarantine(self, reason: str, *, damaged: bool = False) -> None:
-        """Take the store out of use until the writer thread has opened it again. `damaged`: with a new index if its
-        tables are damaged."""
-        self._state.begin(reason, damaged=damaged)
+    def too_many_bad(self) -> None:
+        """More places fail than may be set aside: take the store out of use for a while."""
+        self.quarantine("the device fails: too many bad places for it to be theirs", rest_s=REST_S)
+
+    def drop_unreadable(self, blocks: Sequence[tuple[bytes, bytes]], wall_s: Wall) -> CommitJob[list[Trial | Dropped]]:
+        """Queue the removal of blocks, as (name, raw entry), whose slots failed alone. The slots are tried, when the
+        disk is idle, before they are used again. Never blocks. Raises what `index` raises."""
+        job = self.submit(lambda txn: [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks])
+        self._idle.trials.follow(job)
+        return job
+
+    def volume_full(self, segment: int | None = None) -> None:
+        """The volume of a segment, or of the index, took no more bytes: use the existing segments there, or everywhere,
+        for a while."""
+        parts = range(len(self.parts)) if segment is None else [segment % len(self.parts)]
+        for part in parts:
+            self._grow_at[part] = time.monotonic() + GROWTH_PAUSE_S
+
+    def quarantine(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
+        """Take the store out of use until the writer thread has opened it again, after `rest_s` at the earliest.
+        `damaged`: with a new index if its tables are damaged."""
+        self._state.begin(reason, damaged=damaged, rest_s=rest_s)
 
     def check(self) -> None:
         """Assert that the index is consistent and the files are within the capacity. Reads the whole index."""
@@ -256,6 +295,7 @@ class Store:
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
         """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
+        self._heed_mark()
         if self._state.index is None:
             self._probe()
         try:
@@ -264,7 +304,7 @@ class Store:
             for job in jobs:
                 job.fail(error)
             return False
-        jobs = self._admitted([*jobs, *self._removals(index)], index)
+        jobs = self._admitted([*jobs, *self._removals.due_jobs(index)], index)
         if not jobs:
             return False
         returned, unused = self.reserved.take_returned()
@@ -282,8 +322,12 @@ class Store:
             return txn, [(job, job.work(txn)) for job in running]
 
         try:
-            may_grow = time.monotonic() >= self._grow_at
-            txn, results = index.transact(work, may_grow=may_grow, per_day=self._bytes_per_day, now_s=self._boot_s())
+            txn, results = index.transact(
+                work,
+                may_grow=lambda part: time.monotonic() >= self._grow_at[part],
+                per_day=self._bytes_per_day,
+                now_s=self._boot_s(),
+            )
         except Exception as error:
             self.reserved.give_back(returned)
             self.reserved.give_back(unused, unused=True)
@@ -293,19 +337,23 @@ class Store:
             return False
         try:
             self.evictions += len(txn.evicted)
-            for notify in self.subscribers if txn.evicted else ():
-                notify(txn.evicted)
+            self._notify(txn.evicted)
             self.tick = txn.tick
-            segment = txn.segments.next
-            if segment is not None and segment != self._preallocating:
-                self._preallocating = segment
-                self.io.when_idle(partial(self._preallocate, segment))
+            if txn.segments.next is not None:
+                self._idle.preallocate(txn.segments.next)
             if any(job.use is Use.PUT for job, _ in results):
                 self._hold_until = time.monotonic() + HOLD_S
         finally:
             for job, result in results:  # it is committed, whatever became of the rest
                 job.future.set_result(result)
         return True
+
+    def _notify(self, evicted: Sequence[bytes]) -> None:
+        for notify in self.subscribers if evicted else ():
+            try:
+                notify(evicted)
+            except Exception as error:  # a subscriber's error says nothing about the index
+                self._failed("g3 writer", error)
 
     def _admitted(self, jobs: Sequence[CommitJob[Any]], index: Index) -> Sequence[CommitJob[Any]]:
         """The jobs whose pages the index has space for; the others fail: some process stands still inside a read."""
@@ -317,17 +365,6 @@ class Store:
                 )
                 job.fail(TierFull("g3", "commit", detail))
         return [job for job in jobs if pinned[job.use] is None]
-
-    def _preallocate(self, segment: int) -> bool:
-        """One step of it, on an I/O thread that has nothing else to do."""
-        index = self._state.index
-        if index is None or self._bytes_per_day:  # zeros would cost half of the budget
-            self._preallocator.stop()
-            return False
-        more = self._preallocator.advance(segment)
-        if written := self._preallocator.take_written():
-            index.owe(written)
-        return more
 
     def _commit_failed(self, index: Index, error: Exception) -> TierError:
         """The error for those who wait for the transaction. Quarantines the store where `error` leaves it in doubt."""
@@ -343,12 +380,13 @@ class Store:
             return TierFull("g3", "commit", detail)
         if not isinstance(error, (lmdb.Error, OSError)):
             log.error("g3: %s: a transaction failed", self.parts[0], exc_info=error)
-        self.quarantine(detail, damaged=is_damage(error))
+        self.quarantine(detail, damaged=is_damage(error) or is_suspicious(error))
         return TierError("g3", "commit", detail)
 
     def _rest(self) -> bool:
         """When no job came for a while: write touches, free unused and dead owners' slots, or probe. Whether more
         touches wait."""
+        self._heed_mark()
         if not self._maintained:
             return False
         if time.monotonic() >= self._hold_until:
@@ -361,7 +399,8 @@ class Store:
         if due:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
-        jobs = self._removals(index)
+        jobs = self._removals.due_jobs(index)
+        jobs += self._idle.trials.due_jobs(index, self._wall)
         touches = self.touches and self.may_write(COMMIT_BYTES)
         if jobs or touches or self.reserved.has_returned or (due and index.has_reservations()):
             return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(
@@ -369,48 +408,39 @@ class Store:
             )
         return False
 
-    def _removals(self, index: Index) -> list[CommitJob[Any]]:
-        """Every SCAN_EVERY_S: jobs that remove the expired among the next entries, write
-        purges that wait, and remove tombstones if there are many."""
-        if not self._maintained or time.monotonic() < self._scan_at or not self.may_write(COMMIT_BYTES):
-            return []
-        self._scan_at = time.monotonic() + SCAN_EVERY_S
-        try:
-            expired = [name for name in self._scan.step(index, self._wall()) if not self.touches.of(name)]
-            fold = self._fold.step(index)
-            pending = index.purges.pending()
-        except Exception:  # from a damaged index: the next transaction raises it, too
-            return []
-        jobs: list[CommitJob[Any]] = []
-        if expired:
-            jobs.append(CommitJob(lambda txn: txn.remove_expired(expired, self._wall()), Use.DROP))
-        if pending:  # any transaction carries them into the index
-            jobs.append(CommitJob(lambda txn: None, Use.PURGE))
-        if fold is not None:
-            jobs.append(CommitJob(lambda txn: txn.purged.fold(*fold), Use.DROP))
-        return jobs
-
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""
-        import lmdb
-
         if not self._maintained or not self._state.probe_due():
             return
-        alone = self._lock.try_exclusive()
-        index = None
         try:
             self.slab.close()
-            probe(self.parts)
-            damaged = self._state.damaged
-            index = recovery.reopen(self.parts, self.geometry.capacity, self._slot_bytes, damaged=damaged, alone=alone)
-            self.owner, self.geometry = index.owner, index.geometry()
-            self.slab = Slab(self.parts, self.geometry.size_of, self._calls)
-            self.reserved.clear()  # the new owner took them back; nothing moves, so no write adds to them
-            self._state.end(index)
-        except (Unusable, KVTierError, OSError, lmdb.Error) as error:
-            if index is not None:
-                index.close()
+            probe(self.parts, self._calls)
+            size, damaged = self.geometry.capacity, self._state.damaged
+            index = recovery.rejoin(self.parts, self._lock, self._uuid, size, self._slot_bytes, damaged=damaged)
+        except Unusable as error:
+            self._state.let_go(error)
+        except Exception as error:  # of any kind: this thread must go on
             self._state.probe_failed(error)
-        finally:
-            if alone:
-                self._lock.share()
+        else:
+            self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
+            self.slab = Slab(self.parts, self.geometry.size_of, self._calls)
+            self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
+            self._idle.forget()
+            self._state.end(index)
+
+    def _heed_mark(self) -> None:
+        """Let go of the store, every MARK_EVERY_S, if another process found its index damaged."""
+        if time.monotonic() >= self._heed_at:
+            self._heed_at = time.monotonic() + MARK_EVERY_S
+            with contextlib.suppress(OSError):
+                if self._state.index is not None and is_marked(self.parts[0]):
+                    self.quarantine("another process found its index damaged", damaged=True)
+
+    def _reader_failed(self, error: Exception) -> None:
+        self.quarantine(f"{type(error).__name__}: {error}", damaged=True)
+
+    def _writer_failed(self, error: Exception) -> float:
+        """After what only a damaged index raises, the store is opened anew. Returns as `_failed`."""
+        if is_damage(error):
+            self.quarantine(f"{type(error).__name__}: {error}", damaged=True)
+        return self._failed("g3 writer", error)

@@ -114,7 +114,10 @@ class DiskTier:
             await asyncio.to_thread(store.release, max(0.1, self._left_s(deadline)))
 
     def report_to(self, service: Service) -> None:
-        """Tell `service`, on its thread, when a thread of the store keeps failing. Call it before `open`."""
+        """Tell `service`, on its thread, when a thread of the store keeps failing."""
+        if self._opened is not None:
+            services = self._opened.services
+            services[services.index(self._service)] = service
         self._service = service
 
     def restarts(self) -> Mapping[str, int]:
@@ -284,6 +287,10 @@ class DiskTier:
         blocks, size = store.index.usage()
         balance = store.index.balance()
         return Usage(blocks, size, store.geometry.capacity, store.evictions, balance.written, balance.stored)
+
+    def counters(self) -> dict[str, int]:
+        """Slots set aside for bad places and taken back into use, and unreadable blocks dropped, since open."""
+        return dict(self._store.health.counts)
 
     def check(self) -> None:
         self._store.check()

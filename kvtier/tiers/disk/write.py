@@ -6,7 +6,6 @@ late, so that each write commits once, not twice: a commit costs as much of the 
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,20 +14,23 @@ from typing import TypeVar
 
 from kvtier.clock import Clock
 from kvtier.retention.terms import PRIORITY, Depth
+from kvtier.tiers.disk.faults import NO_SPACE
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, NewBlock, SlotReservation, slot_class
 from kvtier.tiers.disk.slab import neighbours
+from kvtier.tiers.disk.slot_health import TRIES, is_place_fault
 from kvtier.tiers.disk.store import Store
+from kvtier.tiers.disk.trials import set_aside
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Sealed, Stored
 from kvtier.times import Mono, Wall
 
 T = TypeVar("T")
 
+SLOTS_PER_BLOCK_MAX = 3  # that a block is written to, one after another, while they fail
 STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
 STREAM_SHARE = 32  # unless it is more than this part of the capacity;
 SMALL_SHARE = 1024  # so does a smaller one, unless it is more than this part
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class WriteBatch:
@@ -48,6 +50,7 @@ class WriteBatch:
             self._blocks.append(NewBlock(name, length, block.life, block.index, block.digest, parent, block.priority))
         self._reserved: dict[int, SlotReservation] = {}  # by place in the batch
         self._results: dict[int, Stored] = {}  # the same
+        self._bad: list[int] = []  # places in the batch whose slots failed alone
         self._lock = threading.Lock()
 
     async def run(self, deadline: Mono) -> list[Stored]:
@@ -58,7 +61,10 @@ class WriteBatch:
         with self._store.reserved.writing(len(self._blocks)):
             try:
                 await self._reserve(deadline)
-                await self._store.io.write(self.jobs(deadline)).wait()
+                places = list(self._reserved)
+                for _ in range(SLOTS_PER_BLOCK_MAX):
+                    await self._store.io.write(self.jobs(places, deadline)).wait()
+                    places = await self._replace_bad(deadline)
                 await self._publish(deadline)
             finally:
                 self._store.give_back(list(self._reserved.values()))
@@ -67,7 +73,7 @@ class WriteBatch:
     async def _reserve(self, deadline: Mono) -> None:
         wall_s = self._clock.wall()
         # Parents first: where space ends, the deepest blocks are refused.
-        places = sorted(range(len(self._blocks)), key=lambda place: self._blocks[place].depth)
+        places = sorted(range(len(self._blocks)), key=self._depth_of)
 
         def reserve(txn: WriteTxn) -> list[SlotReservation | Stored]:
             return [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
@@ -125,9 +131,36 @@ class WriteBatch:
         share = STREAM_SHARE if size >= STREAM_BYTES_MIN else SMALL_SHARE
         return 0 < size <= self._store.geometry.capacity // share
 
+    async def _replace_bad(self, deadline: Mono) -> list[int]:
+        """Set aside the slots that failed alone. Returns the places in the batch that have other slots now."""
+        bad, self._bad = sorted(self._bad, key=self._depth_of), []
+        if not bad:
+            return []
+        store, wall_s = self._store, self._clock.wall()
+        slots = [self._reserved[place] for place in bad]
+
+        def replace(txn: WriteTxn) -> list[SlotReservation] | None:
+            if not set_aside(txn, slots, TRIES, wall_s):
+                return None
+            return txn.reserve_slots(slot_class(self._block_bytes), len(slots))
+
+        fresh = await self._commit(replace, deadline, lambda fresh: store.give_back(fresh or []))
+        if fresh is None:
+            store.too_many_bad()
+            return []
+        store.health.counts["set_aside_slots"] += len(slots)
+        for place in bad:
+            del self._reserved[place]
+        self._reserved.update(zip(bad, fresh, strict=False))
+        return bad[: len(fresh)]
+
+    def _depth_of(self, place: int) -> int:
+        return self._blocks[place].depth
+
     async def _publish(self, deadline: Mono) -> None:
         store, wall_s = self._store, self._clock.wall()
-        written = {place: slot for place, slot in self._reserved.items() if place not in self._results}
+        whole = (place for place in self._reserved if place not in self._results)
+        written = {place: self._reserved[place] for place in sorted(whole, key=self._depth_of)}
         if not written:
             return
         count = len(written) if self._streams(len(written)) and store.reserved.wants(len(written)) else 0
@@ -150,10 +183,12 @@ class WriteBatch:
 
     # Writing.
 
-    def jobs(self, deadline: Mono) -> list[Work]:
+    def jobs(self, places: Sequence[int], deadline: Mono) -> list[Work]:
         """One job per run of neighbouring slots, for I/O threads; the one that finishes a segment syncs it. A job that
         has not begun by the deadline fails its blocks."""
-        runs = list(neighbours(list(self._reserved), self._place_of, self._block_bytes))
+        for place in places:
+            self._results.pop(place, None)
+        runs = list(neighbours(places, self._place_of, self._block_bytes))
         self._left = Counter(self._reserved[run[0]].segment for run in runs)
         return [partial(self._write, run, deadline) for run in runs]
 
@@ -161,24 +196,53 @@ class WriteBatch:
         return self._reserved[place].segment, self._reserved[place].slot
 
     def _write(self, run: Sequence[int], deadline: Mono) -> None:
-        first = self._reserved[run[0]]
+        segment = self._reserved[run[0]].segment
         try:
-            if self._clock.monotonic() > deadline:
-                self._fail(run, Stored.FAILED)
-            else:
-                pieces = [piece for place in run for piece in self._pieces[place]]
-                self._store.slab.write(first.segment, first.offset, pieces)
-        except OSError as error:
-            self._fail(run, self._result_of(error))
+            self._write_run(run, deadline)
         except Exception:
             self._fail(run, Stored.FAILED)
             raise
         finally:
             with self._lock:
-                self._left[first.segment] -= 1
-                last = self._left[first.segment] == 0
+                self._left[segment] -= 1
+                last = self._left[segment] == 0
             if last:
-                self._sync(first.segment)
+                self._sync(segment)
+
+    def _write_run(self, run: Sequence[int], deadline: Mono) -> None:
+        if self._clock.monotonic() > deadline:
+            self._fail(run, Stored.FAILED)
+            return
+        first = self._reserved[run[0]]
+        pieces = [piece for place in run for piece in self._pieces[place]]
+        try:
+            self._store.slab.write(first.segment, first.offset, pieces)
+        except OSError as error:
+            if is_place_fault(error):
+                self._write_alone(run, deadline)
+            else:
+                self._fail(run, self._result_of(error, first.segment))
+
+    def _write_alone(self, run: Sequence[int], deadline: Mono) -> None:
+        """Slot by slot, after the run failed."""
+
+        def write(place: int) -> None:
+            if self._clock.monotonic() > deadline:
+                raise TimeoutError
+            slot = self._reserved[place]
+            self._store.slab.write(slot.segment, slot.offset, self._pieces[place])
+
+        segment = self._reserved[run[0]].segment
+        outcomes = self._store.alone(segment, [partial(write, place) for place in run], self._clock)
+        if outcomes is None:
+            self._fail(run, Stored.FAILED)
+            return
+        for place, error in zip(run, outcomes, strict=True):
+            if error is not None:
+                self._fail([place], self._result_of(error, segment))
+            if is_place_fault(error):
+                with self._lock:
+                    self._bad.append(place)
 
     def _sync(self, segment: int) -> None:
         written = [
@@ -192,7 +256,7 @@ class WriteBatch:
             if not isinstance(error, OSError):
                 self._fail(written, Stored.FAILED)
                 raise
-            result = self._result_of(error)
+            result = self._result_of(error, segment)
             self._fail(written, result)
             if result is Stored.FAILED:
                 # After a failed sync the next one proves nothing: the store is opened anew.
@@ -202,8 +266,8 @@ class WriteBatch:
         with self._lock:
             self._results.update(dict.fromkeys(places, result))
 
-    def _result_of(self, error: OSError) -> Stored:
-        if error.errno in _NO_ROOM:
-            self._store.volume_full()
+    def _result_of(self, error: OSError, segment: int) -> Stored:
+        if error.errno in NO_SPACE:
+            self._store.volume_full(segment)
             return Stored.FULL
         return Stored.FAILED

@@ -32,6 +32,7 @@ from kvtier.tiers.disk.records import (
     SLOT_ALIGN,
     Counters,
     Entry,
+    FreeSlot,
     NewBlock,
     SlotReservation,
     order_parts,
@@ -67,10 +68,10 @@ class WriteTxn:
         purges: Mapping[bytes, Wall],
         allowance: Allowance,
         *,
-        may_grow: bool,
+        may_grow: Callable[[int], bool],
     ) -> None:
         """`floors`: where earlier transactions of this process ended their searches for a victim. `purges`: what the
-        index may not have yet, namespace ‖ scope → time."""
+        index may not have yet, namespace ‖ scope → time. `may_grow`: as in `Segments`."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
@@ -223,7 +224,7 @@ class WriteTxn:
         return count
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
-        """Remove the entry whose bytes were `raw` after its payload failed the check.
+        """Remove the entry whose bytes were `raw` after its payload failed the check or could not be read.
 
         Returns False, changing nothing, if the block is another write's by now or gone: then the bytes
         that failed were a slot's next tenant, not damage. A renewed entry is still the same write.
@@ -301,8 +302,12 @@ class WriteTxn:
         if place is None:
             return None
         self.budget.charge(slot_cls * SLOT_ALIGN)
+        return self.reserve_place(FreeSlot(slot_cls, *place))
+
+    def reserve_place(self, free: FreeSlot) -> SlotReservation:
+        """A slot that was taken from `segments`, reserved."""
         self._serial += 1
-        reservation = SlotReservation(self._serial, self.tick, slot_cls, *place, self._owner)
+        reservation = SlotReservation(self._serial, self.tick, *free, self._owner)
         self._txn.put(reservation.key, reservation.encode())
         return reservation
 

@@ -18,7 +18,7 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import quarantine, store
+from kvtier.tiers.disk import quarantine, recovery, store
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
@@ -198,6 +198,51 @@ async def test_a_volume_smaller_than_the_capacity_is_used_as_far_as_it_goes(volu
             chain = chain_of(namespace, rng.randrange(1, 9), seed)
             assert set(await put(tier, chain)) <= {Stored.STORED, Stored.FULL}
             assert set(await get(tier, chain)) <= {True, Miss.ABSENT}
+
+
+class FullPart(SystemCalls):
+    """The kernel's calls; on one part's volume there is no space for another segment."""
+
+    def __init__(self, part: Path) -> None:
+        self._part = part
+        self._full: set[int] = set()
+        self.refused = 0
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        (self._full.add if path.is_relative_to(self._part) else self._full.discard)(fd)
+        return fd
+
+    def allocate(self, fd: int, length: int) -> None:
+        if fd in self._full:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().allocate(fd, length)
+
+
+@pytest.mark.parametrize("full", [0, 1, 2])
+async def test_a_full_path_leaves_the_others_to_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    monkeypatch.setattr(store, "GROWTH_PAUSE_S", 60.0)
+    monkeypatch.setattr(recovery, "SEGMENT_BYTES_SMALL", 1 << 20)
+    namespace = sample_namespace(16 << 10)
+    paths = [tmp_path / name for name in "abc"]
+    calls = FullPart(paths[full])
+    chains = [chain_of(namespace, 8, seed) for seed in range(56)]
+    # Six segments of 64 blocks, two on each path: four are to be had.
+    async with opened(paths, 384, block_bytes=16 << 10, namespace=namespace, calls=calls) as tier:
+        results = [set(await put(tier, chain)) for chain in chains]
+        assert results.count({Stored.FULL}) <= 1, "one write finds out"
+        assert set.union(*results) <= {Stored.STORED, Stored.FULL}
+        assert tier.usage().blocks >= 248, "segments on the other paths are used to the end"
+        assert calls.refused <= 6, "by writes and by preallocation, for each of its segments"
+        await tier.flush(tier._clock.monotonic() + FAR_S)
+        tier.check()
+    async with opened(paths, 384, block_bytes=16 << 10, namespace=namespace) as tier:
+        for chain in chains:
+            assert set(await put(tier, chain)) <= {Stored.STORED, Stored.PRESENT}
+        assert tier.usage().blocks == 384, "room came back"
 
 
 # The real system calls of a child, LMDB's included, made to fail by strace.

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.identity.keys import Scope, scope_of
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import purge_log, purged, store
+from kvtier.tiers.disk import purge_log, purged, removals
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.tier import DiskTier
@@ -92,8 +92,8 @@ async def test_tombstones_are_bounded_and_what_they_covered_stays_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(purged, "TOMBSTONES_MAX", 16)
-    monkeypatch.setattr(store, "SCAN_FIRST_S", 0.0)
-    monkeypatch.setattr(store, "SCAN_EVERY_S", 0.0)
+    monkeypatch.setattr(removals, "SCAN_FIRST_S", 0.0)
+    monkeypatch.setattr(removals, "SCAN_EVERY_S", 0.0)
     clock = VirtualClock()
     async with opened(tmp_path / "g3", 64, clock=clock) as tier:
         old = chain_of(NAMESPACE, 2, seed=7)

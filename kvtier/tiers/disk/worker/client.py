@@ -74,6 +74,7 @@ class DiskWorkerClient:
         self._supervisor = Supervisor(self._clock)
         self._ended_restarts: Counter[str] = Counter()  # of the threads of processes that have ended
         self._usage = Usage(0, 0, capacity_bytes)
+        self._counters: dict[str, int] = {}
         self._seen: dict[BlockKey, Mono] = {}  # when blocks were seen here, oldest first
         self._notify: Notify | None = None
 
@@ -152,7 +153,7 @@ class DiskWorkerClient:
         try:
             return await worker.ask(verb, *arguments, waits=waits)
         finally:
-            self._usage = worker.usage
+            self._usage, self._counters = worker.usage, worker.counters
 
     def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
@@ -269,6 +270,10 @@ class DiskWorkerClient:
     def usage(self) -> Usage:
         """As of the last answer."""
         return self._usage
+
+    def counters(self) -> dict[str, int]:
+        """Those of the tier in the present process, as of the last answer."""
+        return dict(self._counters)
 
     def check(self) -> None:
         """Opens the store in this process, as any other process may."""

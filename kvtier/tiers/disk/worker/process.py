@@ -43,6 +43,7 @@ class WorkerProcess:
     ) -> None:
         """Use `start`. Raises OSError."""
         self.usage = Usage(0, 0)
+        self.counters: dict[str, int] = {}
         self.restarts: Mapping[str, int] = {}
         """Of its threads, as of the last answer."""
         self._service = service
@@ -148,6 +149,7 @@ class WorkerProcess:
             else:
                 answer.set_result(protocol.verbs()[verb].result.decode(reply.result))
                 self.usage = reply.usage or self.usage
+                self.counters = reply.counters or self.counters
                 self.restarts = reply.restarts
             del self._waiting[reply.number]
 

@@ -64,11 +64,13 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
-    """`usage` is the tier's after the call; None while it is not known. `restarts`: of its threads, since it began."""
+    """`usage` and `counters` are the tier's after the call; None while they are not known. `restarts`: of its threads,
+    since it began."""
 
     number: int
     result: msgspec.Raw
     usage: Usage | None
+    counters: dict[str, int] | None = None
     restarts: dict[str, int] = {}
 
 

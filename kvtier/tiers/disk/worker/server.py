@@ -77,7 +77,9 @@ class Server:
         reply: protocol.Reply
         if error is None:
             restarts = dict(self._tier.restarts()) if self._tier is not None else {}
-            reply = protocol.Answer(call.number, protocol.packed(done.result()), self._usage(), restarts)
+            reply = protocol.Answer(
+                call.number, protocol.packed(done.result()), self._usage(), self._counters(), restarts
+            )
         elif isinstance(error, errors.TierError):
             text = str(error).removeprefix(f"{error.tier}: {error.operation}: ")
             reply = protocol.Refusal(call.number, type(error).__name__, text, error.operation)
@@ -131,6 +133,12 @@ class Server:
 
     def _readonly(self, spans: Sequence[ArenaSpan]) -> Pieces:
         return tuple(piece.toreadonly() for piece in self._arena.pieces(spans))
+
+    def _counters(self) -> dict[str, int] | None:
+        try:
+            return self._tier.counters() if self._tier is not None else None
+        except errors.KVTierError:
+            return None
 
     def _usage(self) -> Usage | None:
         try:

@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss
+from kvtier.times import Mono
 from tests.tiers.disk.support.store import BLOCK, get, opened, put, slabs
 
 NAMESPACE = sample_namespace(BLOCK)
@@ -99,8 +100,8 @@ def publish_too_early() -> None:
     """The mistake that the order of a write is there to avoid."""
     jobs = write.WriteBatch.jobs
 
-    def jobs_later(self: write.WriteBatch, deadline: float) -> list[Any]:
-        for job in jobs(self, deadline):
+    def jobs_later(self: write.WriteBatch, places: Sequence[int], deadline: Mono) -> list[Any]:
+        for job in jobs(self, places, deadline):
             asyncio.get_running_loop().call_later(0.002, job)
         return []
 

@@ -1,0 +1,88 @@
+"""What a process does to a store's files while the disk is idle: trials of bad places, and the next segment's zeros."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from kvtier.errors import ClosedError, TierError
+from kvtier.tiers.disk.group_commit import CommitJob
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.io_scheduler import IOScheduler
+from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.slot_health import SlotHealth
+from kvtier.tiers.disk.trial_queue import TrialQueue
+from kvtier.tiers.disk.write_txn import WriteTxn
+
+
+class IdleStore(Protocol):
+    """What is needed of `kvtier.tiers.disk.store.Store`."""
+
+    health: SlotHealth
+    io: IOScheduler
+    slab: Slab
+
+    @property
+    def index_in_use(self) -> Index | None: ...
+    def moving(self) -> AbstractContextManager[None]: ...
+    def submit(self, work: Callable[[WriteTxn], None]) -> CommitJob[Any]: ...
+    def quarantine(self, reason: str) -> None: ...
+    def too_many_bad(self) -> None: ...
+
+
+class IdleWork:
+    """Step by step, on an I/O thread that has nothing else to do."""
+
+    def __init__(self, store: IdleStore, preallocator: Preallocator, may_preallocate: Callable[[], bool]) -> None:
+        self.trials = TrialQueue(store.health, self.wake, store.too_many_bad)
+        self._store = store
+        self._preallocator = preallocator
+        self._may_preallocate = may_preallocate
+        self._segment = -1  # the last that was to be preallocated
+        self._ahead: int | None = None  # the one that is
+
+    def wake(self) -> None:
+        """Begin, if the disk is idle. Never blocks."""
+        self._store.io.when_idle(self._step)
+
+    def preallocate(self, segment: int) -> None:
+        """Preallocate a segment's file, once. Never blocks."""
+        if segment != self._segment:
+            self._segment = self._ahead = segment
+            self.wake()
+
+    def forget(self) -> None:
+        """The store was opened anew. No step may run."""
+        self.trials.clear()
+        self._segment, self._ahead = -1, None
+
+    def _step(self) -> bool:
+        """Whether there is more to do."""
+        index = self._store.index_in_use
+        if index is None or not self._may_preallocate():
+            self._preallocator.stop()
+            self._ahead = None
+        if index is None:
+            return False
+        if self.trials:
+            self._try_place()
+        elif self._ahead is not None:
+            self._advance(index, self._ahead)
+        return bool(self.trials) or self._ahead is not None
+
+    def _advance(self, index: Index, segment: int) -> None:
+        if not self._preallocator.advance(segment):
+            self._ahead = None
+        if written := self._preallocator.take_written():
+            index.owe(written)
+
+    def _try_place(self) -> None:
+        store = self._store
+        with contextlib.suppress(TierError, ClosedError), store.moving():
+            try:
+                store.submit(self.trials.next_outcome(store.slab))
+            except OSError as error:
+                store.quarantine(f"fdatasync at a bad place: {error}")

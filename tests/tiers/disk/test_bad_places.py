@@ -1,0 +1,271 @@
+"""Places of a disk that fail: set aside one by one and tried seldom; a device that fails is not taken for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.clock import SystemClock
+from kvtier.errors import TierError
+from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
+from kvtier.tiers.breaker import Health
+from kvtier.tiers.disk import quarantine, store, trial_queue
+from kvtier.tiers.disk.bad_places import DAY_S, BadPlace, bad_places
+from kvtier.tiers.disk.maintenance import looking_after
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.guard import Guarded
+from kvtier.tiers.protocol import Miss, Stored, Target
+from tests.tiers.disk.support.bad_medium import BadMedium
+from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put
+
+NAMESPACE = sample_namespace(BLOCK)
+FILE = "00000000.slab"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe and rest a hundred times as often."""
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+    monkeypatch.setattr(store, "IDLE_S", 0.005)
+    monkeypatch.setattr(store, "HOLD_S", 0.0)
+    monkeypatch.setattr(trial_queue, "TRY_FIRST_S", 0.0)
+    monkeypatch.setattr(trial_queue, "TRY_EVERY_S", 0.005)
+
+
+def set_aside(tier: DiskTier) -> list[BadPlace]:
+    with tier._store.index.reading() as txn:
+        return bad_places(txn)
+
+
+async def until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.005)
+
+
+async def settled(tier: DiskTier) -> None:
+    """No trial is under way."""
+    await until(lambda: not tier._store.index.has_reservations(), "a reservation was leaked")
+
+
+async def test_an_unwritable_page_costs_its_slot_and_nothing_else(tmp_path: Path) -> None:
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 200)
+    medium.unwritable = {(FILE, 3)}
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        guard = Guarded(tier, tier._clock)
+        deadline = tier._clock.monotonic() + FAR_S
+        for start in range(0, 190, 10):
+            sealed = seal(chain, range(start, start + 10), BLOCK, tier._clock.wall())
+            assert await guard.write(sealed, deadline) == [Stored.STORED] * 10
+        assert await get(tier, chain[:190]) == [True] * 190
+        assert guard.breaker.health is Health.WELL and guard.breaker.errors == 0
+        assert [place[:3] for place in set_aside(tier)] == [(0, 3, 1)]
+        assert tier.counters()["set_aside_slots"] == 1
+        await tier.evict(None)
+        assert set(await put(tier, chain[:199])) == {Stored.STORED}, "all other slots are of use"
+        assert max(medium.tries.values()) <= 3
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        assert [place[:3] for place in set_aside(tier)] == [(0, 3, 1)], "it is remembered"
+        await tier.evict(None)
+        assert set(await put(tier, chain_of(NAMESPACE, 199, seed=2))) == {Stored.STORED}
+        assert max(medium.tries.values()) <= 3
+
+
+async def test_the_last_slot_that_fails_makes_room_elsewhere(tmp_path: Path) -> None:
+    """Nothing else is free: another block leaves for the one whose slot failed."""
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 100)
+    async with opened(tmp_path / "g3", 100, calls=medium) as tier:
+        await put(tier, chain)
+        medium.unwritable = {(FILE, page) for page in range(1)}
+        fresh = chain_of(NAMESPACE, 100, seed=1)
+        for start in range(0, 99, 9):
+            assert await put(tier, fresh, range(start, min(99, start + 9))) == [Stored.STORED] * 9
+        assert await get(tier, fresh[:99]) == [True] * 99
+
+
+@pytest.mark.parametrize("heals", [False, True])
+async def test_an_unreadable_block_is_a_miss_and_can_be_stored_again(tmp_path: Path, heals: bool) -> None:
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 100)
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        guard = Guarded(tier, tier._clock)
+        await put(tier, chain)
+        medium.unreadable = {(FILE, 7)}
+
+        medium.remaps = heals
+        assert await get(tier, chain) == [True] * 7 + [Miss.CORRUPT] + [True] * 92, "neighbours are served"
+        assert (await tier.lookup(chain, [7], tier._clock.monotonic() + FAR_S)) == [Miss.ABSENT]
+        assert await put(tier, chain, [7]) == [Stored.STORED], "it can be stored again"
+        assert await get(tier, chain) == [True] * 100
+        await settled(tier)
+        await until(lambda: bool(set_aside(tier)) is not heals, "the trial decides")
+        assert tier.counters()["unreadable_blocks"] == 1
+        assert medium.tries["read", (FILE, 7)] <= 3
+        assert guard.breaker.health is Health.WELL
+        tier.check()
+
+
+async def test_a_place_is_tried_at_most_three_times_a_day_until_it_is_sound(tmp_path: Path) -> None:
+    medium, chain, clock = BadMedium(), chain_of(NAMESPACE, 100), VirtualClock()
+    medium.unwritable = {(FILE, 3)}
+    async with opened(tmp_path / "g3", 100, calls=medium, clock=clock) as tier:
+        await put(tier, chain, range(50))
+        for _try in range(35):
+            clock.advance(7200.0)
+            await tier.evict(None)
+            await put(tier, chain, range(50))
+            await asyncio.sleep(0.03)
+            await settled(tier)
+        tries = medium.tries["write", (FILE, 3)]
+        assert 5 <= tries <= 9, "two when it was found, then one each eight hours"
+        medium.unwritable.clear()
+        clock.advance(DAY_S)
+        await until(lambda: not set_aside(tier), "it is never tried again")
+        assert tier.counters()["restored_slots"] == 1
+        await settled(tier)
+        await tier.evict(None)
+        assert set(await put(tier, chain)) == {Stored.STORED}, "all of it is of use again"
+
+
+async def test_scrub_removes_an_unreadable_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 10)
+    async with opened(tmp_path / "g3", 200) as tier:
+        await put(tier, chain)
+    medium.unreadable = {(FILE, 7)}
+    monkeypatch.setattr(store, "SystemCalls", lambda: medium)
+
+    def scrub() -> tuple[int, int, int]:
+        with looking_after([tmp_path / "g3"], VirtualClock()) as care:
+            found = care.scrub()
+            assert care.inspect()["bad_places"] <= 1
+        return found.blocks, found.unreadable, found.removed
+
+    assert await asyncio.to_thread(scrub) == (10, 1, 1)
+    assert await asyncio.to_thread(scrub) == (9, 0, 0)
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        assert await put(tier, chain, [7]) == [Stored.STORED]
+        assert await get(tier, chain) == [True] * 10
+
+
+async def test_a_failed_sync_condemns_no_slot(tmp_path: Path) -> None:
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 100)
+    async with opened(tmp_path / "g3", 200, calls=medium, clock=SystemClock()) as tier:
+        medium.sync_fails = 1
+        with pytest.raises(TierError):
+            await put(tier, chain)
+            await put(tier, chain)
+        await until(lambda: tier._store._state.index is not None, "it does not come back")
+        assert set_aside(tier) == []
+        assert await put(tier, chain) == [Stored.STORED] * 100
+
+
+@pytest.mark.parametrize("reading", [False, True])
+async def test_a_dead_device_opens_the_breaker_and_nothing_is_recorded(tmp_path: Path, reading: bool) -> None:
+    medium, chain, clock = BadMedium(), chain_of(NAMESPACE, 100), SystemClock()
+    async with opened(tmp_path / "g3", 200, calls=medium, clock=clock) as tier:
+        guard = Guarded(tier, clock)
+        await put(tier, chain)
+        medium.dead = True
+        other = chain_of(NAMESPACE, 100, seed=1)
+        for start in range(0, 60, 10):
+            deadline = clock.monotonic() + FAR_S
+            if reading:
+                targets = [Target(start + n, (memoryview(bytearray(BLOCK)),)) for n in range(10)]
+                assert set(await guard.read(chain, targets, deadline)) <= {Miss.ERROR, Miss.BREAKER}
+            else:
+                sealed = seal(other, range(start, start + 10), BLOCK, clock.wall())
+                assert set(await guard.write(sealed, deadline)) == {Stored.FAILED}
+        assert guard.breaker.health is Health.OUT
+        medium.dead = False
+        await until(lambda: tier._store._state.index is not None, "it does not come back")
+        assert set_aside(tier) == []
+        assert await get(tier, chain) == [True] * 100, "nothing was lost"
+        assert set(await put(tier, other, range(100))) == {Stored.STORED}
+
+
+async def test_too_many_places_within_a_minute_are_the_device(tmp_path: Path) -> None:
+    medium, clock = BadMedium(), VirtualClock()
+    medium.unwritable = {(FILE, page) for page in range(0, 10_000, 2)}
+    chain = chain_of(NAMESPACE, 400)
+    tier = DiskTier([tmp_path / "g3"], 20_000 * BLOCK, NAMESPACE, clock=clock, calls=medium)
+    await tier.open()
+    assert set(await put(tier, chain)) == {Stored.FAILED}
+    await asyncio.sleep(0.1)
+    with pytest.raises(TierError, match="200 places failed within a minute"):  # left alone: no probe yet
+        await put(tier, chain)
+    await tier.close(clock.monotonic() + FAR_S)
+    async with opened(tmp_path / "g3", 20_000, clock=clock) as tier:
+        assert set_aside(tier) == []
+
+
+async def test_more_than_a_hundredth_are_the_device(tmp_path: Path) -> None:
+    medium = BadMedium()
+    medium.unwritable = {(FILE, page) for page in range(0, 20, 2)}
+    tier = DiskTier([tmp_path / "g3"], 500 * BLOCK, NAMESPACE, clock=VirtualClock(), calls=medium)
+    await tier.open()
+    with pytest.raises(TierError, match="too many bad places"):
+        await put(tier, chain_of(NAMESPACE, 20))
+    await tier.close(tier._clock.monotonic() + FAR_S)
+    async with opened(tmp_path / "g3", 500) as tier:
+        assert set_aside(tier) == [], "nothing of it is recorded"
+
+
+async def test_a_class_of_another_size_leaves_the_place_out(tmp_path: Path) -> None:
+    """A page that failed under small blocks costs one large slot, and one small one again later."""
+    medium, small, large = BadMedium(), sample_namespace(BLOCK), sample_namespace(16 * BLOCK)
+    medium.unwritable = {(FILE, 37)}
+    path = tmp_path / "g3"
+    async with opened(path, 1600, calls=medium) as tier:
+        await put(tier, chain_of(small, 100))
+        await tier.evict(None)
+        async with opened(path, 100, block_bytes=16 * BLOCK, namespace=large, calls=medium) as other:
+            chain = chain_of(large, 99)
+            assert await put(other, chain) == [Stored.STORED] * 99
+            assert await get(other, chain) == [True] * 99
+            assert await put(other, chain_of(large, 1, seed=3)) == [Stored.STORED]
+            await other.evict(None)
+        chain = chain_of(small, 1599)
+        assert set(await put(tier, chain)) == {Stored.STORED}
+        assert await get(tier, chain) == [True] * 1599
+        assert max(medium.tries.values()) <= 3
+
+
+@pytest.mark.parametrize(("slots", "segments"), [(4096, 1), pytest.param(65_536, 4, marks=pytest.mark.long)])
+async def test_one_page_in_a_thousand_costs_one_page_in_a_thousand(tmp_path: Path, slots: int, segments: int) -> None:
+    """Fixed places fail, a fifth of what may be set aside: the rest is filled and served."""
+    medium, clock = BadMedium(), VirtualClock()
+    medium.spoil(0.001, segments, slots // segments, seed=5)
+    bad = len(medium.unwritable) + len(medium.unreadable)
+    chain = chain_of(NAMESPACE, slots + 1000)
+    async with opened(tmp_path / "g3", slots, calls=medium, clock=clock) as tier:
+        guard = Guarded(tier, clock)
+        deadline = clock.monotonic() + 10 * FAR_S
+        for start in range(0, len(chain), 256):
+            places = range(start, min(len(chain), start + 256))
+            written = await guard.write(seal(chain, places, BLOCK, clock.wall()), deadline)
+            assert set(written) == {Stored.STORED}, start
+            clock.advance(1.0)
+        found = await get(tier, chain)
+        clock.advance(60.0)
+        assert set(found) <= {True, Miss.ABSENT, Miss.CORRUPT}
+        lost = [n for n, one in enumerate(found) if one is Miss.CORRUPT]
+        assert set(await put(tier, chain, lost)) <= {Stored.STORED}
+        await settled(tier)
+        assert sum(one is True for one in await get(tier, chain)) >= 0.99 * (slots - bad)
+        assert guard.breaker.health is Health.WELL and guard.breaker.opened == 0
+        assert max(medium.tries.values()) <= 3
+        assert len(set_aside(tier)) <= bad
+        tier.check()
+
+
+def test_tries_are_spread_over_the_day_and_survive_a_clock_set_back() -> None:
+    place = BadPlace(0, 0, 1, 2, 1000.0)  # type: ignore[arg-type]
+    assert not place.is_due(1000.0) and not place.is_due(1000.0 + DAY_S / 2)  # type: ignore[arg-type]
+    assert place.is_due(1000.0 + 2 * DAY_S / 3) and place.is_due(999.0)  # type: ignore[arg-type]
+    third = place.after_tries(1, 1000.0 + 2 * DAY_S / 3)  # type: ignore[arg-type]
+    assert third.tries == 3 and not third.is_due(999.0 + DAY_S) and third.is_due(1000.0 + DAY_S)  # type: ignore[arg-type]
+    assert third.after_tries(1, 1001.0 + DAY_S).tries == 1  # type: ignore[arg-type]
