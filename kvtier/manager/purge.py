@@ -63,8 +63,8 @@ class Purger:
         """`purge` of G2 and of what is protected, for scope → time: in force when this returns. Returns the slices in
         which the blocks are dropped, for `Hierarchy.drop_slices`."""
         with self._hierarchy.lock:
-            newer = self._host.is_newer_tombstone
-            self._protection.purge({scope: before for scope, before in tombstones.items() if newer(scope, before)})
+            self._protection.purge(tombstones)
+            self._hierarchy.work.purge(tombstones)
             return self._host.apply_tombstones(tombstones)
 
     async def admit(self, tier: Metered) -> bool:
