@@ -54,8 +54,7 @@ class Protection:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
-        self._share, self.begin = hierarchy.limits.reserved, hierarchy.begin
-        self._budget = 0
+        self._share, self._budget, self.begin = hierarchy.limits.reserved, 0, hierarchy.begin
         self.pins = Pins(0)
         self.guarantees = Guarantees(0, 1)
         self._sync = PinSync(hierarchy, self.pins)
@@ -323,9 +322,9 @@ class Protection:
 
     # ── housekeeping, on the loop ───────────────────────────────────────────────────────────────────────────
 
-    async def tend(self, *, read_pins: bool = False) -> None:
+    async def tend(self, *, read_pins: bool = False) -> bool:
         """End pins and guarantees whose time is over, or whose scope was purged, and bring changes to the tiers below;
-        with `read_pins`, take in those made elsewhere."""
+        with `read_pins`, take in those made elsewhere. Whether they were read."""
         async with self._turn:
             await self.expire(self._clock.read().delete)
             with self._lock:
@@ -339,6 +338,8 @@ class Protection:
                         await self._drop_stale()
                 except FAILURES as error:
                     log.debug("pins cannot be read now: %s", error)
+                    return False
+        return read_pins
 
     async def _drop_stale(self) -> None:
         """End guarantees of blocks that the tier below has lost, and that G2 lacks."""

@@ -381,6 +381,21 @@ class HostTier:
     def _is_gone(self, slot: Slot) -> bool:
         return max(slot.last_use, slot.life.born) > self._made_max or self._is_purged(slot)
 
+    @property
+    def tombstones(self) -> Mapping[Scope, Wall]:
+        """Those that are known."""
+        return self._tombstones
+
+    def filling(self) -> list[BlockKey]:
+        """The blocks whose slots are FILLING."""
+        return list(self._filling)
+
+    def forget_tombstones(self, tombstones: Mapping[Scope, Wall]) -> None:
+        """Forget these, unless their blocks are still being dropped. The owner admits no more what they refuse."""
+        for scope, before in tombstones.items():
+            if self._tombstones.get(scope) == before and scope not in self._purging:
+                del self._tombstones[scope]
+
     def purged_until(self, scope: Scope) -> Wall:
         """The time of the scope's tombstone; -inf: none is known."""
         return self._tombstones.get(scope, _NEVER)
