@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from kvtier.errors import ClosedError
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.policy import Policy
@@ -61,10 +62,13 @@ class HostTier:
         self.stale_messages = 0
         self.quarantined = 0
         self._pinned = 0  # slots with a pin, in any state
+        self._ended = False  # closed, after it was open
         policy.attach(lambda key: self.index[key].priority, scoped=bool(quota))
 
     def open(self) -> None:
-        """Allocate the arena. Raises ConfigError when memory is short of one block."""
+        """Allocate the arena, once. Raises ConfigError when memory is short of one block, ClosedError after `close`."""
+        if self._ended:
+            raise ClosedError("a closed cache is not opened again; open another")
         self.arena.open()
         self._slots = [Slot(number, self.arena.pieces(number)) for number in range(self.arena.slots)]
         self._free = deque(self._slots)
@@ -428,7 +432,12 @@ class HostTier:
         self.quota.check([slot.key for slot in self._slots if slot.key is not None])
 
     def close(self) -> None:
-        """Forget every block and give the memory back."""
+        """Forget every block and give the memory back. Pins that are still out are void: their `unpin` is stale."""
+        self._ended = self._ended or bool(self._slots)
+        for slot in self._slots:
+            if slot.pins:
+                slot.generation, slot.pins = slot.generation + 1, 0
+        self._pinned = self.quarantined = 0
         self._slots, self.index, self._filling = [], {}, {}
         self._free.clear()
         self.arena.close()

@@ -172,13 +172,13 @@ class ObjectTier:
         """`work` on the loop thread, once the server was reached; without a deadline."""
 
         async def both() -> T:
-            try:
-                await self._ready()
-                return await work
-            finally:
-                work.close()
+            await self._ready()
+            return await work
 
-        return await self._loop.run(both())
+        try:
+            return await self._loop.run(both())
+        finally:
+            work.close()  # in case it was cancelled before it began
 
     async def _ready(self) -> None:
         """Make sure that the server was reached and that tombstones and pins are fresh. Raises TierError."""
