@@ -59,6 +59,7 @@ class Put:
         self._depth_of = {key: depth for depth, key in enumerate(chain)}
         self._reached = start  # blocks before it are stored, or were there already
         self._alone: set[int] = set()  # depths in no lower tier: our own tail must not evict them
+        self._below = 0  # blocks before it were seen in the lower tier: nobody need ask for them again
         self._waiting: set[int] = set()  # depths of `_alone` that found no space in a queue
         self._tried: set[int] = set()  # depths that a queue has accepted
         self._loading: set[int] = set()  # depths that a load was filling when they were reached
@@ -126,11 +127,12 @@ class Put:
             manager.finish_put(chain)  # before its blocks are stored: else the policy gives each a rank of its own
             version = manager.space.version
         else:
-            self._waiting = self._demoter.demote_rest(chain, self._reached, self._tried)
+            self._below = self._demoter.below(chain, self._below, self._reached)
+            self._waiting = self._demoter.demote_rest(chain, self._reached, self._tried, self._below)
             # In this order: a block that comes down after `alone` was asked for wakes the wait. Pins that
             # `demote_rest` itself undid do not.
             version = manager.space.version
-            self._alone = self._demoter.alone(chain, self._reached)
+            self._alone = self._demoter.alone(chain, self._reached, self._below)
         while not self._cancelled and not self._purged():
             wait = self._wait and manager.hierarchy.healthy()
             stop = min(len(chain), self._reached + self._step_blocks)

@@ -10,7 +10,9 @@ import pytest
 
 import kvtier
 from kvtier import put as put_module
+from kvtier.identity.keys import BlockKey
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
+from kvtier.tiers.host.slot import Slot
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -144,3 +146,29 @@ async def test_blocks_that_a_load_still_fills_are_not_counted() -> None:
         assert await cache.put(chain, buffers_of(chain)) == 2
         host.abort(loading, loading.generation)
         assert await cache.put(chain, buffers_of(chain)) == 4
+
+
+async def test_a_put_that_waits_does_not_look_again_at_its_whole_chain() -> None:
+    """Looks at G2's index, at two lengths: linear."""
+
+    class Looked(dict[BlockKey, Slot]):
+        count = 0
+
+        def __contains__(self, key: object) -> bool:
+            self.count += 1
+            return super().__contains__(key)
+
+    async def looks(blocks: int) -> int:
+        small = sample_namespace(512)
+        tier = MemoryTier(small, clock := VirtualClock())
+        config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 16 * 4096}}})
+        async with kvtier.aopen(config, small, clock=clock, tiers=[tier]) as cache:
+            looked = cache.manager.host.index = Looked()
+            chain = chain_of(small, blocks)
+            assert await cache.put(chain, [payload_of(key, 512) for key in chain]) == blocks
+            await cache.flush()
+            assert len(tier.store.entries) == blocks
+        return looked.count
+
+    few, many = await looks(128), await looks(1024)
+    assert many < 12 * few, f"{few} → {many}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,14 +120,20 @@ class StrideCoalescer:
             self._done(oldest)
 
     def _done(self, work: _Chain) -> None:
-        for part in slices(work.pinned):
+        if work.holds:
+            self._hierarchy.release(self._given_back(work))
+
+    def _given_back(self, work: _Chain) -> Iterator[Hold]:
+        """Its pins, the deepest block's first: they are owned no more as they are given, slice by slice."""
+        pins = list(zip(work.pinned, work.holds, strict=True))
+        for part in slices(pins[::-1]):
             with self._hierarchy.lock:
-                self._pinned.subtract(part)
-                for key in part:
+                for key, _ in part:
+                    self._pinned[key] -= 1
                     if not self._pinned[key]:
                         del self._pinned[key]
                 self._pins -= len(part)
-        self._hierarchy.unpin(work.holds)
+            yield from (hold for _, hold in part)
 
     async def flush(self, deadline: Mono) -> None:
         """Queue everything, tails included, and wait until the queue is drained or the deadline is over."""
@@ -171,6 +177,7 @@ class StrideCoalescer:
                 break
         for end in ends[present:]:
             start = (end - 1) // stride * stride
+            await asyncio.sleep(0)  # neither of these waits where G2 has the blocks and the queue has space
             slots = await self._gather_patiently(chain, start, end)
             if slots is None or not await self._enqueue_stride(ChainBatch.of(chain, slots)):
                 return

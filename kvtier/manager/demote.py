@@ -163,13 +163,13 @@ class Demoter:
         self._release([slot for slot in slots if slot.number not in kept])
         return worth
 
-    def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int]) -> set[int]:
-        """Queue what is READY before depth `stop`, not below yet and not `tried`; adds to `tried` what was accepted.
+    def demote_rest(self, chain: Sequence[BlockKey], stop: int, tried: set[int], start: int = 0) -> set[int]:
+        """Queue what is READY at start … stop-1, not below yet and not `tried`; adds to `tried` what was accepted.
 
         Returns the depths for which waiting may help: no queue had space. (A block that a tier refused, or
         that waits for the rest of its stride, stays in G2 alone.)
         """
-        fresh = sorted(self.alone(chain, stop) - tried)
+        fresh = sorted(self.alone(chain, stop, start) - tried)
         refused = set(self.demote(chain, fresh))
         tried.update(set(fresh) - refused)
         return set() if self._full() else {index for index in refused if index < self.demotable(stop)}
@@ -181,6 +181,16 @@ class Demoter:
             with self._lock:
                 here += [index for index in part if chain[index] in self._host.index]
         return self.lacking(chain, here)
+
+    def below(self, chain: Sequence[BlockKey], start: int, stop: int) -> int:
+        """The depth up to which, from `start` on, the nearest lower tier has all blocks; at most `stop`."""
+        if self._nearest is None:
+            return start
+        for part in slices(range(start, stop)):
+            for index, miss in zip(part, self._nearest.peek(chain, part), strict=True):
+                if miss is not None:
+                    return index
+        return max(start, stop)
 
     def lacking(self, chain: Sequence[BlockKey], indices: Sequence[int]) -> set[int]:
         """Those depths whose blocks are neither in the nearest lower tier nor on their way there, and should be."""
