@@ -24,7 +24,7 @@ from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Notebook, Tier
-from kvtier.times import Mono
+from kvtier.times import Mono, Wall
 
 _UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
 
@@ -223,6 +223,12 @@ class Hierarchy:
                 self._drop_below = {*self.lower, *self.lower.out}
                 self._later.append(self.host.refuse_made_after(time.serve + FUTURE_S))
         return time
+
+    def made_by(self) -> Wall:
+        """The time by which all that may be served was made. Later than now where an earlier time was accepted: what
+        was stamped just before that lies in the future, as far as it is served at all."""
+        serve = self.now().serve
+        return max(serve, min(self.clock.stamped, serve + FUTURE_S))
 
     async def accept_time(self) -> None:
         """`now` for the lower tiers; until then they serve nothing from the future. One that fails is asked again at

@@ -123,6 +123,7 @@ class TrustedClock(CheckedClock):
         self._lock = threading.Lock()
         self._guard = WallClockGuard(clock)
         self.adopted = 0  # times that a jump was accepted
+        self.stamped = Wall("-inf")  # the latest time to stamp by that was read
 
     @classmethod
     def around(cls, clock: Clock) -> TrustedClock:
@@ -133,6 +134,7 @@ class TrustedClock(CheckedClock):
         with self._lock:
             reading = self._guard.read()
             self.adopted += reading.adopted
+            self.stamped = max(self.stamped, reading.stamp)
             return reading
 
     def resume(self, raw: bytes, boot: bytes) -> None:

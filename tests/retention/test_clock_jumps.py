@@ -151,3 +151,25 @@ def test_an_anchor_is_checked() -> None:
     for bad in (b"", raw[:-1], raw[:9] + b"\xff" + raw[10:]):
         with pytest.raises(CorruptError):
             decode_anchor(bad, b"boot")
+
+
+@STACKS
+@pytest.mark.parametrize("back_s", [30.0, 100.0, 250.0])
+def test_a_purge_after_an_earlier_time_was_accepted_covers_what_the_later_one_stamped(
+    tmp_path: Path, stack: str, back_s: float
+) -> None:
+    clock = VirtualClock()
+    with opened(tmp_path, clock, stack) as cache:
+        put(cache, KEYS)
+        clock.jump_wall(-back_s)
+        for _ in range(20):
+            assert served(cache, KEYS[:1]) == 1
+            clock.advance(SETTLE_S / 20 - 1)
+        put(cache, OTHER)
+        clock.advance(21)
+        assert served(cache, OTHER) == 8
+        assert cache.manager.hierarchy.clock.adopted == 1
+        cache.purge()
+        assert served(cache, KEYS) == served(cache, OTHER) == 0
+    with opened(tmp_path, clock, stack) as cache:
+        assert served(cache, KEYS) == served(cache, OTHER) == 0, "it came back with the next process"

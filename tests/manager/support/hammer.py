@@ -31,11 +31,10 @@ from kvtier.errors import ClosedError, InvalidRequest, TierError
 from kvtier.identity import hashing
 from kvtier.identity.keys import BlockKey, Scope, make_keys, scope_of
 from tests.manager.support.hammer_model import Model, bytes_of
-from tests.manager.support.hammer_world import STACKS, World
+from tests.manager.support.hammer_world import STACKS, World, slow_copies
 from tests.manager.support.small import slices_of
 
-WORKERS = 12
-THREADS = 5
+TASKS, THREADS = 12, 5
 ROUND_S = 1.0
 LIFE_S = 4.0
 CLOSED_S = 5.0 + 4.0  # deadlines.close, and the grace of a busy loop
@@ -53,8 +52,9 @@ SALTS = {scope_of("a"): "a", scope_of("b"): "b", scope_of(None): None, scope_of(
 class TasksFace:
     """Calls of an AsyncCache, from tasks of this loop."""
 
-    def __init__(self, cache: AsyncCache) -> None:
+    def __init__(self, cache: AsyncCache, number: int = 0) -> None:
         self.cache: Any = cache
+        self.number = number
 
     async def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
         return await verb(*args, **named)
@@ -74,8 +74,9 @@ class TasksFace:
 class ThreadsFace:
     """Calls of a Cache, which never suspend: their coroutines run on any thread, see `at_once`."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, number: int = 0) -> None:
         self.cache: Any = cache
+        self.number = number
 
     async def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
         return verb(*args, **named)
@@ -93,6 +94,7 @@ class ThreadsFace:
 
 
 Face = TasksFace | ThreadsFace
+_CACHES = {TasksFace: AsyncCache, ThreadsFace: Cache}
 
 
 def at_once(work: Coroutine[Any, Any, Any]) -> Any:
@@ -110,8 +112,11 @@ class Hammer:
     def __init__(self, seed: int, stack: str, root: Path) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.world = World(stack, root, self.rng)
-        self.threads = stack == "worker" or (stack != "large" and seed % 3 == 0)
-        """Whether several threads call a Cache; else tasks call an AsyncCache."""
+        threads = stack == "worker" or (stack != "long" and seed % 3 == 0)
+        self.kinds: list[type[Face]] = [ThreadsFace if threads else TasksFace]
+        """Threads that call a Cache, or tasks that call an AsyncCache, or both over the same stores."""
+        if stack in ("disk", "objects", "both") and seed % 3 == 1:
+            self.kinds = [ThreadsFace, TasksFace]
         self.model = Model(self.world.block_bytes, IDLE_S, AGE_S)
         self.chains = {scope: self._prompts(scope) for scope in SCOPES}
         self.fresh: list[list[BlockKey]] = []
@@ -120,14 +125,25 @@ class Hammer:
 
     def _prompts(self, scope: Scope) -> list[list[BlockKey]]:
         """Prompts of which each leaves an earlier one at some block."""
-        rng, large = random.Random(scope), self.world.stack == "large"
-        blocks = 8000 if large else 12
-        prompts = [[rng.randrange(1000) for _ in range(blocks * 16)] for _ in range(2 if large else 3)]
-        for base in prompts[:3]:
-            for _ in range(1 if large else 3):
-                fork = rng.randrange(1, blocks) * 16
+        rng, shape = random.Random(scope), self.world.shape
+        size = self.world.namespace.block_tokens
+        prompts = [[rng.randrange(1000) for _ in range(shape.blocks * size)] for _ in range(shape.prompts)]
+        for base in prompts[: shape.prompts]:
+            for _ in range(shape.forks):
+                fork = rng.randrange(1, shape.blocks) * size
                 prompts.append(base[:fork] + [rng.randrange(1000) for _ in range(len(base) - fork)])
         return [self._keys(scope, tokens) for tokens in prompts]
+
+    def renewed(self, scope: Scope, rng: random.Random) -> list[BlockKey]:
+        """A new prompt in the place of an old one, that it shares a beginning with: of blocks that are new to every
+        tier, all bytes are copied and written."""
+        chains, place = self.chains[scope], rng.randrange(len(self.chains[scope]))
+        fork = rng.randrange(len(chains[place]))
+        root = chains[place][fork - 1][-32:] if fork else hashing.chain_root(self.world.namespace.digest, scope)
+        size = self.world.namespace.block_tokens
+        tokens = [rng.randrange(1 << 30) for _ in range((len(chains[place]) - fork) * size)]
+        chains[place] = chains[place][:fork] + make_keys(scope, hashing.chain_hashes(root, tokens, size))
+        return chains[place]
 
     def _keys(self, scope: Scope, tokens: Sequence[int]) -> list[BlockKey]:
         root = hashing.chain_root(self.world.namespace.digest, scope)
@@ -136,12 +152,14 @@ class Hammer:
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def chain(self, rng: random.Random) -> tuple[Scope, list[BlockKey]]:
-        scope = rng.choice(list(SCOPES))
+        scope = rng.choices(list(SCOPES), [4 if terms is None else 1 for terms in SCOPES.values()])[0]
         chain = rng.choice(self.chains[scope])
         return scope, chain[: rng.randint(1, len(chain))]
 
     async def put(self, face: Face, rng: random.Random) -> None:
         scope, chain = self.chain(rng)
+        if rng.random() < 0.3:
+            chain = self.renewed(scope, rng)
         start = rng.choice([0, 0, 0, rng.randrange(len(chain))])
         size = self.world.block_bytes
         buffers = [bytearray(bytes_of(key, size)) for key in chain[start:]]
@@ -151,7 +169,16 @@ class Hammer:
         with self.model.using(chain, putting=True):
             try:
                 wait, timeout = rng.random() < 0.6, rng.choice([None, 0.0, 0.01, 0.2])
-                await face.call(face.cache.put, chain, buffers, retention, wait, start=start, timeout=timeout)
+                await face.call(
+                    face.cache.put,
+                    chain,
+                    buffers,
+                    retention,
+                    wait,
+                    start=start,
+                    timeout=timeout,
+                    request_id=f"r{rng.randrange(9)}",
+                )
             except InvalidRequest:
                 assert retention == "sure"  # more than may be guaranteed
             finally:
@@ -168,9 +195,10 @@ class Hammer:
         self, face: Face, chain: Sequence[BlockKey], start: int, timeout: float | None, rng: random.Random
     ) -> int:
         """Get, and compare with the model, twice while the lease holds. Returns how many blocks were there."""
-        wanted, floors = chain[start:], self.model.floors(chain[start:])
+        wanted, floors = chain[start:], self.model.floors(chain[start:], face.number)
         with self.model.using(chain) as began:
-            async with face.get(chain, timeout, start=start) as hit:
+            request, other = f"r{rng.randrange(9)}", f"r{rng.randrange(9)}"
+            async with face.get(chain, timeout, start=start, request_id=request, compared_with=other) as hit:
                 self.model.compare(wanted, hit.blocks, hit.tiers, began, floors)
                 await face.pause(rng.choice([0, 0, 0.01]))
                 for key, block in zip(wanted, hit.blocks, strict=False):
@@ -194,11 +222,13 @@ class Hammer:
         ]
         with self.model.using([*chain, *lasting]), contextlib.suppress(InvalidRequest, TierError):
             await rng.choices(verbs, [6, 3, 2, 1, 1, 2, 1, 2])[0]()
-        cache.computed(rng.randrange(1, 64), rng.choice([0.0, 1e-4, 0.1]))
+        if rng.random() < 0.1:
+            cache.computed(rng.randrange(1, 64), rng.choice([0.0, 1e-4, 0.1]))
         cache.stats()
+        cache.account(f"r{rng.randrange(9)}")
 
     async def purge(self, face: Face, scope: Scope) -> None:
-        with self.model.purging(scope):
+        with self.model.purging(scope, face.number):
             if scope in SALTS:
                 await face.call(face.cache.purge, SALTS[scope])
             else:
@@ -231,22 +261,26 @@ class Hammer:
             await task
 
     @contextlib.asynccontextmanager
-    async def callers(self, face: Face, until: float) -> AsyncIterator[None]:
+    async def callers(self, faces: Sequence[Face], until: float) -> AsyncIterator[None]:
         """All of them at work, until they have ended."""
         self.fresh = []  # they may evict it
-        rngs = [random.Random(self.rng.randrange(1 << 62)) for _ in range(THREADS if self.threads else WORKERS)]
-        if isinstance(face, TasksFace):
-            tasks = [asyncio.ensure_future(self.work(face, rng, until)) for rng in rngs]
-            yield
-            await asyncio.gather(*tasks)
-            return
-        threads = [threading.Thread(target=self._on_thread, args=(face, rng, until)) for rng in rngs]
+        tasks: list[asyncio.Future[None]] = []
+        threads: list[threading.Thread] = []
+        for face in faces:
+            for _ in range(TASKS if isinstance(face, TasksFace) else THREADS):
+                rng = random.Random(self.rng.randrange(1 << 62))
+                if isinstance(face, TasksFace):
+                    tasks.append(asyncio.ensure_future(self.work(face, rng, until)))
+                else:
+                    threads.append(threading.Thread(target=self._on_thread, args=(face, rng, until)))
         for thread in threads:
             thread.start()
         yield
+        _, stranded = await asyncio.wait(tasks, timeout=until - time.monotonic() + 30) if tasks else (0, 0)
         for thread in threads:
             await asyncio.to_thread(thread.join, until - time.monotonic() + 30)
-            assert not thread.is_alive(), "a caller is stranded"
+        assert not stranded and not any(thread.is_alive() for thread in threads), "a caller is stranded"
+        await asyncio.gather(*tasks)
         if self.failures:
             raise self.failures[0]
 
@@ -261,61 +295,82 @@ class Hammer:
     async def live(self, ends: float) -> None:
         """Open, some rounds, close; what was written is there again in the next life."""
         before = self._held()
-        cache = await asyncio.to_thread(self.world.open, Cache) if self.threads else self.world.open(AsyncCache)
-        face: Face = ThreadsFace(cache) if self.threads else TasksFace(cache)
-        if isinstance(face, TasksFace):
-            await cache.__aenter__()
+        self.world.tiers, faces = [], [await self.opened(kind, number) for number, kind in enumerate(self.kinds)]
         try:
-            self.world.hurry(cache)
-            await self.sees_again(face)
+            await self.sees_again(faces[0])
             for _ in range(self.rng.choice([1, 1, 2])):
-                await self.round(face)
+                await self.round(faces)
                 if time.monotonic() > ends:
                     break
             if self.rng.random() < 0.4:
-                await self.closed_while_busy(face)
+                await self.closed_while_busy(faces)
         finally:
-            self.world.heal(cache)
-            await face.call(cache.close)
-        del cache, face
+            for face in faces:
+                self.world.heal(face.cache)
+                await face.call(face.cache.close)
+        faces.clear()
+        del face
         self.model.restarted()
         self.lives += 1
         await self.nothing_left(before)
 
-    async def round(self, face: Face) -> None:
+    async def opened(self, kind: type[Face], number: int) -> Face:
+        """A face of an open cache, over the stores as they are."""
+        cache = await asyncio.to_thread(self.world.open, _CACHES[kind])
+        if isinstance(cache, AsyncCache):
+            await cache.__aenter__()
+        self.world.hurry(cache)
+        return kind(cache, number)
+
+    async def round(self, faces: Sequence[Face]) -> None:
         until = time.monotonic() + ROUND_S
-        async with self.callers(face, until):
+        self.world.calm = self.rng.random() < 0.4
+        async with self.callers(faces, until):
             while time.monotonic() < until:
-                self.world.trouble(face.cache)
+                for face in faces:
+                    self.world.trouble(face.cache)
+                    with face.cache.manager.lock:
+                        face.cache.manager.host.check()
                 await asyncio.sleep(0.1)
             if self.rng.random() < 0.1:
                 self.world.suspend(self.rng.choice([5.0, 700.0]))
-            self.world.heal(face.cache)
-        if face.cache.manager.hierarchy.clock.adopted:
+            self.heal(faces)
+        if any(face.cache.manager.hierarchy.clock.adopted for face in faces):
             self.model.clock_was_set()
-        self.world.heal(face.cache)
-        await self.quiesce(face)
+        for face in faces:
+            await self.settle(face)
+        for face in faces:
+            await self.quiesce(face)
 
-    async def closed_while_busy(self, face: Face) -> None:
-        """Two close it while all others call it."""
-        async with self.callers(face, time.monotonic() + 20):
+    def heal(self, faces: Sequence[Face]) -> None:
+        for face in faces:
+            self.world.heal(face.cache)
+
+    async def closed_while_busy(self, faces: Sequence[Face]) -> None:
+        """Two close each cache while all others call it."""
+        async with self.callers(faces, time.monotonic() + 20):
             await asyncio.sleep(self.rng.random() * 0.3)
-            self.world.trouble(face.cache)
+            self.world.trouble(faces[0].cache)
             began = time.monotonic()
-            if isinstance(face, TasksFace):
-                closing = [asyncio.ensure_future(face.cache.close()) for _ in range(2)]
-                if self.rng.random() < 0.3:
-                    await asyncio.sleep(0.01)
-                    closing[0].cancel()
-                await asyncio.gather(*closing, return_exceptions=True)
-            else:
-                await asyncio.gather(*(asyncio.to_thread(face.cache.close) for _ in range(2)))
+            await asyncio.gather(*(self.closed_twice(face) for face in faces))
             assert time.monotonic() - began < CLOSED_S, f"closing took {time.monotonic() - began:.1f} s"
             for tier in self.world.tiers:
                 tier.heal()
-        with contextlib.suppress(ClosedError):
-            await face.call(face.cache.match, self.chains[scope_of(None)][0])
-            raise AssertionError("a closed cache answers")
+        for face in faces:
+            with contextlib.suppress(ClosedError):
+                await face.call(face.cache.match, self.chains[scope_of(None)][0])
+                raise AssertionError("a closed cache answers")
+
+    async def closed_twice(self, face: Face) -> None:
+        """By two at once, of which the first may be cancelled."""
+        if isinstance(face, ThreadsFace):
+            await asyncio.gather(*(asyncio.to_thread(face.cache.close) for _ in range(2)))
+            return
+        closing = [asyncio.ensure_future(face.cache.close()) for _ in range(2)]
+        if self.rng.random() < 0.3:
+            await asyncio.sleep(0.01)
+            closing[0].cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
 
     def _held(self) -> tuple[set[asyncio.Task[Any]], int]:
         gc.collect()
@@ -339,7 +394,6 @@ class Hammer:
     async def quiesce(self, face: Face) -> None:
         """All tiers are well, and nobody calls: what must hold then."""
         cache = face.cache
-        await self.settle(face)
         cache.check()
         self.judge()
         for chains in self.chains.values():
@@ -347,6 +401,7 @@ class Hammer:
                 await self.read(face, chain, 0, 5.0, self.rng)
         self.judge()
         await self.reaches_all(face)
+        await self.expires(face)
         scope = self.rng.choice(list(SALTS))
         await self.purge_everywhere(face, scope)
         for chain in self.chains[scope]:
@@ -396,6 +451,19 @@ class Hammer:
                 assert not missing, f"{tier.name} lacks what was put: {missing}, {face.cache.stats()[tier.name]}"
             self.fresh = [chain]
 
+    async def expires(self, face: Face) -> None:
+        """Blocks are over when their class says so, used meanwhile or not."""
+        for scope, seconds in {**IDLE_S, scope_of("short"): AGE_S[scope_of("short")]}.items():
+            chain = self._keys(scope, [self.rng.randrange(1 << 30) for _ in range(2 * 16)])
+            payloads = [bytes_of(key, self.world.block_bytes) for key in chain]
+            with self.model.using(chain, putting=True):
+                await face.call(face.cache.put, chain, payloads, SCOPES[scope], timeout=0.0)
+            await self.read(face, chain, 0, 0.0, self.rng)
+            await asyncio.sleep(seconds + 0.01)
+            assert await face.call(face.cache.match, chain, 0.0) == 0, f"over for {seconds} s"
+            assert await self.read(face, chain, 0, 0.0, self.rng) == 0, f"over for {seconds} s"
+        self.judge()
+
     async def _found(self, face: Face, tier: Any, chain: Sequence[BlockKey]) -> list[Any]:
         deadline = face.cache.manager.hierarchy.clock.monotonic() + 5.0
         found: list[Any] = await face.on_loop(tier.lookup(chain, range(len(chain)), deadline))
@@ -416,15 +484,17 @@ class Hammer:
 
 async def hammer(seed: int, seconds: float, stack: str = "memory", root: Path | None = None) -> Hammer:
     """Lives for `seconds`. With an even seed, in slices of a block or two, which chains as short as these would not be
-    cut into. Raises the first failure, with the command that repeats it."""
+    cut into; with half of the seeds, copies take longer than those of blocks as small as these. Raises the first
+    failure, with the command that repeats it."""
     command = f"python -m tests.manager.support.hammer {seconds:g} {seed} {stack}"
-    small = seed % 2 == 0 and stack != "large"
+    small = seed % 2 == 0 and stack != "long"
     with contextlib.ExitStack() as ending:
         if root is None:
             root = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-hammer-")))
         it = Hammer(seed, stack, root)
         ends = time.monotonic() + seconds
         ending.enter_context(slices_of(1 + seed // 2 % 2) if small else contextlib.nullcontext())
+        ending.enter_context(slow_copies(random.Random(seed)) if seed % 4 < 2 else contextlib.nullcontext())
         ending.enter_context(it.world.running())
         try:
             while time.monotonic() < ends:

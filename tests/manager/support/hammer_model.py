@@ -18,10 +18,8 @@ _EARLY_S = 0.02
 _NEVER = float("-inf")
 
 
-@lru_cache(maxsize=1 << 17)
-def bytes_of(key: BlockKey, size: int) -> bytes:
-    """`payload_of`, remembered."""
-    return payload_of(key, size)
+bytes_of = lru_cache(maxsize=1 << 17)(payload_of)
+"""`payload_of`, remembered."""
 
 
 class Model:
@@ -39,8 +37,9 @@ class Model:
         self._using: Counter[BlockKey] = Counter()
         self._put: dict[BlockKey, float] = {}  # end of the latest call that offered it
         self._used: dict[BlockKey, float] = {}  # end of the latest call that named it
-        self._purged: dict[Scope, float] = {}  # begin of the latest purge
+        self._purged: dict[tuple[int, Scope], float] = {}  # begin of the latest purge, by the cache it was asked of
         self._kept: dict[Scope, float] = {}  # begin of the latest that every tier has confirmed
+        self._found: dict[Scope, float] = {}  # those that the stores had when they were opened
         self.wrong: list[str] = []
         """Each block that was served and should not have been."""
         self.served = 0
@@ -65,7 +64,7 @@ class Model:
                     self._put.update(dict.fromkeys(keys, ended))
 
     @contextmanager
-    def purging(self, scope: Scope) -> Iterator[None]:
+    def purging(self, scope: Scope, cache: int = 0) -> Iterator[None]:
         """Around a purge: in force in this cache when it returns or fails, and for good when it returns."""
         began = time.monotonic()
         answered = confirmed = False
@@ -78,14 +77,14 @@ class Model:
         finally:
             with self._lock:
                 if answered:
-                    self._purged[scope] = max(began, self._purged.get(scope, _NEVER))
+                    self._purged[cache, scope] = max(began, self._purged.get((cache, scope), _NEVER))
                 if confirmed:
                     self._kept[scope] = max(began, self._kept.get(scope, _NEVER))
 
     def restarted(self) -> None:
-        """Another cache over the same stores: it knows of the purges that these have confirmed."""
+        """Other caches over the same stores: they know of the purges that these have confirmed."""
         with self._lock:
-            self._purged = dict(self._kept)
+            self._purged, self._found = {}, dict(self._kept)
 
     def clock_was_set(self) -> None:
         """A new time has been accepted: lives count from now on."""
@@ -94,12 +93,14 @@ class Model:
             for times in (self._put, self._used):
                 times.update(dict.fromkeys(times, now))
 
-    def floors(self, keys: Sequence[BlockKey]) -> dict[BlockKey, tuple[float, float, float]]:
+    def floors(self, keys: Sequence[BlockKey], cache: int = 0) -> dict[BlockKey, tuple[float, float, float]]:
         """Before a get: per block, the purge that covers it, and when it was last used and put."""
         with self._lock:
+            scopes = {scope_of_key(key) for key in keys}
+            purged = {s: max(self._purged.get((cache, s), _NEVER), self._found.get(s, _NEVER)) for s in scopes}
             return {
                 key: (
-                    self._purged.get(scope_of_key(key), _NEVER),
+                    purged[scope_of_key(key)],
                     self._used.get(key, _NEVER),
                     self._put.get(key, _NEVER),
                 )

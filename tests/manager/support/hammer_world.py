@@ -9,8 +9,10 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kvtier
 from kvtier.clock import SystemClock
@@ -21,12 +23,29 @@ from kvtier.testing import Fault, FaultyTier, MemoryTier, sample_namespace
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.testing.memory import MemoryStore
 from kvtier.tiers.guard import GuardLimits
+from kvtier.tiers.host import slot
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono, Wall
 
-STACKS = ("memory", "disk", "objects", "both", "worker", "s3", "large")
+STACKS = ("memory", "disk", "objects", "both", "worker", "s3", "long")
 """Kinds of tiers below G2: in dicts; G3 in this process; a bucket in files; both; G3 in a process of its own; both,
-with a bucket that fails; a dict below 100,000 slots."""
+with a bucket that fails. In dicts below 100,000 slots, with long chains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of blocks and prompts. `forks` of each of `prompts` leave it at some block."""
+
+    block_bytes: int = 4096
+    slots: tuple[int, ...] = (24, 32, 48, 96)
+    blocks: int = 12
+    prompts: int = 3
+    forks: int = 3
+    renewed: float = 0.2
+    """Share of the puts that bring blocks which no tier has."""
+
+
+SHAPES = {"long": Shape(64, (100_000,), 8000, 2, 1)}
 
 DAY_S = 86_400.0
 CLASSES = {
@@ -59,6 +78,18 @@ class SetClock(SystemClock):
 
     def monotonic(self) -> Mono:
         return Mono(super().monotonic() + self.suspended_s)
+
+
+@contextlib.contextmanager
+def slow_copies(rng: random.Random) -> Iterator[None]:
+    """Let a put of small blocks take as long as one of large blocks, so that it is cancelled while it copies."""
+
+    def copy_in(pieces: Sequence[memoryview], buffer: memoryview) -> None:
+        time.sleep(rng.choice([0, 0, 0.0005, 0.002]))
+        slot.copy_in(pieces, buffer)
+
+    with mock.patch("kvtier.put.copy_in", copy_in):
+        yield
 
 
 class TroubledTier(FaultyTier):
@@ -105,14 +136,16 @@ class World:
 
     def __init__(self, stack: str, root: Path, rng: random.Random) -> None:
         self.stack, self.root, self.rng = stack, root, rng
-        self.block_bytes = 64 if stack == "large" else 4096
+        self.shape = SHAPES.get(stack, Shape())
+        self.block_bytes = self.shape.block_bytes
         self.namespace = sample_namespace(self.block_bytes)
         self.clock = SetClock()
-        self.slots = 100_000 if stack == "large" else rng.choice([24, 32, 48, 96])
+        self.slots = rng.choice(self.shape.slots)
         self.stride = rng.choice([1, 2, 4])
         self.memory = [MemoryStore.empty(), MemoryStore.empty()]
-        self.capacity_blocks = 0 if stack == "large" else rng.choice([0, 40, 200])
-        self.deep = stack != "large" and rng.random() < 0.7
+        self.capacity_blocks = 0 if stack == "long" else rng.choice([0, 40, 200])
+        self.deep = stack != "long" and rng.random() < 0.7
+        self.calm = False
         self.tiers: list[TroubledTier] = []
         self.server = FaultyS3(rng.randrange(1 << 30))
         self.config = kvtier.Config()
@@ -137,7 +170,7 @@ class World:
                 "client": "s3fs",
                 "options": self.server.options,
             }
-        quota = {"quota": 0.6} if self.rng.random() < 0.3 and self.stack != "large" else {}
+        quota = {"quota": 0.6} if self.rng.random() < 0.3 and self.stack != "long" else {}
         return {
             "tiers": tiers,
             "retention": {"classes": CLASSES, **quota},
@@ -150,12 +183,11 @@ class World:
         return self.stack != "memory" or not self.capacity_blocks
 
     def open(self, face: type) -> Any:
-        """A closed cache over the stores as they are. In `tiers` what it has below."""
+        """A closed cache over the stores as they are. Adds to `tiers` what it has below."""
         clock = TrustedClock(self.clock)
         if self.stack == "worker":
-            self.tiers = []
             return face(self.config, self.namespace, clock, computes=True)
-        if self.stack in ("memory", "large"):
+        if self.stack in ("memory", *SHAPES):
             raw: Sequence[Tier] = [
                 MemoryTier(self.namespace, clock, store=self.memory[0], capacity_blocks=self.capacity_blocks)
             ]
@@ -168,8 +200,9 @@ class World:
                 ]
         else:
             raw = lower_tiers(self.config, self.namespace, clock)
-        self.tiers = [TroubledTier(tier, self.rng.randrange(1 << 30)) for tier in raw]
-        return face(self.config, self.namespace, clock, self.tiers)
+        tiers = [TroubledTier(tier, self.rng.randrange(1 << 30)) for tier in raw]
+        self.tiers += tiers
+        return face(self.config, self.namespace, clock, tiers)
 
     def hurry(self, cache: Any) -> None:
         """Have the guards give up soon, where tiers hang."""
@@ -177,7 +210,9 @@ class World:
             tier.inner.limits = _HURRIED
 
     def trouble(self, cache: Any) -> None:
-        """Something else goes wrong from now on, or nothing."""
+        """Something else goes wrong from now on, or nothing, as in a calm world."""
+        if self.calm:
+            return
         for tier in self.tiers:
             tier.trouble(self.rng)
         if self.stack == "s3":
