@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,10 @@ from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 
 RULE = "kvtier-backstop"
+NAMESPACES_MAX = 60
+"""A bucket has at most 1000 rules."""
+
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _DAY_S = 86400.0
 _BYTES_PER_TOKEN_8B = 128 << 10
 _PREFILL_8B = 10_000
@@ -30,7 +35,10 @@ _REACH = "check the URL, the endpoint, and the credentials in the client's chain
 _GRANT = "grant get, put, delete and list below the prefix, or see why the server refuses"
 
 File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="CONFIG")]
-Apply = Annotated[bool, typer.Option("--apply", help="Add the rule to the bucket and keep its other rules.")]
+Apply = Annotated[bool, typer.Option("--apply", help="Add the rules to the bucket and keep its other rules.")]
+Namespaces = Annotated[
+    list[str] | None, typer.Option("--namespace", help="64 digits; again for more. Without: those in the bucket.")
+]
 
 
 def probe_bucket(g4: G4) -> ConformanceReport:
@@ -84,31 +92,50 @@ def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
         yield "g4 break-even", "ok", detail, slow if pays < _PREFILL_8B else ""
 
 
-def backstop(config: Config) -> dict[str, Any]:
-    """The lifecycle rule that deletes objects that every sweeper missed, in S3's form.
+def backstop(config: Config, namespaces: Sequence[str]) -> list[dict[str, Any]]:
+    """The lifecycle rules that delete objects that every sweeper missed, in S3's form: sixteen for each namespace, by
+    the first digit of a scope, since a rule cannot leave out the pins and tombstones beside them.
 
     A renewal makes a new version of the object, so its age by the server's stamp is the time since its last recorded
     use: at most the longest ttl, or the longest max_age, plus half a ttl of uses not yet recorded.
-    Raises ConfigError if a class that reaches G4 has neither: no age makes its objects garbage.
+    Raises ConfigError if a class that reaches G4 has neither: no age makes its objects garbage; or if the URL has no
+    prefix: the rules would reach other people's objects.
     """
     g4 = config.tiers.g4
     if g4 is None or not g4.url.startswith(("s3://", "s3a://")):
         raise ConfigError("tiers.g4.url: lifecycle rules are S3's; this URL names no S3 bucket")
+    _, prefix = _place(g4)
+    if not prefix:
+        raise ConfigError("tiers.g4.url has no prefix: rules would cover the whole bucket; write s3://bucket/prefix")
     deep = [terms for terms in config.terms() if terms.ceiling >= Depth.G4]
     endless = [terms.name for terms in deep if terms.ttl is None and terms.max_age is None]
     if endless:
         raise ConfigError(
             f"retention.classes.{endless[0]} has neither ttl nor max_age, so no age makes its blocks garbage; set one"
         )
+    if len(namespaces) > NAMESPACES_MAX:
+        raise ConfigError(f"{len(namespaces)} namespaces below {prefix}/: S3 takes rules for {NAMESPACES_MAX}")
     days = math.ceil(max(_longest(terms) for terms in deep) / _DAY_S) + 1
-    prefix = g4.url.partition("://")[2].partition("/")[2].strip("/")
-    return {
-        "ID": RULE,
-        "Status": "Enabled",
-        "Filter": {"Prefix": f"{prefix}/" if prefix else ""},
-        "Expiration": {"Days": days},
+    uploads = {
+        "ID": RULE, "Status": "Enabled", "Filter": {"Prefix": f"{prefix}/"},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
-    }
+    }  # fmt: skip
+    return [uploads] + [
+        {
+            "ID": f"{RULE}-{namespace[:16]}-{digit}",
+            "Status": "Enabled",
+            "Filter": {"Prefix": f"{prefix}/{namespace}/{digit}"},
+            "Expiration": {"Days": days},
+        }
+        for namespace in namespaces
+        for digit in "0123456789abcdef"
+    ]
+
+
+def _place(g4: G4) -> tuple[str, str]:
+    """Bucket and prefix of an S3 URL."""
+    bucket, _, prefix = g4.url.partition("://")[2].partition("/")
+    return bucket, prefix.strip("/")
 
 
 def _longest(terms: Terms) -> float:
@@ -116,29 +143,51 @@ def _longest(terms: Terms) -> float:
     return min(ttl, math.inf if terms.max_age is None else terms.max_age)
 
 
-def lifecycle(file: File, apply: Apply = False, json: Json = False) -> None:
-    """Print the lifecycle rule that deletes objects that every sweeper missed; `--apply` adds it to the bucket."""
+def lifecycle(file: File, apply: Apply = False, json: Json = False, namespace: Namespaces = None) -> None:
+    """Print the lifecycle rules that delete objects that every sweeper missed; `--apply` puts them into the bucket."""
     config = Config.load(file)
-    rule = backstop(config)
+    backstop(config, [])  # its errors, before anything is asked
+    assert config.tiers.g4 is not None
+    found = namespace or _namespaces(config.tiers.g4)
+    if not found:
+        raise ConfigError("tiers.g4.url: no namespace there yet; start a replica first, or name one by --namespace")
+    rules = backstop(config, found)
     if apply:
-        assert config.tiers.g4 is not None
-        _put_rule(config.tiers.g4, rule)
+        _put_rules(config.tiers.g4, rules)
     if json:
-        write_json({"Rules": [rule], "applied": apply})
+        write_json({"Rules": rules, "applied": apply})
         return
     import json as jsonlib
 
-    console().print(jsonlib.dumps({"Rules": [rule]}, indent=2))
-    where = config.tiers.g4.url.partition("://")[2].partition("/")[0] if config.tiers.g4 else ""
-    hint = "aws s3api put-bucket-lifecycle-configuration --bucket " + where + " --lifecycle-configuration file://…"
-    console().print("in the bucket now" if apply else f"not applied; use --apply, or: {hint}")
+    console().print(jsonlib.dumps({"Rules": rules}, indent=2))
+    bucket, _ = _place(config.tiers.g4)
+    console().print(
+        "in the bucket now, beside its other rules"
+        if apply
+        else "not applied; use --apply, which keeps the bucket's other rules. put-bucket-lifecycle-configuration "
+        f"replaces them all: to use it, add these to what get-bucket-lifecycle-configuration --bucket {bucket} prints"
+    )
 
 
-def _put_rule(g4: G4, rule: dict[str, Any]) -> None:
-    """Replace the rule called RULE and keep the rest. Raises TierError."""
+def _namespaces(g4: G4) -> list[str]:
+    """The namespaces below the URL's prefix. Raises TierError."""
     import s3fs
 
-    bucket = g4.url.partition("://")[2].partition("/")[0]
+    try:
+        fs = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **g4.options)
+        names = [path.rpartition("/")[2] for path in fs.ls("/".join(_place(g4)), detail=False)]
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        raise TierError("g4", "list", type(error).__name__) from None
+    return [name for name in names if _NAMESPACE.fullmatch(name)]
+
+
+def _put_rules(g4: G4, ours: Sequence[dict[str, Any]]) -> None:
+    """Replace the rules whose name begins with RULE and keep the rest. Raises TierError."""
+    import s3fs
+
+    bucket, _ = _place(g4)
     fs = s3fs.S3FileSystem(skip_instance_cache=True, **g4.options)
     try:
         try:
@@ -148,7 +197,9 @@ def _put_rule(g4: G4, rule: dict[str, Any]) -> None:
             if answer.get("Error", {}).get("Code") != "NoSuchLifecycleConfiguration":
                 raise  # the bucket's rules would be lost
             rules = []
-        kept = [each for each in rules if each.get("ID") != RULE]
-        fs.call_s3("put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [*kept, rule]})
+        kept = [each for each in rules if not each.get("ID", "").startswith(RULE)]
+        fs.call_s3(
+            "put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [*kept, *ours]}
+        )
     except Exception as error:
         raise TierError("g4", "lifecycle", type(error).__name__) from None

@@ -292,6 +292,6 @@ def _redacted(key: str, value: Any) -> Any:
         return {k: _redacted(k, v) for k, v in value.items()}
     if isinstance(value, list):
         return [_redacted(key, v) for v in value]
-    shown = value is None or isinstance(value, bool | int | float)
-    harmless = key in _SHOWN_OPTIONS and isinstance(value, str) and "@" not in value
+    shown = value is None or isinstance(value, bool)
+    harmless = key in _SHOWN_OPTIONS and isinstance(value, str | int | float) and "@" not in str(value)
     return value if shown or harmless else _HIDDEN

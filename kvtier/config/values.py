@@ -59,12 +59,12 @@ def _paths(value: Any) -> tuple[Path, ...]:
 def _url(value: Any) -> str:
     url = _text(value, 2048)
     scheme, found, rest = url.partition("://")
+    if "@" in url:  # before anything is shown; a secret may hold a slash
+        raise InvalidRequest(
+            "the URL carries credentials, or another '@'; leave them to the client's own chain or use tiers.g4.options"
+        )
     if not found or not re.fullmatch(r"[a-z0-9][a-z0-9+.-]*", scheme, re.ASCII) or "::" in url:
         raise InvalidRequest(f"{shorten(url)} is not a URL; write one that fsspec knows, such as s3://bucket/prefix")
-    if "@" in rest.split("/", 1)[0]:
-        raise InvalidRequest(
-            "the URL carries credentials; leave them to the client's own chain or use tiers.g4.options"
-        )
     if not rest.strip("/") and scheme != "memory":
         raise InvalidRequest(f"{shorten(url)} names no bucket or directory; write one, such as s3://bucket/prefix")
     if ".." in rest.split("/"):

@@ -15,7 +15,7 @@ from kvtier.times import Mono
 RECORD_S = 30.0
 """Between two searches for uses that are worth recording in the bucket."""
 
-TIDY_S = 600.0
+TIDY_S = 900.0
 """Between two deletions of old deltas and ended pins, however long the sweeper's pass takes."""
 
 TASK_S = 30.0

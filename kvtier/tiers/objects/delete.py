@@ -43,8 +43,9 @@ class Remover:
     async def everything(self) -> int:
         """Delete all blocks of the namespace, and its deltas."""
         blocks = 0
-        async for page in self._store.bucket.list(self._store.names.deltas):
-            await self._store.bucket.delete_many([stat.name for stat in page])
+        for hints in (self._store.names.deltas, self._store.names.merged):
+            async for page in self._store.bucket.list(hints):
+                await self._store.bucket.delete_many([stat.name for stat in page])
         async for strides in self._list(self._store.names.root):
             blocks += await self._delete(strides)
         self._store.index.clear()

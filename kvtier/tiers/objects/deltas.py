@@ -28,7 +28,8 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.trusted_clock import deletion_time
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_page
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat
+from kvtier.tiers.objects.catalogue import Catalogue, stamp_us, window_of
 from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
@@ -37,10 +38,19 @@ from kvtier.times import Mono
 MAGIC = b"KVTDELTA"
 VERSION = 1
 ENTRIES_MAX = 1024
+ENTRIES_MERGED_MAX = 16 << 10
 DELTA_BYTES_MAX = 8 << 20
 
 PUBLISH_S = 5.0
+"""Between two deltas of one replica, and PUBLISH_SHARE_S for each replica that writes: twenty in a second at most."""
+
+PUBLISH_SHARE_S = 1 / 20
 POLL_S = 10.0
+IDLE_POLL_S = 60.0
+"""The same while there is nothing new."""
+
+MERGED_KEEP_S = 300.0
+"""Age at which a delta is deleted whose window was merged."""
 OVERLAP_S = 120.0
 """How far writers' clocks may differ before a delta is missed, and its objects are left to probes."""
 
@@ -50,8 +60,11 @@ SKEW_OLD_S = 600.0
 KEEP_S = 3600.0
 """Age at which a delta is deleted; a replica that opens later starts with probes."""
 
-READS_MAX = 64
-"""Deltas read per poll."""
+READS_MAX = 8
+"""Deltas read per poll; those that are left come with their window."""
+
+WINDOWS_READ_MAX = 64
+"""Merged windows read per poll."""
 
 READ_BYTES_MAX = 16 << 20
 """Bytes of deltas read per poll; what is left is read by the next."""
@@ -59,6 +72,9 @@ READ_BYTES_MAX = 16 << 20
 UNREAD_MAX = 4096
 PAGES_MAX = 8
 """Pages listed per poll."""
+
+FIRST_PAGES_MAX = 64
+"""The same for the first."""
 
 SWEEP_MAX_S = 10.0
 SLICE = 32
@@ -83,7 +99,7 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
     if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
         raise CorruptError("a delta that does not match its checksum")
     magic, version, zero, count = _HEAD.unpack_from(raw)
-    if magic != MAGIC or version != VERSION or zero or count > ENTRIES_MAX:
+    if magic != MAGIC or version != VERSION or zero or count > ENTRIES_MERGED_MAX:
         raise CorruptError("no delta of this version")
     view, offset = memoryview(raw)[:-DIGEST_BYTES], _HEAD.size
     for _ in range(count):
@@ -104,6 +120,27 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
         yield ObjectEntry(frame, frame.total_bytes, etag, life, used, Mono("-inf"))
 
 
+def join(deltas: Sequence[bytes]) -> bytearray:
+    """The entries of several deltas as one, in their order, each object's last; a delta that is damaged is left out. Of
+    more than ENTRIES_MERGED_MAX the last are kept. Nothing in the entries is parsed. Pure."""
+    entries: dict[bytes, bytes] = {}
+    for raw in deltas:
+        view = raw[_HEAD.size : -DIGEST_BYTES]
+        if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
+            continue
+        offset = 0
+        while offset + _ENTRY.size <= len(view):
+            header_length, etag_length, _ = _ENTRY.unpack_from(view, offset)
+            start, offset = offset + _ENTRY.size, offset + _ENTRY.size + header_length + etag_length
+            if offset > len(view):
+                break
+            header = view[start : start + header_length]
+            entries[digest_of([header])] = view[start - _ENTRY.size : offset]
+    kept = list(entries.values())[-ENTRIES_MERGED_MAX:]
+    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(kept)) + b"".join(kept))
+    return out + digest_of([out])
+
+
 class Deltas:
     """One replica's deltas: collects and publishes its own, and reads those of the rest into the index."""
 
@@ -121,7 +158,11 @@ class Deltas:
         self._polled = float("-inf")
         self._youngest_us = 0
         self._seen: OrderedDict[str, None] = OrderedDict()
-        self._unread: deque[Stat] = deque(maxlen=UNREAD_MAX)
+        self._unread: OrderedDict[str, Stat] = OrderedDict()
+        self._windows: deque[Stat] = deque()  # merged, to be read
+        self._poll_s = POLL_S
+        self._replicas = 1
+        self._catalogue = Catalogue(bucket, names, clock, self._replica, join)
         self.received = 0  # entries indexed from deltas
 
     def add(self, entry: ObjectEntry) -> None:
@@ -137,7 +178,8 @@ class Deltas:
     @property
     def publishing_due(self) -> bool:
         now = self._clock.monotonic()
-        return bool(self._pending) and (now - self._published >= PUBLISH_S or len(self._pending) > ENTRIES_MAX // 2)
+        wait_s = max(PUBLISH_S, self._replicas * PUBLISH_SHARE_S)
+        return bool(self._pending) and (now - self._published >= wait_s or len(self._pending) > ENTRIES_MAX // 2)
 
     async def publish(self) -> None:
         """Write the pending entries as a delta. On failure they stay pending. Raises TierError."""
@@ -171,34 +213,69 @@ class Deltas:
 
     @property
     def polling_due(self) -> bool:
-        return bool(self._unread) or self._clock.monotonic() - self._polled >= POLL_S
+        return bool(self._windows) or self._clock.monotonic() - self._polled >= self._poll_s
 
     async def poll(self) -> None:
-        """List new deltas, at most every POLL_S, and index READS_MAX of them at most, youngest first. One that cannot
-        be read is skipped. Raises TierError if they cannot be listed."""
+        """Learn what others published, at most every POLL_S: from merged windows, and from the deltas since, youngest
+        first, READS_MAX at most. Then merge what is this replica's to merge. What cannot be read is skipped. Raises
+        TierError."""
+        left = READ_BYTES_MAX
         now = self._clock.monotonic()
         if now - self._polled >= POLL_S:
-            self._polled = now
-            oldest = int((self._clock.wall() - KEEP_S) * 1e6)
-            after_us = max(self._youngest_us - int(OVERLAP_S * 1e6), oldest, 0)
-            future_us = int((self._clock.wall() + OVERLAP_S) * 1e6)
-            pages = 0
-            async for page in self._bucket.list(self._names.deltas, f"{self._names.deltas}{after_us:016x}"):
-                for stat in page:
-                    at_us = _stamp_us(stat.name)
-                    if at_us <= future_us and stat.name not in self._seen and stat.size <= DELTA_BYTES_MAX:
-                        self._remember(stat.name)
-                        self._youngest_us = max(self._youngest_us, at_us)
-                        self._unread.append(stat)
-                pages += 1
-                if pages == PAGES_MAX or (page and _stamp_us(page[-1].name) > future_us):
+            first, self._polled = self._polled == float("-inf"), now
+            new = await self._catalogue.list_merged(KEEP_S)
+            found = await self._list(FIRST_PAGES_MAX if first else PAGES_MAX)
+            self._prefer_windows(new)
+            self._replicas = self._catalogue.count_replicas()
+            self._poll_s = POLL_S if new or found or self._unread else min(IDLE_POLL_S, 2 * self._poll_s)
+            for _ in range(min(len(self._unread), READS_MAX)):
+                left -= next(reversed(self._unread.values())).size
+                if left < 0:
                     break
-        left = READ_BYTES_MAX
-        for _ in range(min(len(self._unread), READS_MAX)):
-            left -= self._unread[-1].size
+                await self._read(self._unread.popitem()[1])
+            await self._catalogue.merge_due()
+        for _ in range(min(len(self._windows), WINDOWS_READ_MAX)):
+            left -= self._windows[-1].size
             if left < 0:
                 break
-            await self._read(self._unread.pop())
+            await self._read(self._windows.pop())
+
+    async def _list(self, pages_max: int) -> int:
+        """List deltas; returns how many are new and to be read."""
+        wall_s = self._clock.wall()
+        future_us, pages = int((wall_s + OVERLAP_S) * 1e6), 0
+        after_us = max(self._youngest_us - int(OVERLAP_S * 1e6), int((wall_s - KEEP_S) * 1e6), 0)
+        new = 0
+        async for page in self._bucket.list(self._names.deltas, f"{self._names.deltas}{after_us:016x}"):
+            for stat in page:
+                at_us = stamp_us(stat.name)
+                if at_us > future_us or stat.size > DELTA_BYTES_MAX:
+                    continue
+                self._catalogue.note(stat)
+                self._youngest_us = max(self._youngest_us, at_us)
+                if stat.name not in self._seen:
+                    self._remember(stat.name)
+                    self._unread[stat.name] = stat
+                    new += 1
+            pages += 1
+            if pages == pages_max or (page and stamp_us(page[-1].name) > future_us):
+                break
+        while len(self._unread) > UNREAD_MAX:
+            self._unread.popitem(last=False)
+        return new
+
+    def _prefer_windows(self, new: Sequence[int]) -> None:
+        """Read a merged window in place of its deltas, unless these were nearly all read."""
+        for window in new:
+            deltas = self._catalogue.deltas_of(window)
+            unread = [name for name in deltas if name in self._unread]
+            if len(unread) >= 2 or not deltas:
+                for name in unread:
+                    del self._unread[name]
+                self._windows.append(self._catalogue.merged[window])
+        for name in self._catalogue.lone():
+            if name in self._unread:
+                self._windows.append(self._unread.pop(name))
 
     def _remember(self, name: str) -> None:
         self._seen[name] = None
@@ -221,25 +298,23 @@ class Deltas:
             pass  # probes find its objects
 
     async def sweep(self) -> int:
-        """Delete all deltas older than KEEP_S; those that are left after SWEEP_MAX_S are for the next time. Returns how
-        many. Raises TierError."""
+        """Delete all deltas older than KEEP_S, and those older than MERGED_KEEP_S whose window was merged; what is left
+        after SWEEP_MAX_S is for the next time. Returns how many. Raises TierError."""
         now = deletion_time(self._clock)
         if now is None:
             return 0
-        limit = now - KEEP_S - OVERLAP_S
+        limit_us, merged_us = ((now - keep - OVERLAP_S) * 1e6 for keep in (KEEP_S, MERGED_KEEP_S))
         deleted, end = 0, self._clock.monotonic() + SWEEP_MAX_S
-        while self._clock.monotonic() <= end:
-            page = await first_page(self._bucket, self._names.deltas)
-            old = [stat.name for stat in page if _stamp_us(stat.name) < limit * 1e6]
+        async for page in self._bucket.list(self._names.deltas):
+            old = [stat.name for stat in page if stamp_us(stat.name) < limit_us]
+            old += [
+                stat.name
+                for stat in page
+                if limit_us <= stamp_us(stat.name) < merged_us and window_of(stat.name) in self._catalogue.merged
+            ]
             await self._bucket.delete_many(old)
             deleted += len(old)
-            if not old or len(old) < len(page):
+            if self._clock.monotonic() > end or (page and stamp_us(page[-1].name) >= merged_us):
                 break
+        await self._catalogue.sweep(now - KEEP_S - OVERLAP_S)
         return deleted
-
-
-def _stamp_us(name: str) -> int:
-    try:
-        return int(name.rpartition("/")[2].partition("-")[0], 16)
-    except ValueError:
-        return 0

@@ -3,6 +3,7 @@
 {prefix}/{namespace hex}/{scope hex}/{hh}/{hash hex}     a stride, named by the hash of its last block;
                                                          hh = the first two digits of that hash
 {prefix}/{namespace hex}/delta/{µs hex}-{replica hex}    a list of objects written (kvtier.tiers.objects.deltas)
+{prefix}/{namespace hex}/merged/…                        deltas merged by time (kvtier.tiers.objects.catalogue)
 {prefix}/{namespace hex}/pins/{hash of the name}         a pin (kvtier.tiers.objects.pins)
 {prefix}/{namespace hex}/purged/{scope hex}-{µs hex}     a tombstone: blocks of the scope made until then are purged
 """
@@ -51,6 +52,10 @@ class ObjectNames:
     @property
     def deltas(self) -> str:
         return f"{self.root}delta/"
+
+    @property
+    def merged(self) -> str:
+        return f"{self.root}merged/"
 
     @property
     def control(self) -> str:

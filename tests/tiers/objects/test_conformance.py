@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli.g4 import RULE, _put_rule, backstop, findings, probe_bucket
+from kvtier.cli.g4 import RULE, _put_rules, backstop, findings, probe_bucket
 from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import Scope
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.testing.servers import S3Server
+from kvtier.tiers.objects.names import ObjectNames
+
+NAME = "ab" * 32
 
 
 def config(url: str, options: Mapping[str, object] | None = None, **more: Any) -> Config:
@@ -78,13 +82,33 @@ def test_what_is_not_granted_is_named() -> None:
 
 
 def test_the_backstop_outlives_every_class() -> None:
-    rule = backstop(config("s3://bucket/some/prefix", retention={"classes": {"week": {"ttl": "7d"}}}))
-    assert rule["Filter"] == {"Prefix": "some/prefix/"}
-    assert rule["Expiration"]["Days"] == 12, "a week, half of it for uses not yet recorded, and a day"
+    uploads, *rules = backstop(
+        config("s3://bucket/some/prefix", retention={"classes": {"week": {"ttl": "7d"}}}), [NAME]
+    )
+    assert uploads["Filter"] == {"Prefix": "some/prefix/"} and "Expiration" not in uploads
+    assert {rule["Filter"]["Prefix"][:-1] for rule in rules} == {f"some/prefix/{NAME}/"}
+    days = {rule["Expiration"]["Days"] for rule in rules}
+    assert days == {12}, "a week, half of it for uses not yet recorded, and a day"
     with pytest.raises(ConfigError, match=r"retention\.classes\.ever"):
-        backstop(config("s3://bucket", retention={"classes": {"ever": {"priority": 9}}}))
+        backstop(config("s3://bucket/p", retention={"classes": {"ever": {"priority": 9}}}), [NAME])
     with pytest.raises(ConfigError, match=r"tiers\.g4\.url"):
-        backstop(config("file:///tmp/g4"))
+        backstop(config("file:///tmp/g4"), [NAME])
+
+
+def test_the_backstop_covers_strides_and_no_pin_or_tombstone() -> None:
+    rules = backstop(config("s3://bucket/p", retention={"classes": {"week": {"ttl": "7d"}}}), [NAME])
+    names = ObjectNames("p", bytes.fromhex(NAME))
+    expiring = tuple(rule["Filter"]["Prefix"] for rule in rules if "Expiration" in rule)
+    for byte in range(256):
+        assert names.scope(Scope(bytes([byte]) * 16)).startswith(expiring)
+    assert names.deltas.startswith(expiring)
+    assert not names.pins.startswith(expiring) and not names.tombstones.startswith(expiring)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/"])
+def test_no_rule_covers_a_whole_bucket(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\.g4\.url has no prefix"):
+        backstop(config(url, retention={"classes": {"week": {"ttl": "7d"}}}), [NAME])
 
 
 def test_the_rule_is_put_beside_others(seaweedfs: S3Server) -> None:
@@ -97,6 +121,7 @@ def test_the_rule_is_put_beside_others(seaweedfs: S3Server) -> None:
     other = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 3}}
     fs.call_s3("put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [other]})
     for _ in range(2):
-        _put_rule(there.tiers.g4, backstop(there))
+        _put_rules(there.tiers.g4, backstop(there, [NAME]))
     rules = fs.call_s3("get_bucket_lifecycle_configuration", Bucket=bucket)["Rules"]
-    assert sorted(rule["ID"] for rule in rules) == [RULE, "theirs"]
+    names = [rule["ID"] for rule in rules]
+    assert names.count(RULE) == 1 and names.count("theirs") == 1 and len(names) == 18

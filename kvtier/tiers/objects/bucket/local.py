@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class LocalFiles:
         self._root = root
 
     def start(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._root.mkdir(0o700, parents=True, exist_ok=True)
         if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable")
         self._sweep_temporaries()
@@ -116,9 +116,8 @@ class LocalFiles:
     def _temporary(self, final: Path, data: bytearray, used: Wall) -> Iterator[Path]:
         """A fsynced file with `data` next to `final`; gone at the end unless it was renamed."""
         _make_directories(final.parent, self._root)
-        path = final.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{final.name[:16]}")
+        path, descriptor = _new_file(final.parent)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 view = memoryview(data)
                 while view:
@@ -133,17 +132,24 @@ class LocalFiles:
 
     def _sweep_temporaries(self) -> None:
         """Delete files of writers that died, once they are old by the volume's own clock."""
-        probe = self._root / f"{_TEMPORARY}{os.getpid()}-clock"
-        probe.touch()
-        now = probe.stat().st_ctime
+        probe, descriptor = _new_file(self._root)
+        now = os.fstat(descriptor).st_ctime
+        os.close(descriptor)
         probe.unlink(missing_ok=True)
         for folder, _, files in os.walk(self._root):
             for file in files:
                 if file.startswith(_TEMPORARY):
                     path = Path(folder, file)
                     with contextlib.suppress(FileNotFoundError):
-                        if now - path.stat().st_ctime > _STALE_S:
+                        if now - path.lstat().st_ctime > _STALE_S:
                             path.unlink()
+
+
+def _new_file(folder: Path) -> tuple[Path, int]:
+    """A new file for writing. Its name cannot be guessed: nobody who may write to `folder` can lay a link there."""
+    path = folder / f"{_TEMPORARY}{secrets.token_hex(12)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return path, os.open(path, flags, 0o600)
 
 
 def _ns(seconds: float) -> int:
@@ -158,9 +164,9 @@ def _file_stat(name: str, stat: os.stat_result) -> Stat:
 
 
 def _make_directories(folder: Path, root: Path) -> None:
-    """mkdir -p, each new directory entry durable."""
+    """mkdir -p for this user alone, each new directory entry durable."""
     if folder == root or folder.is_dir():
         return
     _make_directories(folder.parent, root)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)
     sync_directory(folder.parent)

@@ -71,7 +71,8 @@ def _split(url: str) -> tuple[str, str]:
     if not separator or not protocol or "::" in url or not protocol.replace("+", "").isalnum():
         raise ConfigError(f"{_KEY} is no URL: write s3://bucket/prefix, file:///directory or another fsspec URL")
     parts = urlsplit(url)
-    if parts.username is not None or parts.password is not None or parts.query:
+    # A secret may hold a slash, and then the library takes its first part for a host.
+    if "@" in url or parts.query:
         raise ConfigError(
             f"{_KEY} carries credentials or a query: put them into the client's own chain "
             "(environment, profile, instance role) or into tiers.g4.options"

@@ -59,6 +59,7 @@ class S3Bucket:
             # Frames carry their own checksums, checked end to end.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
+            "http_session_cls": _session_without_redirects(),
             **self._options.pop("config_kwargs", {}),
         }
         self._client: Any = None
@@ -252,6 +253,27 @@ class S3Bucket:
             return used
         believed = self._clock.wall() - age + SKEW_S
         return min(used, believed)
+
+
+class _StayingSession:
+    """An HTTP session that follows no redirect: the library would send the session token along to any host. botocore
+    itself goes on to another region, with a request that it signs for there."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def request(self, method: str, **arguments: Any) -> Any:
+        return self._session.request(method, **arguments, allow_redirects=False)
+
+
+def _session_without_redirects() -> type:
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class StayingHTTPSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> _StayingSession:
+            return _StayingSession(await super()._get_session(proxy_url))
+
+    return StayingHTTPSession
 
 
 def _stamp(modified: Any) -> float | None:
