@@ -261,7 +261,9 @@ async def test_a_class_of_another_size_leaves_the_place_out(tmp_path: Path) -> N
         assert max(medium.tries.values()) <= 3
 
 
-@pytest.mark.parametrize(("slots", "segments"), [(4096, 1), pytest.param(65_536, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("slots", "segments"), [(4096, 1), pytest.param(65_536, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
 async def test_one_page_in_a_thousand_costs_one_page_in_a_thousand(tmp_path: Path, slots: int, segments: int) -> None:
     """Fixed places fail, a fifth of what may be set aside: the rest is filled and served."""
     medium, clock = BadMedium(), VirtualClock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -209,6 +210,27 @@ async def test_a_killed_process_costs_misses_and_is_replaced(tmp_path: Path) -> 
                 assert tier.peek(chain, [0]) == [Miss.LATE]
                 assert await get(tier, arena, chain) == [True] * 8
                 tier.check()
+
+
+@pytest.mark.parametrize("left", [0, 2 * 4096])
+async def test_an_index_cut_short_under_it_ends_the_process_and_not_its_caller(tmp_path: Path, left: int) -> None:
+    """LMDB reads through a map, where a page that is gone is SIGBUS."""
+    with memory() as arena:
+        async with opened(tmp_path / "g3", arena) as tier:
+            chain = chain_of(NAMESPACE, 16)
+            assert await put(tier, arena, chain) == [Stored.STORED] * 16
+            first = process_of(tier)
+            os.truncate(tmp_path / "g3" / "index" / "data.mdb", left)
+            end = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(TierError):
+                    stored, found = await put(tier, arena, chain), await get(tier, arena, chain)
+                    if stored == [Stored.STORED] * 16 and found == [True] * 16:
+                        break
+                assert time.monotonic() < end, "the tier did not come back"
+                await asyncio.sleep(0.05)
+            assert process_of(tier) is not first and first.returncode == -signal.SIGBUS
+            assert tier.restarts()["g3 process"] >= 1
 
 
 async def test_kills_while_writing_leave_whole_blocks_or_none(tmp_path: Path) -> None:
