@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-sglang test-vllm-oldest test-long check types pictures bench gpu-check gpu-wheels clean
+.PHONY: help setup sglang demo test test-sglang test-vllm-oldest test-long hammer check types pictures bench gpu-check gpu-wheels clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -27,6 +27,7 @@ help:
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
 	@echo "make test       the quick tests        make test-long   all of them        make test-sglang  SGLang's"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
+	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
@@ -85,6 +86,12 @@ test-vllm-oldest: $(VLLM)/.ready
 test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/connectors/sglang $(PYTEST)
 	$(SGLANG)/bin/python -m pytest -m "not gpu" tests/connectors/sglang $(PYTEST) || test $$? -eq 5
+
+# A failing seed prints the command that repeats it.
+SECONDS ?= 3600
+SEED ?= 1000
+hammer: $(READY)
+	$(BIN)/python -m tests.manager.support.hammer $(SECONDS) $(SEED)
 
 check: $(READY) types
 	$(BIN)/ruff check .

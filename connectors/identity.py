@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.config import Config
+from kvtier.connectors.configuration import canonical
 from kvtier.connectors.settings import Settings
 from kvtier.errors import IdentityError
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey, Scope, make_keys
 from kvtier.identity.namespace import Namespace
+from kvtier.identity.stream import STREAM
 from kvtier.identity.weights import fingerprint
 
 _PROMPT_LENGTH, _MODEL_LENGTH = "the length of the whole prompt", "max_model_len"
 
 ROPE_TYPES: Mapping[str, Mapping[str, str]] = {
-    "dynamic": {"sglang": _PROMPT_LENGTH, "transformers": _PROMPT_LENGTH},
+    **{
+        kind: {} for kind in ("default", "linear", "yarn", "llama3", "mrope", "deepseek_yarn", "deepseek_llama_scaling")
+    },
+    "dynamic": {"sglang": _PROMPT_LENGTH, "transformers": _PROMPT_LENGTH, "vllm": _MODEL_LENGTH},
     "longrope": {"sglang": _PROMPT_LENGTH, "transformers": _PROMPT_LENGTH, "vllm": _MODEL_LENGTH},
 }
-"""By type of RoPE and engine, what the rotation of a key depends on beside its position and the model's configuration.
-Types and engines that are not named: nothing. (vLLM computes dynamic RoPE once, for the model's own length.)"""
-
-
-def canonical(value: Any) -> str:
-    """Plain data as JSON, equal for equal data."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-
-
-def digest16(value: Any) -> str:
-    """A digest of plain data for a name, in 16 hexadecimal digits."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
+"""By type of RoPE and engine, what the rotation of a key depends on beside its position and the model's configuration;
+nothing where the engine is not named. Of types that are not named, the model's length."""
 
 
 def rope_of(engine: str, model_config: Any) -> str:
     """The parameters of the rotation, which is in the keys, for a namespace. `model_config` is vLLM's or SGLang's.
     Raises IdentityError where `rope_problem` names one."""
     text = getattr(model_config, "hf_text_config", None) or model_config.hf_config
+    length: Any = getattr(model_config, "max_model_len", None) or getattr(model_config, "context_len", 0)
     rope = {name: getattr(text, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
     if problem := rope_problem(engine, rope):
         raise IdentityError(problem)
     if _MODEL_LENGTH in _rope_dependences(engine, rope).values():
-        rope[_MODEL_LENGTH] = int(model_config.max_model_len)
+        rope[_MODEL_LENGTH] = int(length)
     return canonical(rope)
 
 
@@ -61,7 +56,8 @@ def rope_problem(engine: str, rope: Any) -> str:
 
 
 def _rope_dependences(engine: str, rope: Any) -> dict[str, str]:
-    return {kind: on for kind in _rope_types(rope) if (on := ROPE_TYPES.get(kind, {}).get(engine))}
+    found = {kind: ROPE_TYPES.get(kind, {engine: _MODEL_LENGTH}).get(engine, "") for kind in _rope_types(rope)}
+    return {kind: on for kind, on in found.items() if on}
 
 
 def _rope_types(parameters: Any) -> set[str]:
@@ -95,6 +91,14 @@ def weights_of(settings: Settings, model: str, revision: str | None = None) -> s
     return fingerprint(where, settings.config.weights)
 
 
+def random_weights(seed: object, *, quantized: bool) -> str:
+    """The name of weights that the engine drew at random: of this process alone where it leaves some of them as the
+    memory was, which it does with quantised ones."""
+    import torch
+
+    return f"dummy:{secrets.token_hex(8)}" if quantized else f"dummy:{seed}:torch{torch.__version__}"
+
+
 def _snapshot(repo: str, revision: str | None) -> Path:
     """Directory of a hub model that is in the local cache. Never goes to the network."""
     try:
@@ -109,6 +113,15 @@ def _snapshot(repo: str, revision: str | None) -> Path:
             "set the connector argument weights to an id that changes with them"
         )
     return Path(found).parent
+
+
+def namespace_of_weights(namespace: Namespace, weights: str) -> Namespace:
+    """The namespace after weights changed in place to what `weights` names as it was read; "": nothing does, and the
+    namespace is of this process alone. An engine that starts with the same weights has the same name, if it reads them
+    in the same way."""
+    if weights and namespace.weights.startswith(STREAM):
+        return replace(namespace, weights=weights, epoch="")
+    return namespace.rotated(weights or secrets.token_hex(8))
 
 
 def epoch_after_reset(config: Config, namespace: Namespace) -> Namespace:

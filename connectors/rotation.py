@@ -40,20 +40,21 @@ class Rotation(Generic[T]):
             self.current = opened
         return opened
 
-    def rotate(self) -> T | None:
-        """New weights: go on in a namespace of this process alone (see `epoch_after_reset`). Returns at once, with the
-        one that was current and is being closed; until the next is open there is none."""
+    def rotate(self, to: Namespace | None = None) -> T | None:
+        """New weights: go on in the namespace `to`, or else in one of this process alone (see `epoch_after_reset`).
+        Returns at once, with the one that was current and is being closed; until the next is open there is none."""
         with self._lock:
             if self._closed:
                 return None
             old, self.current = self.current, None
-            self.namespace = epoch_after_reset(self._config, self.namespace)
+            self.namespace = to or epoch_after_reset(self._config, self.namespace)
             if old is not None:
                 self._old.append(old)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._replace, name="kvtier-rotate", daemon=True)
                 self._thread.start()
-        log.warning("new weights: the cache goes on in a namespace of this process alone, and misses until it is open")
+        name = self.namespace.digest.hex()[:16] if to else "of this process alone"
+        log.warning("new weights: the cache goes on in a namespace %s, and misses until it is open", name)
         return old
 
     def _replace(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.config import Config
+from kvtier.config import Config, config_file
 from kvtier.errors import ConfigError
 from kvtier.units import parse_duration, shorten
 
@@ -21,19 +21,22 @@ class Settings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], more: Sequence[str] = ()) -> Settings:
-        """From the engine's extra configuration: `kvtier_config` (path of the YAML file, or the mapping itself),
-        `model`, `weights`; `more` are further keys that the connector reads itself. Reads the file. Raises
-        ConfigError, also for an unknown key."""
+        """From the engine's extra configuration: `kvtier_config` (path of the YAML file, or the mapping; else the
+        file that KVTIER_CONFIG names, else the defaults), `model`, `weights`; `more` are keys that the connector
+        reads itself. Reads the file. Raises ConfigError, also for an unknown key."""
         known = {"kvtier_config", "model", "weights", *more}
         if unknown := sorted(set(extra) - known):
             raise ConfigError(f"connector argument {shorten(unknown[0])} is unknown; known: {', '.join(sorted(known))}")
-        given = extra.get("kvtier_config")
+        given = extra.get("kvtier_config", config_file() or {})
         if isinstance(given, str):
             config = Config.load(given)
         elif isinstance(given, Mapping):
             config = Config.parse(given)
         else:
-            raise ConfigError("connector argument kvtier_config is missing; give the path of kvtier's YAML file")
+            raise ConfigError(
+                "connector argument kvtier_config must be the path of kvtier's YAML file or its content, got "
+                f"{shorten(given)}"
+            )
         texts = {name: extra.get(name, "") for name in ("model", "weights")}
         for name, value in texts.items():
             if not isinstance(value, str):

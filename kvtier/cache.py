@@ -17,6 +17,7 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +33,7 @@ from kvtier.manager.build import build
 from kvtier.manager.closing import Flushed
 from kvtier.manager.lease import Lease
 from kvtier.manager.slices import aside
+from kvtier.manager.work import Work
 from kvtier.named_pins import AsyncNamedPins, NamedPins
 from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
@@ -97,10 +99,11 @@ class _Face:
         start: int,
         wait: bool,
         request_id: str,
+        work: Work,
     ) -> Put:
         chain = self._wanted(keys, start, distinct=True)
         terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
-        return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id)
+        return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id, work=work)
 
     def _hit(self, lease: Lease, chain: Sequence[BlockKey], start: int, request_id: str, compared_with: str) -> Hit:
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
@@ -179,10 +182,9 @@ class AsyncCache(_Face):
         timeout: float | None = None,
         request_id: str = "",
     ) -> int:
-        deadline = self._deadline(timeout, self.config.deadlines.put)
-        put = await aside(
-            len(keys), lambda: self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
-        )
+        deadline, work = self._deadline(timeout, self.config.deadlines.put), self.manager.hierarchy.begin()
+        asked = partial(self._put, start=start, wait=wait, request_id=request_id, work=work)
+        put = await aside(len(keys), lambda: asked(keys, buffers, retention))
         try:
             while (version := await asyncio.to_thread(put.step)) is not None:
                 if not await self.manager.space.wait(deadline, version):
@@ -299,7 +301,8 @@ class Cache(_Face):
         (deadlines.put); without, blocks that find no space stay in G2 only, or are refused, newest and deepest first.
         The account of `request_id` counts stored blocks. Raises InvalidRequest, and then nothing was stored.
         """
-        put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id)
+        work = self.manager.hierarchy.begin()
+        put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id, work=work)
         deadline = self._deadline(timeout, self.config.deadlines.put)
         try:
             while (version := put.step()) is not None:

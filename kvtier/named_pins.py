@@ -53,9 +53,10 @@ class AsyncNamedPins:
     async def create(self, name: str, keys: Sequence[bytes], ttl: float | str, *, tokens: int | None = None) -> PinInfo:
         """Pin a chain. `tokens`: how many it stands for, where that is not all of its blocks'. Raises InvalidRequest if
         the name is malformed or taken, or more would be pinned than may be (`retention.reserved`)."""
+        work = self._protection.begin()
         chain = await aside(len(keys), lambda: self._chain(keys))
         given = len(chain) * self._block_tokens if tokens is None else tokens
-        pin = await self._protection.create(name, chain, seconds(ttl), given)
+        pin = await self._protection.create(name, chain, seconds(ttl), given, work)
         return await aside(len(chain), lambda: self._info(pin))
 
     async def extend(self, name: str, ttl: float | str) -> PinInfo:

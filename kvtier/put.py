@@ -11,6 +11,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
 from kvtier.manager.manager import Manager
 from kvtier.manager.slices import SLICE_BLOCKS, slices
+from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms
 from kvtier.tiers.host.slot import Slot, SlotState, copy_in
 from kvtier.tiers.protocol import Miss
@@ -41,10 +42,13 @@ class Put:
         start: int,
         wait: bool,
         request_id: str,
+        work: Work | None = None,
     ) -> None:
-        """Raises InvalidRequest for buffers that are not these blocks'."""
+        """`work` began when this was asked for (None: now): a purge since then ends the put. Raises InvalidRequest for
+        buffers that are not these blocks'."""
         self.accepted = 0
         self._manager, self._demoter = manager, manager.demoter
+        self._work = work or manager.hierarchy.begin()
         self._request_id = request_id
         self._chain = chain
         self._start = start
@@ -117,11 +121,9 @@ class Put:
         manager, chain = self._manager, self._chain
         if not self._begun:
             if self._terms.guarantees:
-                manager.guarantee(chain, self._terms)  # refused: before anything is stored
+                manager.guarantee(chain, self._terms, self._work)  # refused: before anything is stored
             self._begun = True
-            manager.finish_put(
-                chain
-            )  # before its blocks are stored: else the policy gives each block a rank of its own
+            manager.finish_put(chain)  # before its blocks are stored: else the policy gives each a rank of its own
             version = manager.space.version
         else:
             self._waiting = self._demoter.demote_rest(chain, self._reached, self._tried)
@@ -129,7 +131,7 @@ class Put:
             # `demote_rest` itself undid do not.
             version = manager.space.version
             self._alone = self._demoter.alone(chain, self._reached)
-        while not self._cancelled:
+        while not self._cancelled and not self._purged():
             wait = self._wait and manager.hierarchy.healthy()
             stop = min(len(chain), self._reached + self._step_blocks)
             if wait:
@@ -138,17 +140,23 @@ class Put:
                 self._store(stop, wait)
                 if self._reached == stop < len(chain):
                     continue
-            if wait and (self._reached < len(chain) or self._waiting):
+            if wait and not self._purged() and (self._reached < len(chain) or self._waiting):
                 return version
             break
         self._end()
         return None
 
+    def _purged(self) -> bool:
+        with self._manager.lock:
+            return self._work.lost(self._chain[:1])
+
     def _store(self, stop: int, wait: bool) -> None:
         """Store blocks up to depth `stop`, as far as there is space; sets `_reached`."""
         manager, chain, first = self._manager, self._chain, self._reached
         self._alone |= self._demoter.alone(chain, stop, first)
-        slots, self._reached = manager.reserve(chain, first, stop, self._terms, self._claims, insist=wait)
+        slots, self._reached = manager.reserve(
+            chain, first, stop, self._terms, self._claims, insist=wait, work=self._work
+        )
         stored = {slot.index for slot in slots}
         with manager.lock:
             passed = (depth for depth in range(first, self._reached) if depth not in stored)

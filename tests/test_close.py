@@ -13,9 +13,10 @@ import pytest
 
 import kvtier
 from kvtier.clock import Clock, SystemClock
+from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager import closing as closing_module
-from kvtier.retention.terms import Depth
+from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.protocol import Tier
 from tests.manager.support.stubborn import StubbornTier
@@ -233,3 +234,26 @@ def test_close_does_nothing_in_a_forked_child() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
     assert cache.close().durable == {"g3": 8}
+
+
+async def test_a_lease_that_outlives_the_cache_ends_without_a_word() -> None:
+    """Its block was passed over by eviction, which the policy of an open cache hears of at the end of the lease."""
+    small = kvtier.Config.parse({"tiers": {"g2": {"capacity": 4 * BLOCK}}})
+    cache = kvtier.aopen(small, NS, tiers=[])
+    async with cache:
+        await cache.put(KEYS[:4], payloads_of(KEYS[:4], BLOCK), Terms("urgent", priority=90))
+        hit = await cache.get(KEYS[:4])
+        other = list(chain_of(NS, 2, seed=1))
+        assert await cache.put(other, payloads_of(other, BLOCK)) == 0
+        assert any(slot.suspended for slot in hit.slots)
+    assert [bytes(block) for block in hit.blocks] == payloads_of(KEYS[:4], BLOCK)
+    hit.release()
+
+
+async def test_a_closed_cache_is_not_opened_again() -> None:
+    cache = kvtier.aopen(config(), NS, tiers=[])
+    async with cache:
+        await cache.put(KEYS, payloads_of(KEYS, BLOCK))
+    with pytest.raises(ClosedError, match="another"):
+        await cache.__aenter__()
+    assert not arena(cache)._maps

@@ -122,7 +122,9 @@ async def test_a_put_that_fails_leaves_the_guarantees_of_another_put_of_the_same
         paused = Paused(monkeypatch, 1)
         first = asyncio.create_task(cache.put(chain, buffers_of(chain), "sure"))
         await until(paused.reached.is_set)
-        cache.manager.guarantee(chain, put_module.ChainTerms(cache._terms("sure"), NS.block_tokens))  # another put
+        cache.manager.guarantee(
+            chain, put_module.ChainTerms(cache._terms("sure"), NS.block_tokens), cache.manager.hierarchy.begin()
+        )  # another put
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first

@@ -26,8 +26,9 @@ from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings
+from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.hooks import WeightsListener, install
-from kvtier.connectors.sglang.identity import Ranks, engine_fields
+from kvtier.connectors.sglang.identity import Ranks, engine_fields, process_number
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
@@ -81,7 +82,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         rotation.open()
         self._rotation = rotation
         if self._port is not None:
-            port, self._port = int(self._port) + namespace.rank, None
+            port, self._port = int(self._port) + process_number(), None
             serve(self.stats, port=port)
 
     def stats(self) -> dict[str, Any]:
@@ -115,6 +116,10 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
                 raise IdentityError(f"{name} is {getattr(place, name)}: pages are spread over ranks; kvtier serves 1")
         mla = bool(place.is_mla_model)
         server, model_config = running_engine()
+        fields = engine_fields(server, model_config, self._settings, str(pool.dtype).removeprefix("torch."))
+        if refs := getattr(server, "lora_paths", None):  # a page's request is not known: all pages are of all of them
+            adapters.remember(refs)
+            fields["weights"] += f"+adapters:{adapters.name_of_all(refs)}"
         return Namespace(
             layout=f"sglang-host:{pool.layout}",
             block_tokens=int(pool.page_size),
@@ -124,7 +129,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
             head_size=int(getattr(pool, "head_dim", 0) or 0),
             group="mla" if mla else "full",
             **Ranks(place.tp_rank, place.tp_size, place.pp_size).fields(mla),
-            **engine_fields(server, model_config, self._settings, str(pool.dtype).removeprefix("torch.")),
+            **fields,
         )
 
     # ── pages ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ of new weights. Small hooks, made with SGLang's own HookRegistry, call a `Linker
     release             the request is gone
     results             the tokens that the last batch computed, and since when
     weights             changed in place
+    adapters            named when they are loaded
 
 SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
 process did not do so (SGLANG_PLUGINS excludes it) installs the hooks itself. They pass through for other linkers. A
@@ -25,6 +26,7 @@ from typing import Any
 
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.settings import Settings
+from kvtier.connectors.sglang import adapters
 from kvtier.errors import ConfigError
 
 
@@ -195,6 +197,7 @@ _HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_UPDATER}.update_weights_from_ipc", "before", _weights),
     (f"{_UPDATER}.end_weight_update", "before", _weights),
     (f"{_UPDATER}.resume_memory_occupation", "before", _resume),
+    ("sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter", "around", adapters.load),
 )
 
 

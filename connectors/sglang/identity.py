@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.identity import digest16, model_name, rope_of, weights_of
+from kvtier.connectors.identity import model_name, random_weights, rope_of, weights_of
 from kvtier.connectors.settings import Settings
+from kvtier.connectors.sglang.configuration import configuration_of
 from kvtier.connectors.sglang.pool import KVPools
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
@@ -31,6 +32,14 @@ class Ranks:
         and they share the tiers below G2."""
         rank, ranks = (0, 1) if replicated else (self.tp_rank, self.tp)
         return {"rank": rank, "ranks": ranks, "tp": ranks, "pp": self.pp}
+
+
+def process_number() -> int:
+    """Number of this process among the engine's: replicas of data parallelism, and their ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int((parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank)
 
 
 def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPools, ranks: Ranks) -> Namespace:
@@ -59,25 +68,21 @@ def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str
     quantized = dtype.startswith("float8")
     return {
         "model": model_name(server.model_path, settings.model),
-        "weights": _weights(server, model_config, settings),
+        "weights": _weights(server, settings),
         "dtype": dtype,
         "quantization": dtype if quantized else "",
         "scales": _scales(server) if quantized else "",
         "rope": rope_of("sglang", model_config),
+        "engine": configuration_of(server, model_config),
         "hash_algorithm": HASH_ALGORITHM,
         "hash_version": HASH_VERSION,
     }
 
 
-def _weights(server: Any, model_config: Any, settings: Settings) -> str:
-    """Fingerprint of the checkpoint and of the options by which the engine changes it before it computes."""
-    options = {
-        "dtype": str(model_config.dtype),
-        "load_format": str(server.load_format),
-        "quantization": str(server.quantization),
-        "overrides": str(server.json_model_override_args),
-    }
-    return f"{weights_of(settings, server.model_path, server.revision)}+{digest16(options)}"
+def _weights(server: Any, settings: Settings) -> str:
+    if str(server.load_format) == "dummy" and not settings.weights:
+        return random_weights(getattr(server, "random_seed", 0), quantized=server.quantization is not None)
+    return weights_of(settings, server.model_path, server.revision)
 
 
 def _scales(server: Any) -> str:

@@ -37,9 +37,10 @@ from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings, weighs_loads
+from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.hooks import LinkerListener, install
-from kvtier.connectors.sglang.identity import Ranks, namespace_of
+from kvtier.connectors.sglang.identity import Ranks, namespace_of, process_number
 from kvtier.connectors.sglang.loads import PageLoads, WantedPages
 from kvtier.connectors.sglang.metrics import EngineMetrics
 from kvtier.connectors.sglang.pool import pool_of
@@ -79,6 +80,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         _refuse(params)
         self._pool = pool_of(device_pool, params.page_size, components)
+        adapters.remember(getattr(server_args, "lora_paths", None))
         namespace = _namespace(server_args, self._settings, self._pool)
         self.pools = {PoolName.KV: device_pool}
         self.layer_done_counter = LayerWiseLoadCounter(len(self._pool.tensors))
@@ -98,7 +100,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._metrics = EngineMetrics.of(server_args, namespace.rank)
         port = extra.get("metrics_port")
         if port is not None:
-            serve(self.stats, port=int(port) + namespace.rank)
+            serve(self.stats, port=int(port) + process_number())
 
     def _open(self, namespace: Namespace) -> PageCopies:
         cache = self.open_cache(namespace)

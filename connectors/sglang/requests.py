@@ -19,6 +19,7 @@ from kvtier.connectors.feedback import Feedback, PinFuture, pin_outcome
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.settings import Settings
+from kvtier.connectors.sglang import adapters
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
@@ -103,6 +104,10 @@ class QueuedRequests:
         control = self._controls.parse(custom.get(_NAME) if isinstance(custom, dict) else None)
         # SGLang folds an adapter's id into the extra key, which seeds the page hashes; both also name the scope.
         adapter = (req.extra_key or "").encode()
+        if (number := getattr(req, "lora_id", None)) is not None:
+            if not (name := adapters.name_of(number)):
+                return control, None
+            adapter += b"\0" + name.encode()
         return control, self._scopes.of(req.cache_salt, adapter, control.request)
 
     def resident(self, queued: QueuedRequest, cache: Cache) -> int:

@@ -7,12 +7,12 @@ then change the bytes too.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvtier.connectors.identity import canonical, rope_problem
+from kvtier.connectors.configuration import CHECKPOINT_NEUTRAL, canonical, described
+from kvtier.connectors.identity import rope_problem
 from kvtier.errors import IdentityError, InvalidRequest
 from kvtier.identity.namespace import Namespace
 
@@ -24,9 +24,7 @@ LAYOUT = "L2HND"
 
 _WHOLE_MODEL_BYTES = 256 << 20  # up to here every byte of every parameter is hashed
 _SAMPLE_BYTES = 64 << 10  # beyond, this much of each, at an offset drawn from its name
-# Fields that say how a model was saved or is run, not what it computes.
-_VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "output_attentions",
-             "output_hidden_states", "return_dict", "architectures", "id2label", "label2id")  # fmt: skip
+_NEUTRAL = tuple(f"model.*{name}" for name in (*CHECKPOINT_NEUTRAL, "dtype", "architectures"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +117,12 @@ def namespace_of(
         head_size=shape.head_size,
         group=f"full:{attention}",
         rope=canonical(rope),
+        engine=described({"model": model.config}, _NEUTRAL),
     )
 
 
 def weights_of(model: Any, mode: Literal["auto", "full"] = "auto") -> str:
-    """Name the live weights: "live:" + SHA-256 over the configuration and every parameter's name, type and bytes.
+    """Name the live weights: "live:" + SHA-256 over every parameter's name, type and bytes.
 
     Above 256 MiB of parameters, "live-s1:" and 64 KiB of each at an offset drawn from its name, which sees any
     training, since that moves every parameter; mode "full" reads all. Adapters that are attached count.
@@ -131,9 +130,7 @@ def weights_of(model: Any, mode: Literal["auto", "full"] = "auto") -> str:
     state = sorted(model.state_dict().items())
     whole = mode == "full" or sum(t.numel() * t.element_size() for _, t in state) <= _WHOLE_MODEL_BYTES
     digest = hashlib.sha256(b"kvtier-live-weights-1")
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-    about = json.dumps([config, _active_adapters(model)], sort_keys=True, default=str).encode()
-    for part in _parts(about, state, whole):
+    for part in _parts(canonical(_active_adapters(model)).encode(), state, whole):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return ("live:" if whole else "live-s1:") + digest.hexdigest()

@@ -59,7 +59,7 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
             calibration=str(calibration_folder() or ""),
         )
 
-    def rotate(self) -> tuple[Cache, ArenaHandle] | None:
+    def rotate(self, to: Namespace | None = None) -> tuple[Cache, ArenaHandle] | None:
         if (cache := self.cache) is not None and self._events is not None:
             cache.manager.subscribe(None)
-        return super().rotate()
+        return super().rotate(to)

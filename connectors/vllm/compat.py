@@ -6,7 +6,7 @@ Requests, block tables, the block pool, scheduler output: read here, nowhere els
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from string import hexdigits
 from typing import Any
@@ -17,22 +17,34 @@ from kvtier.identity.keys import BlockKey
 _GROUP = 0  # one KV cache group is served
 
 
-Scheduled = tuple[str, Sequence[int], bool, int, int]
-"""One request of a step: name, block table (all of it, or what was appended), whether it is all of it, and the tokens
-begin … end-1 that are computed. A plain tuple: hundreds are made per step."""
-
-
-def scheduled(output: Any) -> Iterator[Scheduled]:
-    """The requests of a SchedulerOutput, in the order in which the scheduler took them: running ones first."""
-    tokens: Mapping[str, int] = output.num_scheduled_tokens
+def going_on(output: Any) -> Iterable[tuple[str, Any, int]]:
+    """Requests of a SchedulerOutput that the workers know: name, blocks appended to the table (None for none; all of
+    it where `resumed`), and the first token that is computed."""
     cached = output.scheduled_cached_reqs
-    resumed = cached.resumed_req_ids
-    for name, blocks, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-        table = () if blocks is None else blocks[_GROUP]
-        yield name, table, bool(resumed) and name in resumed, begin, begin + tokens.get(name, 0)
+    return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+
+
+def resumed(output: Any) -> Collection[str]:
+    """Those whose whole table is given, since they were preempted."""
+    names: Collection[str] = output.scheduled_cached_reqs.resumed_req_ids
+    return names
+
+
+def appended(blocks: Any) -> Sequence[int]:
+    """The table, or its new part, of an entry of `going_on`."""
+    return () if blocks is None else blocks[_GROUP]
+
+
+def starting(output: Any) -> Iterator[tuple[str, Sequence[int], int]]:
+    """Requests that are new to the workers: name, table, and the first token that is computed."""
     for new in output.scheduled_new_reqs:
-        begin = new.num_computed_tokens
-        yield new.req_id, new.block_ids[_GROUP], True, begin, begin + tokens.get(new.req_id, 0)
+        yield new.req_id, new.block_ids[_GROUP], new.num_computed_tokens
+
+
+def tokens_of(output: Any) -> Mapping[str, int]:
+    """Tokens that the step computes of each request."""
+    tokens: Mapping[str, int] = output.num_scheduled_tokens
+    return tokens
 
 
 _PREFILL_TOKENS = 16
@@ -112,6 +124,18 @@ def salt_of(request: Any) -> str | None:
     return getattr(request, "cache_salt", None) or None
 
 
+def names_images(vllm_config: Any) -> bool:
+    """Whether images and sounds are named by their content. Where nothing in vLLM would reuse them, it counts them: the
+    names of two are equal in two processes."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    unused = media is not None and getattr(media, "mm_processor_cache_gb", 1) == 0
+    return not unused or bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def holds_media(request: Any) -> bool:
+    return bool(getattr(request, "mm_features", None))
+
+
 def holds_foreign_state(request: Any) -> bool:
     """Prompt embeddings are not tokens; older releases do not put them into the hash."""
     return getattr(request, "prompt_embeds", None) is not None
@@ -179,6 +203,13 @@ def hash_problem(algorithm: str, randomised: bool) -> str:
             "set PYTHONHASHSEED=0 for the engine and all replicas"
         )
     return ""
+
+
+def batch_invariant() -> bool:
+    """Whether the engine's kernels are to give the same bits whatever else is in a batch."""
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def publishes(vllm_config: Any) -> bool:

@@ -16,7 +16,7 @@ out again the object is another, even for equal content.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple, Protocol
@@ -59,7 +59,7 @@ class Track:
     void_until: int = -1  # steps up to this one do not count
     open: int = -1  # tokens open … planned-1 were planned, one stretch, and are not in a span yet; -1: none were
     planned: int = -1
-    due: int = -1  # tokens with which the next block is full
+    due: int = -1  # tokens with which the next block is full; less than any where the next step must be looked at
 
 
 class _Unnamed(NamedTuple):
@@ -147,7 +147,7 @@ class Confirmer:
         track.table = []
         track.trusted = track.reach = track.load_begin = track.loaded = track.confirmed = 0
         track.life += 1
-        track.open = -1
+        track.open = track.due = -1
 
     def lose(self) -> None:
         """What the engine planned was not followed to its end: no table is known, and nothing in one counts."""
@@ -164,6 +164,23 @@ class Confirmer:
             self._tokens.pop(block, None)
         track.confirmed = min(track.confirmed, count)
         return others
+
+    def passing(
+        self, scheduled: Iterable[tuple[str, Any, int]], tokens: Mapping[str, int]
+    ) -> Iterator[tuple[Track, Any, int, int]]:
+        """Cover requests (name, new blocks or none, first token) that go on computing inside a block. Yields all
+        others, which the caller covers: the track, its new blocks, begin and end. In every step this is called for
+        every request, so it does no more than it must."""
+        find, count = self._tracks.get, tokens.get
+        for name, blocks, begin in scheduled:
+            track = find(name)
+            if track is None:
+                continue
+            end = begin + count(name, 0)
+            if blocks is None and end < track.due and track.open <= begin <= track.planned:
+                track.planned = end
+            else:
+                yield track, blocks, begin, end
 
     def cover(self, track: Track, begin: int, end: int) -> None:
         """The step that is being planned computes tokens begin … end-1 of a request.
@@ -207,7 +224,16 @@ class Confirmer:
                 track.reach = min(track.reach, tokens)
                 track.confirmed = min(track.confirmed, index)
                 track.void_until = self._last
-                track.open = -1
+                track.open = track.due = -1
+
+    def forget(self) -> None:
+        """Nothing that was computed until now counts, nor what the planned steps compute: the weights are others."""
+        self._tokens.clear()
+        under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
+        for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
+            track.trusted = track.load_begin = track.loaded = track.confirmed = 0
+            track.void_until = self._last
+            track.open = -1
 
     def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:
         """Everything up to `step` has run. `known(track)` are the tokens whose KV a completed step can have left:
@@ -233,7 +259,7 @@ class Confirmer:
         # A step that is planned before drafts of the last one are refused computes from further ahead than planned.
         track.reach = max(track.reach, span.end if track.drafts else track.trusted)
         if track.drafts and known < span.end // self.block_tokens * self.block_tokens:
-            track.due = 0  # the block is not full yet: look at the next step, too
+            track.due = -1  # the block is not full yet: look at the next step, too
         self._confirm(track, fresh)
 
     def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:

@@ -1,8 +1,7 @@
 """kvtier as vLLM's KV connector.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kvtier_config": "kvtier.yaml"}}'
+    KVTIER_CONFIG=kvtier.yaml vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",
+        "kv_role": "kv_both"}'
 
 The scheduler process has the cache (`scheduler`), every worker copies (`worker`). This module only passes vLLM's calls
 to the two halves. No error of theirs reaches the engine's step: such a call is answered as if there were no cache.
@@ -27,12 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.clock import SystemClock
 from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.settings import Settings, seconds_of, weighs_loads
-from kvtier.connectors.vllm import compat
+from kvtier.connectors.startup import start_line
+from kvtier.connectors.vllm import compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.identity import block_tokens_of, cache_layout_of, namespace_of
-from kvtier.connectors.vllm.messages import Handshake, StepMeta, WorkerMeta
+from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier.connectors.vllm.plugin import speak_as_vllm
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
@@ -65,6 +66,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
         self._stored: StepMeta | None = None
+        speak_as_vllm()
         self._off = why_off(vllm_config, kv_cache_config)
         if self._off:
             if role == KVConnectorRole.SCHEDULER:
@@ -72,8 +74,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._cache_layout: CacheLayout = cache_layout_of(vllm_config, kv_cache_config)
         if role == KVConnectorRole.WORKER:
-            self._worker = WorkerHalf(self._cache_layout)
-        elif getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") != "recompute":
+            unwatched = weights.install()
+            self._worker = WorkerHalf(self._cache_layout, weights.watched(), unwatched)
+        else:
+            self._recompute_failed_loads(vllm_config)
+
+    def _recompute_failed_loads(self, vllm_config: Any) -> None:
+        """A block that cannot be copied in costs time, and no request. vLLM reads its policy after this."""
+        own, engines = self._kv_transfer_config, vllm_config.kv_transfer_config
+        for config in (own, engines):
+            if config.kv_connector == type(self).__name__ and hasattr(config, "kv_load_failure_policy"):
+                config.kv_load_failure_policy = "recompute"
+        if getattr(engines, "kv_load_failure_policy", "recompute") != "recompute":
             log.warning(
                 'kv_load_failure_policy is "fail": a block that cannot be copied in then fails its request; '
                 'set "recompute", so that it costs time only'
@@ -140,18 +152,31 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             computes=any(shake.pid == os.getpid() for shake in ranks.values()),
         )
         caches.open()
-        log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
+        epochs = {shake.epoch for shake in ranks.values()}
+        log.info("%s", start_line(caches.cache, namespace, self._limited(ranks.values())))
         self._scheduler = SchedulerHalf(
             caches,
-            RequestReader(config),
+            RequestReader(config, names_images=compat.names_images(self._vllm_config)),
             config.offload,
             self._limits(),
             self._cache_layout.ranks,
             SystemClock(),
             events,
+            epochs.pop() if len(epochs) == 1 else MIXED,
         )
         if self._pool is not None:
             self._scheduler.bind(self._pool)
+
+    def _limited(self, shakes: Iterable[Handshake]) -> list[str]:
+        """What does not work here, and why."""
+        limits = []
+        if not self._settings.weights and not all(shake.weights for shake in shakes):
+            limits.append("weights are named by their files, not as they were read: the plug-in was not loaded")
+        if unwatched := sorted({name.rpartition(".")[2] for shake in shakes for name in shake.unwatched}):
+            limits.append(f"changes by {', '.join(unwatched)} are not seen: this vLLM has no such hook")
+        if not compat.names_images(self._vllm_config):
+            limits.append("requests with images are not cached: vLLM does not name images by their content")
+        return limits
 
     @falls_back_to(None)
     def on_new_request(self, request: Any) -> None:
@@ -251,7 +276,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         meta, worker = self._get_connector_metadata(), self._worker
         if worker is None or not isinstance(meta, StepMeta):
             return
-        worker.start(meta.step)
+        worker.start(meta.step, meta.epoch)
         if meta.arena is not None:
             worker.attach(meta.arena)
         or_fallback(worker.cancel, meta.cancelled, fallback=None)

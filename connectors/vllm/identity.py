@@ -5,21 +5,22 @@ Engines whose blocks no namespace can tell apart are refused at start.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.identity import digest16, model_name, rope_of, weights_of
+from kvtier.connectors.adapters import adapter_name, signature_of
+from kvtier.connectors.configuration import digest16
+from kvtier.connectors.identity import model_name, random_weights, rope_of, weights_of
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.compat import hash_problem
+from kvtier.connectors.vllm.configuration import configuration_of
 from kvtier.connectors.vllm.messages import Handshake
 from kvtier.connectors.vllm.worker import CacheLayout
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
-from kvtier.identity.weights import fingerprint
 
 HASH_VERSION = "vllm-1"
 """vLLM's hash chain H((parent, tokens, extra keys)): one form in all supported releases."""
@@ -89,8 +90,11 @@ def namespace_of(
     vllm_config: Any, settings: Settings, cache_layout: CacheLayout, ranks: Mapping[int, Handshake]
 ) -> Namespace:
     """The identity of this engine's blocks. Reads the checkpoint. Raises IdentityError."""
-    fields = engine_fields(vllm_config, settings, randomised=bool(sys.flags.hash_randomization))
     shakes = [ranks[rank] for rank in sorted(ranks)]
+    read = {shake.weights for shake in shakes}
+    fields = engine_fields(
+        vllm_config, settings, randomised=bool(sys.flags.hash_randomization), read=read.pop() if len(read) == 1 else ""
+    )
     if len(shakes) != cache_layout.ranks or len({(s.layout, s.dtype, s.piece_bytes) for s in shakes}) != 1:
         raise IdentityError(f"{cache_layout.ranks} ranks with equal tensors are needed, got {shakes}")
     pieces = 1 if cache_layout.replicated else cache_layout.ranks
@@ -107,9 +111,10 @@ def namespace_of(
     )
 
 
-def engine_fields(vllm_config: Any, settings: Settings, *, randomised: bool) -> dict[str, Any]:
+def engine_fields(vllm_config: Any, settings: Settings, *, randomised: bool, read: str = "") -> dict[str, Any]:
     """The fields of a namespace that say what the engine computes, whatever the shape of its blocks. `randomised`: the
-    interpreter's hashes are. Reads the checkpoint. Raises IdentityError for what cannot be named."""
+    interpreter's hashes are. `read` names the weights as they were read; without it the checkpoint's files are. Raises
+    IdentityError for what cannot be named."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     if problem := hash_problem(cache.prefix_caching_hash_algo, randomised):
         raise IdentityError(problem)
@@ -119,26 +124,27 @@ def engine_fields(vllm_config: Any, settings: Settings, *, randomised: bool) -> 
             f"KV scales computed at run time (calculate_kv_scales, cache dtype {kind}) are not stored; use static ones"
         )
     return {
-        "weights": _weights(vllm_config, settings),
+        "weights": (read if not settings.weights else "") or _weights(vllm_config, settings),
         "group": "mla" if getattr(model, "use_mla", False) else "full",
         "quantization": "" if kind == "auto" else kind,
         "scales": "checkpoint" if kind.startswith("fp8") else "",
         "rope": rope_of("vllm", model),
+        "engine": configuration_of(vllm_config),
         "hash_algorithm": _algorithm(cache.prefix_caching_hash_algo),
         "hash_version": HASH_VERSION,
     }
 
 
 def _weights(vllm_config: Any, settings: Settings) -> str:
-    """Fingerprint of the checkpoint and of the options by which the engine changes it before it computes."""
-    model = vllm_config.model_config
-    options = {
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "overrides": str(getattr(model, "hf_overrides", None) or ""),
-        "draft": str(getattr(vllm_config.speculative_config, "model", "") or ""),
-    }
-    return f"{weights_of(settings, model.model, model.revision)}+{digest16(options)}"
+    """Fingerprint of the checkpoint, and of a draft model's; of what is known of random weights."""
+    model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
+    if str(getattr(load, "load_format", "")).endswith("dummy") and not settings.weights:
+        return random_weights(model.seed, quantized=model.quantization is not None)
+    own = weights_of(settings, model.model, model.revision)
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is None or settings.weights or draft.model == model.model:
+        return own
+    return f"{own}+draft:{weights_of(settings, draft.model, draft.revision)}"
 
 
 def _algorithm(name: str) -> str:
@@ -147,46 +153,40 @@ def _algorithm(name: str) -> str:
 
 
 class Adapters:
-    """Fingerprints of LoRA adapters by the id under which the engine loaded them.
+    """Names of LoRA adapters by the id under which the engine loaded them.
 
-    The engine loads an adapter's files once per id, so an id keeps its first fingerprint. If the files change
-    afterwards, which version the engine holds is unknown, since it drops and reloads adapters: such an id is not
-    cached any more (load the new weights under a new id). Reads files on the caller's thread, a few KiB per tensor the
-    first time and one `stat` per file afterwards.
+    The engine loads an adapter's files once per id, so an id keeps the name of its files at its first request. If the
+    worker loaded others (`told`), or the files change afterwards, the id is not cached any more: which version the
+    engine holds tomorrow is unknown, since it drops and reloads adapters (load the new weights under a new id). Reads
+    files on the caller's thread, a few KiB per tensor the first time and one `stat` per file afterwards.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], tuple[tuple[Any, ...], bytes | None]] = {}
+        self._known: dict[tuple[int, str], tuple[tuple[Any, ...], str]] = {}
+        self._told: dict[int, str] = {}
 
     def of(self, request: Any | None) -> bytes | None:
         """b"" without adapter; None where nothing names its weights."""
         if request is None:
             return b""
-        path = getattr(request, "lora_path", "") or ""
-        key = (request.lora_int_id, path)
-        signature = _signature(Path(path))
-        known = self._known.get(key)
+        name = self._of_files(request.lora_int_id, getattr(request, "lora_path", "") or "")
+        agreed = self._told.get(request.lora_int_id, name) == name
+        return name.encode("ascii") or None if agreed else None
+
+    def _of_files(self, number: int, path: str) -> str:
+        signature = signature_of(Path(path))
+        known = self._known.get((number, path))
         if known is None:
             if len(self._known) >= _ADAPTERS_MAX:
-                return None
-            known = self._known[key] = (signature, _fingerprint(path) if signature else None)
+                return ""
+            known = self._known[number, path] = (signature, adapter_name(Path(path)) if signature else "")
         elif known[0] != signature:
-            known = self._known[key] = ((), None)
+            known = self._known[number, path] = ((), "")
         return known[1]
 
-
-def _fingerprint(path: str) -> bytes | None:
-    try:
-        return fingerprint(path).encode("ascii")
-    except (IdentityError, OSError):
-        return None
-
-
-def _signature(folder: Path) -> tuple[Any, ...]:
-    """Names, sizes, inodes and times of an adapter's files; () where it is no local directory."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-    except OSError:
-        return ()
-    return tuple((name, stat.st_size, stat.st_ino, stat.st_mtime_ns) for name, stat in stats)
+    def told(self, adapters: Mapping[int, str]) -> set[int]:
+        """The workers have loaded these, by id; "" for one of no certain content. Returns the ids that were taken for
+        others until now."""
+        taken = {number: name for (number, _), (_, name) in self._known.items()} | self._told
+        self._told.update(adapters)
+        return {number for number, name in adapters.items() if taken.get(number, name) != name}

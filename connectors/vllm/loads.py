@@ -104,7 +104,7 @@ class Loads:
 
     def _begin(self, name: str, state: RequestState | None, lease: Lease | None, moves: StepMoves, start: int) -> None:
         work = _Loading(name, state, lease, moves.blocks, start, self._clock.monotonic())
-        load = Load(name, moves)
+        load = Load(name, moves, state.adapter if state is not None and lease is not None else None)
         self._loading[moves.job] = work
         self._job_of[name] = moves.job
         self._planned.append(load)

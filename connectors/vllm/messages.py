@@ -13,6 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+MIXED = -1
+"""The epoch of ranks that are not in one: no block belongs to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
@@ -43,17 +46,20 @@ class StepMoves:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A request's blocks that are to be filled. The request waits until every rank has answered."""
+    """A request's blocks that are to be filled. The request waits until every rank has answered. The blocks are of the
+    adapter (id, name) `adapter`."""
 
     request: str
     moves: StepMoves
+    adapter: tuple[int, str] | None = None
 
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
-    """Scheduler → workers."""
+    """Scheduler → workers. Loads and stores are of weights epoch `epoch`."""
 
     step: int
+    epoch: int = 0
     arena: ArenaHandle | None = None  # given once per arena, and again where a rank cannot reach it
     loads: list[Load] = field(default_factory=list)
     stores: list[StepMoves] = field(default_factory=list)
@@ -65,13 +71,18 @@ class StepMeta(KVConnectorMetadata):
 class WorkerMeta(KVConnectorWorkerMetadata):
     """Workers → scheduler: the step that has run, and per job how many ranks are done and which moves failed.
 
-    Jobs are done only when all ranks have reported them; the scheduler counts.
+    Jobs are done only when all ranks have reported them; the scheduler counts. `weights` names what the worker computes
+    with in `epoch` ("": unknown); `adapters` are all it has loaded, by id, where that changed ("": of no certain
+    content).
     """
 
     step: int
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, set[int]] = field(default_factory=dict)  # job → positions in its moves
     unreached: int = 0  # number of the arena that a rank cannot reach; 0: none
+    epoch: int = 0
+    weights: str = ""
+    adapters: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         assert isinstance(other, WorkerMeta)
@@ -81,7 +92,14 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         failed = {job: set(positions) for job, positions in self.failed.items()}
         for job, positions in other.failed.items():
             failed.setdefault(job, set()).update(positions)
-        return WorkerMeta(max(self.step, other.step), done, failed, max(self.unreached, other.unreached))
+        epoch = self.epoch if self.epoch == other.epoch else MIXED
+        weights = self.weights if self.weights == other.weights else ""
+        adapters = {**self.adapters, **other.adapters}
+        for number, name in self.adapters.items():
+            if adapters[number] != name:
+                adapters[number] = ""
+        unreached = max(self.unreached, other.unreached)
+        return WorkerMeta(max(self.step, other.step), done, failed, unreached, epoch, weights, adapters)
 
 
 @dataclass
@@ -95,3 +113,6 @@ class Handshake(KVConnectorHandshakeMetadata):
     pid: int = 0
     cpus: frozenset[int] = frozenset()  # beside the rank's GPU; none: unknown
     refusal: str = ""  # why these tensors cannot be served; "" if they can
+    epoch: int = 0
+    weights: str = ""  # name of the checkpoint as it was read; "": it was not watched
+    unwatched: tuple[str, ...] = ()  # changes of weights and adapters that this release has no hook for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +16,17 @@ from kvtier.connectors.vllm.confirm import Track
 from kvtier.connectors.vllm.identity import Adapters
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
+from kvtier.manager.manager import Manager
 from kvtier.times import Mono
 
 
 class RequestReader:
     """Reads from the engine's requests how they are cached."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, names_images: bool = True) -> None:
+        """`names_images`: whether the engine names images by what they show."""
         self.controls = Controls(config)
+        self._names_images = names_images
         self._scopes = Scopes(config)
         self._adapters = Adapters()
 
@@ -30,9 +34,19 @@ class RequestReader:
         """The request's parameters, and its scope: None where it may not be cached. Reads files of new adapters."""
         control = self.controls.parse(compat.control_of(request))
         adapter = self._adapters.of(compat.adapter_of(request))
-        if adapter is None or compat.holds_foreign_state(request):
+        unnamed = not self._names_images and compat.holds_media(request)
+        if adapter is None or unnamed or compat.holds_foreign_state(request):
             return control, None
         return control, self._scopes.of(compat.salt_of(request), adapter, control.request)
+
+    def adapter_of(self, request: Any) -> tuple[int, str] | None:
+        """The request's adapter, by id and name; None without one."""
+        adapter = compat.adapter_of(request)
+        return None if adapter is None else (adapter.lora_int_id, (self._adapters.of(adapter) or b"").decode("ascii"))
+
+    def told(self, adapters: Mapping[int, str]) -> set[int]:
+        """The workers have loaded these adapters, by id. Returns the ids that were taken for others until now."""
+        return self._adapters.told(adapters)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +56,7 @@ class RequestState:
     track: Track
     scope: Scope | None
     control: Control
+    adapter: tuple[int, str] | None = None  # id and name
     promoted: Promoted = field(default_factory=Promoted)
     pinning: PinFuture | None = None
     wait_until_s: Mono | None = None  # for the promotion
@@ -63,7 +78,19 @@ class RequestState:
         self.promoted.abandon()
         self.promoted = Promoted()
 
+    def give_up(self) -> None:
+        """Neither read nor keep anything more of it."""
+        self.drop_lease()
+        self.scope, self.track.storable = None, False
+
     def drop_lease(self) -> None:
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+
+
+async def promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:
+    """Promote, and release the lease, which a cancelled future would lose. It still says where blocks were found;
+    `match` pins when the request may run."""
+    with await manager.promote(chain, deadline, start) as lease:
+        return lease

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm import envs
+from kvtier.connectors.vllm import compat
 
 
 def why_off(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -27,7 +27,7 @@ def why_off(vllm_config: Any, kv_cache_config: Any) -> str:
         return "prompt embeddings are served without prefix caching, and have no names"
     if not getattr(model, "is_prefix_caching_supported", True):
         return "the engine supports no prefix caching for this model"
-    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+    if compat.batch_invariant():
         return "batch-invariant kernels run without prefix caching"
     return ""
 

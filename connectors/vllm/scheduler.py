@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 from kvtier.cache import Cache
@@ -22,7 +23,7 @@ from kvtier.config import Offload
 from kvtier.connectors.counters import Growth
 from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.feedback import Feedback
-from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.identity import engine_keys, namespace_of_weights
 from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.vllm import compat
@@ -31,12 +32,10 @@ from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
-from kvtier.connectors.vllm.requests import RequestReader, RequestState
+from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
-from kvtier.identity.keys import BlockKey
-from kvtier.manager.lease import Lease
+from kvtier.identity.namespace import Namespace
 from kvtier.manager.manager import Manager
-from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +61,10 @@ class SchedulerHalf:
         ranks: int,
         clock: Clock,
         events: KVEvents | None = None,
+        epoch: int = 0,
     ) -> None:
+        """`epoch` is that of the workers' weights."""
+        self.epoch = epoch
         self.counters: Counter[str] = Counter()
         self._growth: Growth[str] = Growth()
         self._caches = caches
@@ -79,7 +81,7 @@ class SchedulerHalf:
         self._arena = 0  # number of the arena that workers were told of
         self._unreached = 0  # number of one that a rank cannot reach
         self._tell_again_s = 0.0  # monotonic
-        self._outbox = StepMeta(-1)  # what the workers are to be told with the next step
+        self._outbox = StepMeta(-1, epoch)  # what the workers are to be told with the next step
         self._idle_since_s: float | None = None
         self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, clock, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
@@ -127,7 +129,7 @@ class SchedulerHalf:
         track.storable = control.store and scope is not None
         if not self._limits.decode:
             track.storable_blocks = request.num_prompt_tokens // self._block_tokens
-        state = RequestState(track, scope, control)
+        state = RequestState(track, scope, control, self._reader.adapter_of(request))
         self._requests[name] = state
         self._idle_since_s = None  # `pending` is not called while there are requests
         self._confirmer.start(track)
@@ -165,7 +167,7 @@ class SchedulerHalf:
         if manager.prefix(chain[start:]) == usable - start:
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
-        state.promoted = Promoted(cache.submit(_promote(manager, chain, deadline, start)), start)
+        state.promoted = Promoted(cache.submit(promote(manager, chain, deadline, start)), start)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
@@ -241,14 +243,14 @@ class SchedulerHalf:
 
     def undelivered(self) -> StepMeta:
         """What the workers were not told yet. The caller hands it over: requests wait for some of it."""
-        empty = StepMeta(-1)
+        empty = StepMeta(-1, self.epoch)
         self._outbox.loads += self._loads.take()
         out, self._outbox = self._outbox, empty
         return out
 
     def _follow(self, output: Any) -> None:
         """Follow block tables and computed tokens of the step's requests."""
-        confirmer, stores = self._confirmer, self._stores
+        confirmer = self._confirmer
         try:
             for name in compat.preempted(output):
                 if (track := confirmer.get(name)) is not None:
@@ -256,19 +258,24 @@ class SchedulerHalf:
             for name in compat.drafted(output):
                 if (track := confirmer.get(name)) is not None:
                     track.drafts = True
-            for name, table, whole, begin, end in compat.scheduled(output):
-                track = confirmer.get(name)
-                if track is None:
-                    continue
-                if table:
-                    stores.taken(len(table))
-                    place = confirmer.place if whole else confirmer.extend
-                    stores.forget(place(track, table))
-                if end > begin:
-                    confirmer.cover(track, begin, end)
+            tokens, resumed = compat.tokens_of(output), compat.resumed(output)
+            for track, blocks, begin, end in confirmer.passing(compat.going_on(output), tokens):
+                self._cover(track, compat.appended(blocks), bool(resumed) and track.name in resumed, begin, end)
+            for name, table, begin in compat.starting(output):
+                if (track := confirmer.get(name)) is not None:
+                    self._cover(track, table, True, begin, begin + tokens.get(name, 0))
         except BaseException:
             confirmer.lose()
             raise
+
+    def _cover(self, track: Track, table: Sequence[int], whole: bool, begin: int, end: int) -> None:
+        """The step computes tokens begin … end-1; `table` was appended to the request's, or is all of it."""
+        if table:
+            self._stores.taken(len(table))
+            place = self._confirmer.place if whole else self._confirmer.extend
+            self._stores.forget(place(track, table))
+        if end > begin:
+            self._confirmer.cover(track, begin, end)
 
     def _add_arena(self, out: StepMeta) -> None:
         """Tell the workers of a new arena, and now and then again of one that a rank could not reach."""
@@ -291,6 +298,10 @@ class SchedulerHalf:
         if answers is None:
             return
         self._unreached = answers.unreached
+        if answers.epoch != self.epoch:
+            self._begin_epoch(answers.epoch, answers.weights)
+        if answers.adapters and (others := self._reader.told(answers.adapters)):
+            self._give_up(others)
         for job, ranks in answers.done.items():
             or_fallback(self._answer, job, ranks, answers.failed.get(job, set()), fallback=None)
         for confirmed in self._confirmer.complete(answers.step, self._known):
@@ -402,15 +413,31 @@ class SchedulerHalf:
         """vLLM's KV events of the tiers' blocks since the last call."""
         return [] if self._events is None else list(self._events.take())
 
-    def reset(self) -> bool:
-        """The engine announced new weights."""
-        self._caches.rotate()
+    def _begin_epoch(self, epoch: int, weights: str) -> None:
+        """The workers have other weights, of this name. What they were not told yet is of the old ones, and says so."""
+        self._outbox.loads += self._loads.take()
+        self.epoch = epoch
+        if not self._outbox.loads and not self._outbox.stores:
+            self._outbox.epoch = epoch
+        self._confirmer.forget()
+        self.reset(namespace_of_weights(self._caches.namespace, weights))
+
+    def _give_up(self, adapters: set[int]) -> None:
+        """Requests of these adapters have run under a wrong name: nothing of them is kept."""
+        log.warning("adapters %s were changed on disk: their requests are not cached", sorted(adapters))
+        self._stores.void()
+        for state in self._requests.values():
+            if state.adapter is not None and state.adapter[0] in adapters:
+                state.give_up()
+
+    def reset(self, to: Namespace | None = None) -> bool:
+        """The engine announced new weights, or has them: go on in the namespace `to`."""
+        self._caches.rotate(to)
         if self._events is not None:
             self._events.clear()
         self._stores.clear()
         for state in self._requests.values():
-            state.drop_lease()
-            state.scope, state.track.storable = None, False  # they run with blocks of both: nothing of them is kept
+            state.give_up()  # they run with blocks of both
         return True
 
     def close(self) -> None:
@@ -424,10 +451,3 @@ class SchedulerHalf:
         """Assert the invariants of the parts."""
         self._confirmer.check()
         self._stores.check()
-
-
-async def _promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:
-    """Promote, and release the lease, which a cancelled future would lose. It still says where blocks were found;
-    `match` pins when the request may run."""
-    with await manager.promote(chain, deadline, start) as lease:
-        return lease

@@ -157,6 +157,12 @@ class Stores:
             id(chain.terms) for chain in (*chains, *(dirty.chain for dirty in self._dirty)) if isinstance(chain, Chain)
         }
 
+    def void(self) -> None:
+        """Nothing that was filled until now counts, nor copies of it under way."""
+        self._dirty, self._look_at = DirtyList(), -math.inf
+        for work in self._storing.values():
+            work.failed |= set(range(len(list(work.blocks()))))
+
     def clear(self) -> None:
         """Nothing that was filled until now is kept."""
         self._dirty, self._look_at = DirtyList(), -math.inf

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
+from kvtier.connectors.vllm.weights import WeightsWatch
 from kvtier.errors import IdentityError, KVTierError
 from kvtier.kernels import copy, engine, layout
 from kvtier.kernels.memory import populate
@@ -29,6 +30,7 @@ from kvtier.kernels.memory import populate
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
+_CLAIMS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,15 @@ class WorkerHalf:
     """See the module. Used from the worker's one model thread; no call waits for a copy, but on a CPU `poll` makes
     them."""
 
-    def __init__(self, cache_layout: CacheLayout) -> None:
+    def __init__(
+        self, cache_layout: CacheLayout, watch: WeightsWatch | None = None, unwatched: Sequence[str] = ()
+    ) -> None:
+        """`watch` follows the weights of this rank, but for the changes that are `unwatched`."""
         self._cache_layout = cache_layout
+        self._watch = watch or WeightsWatch()
+        self._unwatched = tuple(unwatched)
+        self._told: dict[int, str] = {}  # adapters that the scheduler knows of
+        self._claims: list[tuple[int, str, tuple[int, ...]]] = []  # blocks of adapters that are not loaded yet
         self._piece = 0 if cache_layout.replicated else cache_layout.rank
         self._writes = not cache_layout.replicated or cache_layout.rank == 0
         self._described: Described | None = None
@@ -151,12 +160,14 @@ class WorkerHalf:
         self._reached = self._unreached = 0  # numbers of the arena in use, and of one that could not be attached
         self._engine: copy.CopyEngine | None = None
         self._open: Callable[[], copy.CopyEngine] | None = None  # makes it anew over the same memory
-        self._jobs: dict[int, tuple[int, StepMoves, str]] = {}  # ticket → job number, moves, request ("" for a store)
+        # ticket → epoch, job number, moves, request ("" for a store)
+        self._jobs: dict[int, tuple[int, int, StepMoves, str]] = {}
         self._done: dict[int, int] = {}
         self._failed: dict[int, set[int]] = {}
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._step = -1
+        self._epoch = self._watch.epoch  # of this step's loads and stores
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """The engine's KV tensors; held until `close`."""
@@ -171,7 +182,10 @@ class WorkerHalf:
             return Handshake("", "", 0, host_identity(), os.getpid(), refusal=self._refusal)
         size, where = found.shape.block_bytes, host_identity()
         tensor: Any = found.memory.owners[0]
-        return Handshake(found.identity, found.dtype, size, where, os.getpid(), engine.cpus_near(tensor.device))
+        cpus, watch = engine.cpus_near(tensor.device), self._watch
+        return Handshake(
+            found.identity, found.dtype, size, where, os.getpid(), cpus, "", watch.epoch, watch.weights, self._unwatched
+        )
 
     def attach(self, handle: ArenaHandle) -> None:
         """Use this arena from now on. Copies under way into an earlier one are cancelled and answered. Where it cannot
@@ -220,14 +234,25 @@ class WorkerHalf:
         self._arena = self._open = None
         self._reached = 0
 
-    def start(self, step: int) -> None:
-        """A step begins; its number goes back with its answers."""
-        self._step = step
+    def start(self, step: int, epoch: int = 0) -> None:
+        """A step begins; its number goes back with its answers. Its loads and stores are of weights epoch `epoch`."""
+        self._step, self._epoch = step, epoch
 
     def load(self, loads: Sequence[Load]) -> None:
         """Fill blocks, behind everything that this thread has launched on the device."""
         for job in loads:
-            self._submit(job.moves, job.request)
+            if job.adapter is None or self._is_loaded_as(*job.adapter, job.moves.blocks):
+                self._submit(job.moves, job.request)
+            else:
+                log.warning("job %d is refused: adapter %d has other weights", job.moves.job, job.adapter[0])
+                self._finish(job.moves, job.request, set(range(len(job.moves.blocks))))
+
+    def _is_loaded_as(self, adapter: int, name: str, blocks: tuple[int, ...]) -> bool:
+        """False where the adapter has another name. One that is not loaded yet may turn out to have."""
+        known = self._watch.adapters.get(adapter)
+        if known is None:
+            self._claims.append((adapter, name, blocks))
+        return known is None or known == name
 
     def store(self, stores: Sequence[StepMoves]) -> None:
         """Copy blocks out, behind everything that this thread has launched on the device."""
@@ -239,6 +264,8 @@ class WorkerHalf:
 
     def _submit(self, moves: StepMoves, request: str) -> None:
         try:
+            if self._epoch != self._watch.epoch:
+                raise KVTierError("the weights have changed")
             if self._engine is None:
                 raise KVTierError("no arena is attached")
             if len(moves.slots) != len(moves.blocks):
@@ -246,7 +273,7 @@ class WorkerHalf:
             columns = (moves.blocks, moves.slots, moves.generations)
             batch = copy.Moves(*(np.array(column, dtype=np.int64) for column in columns))
             ticket = self._engine.load(batch) if request else self._engine.store(batch)
-            self._jobs[ticket] = (moves.job, moves, request)
+            self._jobs[ticket] = (self._epoch, moves.job, moves, request)
         except (KVTierError, OSError) as error:
             log.warning("job %d is refused: %s", moves.job, error)
             self._finish(moves, request, set(range(len(moves.blocks))))
@@ -258,7 +285,7 @@ class WorkerHalf:
         """Give these jobs up. Each is answered once nothing touches its memory any more; one that has been answered is
         left alone."""
         if self._engine is not None:
-            for ticket, (number, _, _) in self._jobs.items():
+            for ticket, (_, number, _, _) in self._jobs.items():
                 if number in jobs:
                     self._engine.cancel(ticket)
 
@@ -269,8 +296,8 @@ class WorkerHalf:
                 self._take(ack)
 
     def _take(self, ack: copy.Ack) -> None:
-        number, moves, request = self._jobs[ack.ticket]
-        if ack.outcome is not copy.Outcome.DONE:
+        epoch, number, moves, request = self._jobs[ack.ticket]
+        if ack.outcome is not copy.Outcome.DONE or epoch != self._watch.epoch:
             lost = set(ack.moves.triples())
             triples = zip(moves.blocks, moves.slots, moves.generations, strict=True)
             self._failed.setdefault(number, set()).update(i for i, triple in enumerate(triples) if triple in lost)
@@ -293,9 +320,21 @@ class WorkerHalf:
         return received
 
     def bad_blocks(self) -> set[int]:
-        """Blocks that loads left without content, since the last call."""
+        """Blocks that loads left without content, or with that of other weights, since the last call."""
+        self._settle_claims()
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
+
+    def _settle_claims(self) -> None:
+        """An adapter is loaded when a request of it runs first: blocks that were copied in before may be another's."""
+        waiting = []
+        for number, name, blocks in self._claims:
+            known = self._watch.adapters.get(number)
+            if known is None:
+                waiting.append((number, name, blocks))
+            elif known != name:
+                self._bad_blocks.update(blocks)
+        self._claims = waiting[-_CLAIMS_MAX:]
 
     def answer(self) -> WorkerMeta:
         """The step's number and the jobs that have ended since the last call."""
@@ -303,7 +342,9 @@ class WorkerHalf:
         for job in failed:
             del self._failed[job]
         self._done = {}
-        return WorkerMeta(self._step, done, failed, self._unreached)
+        adapters = dict(self._watch.adapters)
+        news, self._told = (adapters if adapters != self._told else {}), adapters
+        return WorkerMeta(self._step, done, failed, self._unreached, self._watch.epoch, self._watch.weights, news)
 
     def close(self) -> None:
         self._detach()

@@ -240,6 +240,11 @@ class Config(_Section):
         return secret.get_secret_value().encode() if secret else b""
 
 
+def config_file() -> str:
+    """Path of the YAML file of connectors that are given none: the environment variable KVTIER_CONFIG; "" for none."""
+    return os.environ.get("KVTIER_CONFIG", "")
+
+
 def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """The folder for measurements of this machine's devices, below the user's cache folder (XDG base directories).
     Reads `environ` (default: the process's). None for a user without one."""

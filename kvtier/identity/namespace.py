@@ -1,6 +1,8 @@
 """The fields that must be equal for two deployments' bytes to be interchangeable.
 
-    digest = SHA-256("kvtier-namespace-1" ‖ canonical JSON of all fields, keys sorted, ASCII, no spaces)
+    digest = SHA-256("kvtier-namespace-1" ‖ canonical JSON of all fields but an empty `engine`)
+
+(canonical: keys sorted, ASCII, no spaces)
 
 A wrong field serves one model's KV to another; a missing one does so silently. So fields that only the caller can know
 have no default, and unknown fields are refused.
@@ -44,6 +46,8 @@ class Namespace:
         rope           RoPE parameters that change the bytes (theta, scaling), as canonical text
         hash_algorithm, hash_version    whose block hashes name the blocks
         epoch          "" or a random word set after an in-place weight update
+        engine         canonical JSON of the engine's configuration by dotted name, minus what is known not to change
+                       the bytes; "" where there is none, and then it is not part of the digest
     """
 
     model: str
@@ -68,6 +72,7 @@ class Namespace:
     hash_algorithm: str = "kvtier-sha256"
     hash_version: str = "1"
     epoch: str = ""
+    engine: str = ""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -110,7 +115,8 @@ class Namespace:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes; equal if and only if all fields are."""
-        text = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        named = {name: value for name, value in self.fields().items() if (name, value) != ("engine", "")}
+        text = json.dumps(named, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(b"kvtier-namespace-1" + text.encode("ascii")).digest()
 
     def rotated(self, epoch: str) -> Namespace:
@@ -143,6 +149,24 @@ class Difference:
 
 
 def explain(left: Namespace, right: Namespace) -> list[Difference]:
-    """The fields that keep two namespaces apart, in field order; empty if they are one. Pure."""
+    """The fields that keep two namespaces apart, in field order; empty if they are one. Fields of the engine's
+    configuration have its dotted names below `engine`, and "absent" where one side lacks them. Pure."""
     a, b = left.fields(), right.fields()
-    return [Difference(name, a[name], b[name]) for name in a if a[name] != b[name]]
+    ours, theirs = (_engine_fields(str(side.pop("engine"))) for side in (a, b))
+    found = [Difference(name, a[name], b[name]) for name in a if a[name] != b[name]]
+    for name in sorted({**ours, **theirs}):
+        pair = [side.get(name, "absent") for side in (ours, theirs)]
+        if pair[0] != pair[1]:
+            found.append(Difference(f"engine.{name}", *pair))
+    return found
+
+
+def _engine_fields(text: str) -> dict[str, str]:
+    """The parts of the field `engine` by name; the whole where it is no JSON object."""
+    try:
+        raw = json.loads(text) if text else {}
+    except ValueError:
+        raw = None
+    if not isinstance(raw, dict):
+        return {"": text}
+    return {name: json.dumps(value) for name, value in raw.items()}

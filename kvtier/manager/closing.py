@@ -28,7 +28,7 @@ class Flushed:
     pending: int
 
 
-async def within(work: Coroutine[Any, Any, None], deadline: Mono, clock: Clock) -> None:
+async def within(work: Awaitable[object], deadline: Mono, clock: Clock) -> None:
     """Await `work`, at most until the deadline."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, deadline - clock.monotonic())):

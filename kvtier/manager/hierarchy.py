@@ -16,6 +16,7 @@ from kvtier.manager.lease import Hold
 from kvtier.manager.lower import LowerTiers
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.space import SpaceSignal
+from kvtier.manager.work import Work, WorkUnderWay
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
 from kvtier.supervisor import Supervisor
@@ -68,6 +69,7 @@ class Hierarchy:
         self.clock = TrustedClock.around(clock)
         self.limits = limits or ManagerLimits()
         self.lock = lock or threading.Lock()
+        self.work = WorkUnderWay()
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
@@ -161,6 +163,12 @@ class Hierarchy:
         if done:
             self.space.notify()
         return done == most
+
+    def begin(self) -> Work:
+        """The work of a verb that begins now. Takes the lock."""
+        made = self.now().stamp
+        with self.lock:
+            return self.work.begin(made)
 
     def prefix(self, chain: Sequence[BlockKey]) -> int:
         """Leading blocks READY in G2."""

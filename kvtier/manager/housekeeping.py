@@ -44,7 +44,8 @@ class Housekeeping:
             self._waited_s = 0.0
         if elsewhere or self._purger.owed:
             await self._purger.sync()
-        await self._protection.tend(read_pins=elsewhere)
+        if await self._protection.tend(read_pins=elsewhere):
+            await self._purger.forget()
         await self._saved.write_when_due()
 
     def record_use(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:

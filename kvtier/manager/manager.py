@@ -37,6 +37,7 @@ from kvtier.manager.reserve import ChainReservation
 from kvtier.manager.saved_state import SavedState
 from kvtier.manager.slices import MOVED_BLOCKS, aside, slices
 from kvtier.manager.stats import stats_of
+from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms, uniform
 from kvtier.retention.terms import Terms
 from kvtier.tiers.host.slot import Slot
@@ -151,8 +152,7 @@ class Manager:
         if self._unusable():
             return self._nothing()
         time = self.hierarchy.now()
-        holds: list[Hold] = []
-        miss: Miss | None = None
+        holds, miss = list[Hold](), None
         for part in slices(chain[start:]):
             with self.lock:
                 for key in part:
@@ -247,25 +247,26 @@ class Manager:
         keep: Callable[[BlockKey], bool] | None = None,
         *,
         insist: bool | None = None,
+        work: Work | None = None,
     ) -> tuple[list[Slot], int]:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is space.
 
         `terms` are the request's, for all its blocks or by depth. `keep` claims blocks that must not be evicted for
         these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if one is
         healthy). Returns the slots and the index reached: blocks before it are reserved, or here already (then `terms`
-        are added, and those that the nearest lower tier lacks are queued for it), or another caller fills them. The
-        caller copies, then commits or aborts each slot.
+        are added, and those that the nearest lower tier lacks are queued for it), or another caller fills them. None of
+        a scope that was purged since `work` began (None: now). The caller copies, then commits or aborts each slot.
         """
         self._usable()
         self._housekeeping.unpin_forgotten()
-        time = self.hierarchy.now()
+        time, work = self.hierarchy.now(), work or self.hierarchy.begin()
         asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
             insist = self.hierarchy.healthy()
         if asked.guarantees:
             with contextlib.suppress(InvalidRequest):  # refused, and counted: the blocks live on without it
-                self.protection.guarantee(chain, start, asked, time.stamp, stop)
-        out = ChainReservation(chain, time, keep, insist)
+                self.protection.guarantee(chain, start, asked, work, stop)
+        out = ChainReservation(chain, time, work, keep, insist)
         reached = out.take_slices(self.lock, self.host, self.accounts.losses, start, stop, asked, self._met)
         if out.present:
             self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
@@ -279,12 +280,12 @@ class Manager:
         if self.protection.busy:
             self.protection.arrived([slot for key in present if (slot := self.host.index.get(key)) is not None])
 
-    def guarantee(self, chain: Sequence[BlockKey], terms: ChainTerms) -> None:
+    def guarantee(self, chain: Sequence[BlockKey], terms: ChainTerms, work: Work) -> None:
         """Reserve bytes for the guaranteed blocks of a chain before they are stored; `end_guarantee` follows. Raises
         InvalidRequest, and then nothing is reserved, when that would be more than may be."""
         self.protection.claim(chain)
         try:
-            self.protection.guarantee(chain, 0, terms, self.hierarchy.now().stamp)
+            self.protection.guarantee(chain, 0, terms, work)
         except InvalidRequest:
             self.protection.unclaim(chain)
             raise

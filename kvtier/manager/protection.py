@@ -21,6 +21,7 @@ from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.pin_sync import CALL_S, FAILURES, PinSync
 from kvtier.manager.retain import Retainer, Times
 from kvtier.manager.slices import MOVED_BLOCKS, slices
+from kvtier.manager.work import Work
 from kvtier.retention.guarantees import Guarantees
 from kvtier.retention.pins import Pin, Pins
 from kvtier.retention.ranges import ChainTerms
@@ -53,8 +54,7 @@ class Protection:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
-        self._share = hierarchy.limits.reserved
-        self._budget = 0
+        self._share, self._budget, self.begin = hierarchy.limits.reserved, 0, hierarchy.begin
         self.pins = Pins(0)
         self.guarantees = Guarantees(0, 1)
         self._sync = PinSync(hierarchy, self.pins)
@@ -83,7 +83,7 @@ class Protection:
                     self.retainer.found(key, until)
                     if not self.pins.covers(key) and until > wall_s:
                         self.guarantees.adopt(key, until)
-                        self._terms[key] = _Guarantee(0.0, Wall(0))  # its time after a use is not known any more
+                        self._terms[key] = _Guarantee(0.0, Wall(0))  # its time after a use is not known
                     self._end(key)
             await asyncio.sleep(0)
 
@@ -115,17 +115,17 @@ class Protection:
         self.pins.limit_blocks = max(0, self._budget - len(self.guarantees))
         self.guarantees.limit_blocks = max(0, self._budget - len(self.pins))
 
-    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, wall_s: Wall, stop: int = -1) -> None:
-        """Reserve the bytes of the guaranteed blocks among start … stop-1 (-1: the end), here or to come; all or none.
+    def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, work: Work, stop: int = -1) -> None:
+        """Reserve the bytes of the guaranteed blocks among start … stop-1 (-1: the end), here or to come; all or none,
+        and none that has been purged since `work` began.
 
-        Raises InvalidRequest when that is more than may be guaranteed. The budget of all is set aside before the first
-        is taken, so a later slice is not refused. (Blocks whose guarantees end between two slices are taken all the
-        same, beyond the limit by so many.)
+        Raises InvalidRequest when that is more than may be guaranteed: the budget of all is set aside before the first
+        is taken. (A block whose guarantee ends between two slices is taken all the same, beyond the limit.)
         """
         stop = len(chain) if stop < 0 else stop
         spans = [span for span in terms.spans(start, stop) if span[2].guarantee_s]
         parts = [(part, block) for first, end, block in spans for part in slices(chain[first:end], MOVED_BLOCKS)]
-        new = 0
+        new, wall_s = 0, self._clock.read().stamp
         for part, _ in parts:
             with self._lock:
                 new += self.guarantees.lacking(part)
@@ -134,6 +134,8 @@ class Protection:
             hard = block.terms.max_age
             seconds = block.guarantee_s if hard is None else min(block.guarantee_s, hard)
             with self._lock:
+                if work.lost(part):
+                    break
                 taken = min(new, self.guarantees.lacking(part))
                 new -= taken
                 self.guarantees.settle(taken)
@@ -189,8 +191,9 @@ class Protection:
         untils = self.pins.untils(slot.key for slot in wanted if slot.key is not None)
         wall_s = self._clock.read().serve
         for slot in wanted:
-            if slot.key in untils:
-                _extend(slot, untils[slot.key], wall_s)
+            ceiling = slot.life.ceiling(wall_s) if slot.key in untils else None
+            if slot.key is not None and ceiling is not None:
+                slot.life = slot.life.extend_until(untils[slot.key], ceiling, wall_s)
         self.retainer.retain(slot.key for slot in wanted if slot.key is not None)
 
     def used(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:
@@ -205,8 +208,7 @@ class Protection:
     def purge(self, scopes: Mapping[Scope, Wall]) -> None:
         """Scopes were purged: their pins made until then end now, and their guarantees in `expire`: the
         blocks are misses meanwhile. Under the lock; O(pins)."""
-        for scope, before in scopes.items():
-            self._sync.unwritten.update(self.pins.end_scope(scope, before))
+        self._sync.unwritten.update(self.pins.end_scopes(scopes))
         if self._terms:
             self._purged.update(scopes)
 
@@ -225,10 +227,13 @@ class Protection:
 
     # ── named pins, on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    async def create(self, name: str, chain: Sequence[BlockKey], ttl: float, tokens: int = 0) -> Pin:
+    async def create(
+        self, name: str, chain: Sequence[BlockKey], ttl: float, tokens: int = 0, work: Work | None = None
+    ) -> Pin:
         """Pin a chain under a new name for `ttl` seconds: its blocks that are here, and those to come. On return the
-        pin is on its media, and the tiers below retain what they have of it. Raises InvalidRequest, and then nothing
-        has changed."""
+        pin is on its media, and the tiers below retain what they have of it; or it has ended, if its scope was purged
+        since `work` began (None: now). Raises InvalidRequest, and then nothing has changed."""
+        work = work or self.begin()
         async with self._turn:
             wall_s = self._clock.read().stamp
             await self.expire(wall_s)
@@ -240,6 +245,8 @@ class Protection:
             with self._lock:
                 self._divide_budget()
                 pin = self.pins.admit(name, chain, wall_s, ttl, tokens, new)
+                if work.lost(chain[:1]):
+                    self.pins.end(name)
             await self._cover(pin)
             await self._establish(pin)
             return pin
@@ -315,9 +322,9 @@ class Protection:
 
     # ── housekeeping, on the loop ───────────────────────────────────────────────────────────────────────────
 
-    async def tend(self, *, read_pins: bool = False) -> None:
+    async def tend(self, *, read_pins: bool = False) -> bool:
         """End pins and guarantees whose time is over, or whose scope was purged, and bring changes to the tiers below;
-        with `read_pins`, take in those made elsewhere."""
+        with `read_pins`, take in those made elsewhere. Whether they were read."""
         async with self._turn:
             await self.expire(self._clock.read().delete)
             with self._lock:
@@ -331,6 +338,8 @@ class Protection:
                         await self._drop_stale()
                 except FAILURES as error:
                     log.debug("pins cannot be read now: %s", error)
+                    return False
+        return read_pins
 
     async def _drop_stale(self) -> None:
         """End guarantees of blocks that the tier below has lost, and that G2 lacks."""
@@ -349,9 +358,7 @@ class Protection:
         while wall_s is not None and self.guarantees.due(wall_s):
             with self._lock:
                 for key in self.guarantees.expire(wall_s, MOVED_BLOCKS):
-                    self._terms.pop(
-                        key, None
-                    )  # though a pin may keep the block: its use renews no guarantee that is over
+                    self._terms.pop(key, None)  # though a pin may keep the block: its use renews none that is over
                     self._end(key)
             yield
         yield from self._purging()
@@ -392,9 +399,8 @@ class Protection:
         for key in keys:
             if not self._wanted(key):
                 continue
-            terms, until = self._terms.get(key), self.guarantees.until(key)
+            terms, until, served = self._terms.get(key), self.guarantees.until(key), pinned.get(key)
             longer = terms.seconds * _MARGIN if terms is not None else 0.0
-            served = pinned.get(key)
             groups.setdefault((max(until + longer, served or _NEVER), served), []).append(key)
         return groups
 
@@ -413,7 +419,7 @@ class Protection:
             for pin in found.values():
                 if pin.name in unwritten or self.pins.get(pin.name) == pin:
                     continue
-                if pin.until < wall_s:
+                if pin.until < wall_s or self._host.purged_until(scope_of_key(pin.chain[0])) >= pin.created:
                     unwritten.add(pin.name)
                     continue
                 self.pins.enter(pin)
@@ -442,9 +448,3 @@ class Protection:
         self.guarantees.check()
         assert all(self.guarantees.until(key) > _NEVER for key in self._terms), "a guarantee that is not counted"
         self.retainer.check()
-
-
-def _extend(slot: Slot, until: Wall, wall_s: Wall) -> None:
-    ceiling = slot.life.ceiling(wall_s)
-    if ceiling is not None:
-        slot.life = slot.life.extend_until(until, ceiling, wall_s)

@@ -3,20 +3,30 @@
 A purge is remembered in three places: G2's tombstones (this process), G3's index (every process of the machine) and
 tombstones in the bucket (every replica). Each tier learns here of the purges that the others remember. G2 applies one
 at once; a tier that fails is asked again until it has it.
+
+G2 may forget a purge that every tier has: none of them gives back what it covers, and a verb that began before it
+stores nothing more (`kvtier.manager.work`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 
 from kvtier.errors import KVTierError, TierError
-from kvtier.identity.keys import Scope
+from kvtier.identity.keys import Scope, scope_of_key
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
+from kvtier.manager.slices import aside, slices
 from kvtier.tiers.meter import Metered
 from kvtier.times import Wall
 
+REMEMBERED_MAX = 4096
+"""Purges beyond which G2 forgets the older half."""
+
+_APPLIED = 2048  # tombstones that take force in one hold of the lock
 _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
 
@@ -31,6 +41,7 @@ class Purger:
         self.owed: dict[Scope, Wall] = {}
         """Purges that some tier in use has not confirmed: scope → time."""
         self._missed: dict[Scope, Wall] = {}  # those that a tier has missed which is left out
+        self._seen: dict[str, array[int]] = {}  # tier → hashes of the tombstones that `sync` has learned from it
 
     async def purge(self, scopes: Collection[Scope], before: Wall) -> int:
         """Drop what scopes stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
@@ -63,8 +74,8 @@ class Purger:
         """`purge` of G2 and of what is protected, for scope → time: in force when this returns. Returns the slices in
         which the blocks are dropped, for `Hierarchy.drop_slices`."""
         with self._hierarchy.lock:
-            newer = self._host.is_newer_tombstone
-            self._protection.purge({scope: before for scope, before in tombstones.items() if newer(scope, before)})
+            self._protection.purge(tombstones)
+            self._hierarchy.work.purge(tombstones)
             return self._host.apply_tombstones(tombstones)
 
     async def admit(self, tier: Metered) -> bool:
@@ -81,32 +92,64 @@ class Purger:
                 return True
 
     async def sync(self, joining: Metered | None = None) -> list[Metered]:
-        """Have every tier remember the purges of the others: another process may share only one of them. Tiers that
-        fail are left for the next time. Returns those that remember all."""
-        owed = dict(self.owed)
+        """Have every tier remember what is new in the others: another process may share only one of them. Tiers that
+        fail are owed it, for the next time. `joining` is to remember everything. Returns those that remember all."""
+        latest, seen = dict(self.owed), self._seen.copy()
         tiers = [tier for tier in self._lower.values() if not tier.resting]
         if joining is not None:
             tiers.append(joining)
         answers = await asyncio.gather(*(tier.tombstones() for tier in tiers), return_exceptions=True)
         asked = [(tier, answer) for tier, answer in zip(tiers, answers, strict=True) if isinstance(answer, Mapping)]
-        latest = dict(owed)
-        for _, tombstones in asked:
-            for scope, before in tombstones.items():
-                latest[scope] = max(before, latest.get(scope, before))
-        await self._hierarchy.drop_slices(self.apply_tombstones(latest))
+        for tier, tombstones in asked:
+            known = self._seen.get(tier.name) if joining is None else None
+            news, seen[tier.name] = await aside(len(tombstones), partial(_news, tombstones, known))
+            latest.update((scope, max(before, latest.get(scope, before))) for scope, before in news.items())
+        for part in slices(list(latest.items()), _APPLIED):
+            await self._hierarchy.drop_slices(self.apply_tombstones(dict(part)))
         await self._protection.expire(None)
+        self.owed.update((scope, max(before, self.owed.get(scope, before))) for scope, before in latest.items())
+        self._seen = seen  # what was new is owed now
         done = await asyncio.gather(*(self._spread(tier, latest, known) for tier, known in asked))
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
         if set(self._lower.values()) <= set(remember):
-            self._confirm(owed)
+            self._confirm(latest)
         return remember
+
+    async def forget(self) -> None:
+        """Forget the older half of many purges, as far as every tier has them and no slot is being filled that may hold
+        what they cover. The pins that they cover have been ended on every medium."""
+        with self._hierarchy.lock:
+            tombstones, filling = self._host.tombstones, self._host.filling()
+            if len(tombstones) <= REMEMBERED_MAX:
+                return
+            known = dict(tombstones)
+        kept = set(self.owed)
+
+        def old() -> list[tuple[Scope, Wall]]:
+            busy = {scope_of_key(key) for key in filling}
+            half = sorted(known, key=known.__getitem__)[: len(known) // 2]
+            return [(scope, known[scope]) for scope in half if scope not in kept and scope not in busy]
+
+        for part in slices(await aside(len(known) + len(filling), old), _APPLIED):
+            with self._hierarchy.lock:
+                self._host.forget_tombstones(dict(part))
+            await asyncio.sleep(0)
 
     async def _spread(self, tier: Metered, latest: Mapping[Scope, Wall], known: Mapping[Scope, Wall]) -> bool:
         """Purge in one tier what it does not know to be purged, until it fails. Whether it has all now."""
         try:
-            for scope, before in latest.items():
-                if before > known.get(scope, 0.0) + _ROUNDED_S:
-                    await tier.purge(scope, before)
+            for part in slices(list(latest.items())):
+                for scope, before in part:
+                    if before > known.get(scope, 0.0) + _ROUNDED_S:
+                        await tier.purge(scope, before)
+                await asyncio.sleep(0)
         except KVTierError:
             return False
         return True
+
+
+def _news(tombstones: Mapping[Scope, Wall], seen: array[int] | None) -> tuple[Mapping[Scope, Wall], array[int]]:
+    """Those that are not among `seen`, and what is seen now: 8 bytes each."""
+    known = set(seen or ())
+    news = {scope: before for scope, before in tombstones.items() if hash((scope, before)) not in known}
+    return news, array("q", map(hash, tombstones.items()))

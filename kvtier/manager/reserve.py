@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.accounts import Losses
 from kvtier.manager.slices import MOVED_BLOCKS
+from kvtier.manager.work import Work
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Depth, Terms
@@ -22,12 +23,14 @@ from kvtier.tiers.protocol import Miss
 class ChainReservation:
     """Grows by `take` from one depth to the next, under the manager's lock.
 
-    `keep` claims blocks that must not be evicted for these; with `insist` the policy may not refuse them. `slots` are
-    FILLING and the caller's; at `present` depths G2 has the block, at `widened` ones with longer terms than before.
+    `work` is the verb's: what was purged since it began is not taken in. `keep` claims blocks that must not be evicted
+    for these; with `insist` the policy may not refuse them. `slots` are FILLING and the caller's; at `present` depths
+    G2 has the block, at `widened` ones with longer terms than before.
     """
 
     chain: Sequence[BlockKey]
     time: Reading
+    work: Work
     keep: Callable[[BlockKey], bool] | None
     insist: bool
     slots: list[Slot] = field(default_factory=list)
@@ -53,7 +56,7 @@ class ChainReservation:
         for first in range(start, stop, MOVED_BLOCKS):
             end, known = min(stop, first + MOVED_BLOCKS), len(self.present)
             with lock:
-                if not host.capacity:  # closed meanwhile
+                if not host.capacity or self.work.lost(self.chain[first:end]):  # closed, or purged, meanwhile
                     break
                 reached = self.take(host, losses, first, end, terms)
                 met(self.chain[first:end], [self.chain[index] for index in self.present[known:]])

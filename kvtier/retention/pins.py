@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,7 +22,7 @@ from kvtier.times import Wall
 PINS_MAX = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}", re.ASCII)
 _MAGIC = b"KVPINS01"
-_FOREVER = Wall(math.inf)
+_FOREVER, _NEVER = Wall(math.inf), Wall(-math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,10 @@ class Pins:
         names = [pin.name for pin in self._pins.values() if pin.until < wall_s]
         return [name for name in names if self.end(name)]
 
-    def end_scope(self, scope: Scope, before: Wall = _FOREVER) -> list[str]:
-        """End the pins of a scope made until `before`: a purge is stronger than a pin. Returns as `end_due`."""
-        mine = (pin for pin in self._pins.values() if scope_of_key(pin.chain[0]) == scope)
-        names = [pin.name for pin in mine if pin.created <= before]
+    def end_scopes(self, scopes: Mapping[Scope, Wall]) -> list[str]:
+        """End the pins that these scopes made until then: a purge is stronger than a pin. Returns as `end_due`."""
+        pins = self._pins.values() if scopes else ()
+        names = [pin.name for pin in pins if pin.created <= scopes.get(scope_of_key(pin.chain[0]), _NEVER)]
         return [name for name in names if self.end(name)]
 
     @property
@@ -212,7 +212,7 @@ class Pins:
 
     def purge(self, scope: Scope, before: Wall = _FOREVER) -> list[BlockKey]:
         """End the pins of a scope made until `before`. Returns as `expire`."""
-        return sorted(self.uncover()) if self.end_scope(scope, before) else []
+        return sorted(self.uncover()) if self.end_scopes({scope: before}) else []
 
     def covers(self, key: BlockKey) -> bool:
         """Whether some pin names this block."""

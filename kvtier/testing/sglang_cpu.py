@@ -105,6 +105,9 @@ def _install_hicache() -> None:
     torch.cuda.cudart = lambda: done
     zeros = torch.zeros
     torch.zeros = wraps(zeros)(lambda *shape, pin_memory=False, **named: zeros(*shape, **named))
+    tensor = torch.tensor
+    torch.tensor = wraps(tensor)(lambda data, pin_memory=False, **named: tensor(data, **named))
+    torch.Tensor.pin_memory = lambda self, *_: self
 
 
 def _transfer_kv_direct(

@@ -288,6 +288,9 @@ class Guarded(Wrapper):
         self._waiters.add(waiter)
         try:
             closed = await waiter
+        except asyncio.CancelledError:
+            abandon(call)  # it may have ended already, with an exception that nobody asks for now
+            raise
         finally:
             timer.cancel()
             self._waiters.discard(waiter)

@@ -34,6 +34,7 @@ class Miss(StrEnum):
     PENDING = "pending"  # being written
     CORRUPT = "corrupt"  # failed its check; the entry was deleted
     RACED = "raced"  # another process replaced it between lookup and read
+    FOREIGN = "foreign"  # another version's object, or another layout's, has its name; it is left alone
     MISMATCH = "mismatch"  # well-formed, but of another name, size or version
     LATE = "late"  # not there within the deadline
     BREAKER = "breaker"  # the tier is taken out of use after errors

@@ -72,7 +72,7 @@ def test_rotations_that_depend_on_the_prompts_length_are_refused() -> None:
         with pytest.raises(kvtier.IdentityError, match=kind):
             rope_of("sglang", model_config(rope_type=kind))
     for kind in ("default", "linear", "yarn", "llama3", ""):
-        assert kind not in ROPE_TYPES and rope_problem("sglang", {"rope_type": kind}) == ""
+        assert not ROPE_TYPES.get(kind) and rope_problem("sglang", {"rope_type": kind}) == ""
     assert rope_problem("transformers", None) == ""
 
 
@@ -81,6 +81,9 @@ def test_a_rotation_that_depends_on_the_longest_prompt_names_it() -> None:
     for parameters in ({"rope_type": "longrope", "factor": 4.0}, {"full_attention": {"rope_type": "longrope"}}):
         short, long = (rope_of("vllm", model_config(length, **parameters)) for length in (4096, 131072))
         assert short != long and json.loads(long)["max_model_len"] == 131072
-    for kind in ("dynamic", "linear", "yarn"):
+    for kind in ("dynamic", "of-the-future"):
+        short, long = (rope_of("vllm", model_config(length, rope_type=kind)) for length in (4096, 131072))
+        assert short != long, "nothing says that it does not"
+    for kind in ("default", "llama3", "linear", "yarn"):
         short, long = (rope_of("vllm", model_config(length, rope_type=kind)) for length in (4096, 131072))
         assert short == long and "max_model_len" not in long

@@ -18,10 +18,21 @@ def test_arguments_name_a_file_or_carry_the_configuration(tmp_path: Path) -> Non
     assert (carried.config.tiers.g2.capacity, carried.model) == (5 << 20, "m")
 
 
+def test_without_a_file_the_environment_names_one_or_the_defaults_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVTIER_CONFIG", raising=False)
+    assert Settings.parse({}).config == kvtier.Config.parse({})
+    (tmp_path / "kvtier.yaml").write_text("version: 1\ntiers:\n  g2: {capacity: 3MiB}\n")
+    monkeypatch.setenv("KVTIER_CONFIG", str(tmp_path / "kvtier.yaml"))
+    assert Settings.parse({}).config.tiers.g2.capacity == 3 << 20
+    assert Settings.parse({"kvtier_config": {}}).config == kvtier.Config.parse({}), "an argument goes first"
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({}, "kvtier_config is missing"),
+        ({"kvtier_config": 3}, "kvtier_config must be the path"),
         ({"kvtier_config": {}, "modle": "m"}, "'modle' is unknown"),
         ({"kvtier_config": {}, "model": 3}, "model must be a text"),
     ],

@@ -1,20 +1,32 @@
-"""One small cache under everything at once; see support/hammer.py."""
+"""Small caches over every kind of tiers, under everything at once; see support/hammer.py."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tests.manager.support.hammer import hammer
+from tests.manager.support.hammer_world import STACKS
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
-async def test_everything_at_once(seed: int) -> None:
-    assert await hammer(seed, 3.0) > 100
+@pytest.mark.parametrize(
+    ("stack", "seed"),
+    [
+        ("memory", 1), ("memory", 2), ("memory", 3), ("disk", 1), ("disk", 3), ("objects", 2), ("both", 2), ("both", 3),
+        ("worker", 1), ("s3", 2), ("large", 1),
+    ],
+)  # fmt: skip
+async def test_everything_at_once(stack: str, seed: int, tmp_path: Path) -> None:
+    done = await hammer(seed, 1.5, stack, tmp_path)
+    assert done.done > 10 and done.model.served > 0 and done.lives > 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", range(100, 200))
-async def test_everything_at_once_for_long(seed: int) -> None:
-    assert await hammer(seed, 6.0) > 100
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("seed", range(100, 120))
+async def test_everything_at_once_for_long(stack: str, seed: int, tmp_path: Path) -> None:
+    done = await hammer(seed, 4.0, stack, tmp_path)
+    assert done.done > 10 and done.model.served > 0 and done.lives > 0

@@ -16,7 +16,9 @@ import pytest
 import kvtier
 from kvtier.clock import SystemClock
 from kvtier.identity.keys import scope_of
-from kvtier.retention.terms import Depth
+from kvtier.put import Put
+from kvtier.retention.ranges import ChainTerms, RequestTerms
+from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
 from tests.manager.support.small import slices_of
 
@@ -127,7 +129,7 @@ async def turns_taken(stack: str, verb: Verb, meanwhile: Verb | None, turns: int
             return over
         await settled(cache)
         await get(cache)
-        if meanwhile is MEANWHILE["purge"] and verb is not put_sure and verb is not VERBS["pin"]:
+        if meanwhile is MEANWHILE["purge"] and (turns or verb not in (put_sure, VERBS["pin"])):  # it began before
             assert await cache.match(CHAIN) == 0, "purged blocks came back"
             assert not len(cache.manager.protection.guarantees) and not len(cache.manager.protection.pins)
         await settled(cache)
@@ -146,16 +148,40 @@ async def test_between_any_two_slices(stack: str, name: str, meanwhile: str) -> 
                 break
 
 
-async def test_a_purge_between_two_slices_of_a_pin_leaves_no_pin() -> None:
+@pytest.mark.parametrize("turns", range(1, 40, 3))
+async def test_a_purge_between_two_slices_of_a_pin_leaves_no_pin(turns: int) -> None:
     with slices_of(2):
         async with opened("g3") as cache:
             await cache.put(CHAIN, PAYLOADS)
             pinning = asyncio.ensure_future(cache.pins.create("p", CHAIN, "1h"))
-            for _ in range(TURNS):
-                if len(cache.manager.protection.pins):
-                    break
+            for _ in range(turns):
                 await asyncio.sleep(0)
             await cache.purge("tenant")
             await pinning
             assert cache.pins.list() == [] and not len(cache.manager.protection.pins)
             await settled(cache)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+async def test_a_put_that_began_before_a_purge_leaves_nothing(wait: bool) -> None:
+    """However late its later slices come."""
+    with slices_of(2):
+        async with opened("g3") as cache:
+            manager = cache.manager
+            of = ChainTerms(RequestTerms(Terms("sure", ttl=600, guarantee=True)), NS.block_tokens)
+            put = Put(manager, CHAIN, PAYLOADS, of, start=0, wait=wait, request_id="")
+            reserve, purged = manager.reserve, asyncio.Event()
+
+            def purge_first(*arguments: Any, **named: Any) -> Any:
+                asyncio.run_coroutine_threadsafe(cache.purge("tenant"), loop).result()
+                manager.reserve = reserve  # type: ignore[method-assign]
+                purged.set()
+                return reserve(*arguments, **named)
+
+            loop = asyncio.get_running_loop()
+            manager.reserve = purge_first  # type: ignore[method-assign]
+            assert await asyncio.to_thread(put.step) is None, "it waits for nothing any more"
+            assert purged.is_set() and await cache.match(CHAIN) == 0
+            assert not len(manager.protection.guarantees)
+            await settled(cache)
+            assert await cache.put(CHAIN, PAYLOADS) == len(CHAIN) == await cache.match(CHAIN), "a later one is stored"

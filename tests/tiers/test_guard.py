@@ -133,3 +133,28 @@ async def test_a_late_read_is_a_failure_only_where_the_tier_was_given_its_time(g
         tier.stuck = frozenset()
         assert len(await reading) == 1
     await guard.close(clock.monotonic() + 1)
+
+
+async def test_the_failure_of_a_call_whose_caller_was_cancelled_meanwhile_is_nobodys() -> None:
+    """Both in one turn of the loop: the exception counts as retrieved."""
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
+    clock = SystemClock()
+    failed = asyncio.Event()
+
+    class Failing(StubbornTier):
+        async def lookup(self, *arguments: object) -> list[Miss | None]:
+            failed.set()
+            raise OSError(5, "a disk")
+
+    guard = Guarded(Failing(NS, clock), clock)
+    await guard.open()
+    looking = asyncio.ensure_future(guard.lookup(KEYS, [0], clock.monotonic() + 5))
+    await failed.wait()
+    looking.cancel()
+    await asyncio.wait({looking})
+    assert looking.cancelled()
+    del looking  # its traceback holds the call
+    gc.collect()
+    assert reported == []
+    await guard.close(clock.monotonic() + 1)

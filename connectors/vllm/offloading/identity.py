@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.connectors.identity import digest16, model_name
+from kvtier.connectors.configuration import digest16
+from kvtier.connectors.identity import model_name
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.identity import HASH_VERSION, engine_fields
 from kvtier.errors import IdentityError

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from kvtier.errors import ClosedError
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.policy import Policy
@@ -22,7 +23,7 @@ from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
 _EPOCH = Wall(0)
-_ANY_TIME = Wall("inf")
+_ANY_TIME, _NEVER = Wall("inf"), Wall("-inf")
 
 SLICE_NS = 1_000_000
 """Thread CPU time of one slice of `drop_where`."""
@@ -61,10 +62,13 @@ class HostTier:
         self.stale_messages = 0
         self.quarantined = 0
         self._pinned = 0  # slots with a pin, in any state
+        self._ended = False  # closed, after it was open
         policy.attach(lambda key: self.index[key].priority, scoped=bool(quota))
 
     def open(self) -> None:
-        """Allocate the arena. Raises ConfigError when memory is short of one block."""
+        """Allocate the arena, once. Raises ConfigError when memory is short of one block, ClosedError after `close`."""
+        if self._ended:
+            raise ClosedError("a closed cache is not opened again; open another")
         self.arena.open()
         self._slots = [Slot(number, self.arena.pieces(number)) for number in range(self.arena.slots)]
         self._free = deque(self._slots)
@@ -362,7 +366,7 @@ class HostTier:
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
         """Blocks of these scopes that were made until the given times are misses from now on, and none is admitted
         again. Returns the slices in which they are dropped, which the owner has to run to the end."""
-        news = {scope: before for scope, before in tombstones.items() if self.is_newer_tombstone(scope, before)}
+        news = {scope: before for scope, before in tombstones.items() if before > self.purged_until(scope)}
         self._tombstones.update(news)
         if not news or not self.index:
             return iter(())
@@ -381,13 +385,28 @@ class HostTier:
     def _is_gone(self, slot: Slot) -> bool:
         return max(slot.last_use, slot.life.born) > self._made_max or self._is_purged(slot)
 
-    def is_newer_tombstone(self, scope: Scope, before: Wall) -> bool:
-        """Whether this tombstone covers more than the one that is known."""
-        return before > self._tombstones.get(scope, -1.0)
+    @property
+    def tombstones(self) -> Mapping[Scope, Wall]:
+        """Those that are known."""
+        return self._tombstones
+
+    def filling(self) -> list[BlockKey]:
+        """The blocks whose slots are FILLING."""
+        return list(self._filling)
+
+    def forget_tombstones(self, tombstones: Mapping[Scope, Wall]) -> None:
+        """Forget these, unless their blocks are still being dropped. The owner admits no more what they refuse."""
+        for scope, before in tombstones.items():
+            if self._tombstones.get(scope) == before and scope not in self._purging:
+                del self._tombstones[scope]
+
+    def purged_until(self, scope: Scope) -> Wall:
+        """The time of the scope's tombstone; -inf: none is known."""
+        return self._tombstones.get(scope, _NEVER)
 
     def _is_purged(self, slot: Slot) -> bool:
         assert slot.key is not None
-        return slot.life.born <= self._tombstones.get(scope_of_key(slot.key), -1.0)
+        return slot.life.born <= self._tombstones.get(scope_of_key(slot.key), _NEVER)
 
     def _release(self, slot: Slot) -> None:
         assert slot.key is not None
@@ -413,7 +432,12 @@ class HostTier:
         self.quota.check([slot.key for slot in self._slots if slot.key is not None])
 
     def close(self) -> None:
-        """Forget every block and give the memory back."""
+        """Forget every block and give the memory back. Pins that are still out are void: their `unpin` is stale."""
+        self._ended = self._ended or bool(self._slots)
+        for slot in self._slots:
+            if slot.pins:
+                slot.generation, slot.pins = slot.generation + 1, 0
+        self._pinned = self.quarantined = 0
         self._slots, self.index, self._filling = [], {}, {}
         self._free.clear()
         self.arena.close()

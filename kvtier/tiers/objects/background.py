@@ -15,6 +15,9 @@ from kvtier.times import Mono
 RECORD_S = 30.0
 """Between two searches for uses that are worth recording in the bucket."""
 
+TIDY_S = 600.0
+"""Between two deletions of old deltas and ended pins, however long the sweeper's pass takes."""
+
 TASK_S = 30.0
 """Bound on one task."""
 
@@ -57,9 +60,10 @@ class Background:
         self._sweeper = sweeper
         self._clock = clock
         self._record_at = clock.monotonic() + RECORD_S
+        self._tidy_at = clock.monotonic() + TIDY_S
         self.supervisor = Supervisor(clock)
         self._write = _Chore(self._publish_record_sweep)
-        self._learn = _Chore(store.deltas.poll)
+        self._learn = _Chore(self._learn_pins_and_deltas)
 
     @property
     def writing(self) -> asyncio.Future[None] | None:
@@ -80,19 +84,32 @@ class Background:
     def _recording_due(self) -> bool:
         return self._clock.monotonic() >= self._record_at
 
+    @property
+    def _tidying_due(self) -> bool:
+        return self._clock.monotonic() >= self._tidy_at
+
     def start_due(self) -> None:
         """Have done what is due."""
-        if self._store.deltas.publishing_due or self._sweeper.due or self._recording_due:
+        if self._store.deltas.publishing_due or self._sweeper.due or self._recording_due or self._tidying_due:
             self._write.ask()
-        if self._store.deltas.polling_due:
+        if self._store.deltas.polling_due or not self._store.pins.settled:
             self._learn.ask()
+
+    async def _learn_pins_and_deltas(self) -> None:
+        await self._store.pins.settle()
+        if self._store.deltas.polling_due:
+            await self._store.deltas.poll()
 
     async def _publish_record_sweep(self) -> None:
         if self._store.deltas.publishing_due:
             await self._store.deltas.publish()
         if self._recording_due:
             self._record_at = self._clock.monotonic() + RECORD_S
-            await self._store.record_uses()
+            await self._store.renewer.record_uses()
+        if self._tidying_due:
+            self._tidy_at = self._clock.monotonic() + TIDY_S
+            await self._store.deltas.sweep()
+            await self._store.pins.sweep()
         if self._sweeper.due:
             await self._sweeper.page()
 

@@ -58,7 +58,7 @@ class Remover:
         async for page in self._list(self._store.names.scope(scope)):
             purged = await asyncio.gather(*(self._store.is_purged(last, stat.size) for last, stat in page))
             blocks += await self._delete([each for each, gone in zip(page, purged, strict=True) if gone])
-        await self._store.tombstones.drop_older(scope)
+        await self._store.tombstones.drop_older(scope, before)
         return blocks
 
     async def _delete(self, strides: Sequence[tuple[BlockKey, Stat]]) -> int:

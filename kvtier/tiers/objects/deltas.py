@@ -11,7 +11,8 @@
     …      16    XXH3-128 of everything before
 
 All integers little-endian. Hints only: a read verifies. They are listed with start-after, from OVERLAP_S before the
-youngest name seen, since writers' clocks differ, and deleted after KEEP_S.
+youngest name seen, since writers' clocks differ, and deleted after KEEP_S. Names further in the future than OVERLAP_S
+are not believed. A delta may be empty: the server's stamp on it tells its writer how far its clock is off.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_page
 from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
@@ -42,13 +44,23 @@ POLL_S = 10.0
 OVERLAP_S = 120.0
 """How far writers' clocks may differ before a delta is missed, and its objects are left to probes."""
 
+SKEW_OLD_S = 600.0
+"""Age at which a delta says nothing any more of its writer's clock."""
+
 KEEP_S = 3600.0
 """Age at which a delta is deleted; a replica that opens later starts with probes."""
 
 READS_MAX = 64
 """Deltas read per poll."""
 
+READ_BYTES_MAX = 16 << 20
+"""Bytes of deltas read per poll; what is left is read by the next."""
+
 UNREAD_MAX = 4096
+PAGES_MAX = 8
+"""Pages listed per poll."""
+
+SWEEP_MAX_S = 10.0
 SLICE = 32
 """Entries of a delta that are indexed in one turn of the event loop: about a millisecond."""
 
@@ -95,14 +107,17 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
 class Deltas:
     """One replica's deltas: collects and publishes its own, and reads those of the rest into the index."""
 
-    def __init__(self, bucket: Bucket, names: ObjectNames, index: ObjectIndex, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, names: ObjectNames, index: ObjectIndex, stride: int, clock: Clock) -> None:
+        """`stride`: entries of another one are ignored."""
         self._bucket = bucket
         self._names = names
         self._index = index
+        self._stride = stride
         self._clock = clock
         self._replica = os.urandom(4).hex()
         self._pending: list[ObjectEntry] = []
         self._published = clock.monotonic()
+        self._last_published: tuple[str, Mono] | None = None  # name, and when
         self._polled = float("-inf")
         self._youngest_us = 0
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -126,17 +141,33 @@ class Deltas:
 
     async def publish(self) -> None:
         """Write the pending entries as a delta. On failure they stay pending. Raises TierError."""
+        if self._pending:
+            await self._create()
+
+    async def _create(self) -> None:
         entries, self._pending = self._pending, []
-        if not entries:
-            return
         self._published = self._clock.monotonic()
         name = f"{self._names.deltas}{round(self._clock.wall() * 1e6):016x}-{self._replica}"
         try:
             self._remember(name)
             await self._bucket.create(name, encode(entries), self._clock.wall())
+            self._last_published = (name, self._published)
         except BaseException:
             self._pending = [*entries, *self._pending][-ENTRIES_MAX:]
             raise
+
+    async def measure_skew(self) -> float | None:
+        """How many seconds this replica's wall clock is ahead of the server's, by a delta of its own, an empty one if
+        need be; None if the server does not stamp its objects. Raises TierError."""
+        last = self._last_published
+        if last is None or self._clock.monotonic() - last[1] > SKEW_OLD_S:
+            await self._create()
+            last = self._last_published
+        there = await self._bucket.head(last[0]) if last is not None else None
+        if last is None or there is None or there.modified is None:
+            return None
+        written = self._clock.wall() - (self._clock.monotonic() - last[1])
+        return written - there.modified
 
     @property
     def polling_due(self) -> bool:
@@ -150,13 +181,23 @@ class Deltas:
             self._polled = now
             oldest = int((self._clock.wall() - KEEP_S) * 1e6)
             after_us = max(self._youngest_us - int(OVERLAP_S * 1e6), oldest, 0)
+            future_us = int((self._clock.wall() + OVERLAP_S) * 1e6)
+            pages = 0
             async for page in self._bucket.list(self._names.deltas, f"{self._names.deltas}{after_us:016x}"):
                 for stat in page:
-                    if stat.name not in self._seen and stat.size <= DELTA_BYTES_MAX:
+                    at_us = _stamp_us(stat.name)
+                    if at_us <= future_us and stat.name not in self._seen and stat.size <= DELTA_BYTES_MAX:
                         self._remember(stat.name)
-                        self._youngest_us = max(self._youngest_us, _stamp_us(stat.name))
+                        self._youngest_us = max(self._youngest_us, at_us)
                         self._unread.append(stat)
+                pages += 1
+                if pages == PAGES_MAX or (page and _stamp_us(page[-1].name) > future_us):
+                    break
+        left = READ_BYTES_MAX
         for _ in range(min(len(self._unread), READS_MAX)):
+            left -= self._unread[-1].size
+            if left < 0:
+                break
             await self._read(self._unread.pop())
 
     def _remember(self, name: str) -> None:
@@ -170,7 +211,8 @@ class Deltas:
             if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
                 return
             for count, entry in enumerate(parse(raw, self._names.namespace)):
-                if self._index.get(entry.last) is None:
+                fits = entry.frame.depth % self._stride == 0 and entry.blocks <= self._stride
+                if fits and self._index.get(entry.last) is None:
                     self._index.put(entry)
                     self.received += 1
                 if count % SLICE == SLICE - 1:
@@ -179,12 +221,21 @@ class Deltas:
             pass  # probes find its objects
 
     async def sweep(self) -> int:
-        """Delete deltas older than KEEP_S; returns how many."""
-        limit_us = int((self._clock.wall() - KEEP_S - OVERLAP_S) * 1e6)
-        page = await first_page(self._bucket, self._names.deltas)
-        old = [stat.name for stat in page if _stamp_us(stat.name) < limit_us]
-        await self._bucket.delete_many(old)
-        return len(old)
+        """Delete all deltas older than KEEP_S; those that are left after SWEEP_MAX_S are for the next time. Returns how
+        many. Raises TierError."""
+        now = deletion_time(self._clock)
+        if now is None:
+            return 0
+        limit = now - KEEP_S - OVERLAP_S
+        deleted, end = 0, self._clock.monotonic() + SWEEP_MAX_S
+        while self._clock.monotonic() <= end:
+            page = await first_page(self._bucket, self._names.deltas)
+            old = [stat.name for stat in page if _stamp_us(stat.name) < limit * 1e6]
+            await self._bucket.delete_many(old)
+            deleted += len(old)
+            if not old or len(old) < len(page):
+                break
+        return deleted
 
 
 def _stamp_us(name: str) -> int:

@@ -41,6 +41,19 @@ _ENTRY_BYTES = HASH_BYTES + DIGEST_BYTES
 HEADER_BYTES_MAX = -(-(_FIXED.size + COUNT_MAX * _ENTRY_BYTES + DIGEST_BYTES) // HEADER_ALIGN) * HEADER_ALIGN
 
 
+class ForeignFrame(CorruptError):
+    """Not ours to judge: the object of another version, of another stride, or none of kvtier's at all. Readers leave it
+    alone.
+
+    `junk`: it does not even begin as a frame, so that a writer may replace it. `etag`: the version that was read.
+    """
+
+    def __init__(self, why: str, *, junk: bool = False, etag: str = "") -> None:
+        super().__init__(why)
+        self.junk = junk
+        self.etag = etag
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """The header of a frame. `hashes[i]` and `digests[i]` are of the block at depth `depth + i`."""
@@ -96,25 +109,33 @@ def header_bytes_of(count: int) -> int:
     return -(-raw // HEADER_ALIGN) * HEADER_ALIGN
 
 
+def check_version(raw: bytes | memoryview) -> None:
+    """Raises ForeignFrame unless an object that begins with `raw` is a frame of this version, whole or damaged."""
+    if bytes(raw[: len(MAGIC)]) != MAGIC:
+        raise ForeignFrame("no frame: wrong magic", junk=True)
+    version = int.from_bytes(raw[len(MAGIC) : len(MAGIC) + 2], "little")
+    if version != VERSION:
+        raise ForeignFrame(f"frame version {version}, this code reads {VERSION}")
+
+
 def decode(raw: bytes | memoryview) -> Frame:
     """Parse and check a header from the first bytes of a frame (HEADER_BYTES_MAX are always enough).
 
     Raises CorruptError for anything `Frame.encode` cannot have written, before allocating anything whose size the
-    bytes declare. A foreign version is a CorruptError too: a miss, and the object is rewritten.
+    bytes declare; ForeignFrame, if this version has no right to call it damaged.
     """
     view = memoryview(raw).cast("B")
+    check_version(view)
     if len(view) < _FIXED.size:
         raise CorruptError(f"a frame header has at least {_FIXED.size} bytes, got {len(view)}")
-    magic, version, count, depth, block_bytes, header_bytes, namespace, scope, life = _FIXED.unpack_from(view)
-    if magic != MAGIC:
-        raise CorruptError("no frame: wrong magic")
-    if version != VERSION:
-        raise CorruptError(f"frame version {version}, this code reads {VERSION}")
+    _, _, count, depth, block_bytes, header_bytes, namespace, scope, life = _FIXED.unpack_from(view)
     if not 1 <= count <= COUNT_MAX or not 1 <= block_bytes <= BLOCK_BYTES_MAX:
         raise CorruptError(f"frame with impossible sizes: {count} blocks of {block_bytes} bytes")
     end = _FIXED.size + count * _ENTRY_BYTES
-    if header_bytes != -(-(end + DIGEST_BYTES) // HEADER_ALIGN) * HEADER_ALIGN or len(view) < header_bytes:
-        raise CorruptError(f"frame header of {header_bytes} bytes for {count} blocks, {len(view)} at hand")
+    if header_bytes != header_bytes_of(count):
+        raise CorruptError(f"frame header of {header_bytes} bytes for {count} blocks")
+    if len(view) < header_bytes:
+        raise ForeignFrame(f"a frame of {count} blocks, more than expected: another stride")
     if digest_of([view[:end]]) != view[end : end + DIGEST_BYTES]:
         raise CorruptError("frame header does not match its checksum")
     if (bytes(view[_FIXED.size - 3 : _FIXED.size]) + bytes(view[end + DIGEST_BYTES : header_bytes])).strip(b"\0"):

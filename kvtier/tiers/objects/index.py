@@ -12,6 +12,7 @@ from itertools import islice
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.frame import Frame
+from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono, Wall
 
 ENTRIES_MAX = 200_000
@@ -58,7 +59,7 @@ class ObjectIndex:
         self._entries_max = entries_max
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
         self._by_first: dict[BlockKey, list[BlockKey]] = {}
-        self._absent: OrderedDict[BlockKey, Mono] = OrderedDict()
+        self._absent: OrderedDict[BlockKey, tuple[Mono, Miss]] = OrderedDict()
         self._unrecorded: set[BlockKey] = set()
         self._blocks = 0
         self._bytes = 0
@@ -150,18 +151,19 @@ class ObjectIndex:
             if entry is None or entry.life.last_use <= used:
                 self._unrecorded.discard(last)
 
-    def put_absent(self, last: BlockKey, until_mono_s: Mono) -> None:
-        """A probe found nothing to serve there: `is_absent` says so until then."""
+    def put_absent(self, last: BlockKey, until_mono_s: Mono, why: Miss = Miss.ABSENT) -> None:
+        """A probe found nothing to serve there: `absence` says why until then."""
         with self._lock:
-            self._absent[last] = until_mono_s
+            self._absent[last] = (until_mono_s, why)
             self._absent.move_to_end(last)
             while len(self._absent) > ABSENT_MAX:
                 self._absent.popitem(last=False)
 
-    def is_absent(self, last: BlockKey, mono_s: Mono) -> bool:
-        """Whether a recent probe found nothing there."""
+    def absence(self, last: BlockKey, mono_s: Mono) -> Miss | None:
+        """Why a recent probe found nothing to serve there; None if none did."""
         with self._lock:
-            return self._absent.get(last, 0.0) > mono_s
+            until, why = self._absent.get(last, (0.0, None))
+            return why if until > mono_s else None
 
     def clear(self) -> None:
         with self._lock:

@@ -53,6 +53,17 @@ class ObjectNames:
         return f"{self.root}delta/"
 
     @property
+    def control(self) -> str:
+        """Every name of a pin or tombstone sorts behind this, and no name of the namespace behind those."""
+        return f"{self.root}p"
+
+    def behind(self, name: str) -> str:
+        """Where a walk over strides goes on after `name`: behind the deltas if it is one, "" if no stride follows."""
+        if name.startswith(self.deltas):
+            return f"{self.deltas[:-1]}0"  # "0" is the character behind the slash
+        return "" if name > f"{self.root}g" else name
+
+    @property
     def pins(self) -> str:
         return f"{self.root}pins/"
 

@@ -2,12 +2,14 @@
 
     {prefix}/{namespace hex}/pins/{first 32 hex digits of SHA-256 of the name}
 
-One object per pin, the bytes of `kvtier.retention.pins.encode`. Every replica reads the pins as often as the
-tombstones. A purge ends the pins of its scope.
+One object per pin, the bytes of `kvtier.retention.pins.encode`. They are listed with the tombstones, and those that
+are new are read beside the callers: only who finds an object expired waits for them. A purge ends the pins of its
+scope.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, InvalidRequest
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.retention import pins as codec
+from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.pins import PINS_MAX, Pin
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
@@ -24,6 +27,14 @@ from kvtier.times import Wall
 
 PIN_BYTES_MAX = 16 << 20
 """One pin's object: about 300,000 blocks."""
+
+ALL_BYTES_MAX = 64 << 20
+"""All pins together; those beyond do not count."""
+
+PIN_S_MAX = 2.0**31
+"""68 years: half of what a block's stamps can say."""
+
+READS_AT_ONCE = 16
 
 
 class SharedPins:
@@ -36,6 +47,13 @@ class SharedPins:
         self._known: dict[str, tuple[str, Pin]] = {}
         self._until: dict[BlockKey, Wall] = {}
         self._ends: dict[BlockKey, Wall] = {}
+        self._unread: dict[str, Stat] = {}
+        self._reading = asyncio.Lock()
+
+    @property
+    def settled(self) -> bool:
+        """Whether all pins of the last listing were read."""
+        return not self._unread
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -52,25 +70,51 @@ class SharedPins:
         now = self._clock.wall()
         return sorted((pin for _, pin in self._known.values() if pin.until > now), key=lambda pin: pin.name)
 
-    async def refresh(self) -> None:
-        """Read new and changed pins. One that cannot be read does not count. Raises TierError."""
-        found: list[Stat] = []
-        async for page in self._bucket.list(self._names.pins):
-            found += page
-            if len(found) >= PINS_MAX:
-                break
-        known: dict[str, tuple[str, Pin]] = {}
-        for stat in found[:PINS_MAX]:
-            old = self._known.get(stat.name)
-            if old is not None and old[0] == stat.etag != "":
-                known[stat.name] = old
-            elif (pin := await self._read(stat)) is not None:
-                known[stat.name] = (stat.etag, pin)
-        self._set(known)
+    def take(self, listed: Sequence[Stat]) -> None:
+        """The pins that are among the listed objects, and no others, are in the bucket: those that are new or changed
+        are to be read. Those past the bounds on count and bytes do not count."""
+        found: dict[str, Stat] = {}
+        total = 0
+        for stat in listed:
+            if stat.name.startswith(self._names.pins) and stat.size <= PIN_BYTES_MAX:
+                total += stat.size
+                if total > ALL_BYTES_MAX or len(found) == PINS_MAX:
+                    break
+                found[stat.name] = stat
+        unread = {name: stat for name, stat in found.items() if not self._same(name, stat)}
+        if self._known.keys() - found.keys():
+            self._set({name: known for name, known in self._known.items() if name in found})
+        self._unread = unread
+
+    def _same(self, name: str, stat: Stat) -> bool:
+        known = self._known.get(name)
+        return known is not None and known[0] == stat.etag != ""
+
+    async def settle(self) -> None:
+        """Read what is unread, at most READS_AT_ONCE at once; what was read stays read, however this ends. A pin that
+        cannot be read does not count until it changes. Raises TierError."""
+        async with self._reading:
+            while self._unread:
+                some = list(self._unread.values())[:READS_AT_ONCE]
+                results = await asyncio.gather(*map(self._settle_one, some), return_exceptions=True)
+                for error in results:
+                    if isinstance(error, BaseException):
+                        raise error
+
+    async def _settle_one(self, stat: Stat) -> None:
+        pin = await self._read(stat)
+        if self._unread.get(stat.name) is not stat:
+            return  # listed anew meanwhile
+        del self._unread[stat.name]
+        old = self._known.pop(stat.name, None)
+        if pin is not None:
+            self._known[stat.name] = (stat.etag, pin)
+        if old is not None:
+            self._set(self._known)
+        elif pin is not None:
+            self._cover(pin)
 
     async def _read(self, stat: Stat) -> Pin | None:
-        if stat.size > PIN_BYTES_MAX:
-            return None
         raw = bytearray(stat.size)
         try:
             if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
@@ -78,16 +122,22 @@ class SharedPins:
             pins = codec.decode(bytes(raw))
         except CorruptError:
             return None
-        return pins[0] if len(pins) == 1 and self._name(pins[0].name) == stat.name else None
+        right = len(pins) == 1 and self._name(pins[0].name) == stat.name
+        return pins[0] if right and self._possible(pins[0]) else None
+
+    def _possible(self, pin: Pin) -> bool:
+        """Whether a replica whose clock is right can have made it."""
+        return 0 <= pin.created <= self._clock.wall() + FUTURE_S and pin.until - pin.created <= PIN_S_MAX
 
     def _set(self, known: dict[str, tuple[str, Pin]]) -> None:
-        until: dict[BlockKey, Wall] = {}
-        ends: dict[BlockKey, Wall] = {}
+        self._known, self._until, self._ends = known, {}, {}
         for _, pin in known.values():
-            for key in pin.chain:
-                until[key] = max(pin.until, until.get(key, pin.until))
-            ends[pin.chain[-1]] = max(pin.until, ends.get(pin.chain[-1], pin.until))
-        self._known, self._until, self._ends = known, until, ends
+            self._cover(pin)
+
+    def _cover(self, pin: Pin) -> None:
+        for key in pin.chain:
+            self._until[key] = max(pin.until, self._until.get(key, pin.until))
+        self._ends[pin.chain[-1]] = max(pin.until, self._ends.get(pin.chain[-1], pin.until))
 
     async def put(self, pin: Pin) -> None:
         """Create a pin, or replace the one of that name. Raises InvalidRequest or TierError."""
@@ -95,13 +145,17 @@ class SharedPins:
         raw = bytearray(codec.encode([pin]))
         if not pin.chain or len(raw) > PIN_BYTES_MAX:
             raise InvalidRequest(f"pin {pin.name!r}: {len(pin.chain)} blocks; one pin has 1 … {PIN_BYTES_MAX // 50}")
+        if not pin.until - pin.created <= PIN_S_MAX:
+            raise InvalidRequest(f"pin {pin.name!r}: ttl must be at most {PIN_S_MAX:.0f} s")
         name = self._name(pin.name)
         stat = await self._bucket.replace(name, raw, self._clock.wall(), None)
+        self._unread.pop(name, None)
         self._set({**self._known, name: (stat.etag if stat is not None else "", pin)})
 
     async def delete(self, name: str) -> bool:
         """Whether there was such a pin. Raises TierError."""
         place = self._name(name)
+        await self.settle()
         await self._bucket.delete(place)
         there = place in self._known
         self._set({at: known for at, known in self._known.items() if at != place})
@@ -109,6 +163,7 @@ class SharedPins:
 
     async def purge(self, scope: Scope, before: Wall) -> None:
         """End the scope's pins that were made until wall time `before`. Raises TierError."""
+        await self.settle()
         ended = [
             at for at, (_, pin) in self._known.items() if scope_of_key(pin.chain[0]) == scope and pin.created <= before
         ]

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.tiers.objects.index import ObjectEntry
-from kvtier.tiers.objects.store import ObjectStore
+from kvtier.tiers.objects.store import ABSENT_S, ObjectStore
 from kvtier.tiers.objects.strides import narrow, probe_width, spread
 from kvtier.tiers.protocol import Miss
-
-ABSENT_S = 5.0
-"""For how long a probe that found nothing is not repeated."""
 
 ROUNDS_MAX = 2
 
@@ -52,7 +49,7 @@ class Prober:
         while low < end and self._known(chain, low):
             low += 1
         mono_s = self._clock.monotonic()
-        absent = (s for s in range(low, high) if self._store.index.is_absent(chain[s * size + size - 1], mono_s))
+        absent = (s for s in range(low, high) if self._store.index.absence(chain[s * size + size - 1], mono_s))
         high = next(absent, max(low, high))
         width, rounds = probe_width(high - low), 0
         while low < high and rounds < ROUNDS_MAX:
@@ -64,6 +61,13 @@ class Prober:
             rounds += 1
         if low < end and rounds < ROUNDS_MAX:
             await self.short_stride(chain, low)
+
+    def reason(self, chain: Sequence[BlockKey], depth: int) -> Miss:
+        """Why the block at `depth`, which is not in the index, cannot be had, as far as recent probes told. No
+        request."""
+        first = depth - depth % self._store.stride
+        last = chain[min(first + self._store.stride, len(chain)) - 1]
+        return self._store.index.absence(last, self._clock.monotonic()) or Miss.ABSENT
 
     def _known(self, chain: Sequence[BlockKey], stride: int) -> bool:
         """Whether the index has all blocks of `chain` in a stride, fit to be served."""
@@ -81,10 +85,11 @@ class Prober:
     async def _probe(self, chain: Sequence[BlockKey], first: int, stop: int) -> ObjectEntry | None:
         """The object of the blocks first … stop-1, if it is there and may be served."""
         last = chain[stop - 1]
-        if self._store.index.is_absent(last, self._clock.monotonic()):
+        if self._store.index.absence(last, self._clock.monotonic()) is not None:
             return None
         entry = await self._store.probe(chain[first:stop], first)
-        if entry is not None and self._store.miss_of(entry, self._clock.wall()) is None:
+        if entry is not None and await self._store.settled_miss_of(entry) is None:
             return entry
-        self._store.index.put_absent(last, self._clock.monotonic() + ABSENT_S)
+        if self._store.index.absence(last, self._clock.monotonic()) is None:
+            self._store.index.put_absent(last, self._clock.monotonic() + ABSENT_S)
         return None

@@ -1,7 +1,8 @@
-"""Single objects in a bucket: read and verify, create or extend, renew, delete. Chains are known above this.
+"""Single objects in a bucket: read and verify, create or extend, delete. Chains are known above this.
 
 An object that fails its check is read a second time before it counts as damaged, and then deleted in exactly the
-version that was read. Every object seen goes into the index.
+version that was read, if it is a frame of this version. Any other object is foreign: a miss, and left as it is. Every
+object seen goes into the index.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,16 +17,26 @@ from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, scope_of_key
-from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.lifetime import FUTURE_S, Lifetime
+from kvtier.retention.pins import PINS_MAX
 from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.deltas import Deltas
-from kvtier.tiers.objects.frame import COUNT_MAX, Frame, decode, header_bytes_of
+from kvtier.tiers.objects.frame import (
+    COUNT_MAX,
+    HEADER_ALIGN,
+    ForeignFrame,
+    Frame,
+    check_version,
+    decode,
+    header_bytes_of,
+)
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.pins import SharedPins
+from kvtier.tiers.objects.renewal import Renewer
 from kvtier.tiers.objects.strides import runs
 from kvtier.tiers.objects.tombstones import Tombstones
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
@@ -35,14 +45,13 @@ from kvtier.times import Wall
 
 log = logging.getLogger(__name__)
 
+ABSENT_S = 5.0
+"""For how long a probe that found nothing to serve is not repeated."""
+
 TRUST_S = 60.0
 """How long the index alone may report an object as present to a writer."""
 
 REWRITES_MAX = 3
-RENEWALS = 4
-"""Parallel renewals: they are not urgent."""
-
-_SLICE = 500
 
 
 class ObjectStore:
@@ -57,15 +66,16 @@ class ObjectStore:
         self.names = names
         self.stride = stride
         self.index = ObjectIndex()
-        self.deltas = Deltas(bucket, names, self.index, clock)
+        self.deltas = Deltas(bucket, names, self.index, stride, clock)
         self.pins = SharedPins(bucket, names, clock)
         self.tombstones = Tombstones(bucket, names, clock)
-        self.renewed = 0
+        self.renewer = Renewer(bucket, names, self.index, clock)
+        self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
+        self.foreign = 0  # times that a foreign object was met
         self._block_bytes = block_bytes
         self._clock = clock
         self._transfers = asyncio.Semaphore(limits.concurrency)
         self._probes = asyncio.Semaphore(4 * limits.concurrency)
-        self._renewals = asyncio.Semaphore(RENEWALS)
         stride_bytes = float(stride * block_bytes)
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, stride_bytes))
         self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, stride_bytes))
@@ -78,11 +88,47 @@ class ObjectStore:
         alive = entry.life.servable(Depth.G4, wall_s) or self.pins.cover(entry, wall_s)
         return None if alive else Miss.EXPIRED
 
+    async def refresh(self) -> None:
+        """List tombstones and pins, in one listing; `pins.settle` reads the pins. Raises TierError."""
+        listed: list[Stat] = []
+        async for page in self.bucket.list(self.names.control, self.names.control):
+            self.tombstones.take(page)
+            listed += [stat for stat in page if stat.name.startswith(self.names.pins)][: PINS_MAX - len(listed)]
+        self.pins.take(listed)
+
+    async def settled_miss_of(self, entry: ObjectEntry) -> Miss | None:
+        """`miss_of` now; an object that seems expired waits for the pins that are not read yet."""
+        miss = self.miss_of(entry, self._clock.wall())
+        if miss is Miss.EXPIRED and not self.pins.settled:
+            with contextlib.suppress(TierError):
+                await self.pins.settle()
+            miss = self.miss_of(entry, self._clock.wall())
+        return miss
+
+    def dead_at(self, entry: ObjectEntry, wall_s: Wall) -> bool:
+        """Whether the object was purged, or had ended for good by `wall_s`. Pure."""
+        if self.tombstones.cover(entry.frame.scope, entry.frame.life.born):
+            return True
+        return entry.life.ends(Depth.G4) < wall_s and not self.pins.cover(entry, wall_s)
+
     # -- headers --------------------------------------------------------------------------------------------------
 
     async def probe(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
-        """Read and check the header of the object that is to hold `keys` from `depth` on. None if it is not there, or
-        was damaged twice in a row, and then it is deleted. Raises TierError."""
+        """Read and check the header of the object that is to hold `keys` from `depth` on. None if it is not there, is
+        foreign, or was damaged twice in a row, and then it is deleted. Raises TierError."""
+        try:
+            return await self._header(keys, depth)
+        except ForeignFrame:
+            self._note_foreign(keys[-1])
+            return None
+
+    def _note_foreign(self, last: BlockKey) -> None:
+        self.foreign += 1
+        self.index.drop(last)
+        self.index.put_absent(last, self._clock.monotonic() + ABSENT_S, Miss.FOREIGN)
+
+    async def _header(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
+        """`probe`, which raises ForeignFrame for a foreign object."""
         stat: Stat | None = None
         for _ in range(2):
             raw = bytearray(header_bytes_of(len(keys)))
@@ -93,11 +139,14 @@ class ObjectStore:
                     self.index.drop(keys[-1])
                     return None
                 entry = self._checked(decode(memoryview(raw)), stat, keys, depth)
+            except ForeignFrame as other:
+                other.etag = stat.etag if stat is not None else ""
+                raise
             except CorruptError:
                 continue
             self.index.put(entry)
             return entry
-        await self._delete_corrupt(keys[-1], stat.etag if stat is not None else None)
+        await self._condemn(keys, depth, stat.etag if stat is not None else None)
         return None
 
     async def inspect(self, last: BlockKey, size: int) -> ObjectEntry | None:
@@ -116,7 +165,7 @@ class ObjectStore:
         frame = decode(memoryview(raw))
         keys = frame.keys
         if keys[-1] != last:
-            raise CorruptError("another object's frame under this name")
+            raise ForeignFrame("another object's frame under this name")
         return self._checked(frame, stat, keys, frame.depth)
 
     async def is_purged(self, last: BlockKey, size: int) -> bool:
@@ -129,13 +178,16 @@ class ObjectStore:
         return entry is not None and self.tombstones.cover(entry.frame.scope, entry.frame.life.born)
 
     def _checked(self, frame: Frame, stat: Stat, keys: Sequence[BlockKey], depth: int) -> ObjectEntry:
-        """The entry of an object with this header. Raises CorruptError unless it holds just `keys` from `depth` on."""
+        """The entry of an object with this header. Raises ForeignFrame unless it holds just `keys` from `depth` on, and
+        CorruptError if it is not whole."""
         expected = (self.names.namespace, depth, self._block_bytes, list(keys))
         if (frame.namespace, frame.depth, frame.block_bytes, frame.keys) != expected:
-            raise CorruptError("another object's frame under this name")
+            raise ForeignFrame("another object's frame under this name")
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
-        used = frame.life.last_use if stat.used is None else stat.used
+        # A use from the future was recorded by a clock that is wrong, or forged: it would keep the object for ever.
+        recorded = stat.used is not None and stat.used <= self._clock.wall() + FUTURE_S
+        used = stat.used if recorded and stat.used is not None else frame.life.last_use
         life = Lifetime(used, frame.life.stamps)
         return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())
 
@@ -162,6 +214,10 @@ class ObjectStore:
             known, entry = None if attempt else entry, None
             try:
                 entry = await self._fill(keys, depth, known, pending)
+            except ForeignFrame:
+                self._note_foreign(keys[-1])
+                miss = Miss.FOREIGN
+                break
             except CorruptError:
                 miss = Miss.CORRUPT
                 continue
@@ -169,7 +225,7 @@ class ObjectStore:
                 if not results:
                     raise
                 return results
-            miss = Miss.ABSENT if entry is None else self.miss_of(entry, self._clock.wall())
+            miss = Miss.ABSENT if entry is None else await self.settled_miss_of(entry)
             if miss is Miss.EXPIRED and not attempt:
                 continue  # another replica may have renewed it
             if entry is None or miss is not None:
@@ -178,7 +234,11 @@ class ObjectStore:
             if Miss.CORRUPT not in results.values():
                 return results
         else:
-            await self._delete_corrupt(keys[-1], entry.etag if entry is not None else None)
+            try:
+                await self._condemn(keys, depth, entry.etag if entry is not None else None)
+            except ForeignFrame:
+                self._note_foreign(keys[-1])
+                miss = Miss.FOREIGN
         return {target.index: miss for target in targets} if miss is not None else results
 
     async def _fill(
@@ -201,7 +261,7 @@ class ObjectStore:
                 return None
             entry = self._checked(decode(memoryview(raw)), stat, keys, depth)
             self.index.put(entry)
-        if self.miss_of(entry, self._clock.wall()) is not None:
+        if await self.settled_miss_of(entry) is not None:
             return entry
         for first, views in reads:
             stat = await self._get(name, entry.frame.span(first - depth, first - depth)[0], views)
@@ -217,8 +277,15 @@ class ObjectStore:
             await self._read_rate.take(sum(len(view) for view in into))
             return await self.bucket.read(name, start, into)
 
-    async def _delete_corrupt(self, last: BlockKey, etag: str | None) -> None:
-        """Delete the version that failed its check; the next write of this name overwrites any version."""
+    async def _condemn(self, keys: Sequence[BlockKey], depth: int, etag: str | None) -> None:
+        """Delete the version that failed its check, None: the one that is there, if it is a damaged frame of ours; the
+        next write of this name overwrites any version. Raises ForeignFrame, and then nothing is deleted, or TierError.
+        """
+        last = keys[-1]
+        if etag is None:
+            etag = await self._damaged_version(keys, depth)
+            if etag is None:
+                return
         log.warning("g4: object %s failed its check twice and is deleted", last[SCOPE_BYTES:].hex()[:12])
         self.index.drop(last)
         self._overwrite[last] = None
@@ -226,6 +293,27 @@ class ObjectStore:
             del self._overwrite[next(iter(self._overwrite))]
         with contextlib.suppress(TierError):
             await self.bucket.delete(self.names.stride(last), etag)
+
+    async def _damaged_version(self, keys: Sequence[BlockKey], depth: int) -> str | None:
+        """The ETag of the object that is to hold `keys`, of which only the head is looked at; None if there is none.
+        Raises ForeignFrame for a foreign one."""
+        name = self.names.stride(keys[-1])
+        there = await self.bucket.head(name)
+        if there is None:
+            return None
+        raw = bytearray(min(there.size, header_bytes_of(len(keys))))
+        try:
+            if raw and await self.bucket.read(name, 0, [memoryview(raw)]) is None:
+                return None
+            check_version(memoryview(raw))
+            if there.size >= HEADER_ALIGN:  # less is no whole frame of any stride
+                self._checked(decode(memoryview(raw)), there, keys, depth)
+        except ForeignFrame as other:
+            other.etag = there.etag
+            raise
+        except CorruptError:
+            pass
+        return there.etag
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -258,7 +346,7 @@ class ObjectStore:
             if self._clock.monotonic() - known.seen > TRUST_S:
                 known = await self.probe(known.frame.keys, known.frame.depth)
             if known is not None and self.miss_of(known, self._clock.wall()) is None and _covers(known, life):
-                await self._record_use(known)
+                await self.renewer.record_use(known)
                 return Stored.PRESENT
         return await self._put(blocks, keys, life)
 
@@ -277,17 +365,28 @@ class ObjectStore:
             else:
                 stat = await self.bucket.create(name, data, life.last_use)
             if stat is None:
-                there = await self.probe(keys, depth)
+                try:
+                    there = await self._header(keys, depth)
+                except ForeignFrame as other:
+                    self.foreign += 1
+                    if not other.junk:
+                        return Stored.REFUSED
+                    stat = await self.bucket.replace(name, data, life.last_use, other.etag)
+                    if stat is not None:
+                        break
+                    continue
                 if there is None:
                     continue  # gone since, or deleted as corrupt: then the next round overwrites
                 if self.miss_of(there, self._clock.wall()) is None:
                     if _covers(there, life):
-                        await self._record_use(there)
+                        await self.renewer.record_use(there)
                         return Stored.PRESENT
                     # Both lives apply; the bytes become ours, since a frame holds one writer's.
                     life = there.life.join(life, self._clock.wall())
                     frame, outcome = replace(frame, life=life), Stored.PRESENT
                     data = _encode(frame, blocks)
+                elif self.ahead_s > FUTURE_S and not self.dead_at(there, Wall(self._clock.wall() - self.ahead_s)):
+                    return Stored.REFUSED  # our clock is wrong: what we write instead would be dead to the others
                 stat = await self.bucket.replace(name, data, life.last_use, there.etag)
             if stat is not None:
                 break
@@ -300,63 +399,6 @@ class ObjectStore:
         self.index.put(entry)
         self.deltas.add(entry)
         return outcome
-
-    # -- renewal --------------------------------------------------------------------------------------------------
-
-    async def _record_use(self, entry: ObjectEntry) -> None:
-        """The object was stored again: that is a use, recorded in the bucket now or later."""
-        wall_s = self._clock.wall()
-        self.index.touch([entry.last], wall_s)
-        if entry.life.renewal_time(entry.renewed, wall_s) <= wall_s:
-            with contextlib.suppress(TierError):
-                await self.renew(entry, wall_s)
-
-    async def record_uses(self) -> None:
-        """Record the uses that are worth a write by now. Raises TierError if one could not be; it stays due."""
-        wall_s, due = self._clock.wall(), []
-        for count, entry in enumerate(self.index.unrecorded()):
-            at = entry.life.renewal_time(entry.renewed, wall_s)
-            if at <= wall_s:
-                due.append(entry)
-            elif at == math.inf:
-                self.index.mark_recorded(entry.last, at)
-            if count % _SLICE == _SLICE - 1:
-                await asyncio.sleep(0)  # lookups share this loop
-        renewals = (self.renew(entry, entry.life.last_use) for entry in due)
-        for failed in await asyncio.gather(*renewals, return_exceptions=True):
-            if failed is not None:
-                raise failed
-
-    async def renew(self, entry: ObjectEntry, used: Wall) -> None:
-        """Record a use: by a copy of the object onto itself, or by rewriting it. Raises TierError."""
-        async with self._renewals:
-            if self.bucket.renewable:
-                stat = await self.bucket.renew(self.names.stride(entry.last), entry.etag, used)
-            else:
-                stat = await self._rewrite(entry, used)
-        if stat is None or stat.size != entry.size:
-            self.index.drop(entry.last)
-            return
-        self.renewed += 1
-        self.index.put(replace(entry, etag=stat.etag, renewed=used))
-        self.index.mark_recorded(entry.last, used)
-
-    async def _rewrite(self, entry: ObjectEntry, used: Wall) -> Stat | None:
-        """Replace the header by one with the entry's life; None if this version is not there, or damaged."""
-        name, data = self.names.stride(entry.last), bytearray(entry.size)
-        view = memoryview(data)
-        try:
-            there = await self.bucket.read(name, 0, [view])
-        except CorruptError:
-            return None
-        if there is None or there.etag != entry.etag:
-            return None
-        for index, digest in enumerate(entry.frame.digests):
-            if not checksum.matches(digest, [view[slice(*entry.frame.span(index, index + 1))]]):
-                return None
-        header = replace(entry.frame, life=entry.life).encode()
-        data[: len(header)] = header
-        return await self.bucket.replace(name, data, used, entry.etag)
 
     # -- deletion -------------------------------------------------------------------------------------------------
 
@@ -373,8 +415,7 @@ class ObjectStore:
         known = self.index.get(entry.last)
         if known is not None and known.etag == entry.etag:
             self.index.drop(entry.last)
-        async with self._renewals:
-            return await self.bucket.delete(self.names.stride(entry.last), entry.etag)
+        return await self.bucket.delete(self.names.stride(entry.last), entry.etag)
 
 
 def _verified(entry: ObjectEntry, targets: Sequence[Target]) -> dict[int, Loaded | Miss]:

@@ -1,33 +1,42 @@
 """Deletes expired and purged objects: a page at a time, from a random place, without any lock.
 
-Every replica walks the namespace in the order of names, slowly and from a place of its own; together they see
-everything. Deleting twice is harmless. Only the version that was found dead is deleted, so that an object which is
-being rewritten stays.
+Every replica walks the names of strides in their order, slowly and from a place of its own; together they see
+everything. Deltas and other control objects are no part of the walk: new ones cannot make it longer. Deleting twice is
+harmless. Only the version that was found dead is deleted, so that an object which is being rewritten stays.
+
+What looks dead may be alive to everybody else, if this replica's clock is ahead. So an object must be dead by the
+earlier of two times: this clock's, when it may be trusted, and the server's, where it stamps its objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import Depth
+from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
-from kvtier.tiers.protocol import Miss
+from kvtier.times import Mono, Wall
 
 SWEEP_S = 60.0
 """Between two pages of one replica."""
 
-HEADERS_MAX = 200
-"""Headers read per page: of objects that the index does not show to be alive."""
+FRUITFUL_S = 10.0
+"""The same after a page of which half the headers were dead: a million of them go within a day."""
 
-AT_ONCE = 4
-"""Headers read at once: lookups share the connections and the loop."""
+REST_S = 600.0
+"""Between the end of a walk and the next: an idle replica asks little."""
+
+HEADERS_MAX = 200
+"""Objects looked at per page: headers read, and renewals."""
+
+AT_ONCE = 8
+"""Objects looked at at once: lookups share the connections and the loop."""
 
 RENEW_S = 12 * 3600.0
 """Age by the server's stamp at which a pinned object is renewed: the bucket's rule may delete from two days on."""
@@ -54,6 +63,7 @@ class Sweeper:
         self._random = rng
         self._cursor: str | None = None
         self._next = clock.monotonic() + rng.uniform(0, SWEEP_S)
+        self._measured = Mono("-inf")
         self.swept = Swept()
 
     @property
@@ -62,40 +72,36 @@ class Sweeper:
 
     async def page(self, headers_max: int = HEADERS_MAX) -> bool:
         """Sweep from the cursor on, at most one page and `headers_max` headers; returns whether the walk reached the
-        end of the namespace and starts over. Raises TierError."""
-        self._next = self._clock.monotonic() + SWEEP_S * self._random.uniform(0.5, 1.5)
-        await self._store.pins.refresh()  # with an old list a block pinned since would be deleted
+        end of the namespace and starts over. What was done stays done if this is cancelled. Raises TierError."""
+        self._rest(SWEEP_S)
+        await self._store.refresh()  # with an old list a block pinned since would be deleted
+        await self._store.pins.settle()
         if self._cursor is None:
             self._cursor = self._random_start()
-        page = await first_page(self._store.bucket, self._store.names.root, self._cursor)
-        strides = [(last, stat) for stat in page if (last := self._store.names.parse_stride(stat.name)) is not None]
-        await self._renew_pinned(strides)
-        unknown = [(last, stat) for last, stat in strides if not self._alive(last)][:headers_max]
-        for start in range(0, len(unknown), AT_ONCE):
-            some = unknown[start : start + AT_ONCE]
-            for entry in await asyncio.gather(*(self._delete_dead(last, stat.size) for last, stat in some)):
-                if entry is not None:
-                    self.swept.objects += 1
-                    self.swept.blocks += entry.blocks
-                    self.swept.bytes += entry.size
-        self._cursor = unknown[-1][1].name if len(unknown) == headers_max else page[-1].name if page else ""
-        if not page:
-            await self._store.deltas.sweep()
-            await self._store.pins.sweep()
-        return not page
+        names = self._store.names
+        page = await first_page(self._store.bucket, names.root, self._cursor)
+        found = [(last, stat) for stat in page if (last := names.parse_stride(stat.name)) is not None]
+        work = [(last, stat) for last, stat in found if self._doubtful(last, stat)]
+        before = self.swept.objects
+        now = await self._deletion_time() if work else None
+        for start in range(0, min(len(work), headers_max), AT_ONCE):
+            some = work[start : min(start + AT_ONCE, headers_max)]
+            await asyncio.gather(*(self._look(last, stat, now) for last, stat in some))
+            self._cursor = some[-1][1].name
+        if self.swept.objects - before > headers_max // 2:
+            self._rest(FRUITFUL_S)
+        if len(work) > headers_max:
+            return False
+        self._cursor = names.behind(page[-1].name) if page else ""
+        if self._cursor:
+            return False
+        await self._store.deltas.sweep()
+        await self._store.pins.sweep()
+        self._rest(REST_S)
+        return True
 
-    async def _renew_pinned(self, strides: Sequence[tuple[BlockKey, Stat]]) -> None:
-        """Copy objects that only a pin keeps onto themselves, so that the bucket's own rule does not find them old."""
-        old = self._clock.wall() - RENEW_S
-        for last, stat in strides if self._store.pins else ():
-            if stat.modified is None or stat.modified > old:
-                continue
-            entry = self._store.index.get(last) or await self._store.inspect(last, stat.size)
-            wall_s = self._clock.wall()
-            if entry is None or entry.life.servable(Depth.G4, wall_s):
-                continue
-            if self._store.pins.cover(entry, wall_s):
-                await self._store.renew(entry, entry.renewed)
+    def _rest(self, seconds: float) -> None:
+        self._next = Mono(self._clock.monotonic() + seconds * self._random.uniform(0.5, 1.5))
 
     def _random_start(self) -> str:
         """A random place among the scopes in the index."""
@@ -103,14 +109,44 @@ class Sweeper:
         known = self._store.index.sample(self._random)
         return f"{names.scope(known.frame.scope)}{self._random.randrange(256):02x}/" if known is not None else ""
 
-    def _alive(self, last: BlockKey) -> bool:
-        known = self._store.index.get(last)
-        return known is not None and self._store.miss_of(known, self._clock.wall()) is None
-
-    async def _delete_dead(self, last: BlockKey, size: int) -> ObjectEntry | None:
-        """Delete an object that its present header shows to be dead, in that very version; returns it if so. One that
-        cannot be read is left to the next read of its name."""
-        entry = await self._store.inspect(last, size)
-        if entry is None or self._store.miss_of(entry, self._clock.wall() - GRACE_S) not in (Miss.EXPIRED, Miss.PURGED):
+    async def _deletion_time(self) -> Wall | None:
+        """Objects that were dead at this time are so by all evidence; None: there is no telling now."""
+        now = deletion_time(self._clock)
+        if now is None:
             return None
-        return entry if await self._store.delete_version(entry) else None
+        if self._clock.monotonic() - self._measured > REST_S:
+            self._store.ahead_s = max(0.0, await self._store.deltas.measure_skew() or 0.0)
+            self._measured = self._clock.monotonic()
+        return Wall(now - self._store.ahead_s - GRACE_S)
+
+    def _doubtful(self, last: BlockKey, stat: Stat) -> bool:
+        """Whether the object has to be looked at: the index does not show it to be alive by its own terms, or a pin may
+        keep it and the bucket's own rule may find it old."""
+        known = self._store.index.get(last)
+        if known is None or self._store.miss_of(known, self._clock.wall()) is not None:
+            return True
+        return self._old(stat) and self._pinned_only(known)
+
+    def _pinned_only(self, entry: ObjectEntry) -> bool:
+        wall_s = self._clock.wall()
+        return not entry.life.servable(Depth.G4, wall_s) and self._store.pins.cover(entry, wall_s)
+
+    def _old(self, stat: Stat) -> bool:
+        return bool(self._store.pins) and stat.modified is not None and stat.modified <= self._clock.wall() - RENEW_S
+
+    async def _look(self, last: BlockKey, stat: Stat, now: Wall | None) -> None:
+        """Delete an object that its present header shows to be dead, in that very version; renew one that only a pin
+        keeps, by a copy onto itself. One that cannot be read is left to the next read of its name."""
+        entry = await self._store.inspect(last, stat.size)
+        if entry is None:
+            return
+        if now is not None and self._store.dead_at(entry, now):
+            if await self._store.delete_version(entry):
+                self._count(entry)
+        elif self._old(stat) and self._pinned_only(entry):
+            await self._store.renewer.renew(entry, entry.renewed)
+
+    def _count(self, entry: ObjectEntry) -> None:
+        self.swept.objects += 1
+        self.swept.blocks += entry.blocks
+        self.swept.bytes += entry.size

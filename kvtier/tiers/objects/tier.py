@@ -172,16 +172,16 @@ class ObjectTier:
         """`work` on the loop thread, once the server was reached; without a deadline."""
 
         async def both() -> T:
-            try:
-                await self._ready()
-                return await work
-            finally:
-                work.close()
+            await self._ready()
+            return await work
 
-        return await self._loop.run(both())
+        try:
+            return await self._loop.run(both())
+        finally:
+            work.close()  # in case it was cancelled before it began
 
     async def _ready(self) -> None:
-        """Make sure that the server was reached and that tombstones and pins are fresh. Raises TierError."""
+        """Make sure that the server was reached and that the list of tombstones and pins is fresh. Raises TierError."""
         if self._clock.monotonic() - self._synced <= FRESH_S:
             return
         async with self._sync_lock:
@@ -194,8 +194,7 @@ class ObjectTier:
                 if not self._started:
                     await self._store.bucket.start()
                     self._started = True
-                await self._store.tombstones.refresh()
-                await self._store.pins.refresh()
+                await self._store.refresh()
             except BaseException as error:
                 self.problem = str(error) if isinstance(error, TierError) else "no answer"
                 self._retry_at = now + RETRY_S * self._random.uniform(0.5, 1.5)
@@ -224,7 +223,8 @@ class ObjectTier:
         found = self.peek(chain, wanted)
         for place, depth in enumerate(wanted):
             if found[place] is Miss.ABSENT:
-                found[place] = None if depth // self.stride in presumed else absent
+                why = absent if absent is Miss.LATE else self._prober.reason(chain, depth)
+                found[place] = None if depth // self.stride in presumed else why
         return found
 
     async def _search(self, chain: Sequence[BlockKey], wanted: Sequence[int], presumed: set[int]) -> None:
@@ -283,13 +283,13 @@ class ObjectTier:
         stop = first + self.stride
         if stop <= len(chain):
             found = await self._store.read(chain[first:stop], first, None, targets)
-            if Miss.ABSENT not in found.values():
+            if not {Miss.ABSENT, Miss.FOREIGN} & {*found.values()}:
                 return found
         short = await self._prober.short_stride(chain, first // self.stride)
         stop = first + short.blocks if short is not None else first
         inside = [target for target in targets if target.index < stop]
         found = await self._store.read(chain[first:stop], first, short, inside) if inside else {}
-        return {target.index: found.get(target.index, Miss.ABSENT) for target in targets}
+        return {at.index: found.get(at.index, self._prober.reason(chain, at.index)) for at in targets}
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class ObjectTier:
         if self._store.index.unrecorded() or self._store.deltas.pending:
             await self._ready()
             await self._store.deltas.publish()
-            await self._store.record_uses()
+            await self._store.renewer.record_uses()
 
     # -- deletion -------------------------------------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ class ObjectTier:
     async def pins(self) -> list[Pin]:
         """The pins that have not ended, by name, at most FRESH_S old. Raises TierError."""
         self._usable()
-        await self._loop.run(self._ready())
+        await self._ready_then(self._store.pins.settle())
         return self._store.pins.list()
 
     # -- accounts -------------------------------------------------------------------------------------------------
@@ -397,7 +397,8 @@ class ObjectTier:
         swept = self._sweeper.swept
         return {
             "retries": self._store.bucket.retries,
-            "renewed_units": self._store.renewed,
+            "renewed_units": self._store.renewer.renewed,
+            "foreign_units": self._store.foreign,
             "learnt_units": self._store.deltas.received,
             "swept_units": swept.objects,
             "swept_blocks": swept.blocks,

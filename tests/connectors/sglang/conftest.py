@@ -77,7 +77,9 @@ class Served:
         witness: Path,
     ) -> None:
         self.own: list[dict[str, Any]] = []
-        self.port, self._control = free_ports(2, together=int(arguments.get("tp_size", 1)))
+        self.port, self._control = free_ports(
+            2, together=int(arguments.get("tp_size", 1)) * int(arguments.get("dp_size", 1))
+        )
         extra = {
             "kvtier_config": {"version": 1, "tiers": tiers, **more},
             "recompute": "never",  # a tiny model computes faster than any disk reads

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,8 @@ from vllm.v1.kv_offload.config import (
 
 from kvtier.config import Config
 from kvtier.connectors.settings import Settings
-from kvtier.connectors.vllm.identity import namespace_of
+from kvtier.connectors.vllm.configuration import configuration_of
+from kvtier.connectors.vllm.identity import engine_fields, namespace_of
 from kvtier.connectors.vllm.messages import Handshake
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
 from kvtier.connectors.vllm.worker import CacheLayout
@@ -71,48 +75,48 @@ def namespaces(**changed: Any) -> tuple[Namespace, Namespace]:
     [
         (
             {},
-            "2f957e0f97ec19246f30ba14ba11f75ee0392e8ae7e2293567fe9174d713c148",
-            "5b2780e65e6e92ec82a96d79622dd7714a8f5cd42506532aeaaee41cdbe3360d",
+            "40564568133b41265021704af7fbc9bccf2d7d3809afeee4c7eb654d8cb83cd5",
+            "882eaf9a5e89b6c7a5eced6c26367b5d492f9e1ac2997427967daa5d0ca493e4",
         ),
         (
             {"rope": {"rope_theta": 500000.0}},
-            "83eee210a0200abe3bc0e857aa98559084f2fe609ddb8ec7b32c42ffe4e1af36",
-            "22ff73f81219ecf7db757bfa1af3c45c6fa23ffc5e631c820eda999183b2ac56",
+            "cbdc8fad1efc7a90c038109d541d4ccdae1b5188d79fc8550df9b0283f28629b",
+            "644b7eb1e5187d34255592eb8d5ccedf76a2fa330012dc2960be5a95e4d1c39e",
         ),
         (
             {"rope": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}}},
-            "a5c35293763a9ee5c9e25747a84bfcef75be7c9e8d304c35c4e24165c6bfae6e",
-            "9cb33980865db9e86c7c2bc6c7f6360d97f94c48bb3a1ed1b204174195a038cc",
+            "97e236138f5331623b1be99711ce787ee6914c0209eb7361d0f7598b38d9f048",
+            "e9ea2a9633be9ce9a223aef0e0bfeab7e9fadbe11128064ae700120fc32b6898",
         ),
         (
             {"rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
-            "902173ae38e4a64545d4e331f653ea0af50e7ef77fc6aaa02750ec4a74f27440",
-            "e2e468818ac88e2c1a2eaf21c58e19a6f48702e6b6c1270c2e762f03e3979f28",
+            "e27e3a1cfd462adb3e88541d297a6e0118acdce78ebb7fb84c3c857bc07fb28f",
+            "ce7c98cb831e0cad5932cc5ca2727a859ac08305c740d61c9c79d4536cb595f7",
         ),
         (
             {"rope": {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "max_model_len": 32768},
-            "243f3723fd090c66c352418cf97d0a96d6fa5585acbcac9ea0372cf292ac8f15",
-            "60133bd4c88096186b4c0851f2d317847c5aa824049056df76a6110a88f957be",
+            "f5f61f63230ea46fd353fd1f358d33469080d2f1cbe91ddaa3db8562443759e5",
+            "0204db85f257f54825a0b207e50df42207c7f52b20491f169d4c7c8c67583831",
         ),
         (
             {"mla": True, "ranks": 2},
-            "3cb77cc98e0a9f38506ddec9be0e5125bc93143a50b5081263f13bbc56b1daa9",
-            "05256169d42a192790e392df132b5230485bafb56e0ec701474c423b3299f51e",
+            "47262ae8e3b02dde58eff8352e716237e06ae8aeab6d8d1aa5b20a4205528fee",
+            "0eb0ca0a39f29dcefb34adcc9fd8e2d2f3667ad9247ed0cd563d66dc98f47658",
         ),
         (
             {"cache_dtype": "fp8_e4m3", "quantization": "fp8", "ranks": 2},
-            "8719e668b4bf760beb980aa29feda54a6b1516b538e6d9f077039c7d2c4c1729",
-            "8beb5d5dc695f0c99ec9683cfa731390b83f3ea289a0588bbeb924b0ef209e1a",
+            "4049a5e69c4ff208d55d442328b3026d5accdd03f1978beeb771f8c2a84677a9",
+            "daceeb14b1d472f2c503bc5d8c7fa54e9a9e50973c65f8f9bb749dbe2f533844",
         ),
         (
             {"draft": "hub/draft", "overrides": {"rope_theta": 5}},
-            "23e35664ea82f873458d7aebfd8fdb22929a171859fde8799faae74b332ef972",
-            "ec1ce0aa47002a98864f60077683755f4b593a5ccf62199e6e96c5a48bef9ee6",
+            "aa49017db8e635b091dbc2290e4d54064418ef68229390bbee3951475c787ac1",
+            "7d6f8749c8d68042bbd42d7afbea198e72880db8ee5931498359244dde6419a2",
         ),
     ],
 )
-def test_engines_find_what_they_stored_with_earlier_releases(engine: dict[str, Any], connector: str, tier: str) -> None:
-    """Digests that release 0.1 computed."""
+def test_engines_go_on_finding_what_they_stored(engine: dict[str, Any], connector: str, tier: str) -> None:
+    """Digests that release 0.2 computes: other ones start cold."""
     assert [namespace.digest.hex() for namespace in namespaces(**engine)] == [connector, tier]
 
 
@@ -123,3 +127,66 @@ def test_longrope_with_other_lengths_shares_nothing(where: str) -> None:
     assert len(digests) == 4
     others = [{"rope": {where: {"rope_type": "yarn", "factor": 4.0}}, "max_model_len": n} for n in (4096, 131072)]
     assert namespaces(**others[0]) == namespaces(**others[1]), "the control: only LongRoPE depends on it"
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """An engine's configuration as vLLM makes it of these arguments."""
+    from transformers import LlamaConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=4096, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(path)  # fmt: skip
+
+    def make(**arguments: Any) -> Any:
+        given = {"model": str(path), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 2048}
+        return EngineArgs(**{**given, **arguments}).create_engine_config()
+
+    return make
+
+
+def test_whatever_may_change_the_bytes_is_in_the_name(configured: Callable[..., Any], tmp_path: Path) -> None:
+    plain = configuration_of(configured())
+    other = json.loads((Path(configured().model_config.model) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**other, "rms_norm_eps": 1e-3}))
+    for arguments, name in (
+        ({"load_format": "dummy"}, "load_config.load_format"),
+        ({"hf_config_path": str(tmp_path)}, "model_config.hf_config.rms_norm_eps"),
+        ({"hf_overrides": {"rms_norm_eps": 1e-3}}, "model_config.hf_config.rms_norm_eps"),
+        ({"model_impl": "transformers"}, "model_config.model_impl"),
+        ({"kv_cache_dtype": "fp8"}, "cache_config.cache_dtype"),
+        ({"additional_config": {"a_switch_of_the_platform": 1}}, "additional_config"),
+    ):
+        assert name in differing(plain, configuration_of(configured(**arguments))), arguments
+
+
+def test_sizes_places_and_names_are_not_in_the_name(configured: Callable[..., Any]) -> None:
+    plain = configuration_of(configured())
+    for arguments in (
+        {"max_model_len": 1024, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 64},
+        {"max_num_batched_tokens": 256, "max_num_seqs": 8, "async_scheduling": False, "enforce_eager": True},
+        {"seed": 3, "served_model_name": "x", "enable_prefix_caching": False, "shutdown_timeout": 15},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
+    ):
+        assert differing(plain, configuration_of(configured(**arguments))) == set(), arguments
+
+
+def differing(left: str, right: str) -> set[str]:
+    a, b = json.loads(left), json.loads(right)
+    return {name for name in {**a, **b} if a.get(name, "absent") != b.get(name, "absent")}
+
+
+def test_random_weights_have_a_name_of_their_own(configured: Callable[..., Any]) -> None:
+    settings = Settings(Config())
+    name, other, same = (
+        engine_fields(configured(load_format="dummy", seed=seed), settings, randomised=False)["weights"]
+        for seed in (0, 1, 0)
+    )
+    assert name == same != other and name.startswith("dummy:0")
+    quantised = configured(load_format="dummy")
+    quantised.model_config.quantization = "fp8"
+    drawn = [engine_fields(quantised, settings, randomised=False)["weights"] for _ in range(2)]
+    assert drawn[0] != drawn[1], "some of its weights are what the memory held"

@@ -1,237 +1,462 @@
-"""Everything at once, from a seed: tasks that put, get, purge, evict, pin and flush a small cache, cancelled anywhere.
+"""Everything at once, from a seed: tasks or threads that put, get, purge, evict, pin and flush a small cache, cancelled
+anywhere, closed while they work, and opened again over the same stores.
 
-    python -m tests.manager.support.hammer SECONDS [SEED]
+    python -m tests.manager.support.hammer SECONDS [SEED [STACK]]
 
-A block's payload is a pure function of its key, so any wrong byte shows. Buffers are overwritten after every return and
-every cancellation. The tiers below fail, hang and answer late; the wall clock is set. After each round the tiers heal,
-all tasks end, and then: the invariants hold, nothing is pinned or quarantined, the background lives, purged blocks are
-misses, and everything that is served is right.
+A block's payload is a pure function of its key, so any wrong byte shows; `hammer_model` tells which blocks must not be
+served at all. Buffers are overwritten after every return and every cancellation. The tiers below fail, hang and answer
+late; the wall clock is set, the machine suspended. After each round the tiers heal, all calls end, and then: the
+invariants hold, nothing is pinned or quarantined, the background lives, and what is put reaches every tier.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import logging
 import random
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 import kvtier
-from kvtier.clock import SystemClock
-from kvtier.identity.keys import BlockKey, scope_of
-from kvtier.retention.terms import Depth
-from kvtier.testing import Fault, FaultyTier, MemoryTier, payload_of, sample_namespace
+from kvtier.cache import AsyncCache, Cache
+from kvtier.errors import ClosedError, InvalidRequest, TierError
+from kvtier.identity import hashing
+from kvtier.identity.keys import BlockKey, Scope, make_keys, scope_of
+from tests.manager.support.hammer_model import Model, bytes_of
+from tests.manager.support.hammer_world import STACKS, World
 from tests.manager.support.small import slices_of
 
-BLOCK = 4096
-NS = sample_namespace(BLOCK)
-SALTS = ["a", "b", None]
-CHAIN_BLOCKS = 12
 WORKERS = 12
+THREADS = 5
 ROUND_S = 1.0
-CLASSES = {
-    "brief": {"ttl": "1s"},
-    "sure": {"ttl": "1h", "guarantee": True},
-    "shallow": {"ttl": "1h", "ceiling": "g2"},
-    "urgent": {"ttl": "1h", "priority": 90},
-}
+LIFE_S = 4.0
+CLOSED_S = 5.0 + 4.0  # deadlines.close, and the grace of a busy loop
+IDLE_S = {scope_of("blink"): 0.05}
+AGE_S = {scope_of("short"): 0.3, scope_of("brief"): 2.0}
+LASTING: list[Any] = [None, None, "sure", "shallow", "local", "urgent", "in ranges"]
+SCOPES: dict[Scope, str | None] = {
+    scope_of("a"): None, scope_of("b"): None, scope_of(None): None, scope_of("a", b"adapter"): None,
+    scope_of("blink"): "blink", scope_of("short"): "short", scope_of("brief"): "brief",
+}  # fmt: skip
+"""Whose blocks are put, and the class they are put in; None: any that lasts."""
+SALTS = {scope_of("a"): "a", scope_of("b"): "b", scope_of(None): None, scope_of("brief"): "brief"}
 
 
-class SetClock(SystemClock):
-    """The system's clock, whose wall time is set now and then."""
+class TasksFace:
+    """Calls of an AsyncCache, from tasks of this loop."""
 
-    offset_s = 0.0
+    def __init__(self, cache: AsyncCache) -> None:
+        self.cache: Any = cache
 
-    def wall(self) -> float:
-        return super().wall() + self.offset_s
+    async def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return await verb(*args, **named)
+
+    async def on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    @contextlib.asynccontextmanager
+    async def get(self, *args: Any, **named: Any) -> AsyncIterator[kvtier.Hit]:
+        async with self.cache.get(*args, **named) as hit:
+            yield hit
 
 
-def chains() -> dict[str | None, list[list[BlockKey]]]:
-    """Per salt, prompts of which each leaves an earlier one at some block."""
-    rng = random.Random(0)
-    out: dict[str | None, list[list[BlockKey]]] = {}
-    for salt in SALTS:
-        prompts = [[rng.randrange(1000) for _ in range(CHAIN_BLOCKS * NS.block_tokens)] for _ in range(3)]
-        for base in prompts[:3]:
-            for _ in range(3):
-                fork = rng.randrange(1, CHAIN_BLOCKS) * NS.block_tokens
-                prompts.append(base[:fork] + [rng.randrange(1000) for _ in range(len(base) - fork)])
-        out[salt] = [[BlockKey(key) for key in kvtier.chain_hashes(tokens, NS, salt)] for tokens in prompts]
-    return out
+class ThreadsFace:
+    """Calls of a Cache, which never suspend: their coroutines run on any thread, see `at_once`."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache: Any = cache
+
+    async def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return verb(*args, **named)
+
+    async def on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.cache.submit(work).result(20)
+
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @contextlib.asynccontextmanager
+    async def get(self, *args: Any, **named: Any) -> AsyncIterator[kvtier.Hit]:
+        with self.cache.get(*args, **named) as hit:
+            yield hit
+
+
+Face = TasksFace | ThreadsFace
+
+
+def at_once(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that does not suspend."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits on a thread without a loop")
 
 
 class Hammer:
-    """One cache, its tiers, and what is done to it. `wrong` are blocks that were served with other bytes."""
+    """One world, and what is done to the caches over it."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.slots = self.rng.choice([24, 32, 48, 96])
-        self.clock = SetClock()
-        self.tiers = [FaultyTier(MemoryTier(NS, self.clock, capacity_blocks=self.rng.choice([0, 40, 200])), seed=seed)]
-        if self.rng.random() < 0.7:
-            stride = self.rng.choice([1, 2, 4])
-            self.tiers.append(
-                FaultyTier(MemoryTier(NS, self.clock, name="g4", depth=Depth.G4, stride=stride), seed=seed + 1)
-            )
-        self.config = kvtier.Config.parse(
-            {
-                "tiers": {"g2": {"capacity": self.slots * BLOCK}},
-                "retention": {"classes": CLASSES},
-                "deadlines": {"close": "5s", "get": "300ms", "put": "300ms", "lookup": "50ms"},
-            }
+    def __init__(self, seed: int, stack: str, root: Path) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.world = World(stack, root, self.rng)
+        self.threads = stack == "worker" or (stack != "large" and seed % 3 == 0)
+        """Whether several threads call a Cache; else tasks call an AsyncCache."""
+        self.model = Model(self.world.block_bytes, IDLE_S, AGE_S)
+        self.chains = {scope: self._prompts(scope) for scope in SCOPES}
+        self.fresh: list[list[BlockKey]] = []
+        self.done = self.lives = 0
+        self.failures: list[BaseException] = []
+
+    def _prompts(self, scope: Scope) -> list[list[BlockKey]]:
+        """Prompts of which each leaves an earlier one at some block."""
+        rng, large = random.Random(scope), self.world.stack == "large"
+        blocks = 8000 if large else 12
+        prompts = [[rng.randrange(1000) for _ in range(blocks * 16)] for _ in range(2 if large else 3)]
+        for base in prompts[:3]:
+            for _ in range(1 if large else 3):
+                fork = rng.randrange(1, blocks) * 16
+                prompts.append(base[:fork] + [rng.randrange(1000) for _ in range(len(base) - fork)])
+        return [self._keys(scope, tokens) for tokens in prompts]
+
+    def _keys(self, scope: Scope, tokens: Sequence[int]) -> list[BlockKey]:
+        root = hashing.chain_root(self.world.namespace.digest, scope)
+        return make_keys(scope, hashing.chain_hashes(root, tokens, self.world.namespace.block_tokens))
+
+    # -- the verbs ------------------------------------------------------------------------------------------------
+
+    def chain(self, rng: random.Random) -> tuple[Scope, list[BlockKey]]:
+        scope = rng.choice(list(SCOPES))
+        chain = rng.choice(self.chains[scope])
+        return scope, chain[: rng.randint(1, len(chain))]
+
+    async def put(self, face: Face, rng: random.Random) -> None:
+        scope, chain = self.chain(rng)
+        start = rng.choice([0, 0, 0, rng.randrange(len(chain))])
+        size = self.world.block_bytes
+        buffers = [bytearray(bytes_of(key, size)) for key in chain[start:]]
+        retention = SCOPES[scope] or rng.choice(LASTING)
+        if retention == "in ranges":
+            retention = [(0, rng.randrange(1, 100), "urgent"), (16, rng.randrange(17, 200), "shallow")]
+        with self.model.using(chain, putting=True):
+            try:
+                wait, timeout = rng.random() < 0.6, rng.choice([None, 0.0, 0.01, 0.2])
+                await face.call(face.cache.put, chain, buffers, retention, wait, start=start, timeout=timeout)
+            except InvalidRequest:
+                assert retention == "sure"  # more than may be guaranteed
+            finally:
+                for buffer in buffers:
+                    buffer[:] = b"\xee" * size
+
+    async def get(self, face: Face, rng: random.Random) -> None:
+        _, chain = self.chain(rng)
+        await self.read(
+            face, chain, rng.choice([0, 0, rng.randrange(len(chain))]), rng.choice([None, 0.0, 0.005, 0.1]), rng
         )
-        self.chains = chains()
-        self.wrong: list[str] = []
-        self.done = 0
 
-    def chain(self) -> tuple[str | None, list[BlockKey]]:
-        salt = self.rng.choice(SALTS)
-        chain = self.rng.choice(self.chains[salt])
-        return salt, chain[: self.rng.randint(1, len(chain))]
+    async def read(
+        self, face: Face, chain: Sequence[BlockKey], start: int, timeout: float | None, rng: random.Random
+    ) -> int:
+        """Get, and compare with the model, twice while the lease holds. Returns how many blocks were there."""
+        wanted, floors = chain[start:], self.model.floors(chain[start:])
+        with self.model.using(chain) as began:
+            async with face.get(chain, timeout, start=start) as hit:
+                self.model.compare(wanted, hit.blocks, hit.tiers, began, floors)
+                await face.pause(rng.choice([0, 0, 0.01]))
+                for key, block in zip(wanted, hit.blocks, strict=False):
+                    assert bytes(block) == bytes_of(key, self.world.block_bytes), "other bytes under a lease"
+                return len(hit)
 
-    async def put(self, cache: kvtier.AsyncCache) -> None:
-        _, chain = self.chain()
-        start = self.rng.choice([0, 0, 0, self.rng.randrange(len(chain))])
-        buffers = [bytearray(payload_of(key, BLOCK)) for key in chain[start:]]
-        retention = self.rng.choice([None, None, *CLASSES])
-        try:
-            wait, timeout = self.rng.random() < 0.6, self.rng.choice([None, 0.0, 0.01, 0.2])
-            await cache.put(chain, buffers, retention, wait, start=start, timeout=timeout)
-        except kvtier.InvalidRequest:
-            assert retention == "sure"  # more than may be guaranteed
-        finally:
-            for buffer in buffers:
-                buffer[:] = b"\xee" * BLOCK
-
-    async def get(self, cache: kvtier.AsyncCache) -> None:
-        _, chain = self.chain()
-        start = self.rng.choice([0, 0, self.rng.randrange(len(chain))])
-        async with cache.get(chain, self.rng.choice([None, 0.0, 0.005, 0.1]), start=start) as hit:
-            self.compare(chain[start:], hit)
-            await asyncio.sleep(self.rng.choice([0, 0, 0.01]))
-            self.compare(chain[start:], hit)
-
-    def compare(self, chain: list[BlockKey], hit: kvtier.Hit) -> None:
-        for key, block in zip(chain, hit.blocks, strict=False):
-            if bytes(block) != payload_of(key, BLOCK):
-                self.wrong.append(f"{key.hex()} from {hit.tiers}")
-
-    async def others(self, cache: kvtier.AsyncCache) -> None:
-        salt, chain = self.chain()
-        verbs: list[Callable[[], Awaitable[object]]] = [
-            lambda: cache.match(chain, self.rng.choice([None, 0.0, 0.01])),
-            lambda: cache.prewarm(chain, self.rng.choice([None, 0.0, 0.05])),
-            lambda: cache.flush(self.rng.choice([0.0, 0.02, 0.2])),
-            lambda: cache.evict(self.rng.choice(["g2", *(tier.name for tier in self.tiers)])),
-            lambda: cache.purge(salt),
-            lambda: cache.pins.create(f"p{self.rng.randrange(4)}", chain, self.rng.choice([0.5, 3600.0])),
-            lambda: cache.pins.extend(f"p{self.rng.randrange(4)}", 60.0),
-            lambda: cache.pins.delete(f"p{self.rng.randrange(4)}", drop=self.rng.random() < 0.5),
+    async def others(self, face: Face, rng: random.Random) -> None:
+        cache = face.cache
+        scope, chain = self.chain(rng)
+        lasting = rng.choice(self.chains[scope_of("a")])[: rng.randint(1, 12)]
+        name = f"p{rng.randrange(4)}"
+        verbs: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            lambda: face.call(cache.match, chain, rng.choice([None, 0.0, 0.01])),
+            lambda: face.call(cache.prewarm, chain, rng.choice([None, 0.0, 0.05])),
+            lambda: face.call(cache.flush, rng.choice([0.0, 0.02, 0.2])),
+            lambda: face.call(cache.evict, rng.choice(["g2", *cache.manager.lower])),
+            lambda: self.purge(face, scope),
+            lambda: face.call(cache.pins.create, name, lasting, rng.choice([0.5, 3600.0])),
+            lambda: face.call(cache.pins.extend, name, 60.0),
+            lambda: face.call(cache.pins.delete, name, drop=rng.random() < 0.5),
         ]
-        weights = [6, 3, 2, 1, 1, 2, 1, 2]
-        with contextlib.suppress(kvtier.KVTierError, OSError):
-            await self.rng.choices(verbs, weights)[0]()
-        cache.computed(self.rng.randrange(1, 64), self.rng.choice([0.0, 1e-4, 0.1]))
+        with self.model.using([*chain, *lasting]), contextlib.suppress(InvalidRequest, TierError):
+            await rng.choices(verbs, [6, 3, 2, 1, 1, 2, 1, 2])[0]()
+        cache.computed(rng.randrange(1, 64), rng.choice([0.0, 1e-4, 0.1]))
+        cache.stats()
 
-    async def work(self, cache: kvtier.AsyncCache, until: float) -> None:
-        """One caller: a verb after the other, a third of them cancelled at some await."""
-        while time.monotonic() < until:
-            verb = self.rng.choices([self.put, self.get, self.others], [5, 5, 2])[0]
-            task = asyncio.ensure_future(verb(cache))
-            if self.rng.random() < 0.35:
-                for _ in range(self.rng.choice([0, 1, 2, 3, 5, 8, 13])):
-                    await asyncio.sleep(0)
-                if self.rng.random() < 0.5:
-                    await asyncio.sleep(self.rng.random() * 0.01)
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            self.done += 1
+    async def purge(self, face: Face, scope: Scope) -> None:
+        with self.model.purging(scope):
+            if scope in SALTS:
+                await face.call(face.cache.purge, SALTS[scope])
+            else:
+                await face.on_loop(face.cache.manager.purge({scope}))
 
-    def make_trouble(self) -> None:
-        for tier in self.tiers:
-            kind = self.rng.choice(["none", "none", "error", "crash", "slow", "linger", "drop"])
-            verb = self.rng.choice(["read", "write", "lookup", "retain", "*"])
-            tier.faults[:] = (
-                [] if kind == "none" else [Fault(verb, kind, rate=0.3, times=20, seconds=self.rng.random() * 0.1)]
-            )
-        if self.rng.random() < 0.2:
-            self.clock.offset_s = self.rng.choice([0.0, 30.0, -30.0])
+    # -- callers --------------------------------------------------------------------------------------------------
 
-    async def round(self, cache: kvtier.AsyncCache) -> None:
+    async def work(self, face: Face, rng: random.Random, until: float) -> None:
+        """One caller: a verb after the other. Tasks are cancelled at some await, some of them twice."""
+        with contextlib.suppress(ClosedError):
+            while time.monotonic() < until:
+                verb = rng.choices([self.put, self.get, self.others], [5, 5, 2])[0]
+                if isinstance(face, TasksFace) and rng.random() < 0.35:
+                    await self.cancelled(verb(face, rng), rng)
+                else:
+                    await verb(face, rng)
+                self.done += 1
+
+    async def cancelled(self, call: Coroutine[Any, Any, None], rng: random.Random) -> None:
+        task = asyncio.ensure_future(call)
+        for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 13])):
+            await asyncio.sleep(0)
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.random() * 0.01)
+        task.cancel()
+        if rng.random() < 0.3:
+            await asyncio.sleep(0)
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    @contextlib.asynccontextmanager
+    async def callers(self, face: Face, until: float) -> AsyncIterator[None]:
+        """All of them at work, until they have ended."""
+        self.fresh = []  # they may evict it
+        rngs = [random.Random(self.rng.randrange(1 << 62)) for _ in range(THREADS if self.threads else WORKERS)]
+        if isinstance(face, TasksFace):
+            tasks = [asyncio.ensure_future(self.work(face, rng, until)) for rng in rngs]
+            yield
+            await asyncio.gather(*tasks)
+            return
+        threads = [threading.Thread(target=self._on_thread, args=(face, rng, until)) for rng in rngs]
+        for thread in threads:
+            thread.start()
+        yield
+        for thread in threads:
+            await asyncio.to_thread(thread.join, until - time.monotonic() + 30)
+            assert not thread.is_alive(), "a caller is stranded"
+        if self.failures:
+            raise self.failures[0]
+
+    def _on_thread(self, face: Face, rng: random.Random, until: float) -> None:
+        try:
+            at_once(self.work(face, rng, until))
+        except BaseException as error:
+            self.failures.append(error)
+
+    # -- a life ---------------------------------------------------------------------------------------------------
+
+    async def live(self, ends: float) -> None:
+        """Open, some rounds, close; what was written is there again in the next life."""
+        before = self._held()
+        cache = await asyncio.to_thread(self.world.open, Cache) if self.threads else self.world.open(AsyncCache)
+        face: Face = ThreadsFace(cache) if self.threads else TasksFace(cache)
+        if isinstance(face, TasksFace):
+            await cache.__aenter__()
+        try:
+            self.world.hurry(cache)
+            await self.sees_again(face)
+            for _ in range(self.rng.choice([1, 1, 2])):
+                await self.round(face)
+                if time.monotonic() > ends:
+                    break
+            if self.rng.random() < 0.4:
+                await self.closed_while_busy(face)
+        finally:
+            self.world.heal(cache)
+            await face.call(cache.close)
+        del cache, face
+        self.model.restarted()
+        self.lives += 1
+        await self.nothing_left(before)
+
+    async def round(self, face: Face) -> None:
         until = time.monotonic() + ROUND_S
-        workers = [asyncio.ensure_future(self.work(cache, until)) for _ in range(WORKERS)]
-        while time.monotonic() < until:
-            self.make_trouble()
-            await asyncio.sleep(0.1)
-        for tier in self.tiers:
-            tier.faults.clear()
-        self.clock.offset_s = 0.0
-        await asyncio.gather(*workers)
-        await self.quiesce(cache)
+        async with self.callers(face, until):
+            while time.monotonic() < until:
+                self.world.trouble(face.cache)
+                await asyncio.sleep(0.1)
+            if self.rng.random() < 0.1:
+                self.world.suspend(self.rng.choice([5.0, 700.0]))
+            self.world.heal(face.cache)
+        if face.cache.manager.hierarchy.clock.adopted:
+            self.model.clock_was_set()
+        self.world.heal(face.cache)
+        await self.quiesce(face)
 
-    async def quiesce(self, cache: kvtier.AsyncCache) -> None:
+    async def closed_while_busy(self, face: Face) -> None:
+        """Two close it while all others call it."""
+        async with self.callers(face, time.monotonic() + 20):
+            await asyncio.sleep(self.rng.random() * 0.3)
+            self.world.trouble(face.cache)
+            began = time.monotonic()
+            if isinstance(face, TasksFace):
+                closing = [asyncio.ensure_future(face.cache.close()) for _ in range(2)]
+                if self.rng.random() < 0.3:
+                    await asyncio.sleep(0.01)
+                    closing[0].cancel()
+                await asyncio.gather(*closing, return_exceptions=True)
+            else:
+                await asyncio.gather(*(asyncio.to_thread(face.cache.close) for _ in range(2)))
+            assert time.monotonic() - began < CLOSED_S, f"closing took {time.monotonic() - began:.1f} s"
+            for tier in self.world.tiers:
+                tier.heal()
+        with contextlib.suppress(ClosedError):
+            await face.call(face.cache.match, self.chains[scope_of(None)][0])
+            raise AssertionError("a closed cache answers")
+
+    def _held(self) -> tuple[set[asyncio.Task[Any]], int]:
+        gc.collect()
+        return asyncio.all_tasks(), len(list(Path("/proc/self/fd").iterdir()))
+
+    async def nothing_left(self, before: tuple[set[asyncio.Task[Any]], int]) -> None:
+        """No task, thread or descriptor of a closed cache."""
+        deadline = time.monotonic() + 10
+        while True:
+            tasks, descriptors = self._held()
+            tasks -= before[0]
+            threads = [t.name for t in threading.enumerate() if t.name.startswith("kvtier")]
+            more = descriptors - before[1] if self.lives > 1 else 0
+            if not tasks and not threads and more <= 0:
+                return
+            assert time.monotonic() < deadline, f"left: {tasks}, {threads}, {more} descriptors"
+            await asyncio.sleep(0.05)
+
+    # -- quiescence -----------------------------------------------------------------------------------------------
+
+    async def quiesce(self, face: Face) -> None:
         """All tiers are well, and nobody calls: what must hold then."""
-        manager = cache.manager
-        for tier in manager.lower.values():
-            tier.inner.breaker.succeeded()
+        cache = face.cache
+        await self.settle(face)
+        cache.check()
+        self.judge()
+        for chains in self.chains.values():
+            for chain in chains:
+                await self.read(face, chain, 0, 5.0, self.rng)
+        self.judge()
+        await self.reaches_all(face)
+        scope = self.rng.choice(list(SALTS))
+        await self.purge_everywhere(face, scope)
+        for chain in self.chains[scope]:
+            assert await face.call(cache.match, chain) == 0, "purged"
+        cache.check()
+
+    async def purge_everywhere(self, face: Face, scope: Scope) -> None:
+        """A tier that was out of reach is asked again after a while."""
         deadline = time.monotonic() + 20
         while True:
-            await cache.flush(timeout=5)
+            try:
+                await self.purge(face, scope)
+                return
+            except TierError:
+                assert time.monotonic() < deadline, "a purge reaches every tier that is well"
+                await asyncio.sleep(0.2)
+
+    def judge(self) -> None:
+        assert not self.model.wrong, f"{len(self.model.wrong)} blocks: {self.model.wrong[:3]}"
+
+    async def settle(self, face: Face) -> None:
+        """Wait until nothing is under way."""
+        manager, deadline = face.cache.manager, time.monotonic() + 20
+        while True:
+            self.world.heal(face.cache)
+            await face.call(face.cache.flush, 5.0)
             with manager.lock:
                 pinned = [slot for slot in manager.host._slots if slot.pins]
-                quiet = not pinned and not manager.host.quarantined and not manager.host._filling
-            if quiet:
-                break
-            assert time.monotonic() < deadline, f"held: {len(pinned)} pinned, {manager.host.quarantined} quarantined"
+                held = [len(pinned), manager.host.quarantined, len(manager.host._filling), len(manager.lower.out)]
+            held.append(self.world.workers_down(face.cache))
+            if not any(held):
+                return
+            assert time.monotonic() < deadline, f"pinned, quarantined, filling, tiers left out, or down: {held}"
+            gc.collect()
             await asyncio.sleep(0.05)
-        cache.check()
-        assert not self.wrong, self.wrong[:3]
-        fresh = [BlockKey(scope_of("fresh") + self.rng.randbytes(32)) for _ in range(4)]
-        await cache.purge("fresh")
-        for chain in (chain for of in self.chains.values() for chain in of):
-            async with cache.get(chain, 5.0) as hit:
-                self.compare(chain, hit)
-        assert not self.wrong, self.wrong[:3]
-        room = all(not getattr(tier.inner, "_capacity_blocks", 0) for tier in self.tiers)
-        assert await cache.put(fresh, [payload_of(key, BLOCK) for key in fresh], timeout=5.0) == 4
-        flushed = await cache.flush(timeout=10)
+
+    async def reaches_all(self, face: Face) -> None:
+        """New blocks are stored, and go to every tier that has space."""
+        chain = self._keys(scope_of("fresh"), [self.rng.randrange(1 << 30) for _ in range(4 * 16)])
+        payloads = [bytes_of(key, self.world.block_bytes) for key in chain]
+        assert await face.call(face.cache.put, chain, payloads, timeout=5.0) == 4
+        flushed = await face.call(face.cache.flush, 10.0)
         assert flushed.pending == 0, "the background lives"
-        if room:
-            for tier in self.tiers:
-                missing = [miss for miss in tier.inner.peek(fresh, range(4)) if miss is not None]
-                assert not missing, f"{tier.name} lacks what was put: {missing}, {cache.stats()[tier.name]}"
-        salt = self.rng.choice(SALTS)
-        await cache.purge(salt)
-        for chain in self.chains[salt]:
-            assert await cache.match(chain) == 0, "purged"
+        if self.world.roomy:
+            for tier in face.cache.manager.lower.values():
+                missing = [miss for miss in await self._found(face, tier, chain) if miss is not None]
+                assert not missing, f"{tier.name} lacks what was put: {missing}, {face.cache.stats()[tier.name]}"
+            self.fresh = [chain]
+
+    async def _found(self, face: Face, tier: Any, chain: Sequence[BlockKey]) -> list[Any]:
+        deadline = face.cache.manager.hierarchy.clock.monotonic() + 5.0
+        found: list[Any] = await face.on_loop(tier.lookup(chain, range(len(chain)), deadline))
+        return found
+
+    async def sees_again(self, face: Face) -> None:
+        """After a restart: what was durable at the last quiescence, and was not pushed out."""
+        deadline = time.monotonic() + 20
+        while face.cache.manager.lower.out:
+            assert time.monotonic() < deadline, face.cache.stats()["tasks"]["out"]
+            await asyncio.sleep(0.05)
+        for chain in self.fresh:
+            found = await self.read(face, chain, 0, 5.0, self.rng)
+            assert found == len(chain), f"{found} of {len(chain)} durable blocks are there again"
+        self.fresh = []
+        self.judge()
 
 
-async def hammer(seed: int, seconds: float) -> int:
-    """Rounds for `seconds` on one cache; returns how many calls were made. With an even seed, in slices of a block or
-    two, which chains as short as these would not be cut into."""
-    it = Hammer(seed)
-    ends = time.monotonic() + seconds
-    with slices_of(1 + seed // 2 % 2) if seed % 2 == 0 else contextlib.nullcontext():
-        async with kvtier.aopen(it.config, NS, clock=it.clock, tiers=it.tiers) as cache:
+async def hammer(seed: int, seconds: float, stack: str = "memory", root: Path | None = None) -> Hammer:
+    """Lives for `seconds`. With an even seed, in slices of a block or two, which chains as short as these would not be
+    cut into. Raises the first failure, with the command that repeats it."""
+    command = f"python -m tests.manager.support.hammer {seconds:g} {seed} {stack}"
+    small = seed % 2 == 0 and stack != "large"
+    with contextlib.ExitStack() as ending:
+        if root is None:
+            root = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-hammer-")))
+        it = Hammer(seed, stack, root)
+        ends = time.monotonic() + seconds
+        ending.enter_context(slices_of(1 + seed // 2 % 2) if small else contextlib.nullcontext())
+        ending.enter_context(it.world.running())
+        try:
             while time.monotonic() < ends:
-                await it.round(cache)
-    return it.done
+                await it.live(ends)
+        except BaseException as error:
+            error.add_note(f"repeat it: {command}")
+            raise
+    return it
 
 
 def main() -> None:
-    """Seeds from SEED on, four seconds each; stops at the first that fails, and names it."""
-    ends, seed = time.monotonic() + float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    calls = 0
-    while time.monotonic() < ends:
+    """Seeds from SEED on, a few seconds each, over every stack in turn or one. Goes on past those that fail, prints
+    each with the command that repeats it, and ends with 1 if there was one."""
+    logging.getLogger("kvtier").setLevel(logging.CRITICAL)
+    given_s, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    stacks, ends = sys.argv[3:4] or STACKS, time.monotonic() + given_s
+    runs, calls, served, lives, failed = 0, 0, 0, 0, 0
+    while time.monotonic() < ends or not runs:
+        seed, stack = first + runs // len(stacks), stacks[runs % len(stacks)]
+        runs += 1
         try:
-            calls += asyncio.run(asyncio.wait_for(hammer(seed, 4.0), 120))
-        except BaseException:
-            print(f"seed {seed} fails", flush=True)
-            raise
-        seed += 1
-    print(f"{calls} calls, up to seed {seed - 1}: all right")
+            it = asyncio.run(asyncio.wait_for(hammer(seed, min(LIFE_S, given_s), stack), 120))
+            calls, served, lives = calls + it.done, served + it.model.served, lives + it.lives
+        except Exception:
+            failed += 1
+            print(f"-- seed {seed} over {stack} fails", flush=True)
+            traceback.print_exc()
+    print(
+        f"{runs} runs, seeds {first} … {first + (runs - 1) // len(stacks)} over {', '.join(stacks)}: {calls} calls,"
+        f" {served} blocks served, {lives} lives, {time.process_time():.0f} s of CPU: {failed} failed"
+    )
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

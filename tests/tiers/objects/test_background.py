@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import kvtier
+from kvtier.identity.keys import scope_of
 from kvtier.supervisor import FAILURES_MAX
 from kvtier.testing import chain_of, payloads_of
 from kvtier.tiers.breaker import Health
@@ -101,3 +104,24 @@ async def test_three_deaths_take_the_tier_out_until_a_probe(task: str, tmp_path:
         site.clock.advance(60)
         assert await cache.match(keys) == len(keys)
         assert cache.stats()["tasks"]["out"] == {}
+
+
+async def test_a_verb_that_is_cancelled_before_the_loop_thread_comes_to_it_leaves_nothing_behind(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    site = Site(tmp_path)
+    tier = await site.replica()
+    loop, go = tier._loop._loop, threading.Event()
+    assert loop is not None
+    loop.call_soon_threadsafe(go.wait, 10)
+    purging = asyncio.ensure_future(tier.purge(scope_of("a"), site.clock.wall()))
+    await asyncio.sleep(0.01)
+    purging.cancel()
+    await asyncio.sleep(0.01)
+    go.set()
+    await asyncio.wait({purging})
+    assert purging.cancelled()
+    del purging
+    gc.collect()
+    await tier.close(site.deadline)
+    assert not [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)]

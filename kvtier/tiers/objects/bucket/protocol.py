@@ -27,6 +27,8 @@ LIST_PAGE = 1000
 USED = "kvtier-used"
 """Object metadata: wall time of the last recorded use, in seconds."""
 
+USED_MAX_S = 2.0**40
+
 
 class Transient(TierError):
     """The request may succeed if it is made again."""
@@ -96,11 +98,12 @@ async def first_page(bucket: Bucket, prefix: str, after: str = "") -> list[Stat]
 
 
 def recorded_use(metadata: Mapping[str, str]) -> Wall | None:
-    """`Stat.used` by an object's metadata. Pure."""
+    """`Stat.used` by an object's metadata; None for what is no time, too. Pure."""
     try:
-        return Wall(metadata[USED])
+        used = float(metadata[USED])
     except (KeyError, ValueError):
         return None
+    return Wall(used) if 0 <= used < USED_MAX_S else None
 
 
 class Scatter:

@@ -49,7 +49,7 @@ def request_of(order: dict[str, Any]) -> Any:
     sampling = {"max_new_tokens": order.get("new", 8), "temperature": 0, "ignore_eos": True}
     if "kvtier" in order:
         sampling["custom_params"] = {"kvtier": order["kvtier"]}
-    named = {name: order[name] for name in ("extra_key", "cache_salt", "rid") if name in order}
+    named = {name: order[name] for name in ("extra_key", "cache_salt", "rid", "lora_path") if name in order}
     return GenerateReqInput(
         input_ids=order["prompts"], sampling_params=sampling, return_logprob=order.get("logprobs", True),
         top_logprobs_num=2, **named,

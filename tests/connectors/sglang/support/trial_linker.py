@@ -17,6 +17,7 @@ import kvtier
 from kvtier.clock import SystemClock
 from kvtier.connectors.sglang import KVTierLinker
 from kvtier.connectors.sglang.copies import PageCopies
+from kvtier.connectors.sglang.identity import process_number
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.build import lower_tiers
 from kvtier.testing import Fault, FaultyTier
@@ -36,7 +37,7 @@ class TrialLinker(KVTierLinker):
         self._faulty: dict[str, FaultyTier] = {}
         self._scramble = self._refuse = self._lose = False
         super().__init__(*arguments, extra_config=extra_config, **named)
-        self._listen(port + self._rotation.namespace.rank)
+        self._listen(port + process_number())
 
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
         config, clock = self._settings.config, SystemClock()
@@ -46,7 +47,7 @@ class TrialLinker(KVTierLinker):
 
     def _open(self, namespace: Namespace) -> PageCopies:
         pages = super()._open(namespace)
-        witness = self._witness = self._witness or Witness(self._pool, Path(f"{self._witness_file}.{namespace.rank}"))
+        witness = self._witness = self._witness or Witness(self._pool, Path(f"{self._witness_file}.{process_number()}"))
         offload = pages.offload
 
         def watched(chain: Sequence[bytes], start: int, numbers: Sequence[int], terms: Any) -> None:

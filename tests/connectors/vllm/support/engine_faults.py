@@ -27,6 +27,7 @@ class Faults:
 
     def break_loads(self, how: str, positions: list[int] | None = None) -> None:
         """`zeros`: loads bring zeros and say they succeeded; `fail`: the given positions of the next load fail;
+        `always`: those of every load fail;
         `hang`: loads are not answered until `mend`;
         `now and then`: every third fails at one position, every fifth is made three steps late."""
         worker = self.worker
@@ -43,13 +44,14 @@ class Faults:
                             tensor[block].zero_()
 
             worker.load = zeros
-        elif how == "fail":
+        elif how in ("fail", "always"):
             submit = worker._submit
 
             def fail(moves: Any, request: str) -> None:
                 submit(moves, request)
                 if request and "used" not in self._faults:
-                    self._faults["used"] = True
+                    if how == "fail":
+                        self._faults["used"] = True
                     failed = {p for p in positions or [0] if p < len(moves.blocks)}
                     worker._failed[moves.job] = failed
                     worker.poll()
@@ -107,6 +109,37 @@ class Faults:
         """Copies are begun in both directions and not made until `mend`, or until their arena is given up."""
         self.worker.poll = lambda: None
 
+    def stall_copies(self) -> None:
+        """The device begins no copy, until `mend`."""
+        self.worker._engine._launch_ready = lambda: None
+
+    def lose_arena(self) -> None:
+        """The worker cannot reach the arena, whose descriptor is told to it anew, until `find_arena`."""
+        worker = self.worker
+
+        def lost(handle: Any) -> None:
+            raise OSError("injected")
+
+        worker._attach, worker._reached, self.half._arena = lost, 0, 0
+
+    def find_arena(self) -> None:
+        """It is reachable again, and time for another try."""
+        self.worker.__dict__.pop("_attach", None)
+        self.half._tell_again_s = 0.0
+
+    def break_once(self, owner: str, call: str) -> None:
+        """One call of `half` or of a part of it raises, the next time."""
+        part = self.half if owner == "half" else getattr(self.half, owner)
+        plain = getattr(part, call)
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            part.__dict__.pop(call, None)
+            if getattr(part, call) != plain:
+                setattr(part, call, plain)
+            raise RuntimeError("injected")
+
+        setattr(part, call, broken)
+
     def spoil(self, name: str, positions: list[int]) -> None:
         """Blocks of a running request get another content, and the next step reports it, as a load inside the step
         would that fails."""
@@ -161,6 +194,8 @@ class Faults:
     def mend(self) -> None:
         for name in ("load", "_submit", "poll"):
             self.worker.__dict__.pop(name, None)
+        if self.worker._engine is not None:
+            self.worker._engine.__dict__.pop("_launch_ready", None)
         for name in _CALLS:
             self.half.__dict__.pop(name, None)
         held = self._faults.pop("held", []) + [job for _, job in self._faults.pop("late", [])]

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -28,6 +29,19 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # One thread: two that wait for each other at barriers crawl on a machine that is busy with other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def set_plugin(present: bool) -> None:
+    """Whether vLLM finds kvtier's plug-in: here and in its processes, however this tree is installed."""
+    if not present:
+        os.environ["VLLM_PLUGINS"] = "none"
+        return
+    found = Path(tempfile.mkdtemp(prefix="kvtier-plugin")) / "kvtier_of_this_tree-0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-of-this-tree\nVersion: 0\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nkvtier = kvtier.connectors.vllm.plugin:register\n")
+    sys.path.append(str(found.parent))
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(found.parent)]).lstrip(os.pathsep)
 
 
 class Counting(deque[Any]):
@@ -53,6 +67,7 @@ class Host(Faults):
     def __init__(self, options: dict[str, Any]) -> None:
         self._logs = Logs()
         logging.getLogger("kvtier").addHandler(self._logs)
+        set_plugin(options.get("plugin", True))
         self.inside = options.get("processes", "one") == "one"
         engine = dict(options.get("engine", {}))
         if self.inside:
@@ -112,7 +127,7 @@ class Host(Faults):
         self._calls: list[list[Any]] = []
         self._waits: list[float] = []
         self._forgotten = Counting()
-        if self.inside and hasattr(self.connector, "_scheduler"):
+        if self.inside and getattr(self.connector, "_scheduler", None) is not None:
             self.cache.manager._housekeeping._forgotten = self._forgotten
 
     # ── what any user can do ────────────────────────────────────────────────────────────────────────────────
@@ -147,6 +162,22 @@ class Host(Faults):
             }
             for out in outs
         ]
+
+    def reload(self, path: str) -> None:
+        """New weights in place, as a trainer's loop has it."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def load_adapter(self, adapter: list[Any]) -> bool:
+        from vllm.lora.request import LoRARequest
+
+        return bool(self.llm.llm_engine.add_lora(LoRARequest(*adapter)))
+
+    def settled(self) -> bool:
+        """Whether there is a cache; waits for it."""
+        deadline = time.monotonic() + 30
+        while self.cache is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.cache is not None
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
@@ -278,6 +309,9 @@ class Host(Faults):
     def namespace(self) -> dict[str, Any]:
         return dict(self.half._caches.namespace.fields())
 
+    def namespace_digest(self) -> str:
+        return str(self.half._caches.namespace.digest.hex())
+
     def _track(self, name: str) -> Any:
         return next(state.track for key, state in self.half._requests.items() if key.startswith(name))
 
@@ -367,8 +401,51 @@ class Host(Faults):
         )  # fmt: skip
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
+    def embed(self, prompts: list[list[int]]) -> list[list[float]]:
+        """What a pooling model answers."""
+        outs = self.llm.embed([{"prompt_token_ids": one} for one in prompts], use_tqdm=False)
+        return [[round(value, 4) for value in out.outputs.embedding] for out in outs]
+
+    def has_cache(self) -> bool:
+        return self.half is not None
+
+    def session(self, name: str, parts: list[list[int]], tokens: int) -> list[list[int]]:
+        """A streaming session: inputs one after another, each answered with so many tokens, of which vLLM drops the
+        last one when the next input comes. Returns all tokens of the session after each answer."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        scheduler, seen = self.core.scheduler, []
+
+        def send(part: list[int], resumable: bool) -> None:
+            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            self.core.add_request(
+                Request(
+                    request_id=name, prompt_token_ids=list(part), sampling_params=sampling, pooling_params=None,
+                    block_hasher=self.core.request_block_hasher, resumable=resumable,
+                )
+            )  # fmt: skip
+
+        for part in parts:
+            send(part, True)
+            deadline = time.monotonic() + 60
+            while scheduler.get_num_unfinished_requests() and time.monotonic() < deadline:
+                self.core.step_fn()
+            seen.append(list(scheduler.requests[name].all_token_ids))
+        send([1], False)
+        self.settle()
+        return seen
+
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([name])
+
+    def steps_to_end(self, limit: int) -> int:
+        """Step until all requests have ended, `limit` times at most; how often that was."""
+        engine, count = self.llm.llm_engine, 0
+        while engine.has_unfinished_requests() and count < limit:
+            engine.step()
+            count += 1
+        return count
 
     def unfinished(self) -> list[str]:
         """Names of requests that have not ended."""
@@ -409,15 +486,16 @@ class Host(Faults):
         return [
             {
                 "kind": type(event).__name__,
-                "hashes": [str(digest) for digest in getattr(event, "block_hashes", [])],
-                "parent": str(getattr(event, "parent_block_hash", None) or ""),
-                "tokens": list(getattr(event, "token_ids", [])),
+                "hashes": hashes,
+                "parent": parent,
+                "tokens": tokens,
                 "medium": getattr(event, "medium", None),
                 "locality": getattr(event, "locality", None),
                 "ownership": getattr(event, "ownership", None),
             }
             for batch in batches
             for event in batch.events
+            for hashes, parent, tokens in blocks_of(event)
         ]
 
     def pins(self, count: int) -> dict[str, int]:
@@ -434,6 +512,17 @@ class Host(Faults):
     def stored_blocks(self) -> list[str]:
         """Hashes of everything in G2."""
         return sorted(key[-32:].hex() for key in self.cache.manager.host.index)
+
+
+def blocks_of(event: Any) -> list[tuple[list[str], str, list[int]]]:
+    """Hashes, parent and tokens of an event: block by block where it names the tokens of several."""
+    hashes = [str(digest) for digest in getattr(event, "block_hashes", [])]
+    parent, tokens = str(getattr(event, "parent_block_hash", None) or ""), list(getattr(event, "token_ids", []))
+    size = getattr(event, "block_size", 0)
+    if not tokens or not size:
+        return [(hashes, parent, tokens)]
+    parents = [parent, *hashes[:-1]]
+    return [([name], parents[i], tokens[i * size : (i + 1) * size]) for i, name in enumerate(hashes)]
 
 
 def insist_on_async_scheduling() -> None:

@@ -1,0 +1,83 @@
+"""vLLM's plug-in: names kvtier's connectors, and watches weights from their first loading on.
+
+vLLM loads `register` in each of its processes through the entry-point group vllm.general_plugins, unless VLLM_PLUGINS
+leaves it out. It imports next to nothing; the hooks are put in place where a worker is about to load weights, and only
+for an engine whose connector is kvtier's. There a mistake in the configuration is found, too, before the weights are
+loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+_CONNECTORS = {
+    "KVTierConnector": "kvtier.connectors.vllm",
+    "KVTierOffloadingConnector": "kvtier.connectors.vllm.offloading",
+}
+_MARK = "_kvtier_hook"
+
+
+def register() -> None:
+    """Called by vLLM, maybe several times in a process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name, module in _CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original = WorkerWrapperBase.init_device
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def init_device(wrapper: Any, *arguments: Any, **named: Any) -> Any:
+        prepare(getattr(wrapper, "vllm_config", None))
+        return original(wrapper, *arguments, **named)
+
+    setattr(init_device, _MARK, True)
+    WorkerWrapperBase.init_device = init_device
+
+
+def prepare(vllm_config: Any) -> None:
+    """A worker is about to load weights. Raises ConfigError for a mistake in kvtier's configuration."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    given = _arguments(transfer)
+    if not given:
+        return
+    from kvtier.connectors.settings import Settings
+    from kvtier.connectors.vllm import weights
+
+    for arguments in given:
+        if Settings.parse(arguments, tuple(arguments)).config.weights == "full":
+            weights.read_all_bytes()
+    weights.install()
+
+
+def _arguments(transfer: Any) -> list[dict[str, Any]]:
+    """The arguments of kvtier's connectors and tiers in an engine's configuration."""
+    if transfer is None:
+        return []
+    extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+    if transfer.kv_connector == "KVTierConnector":
+        return [extra]
+    children = [
+        child.get("kv_connector_extra_config") or {}
+        for child in extra.get("connectors", ())
+        if child.get("kv_connector") in _CONNECTORS
+    ]
+    tiers = [tier for tier in extra.get("secondary_tiers", ()) if tier.get("type") == "KVTierSecondaryTier"]
+    return [*children, *tiers]
+
+
+def speak_as_vllm() -> None:
+    """kvtier's log lines in vLLM's format, where nobody has given them a place."""
+    ours, engines = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    if logging.getLogger().handlers or any(handler in ours.handlers for handler in engines.handlers):
+        return
+    for handler in engines.handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET and logging.NOTSET < engines.level < logging.WARNING:
+        ours.setLevel(engines.level)

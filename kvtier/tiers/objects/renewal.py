@@ -1,0 +1,89 @@
+"""Recording the uses of objects in the bucket, for every replica's idle expiry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from dataclasses import replace
+
+from kvtier import checksum
+from kvtier.clock import Clock
+from kvtier.errors import CorruptError, TierError
+from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.tiers.objects.bucket.retry import RetryingBucket
+from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
+from kvtier.tiers.objects.names import ObjectNames
+from kvtier.times import Wall
+
+RENEWALS = 4
+"""Parallel renewals: they are not urgent."""
+
+_SLICE = 500
+
+
+class Renewer:
+    """Renews objects of one namespace. `renewed`: how many. Lives on the tier's event loop."""
+
+    def __init__(self, bucket: RetryingBucket, names: ObjectNames, index: ObjectIndex, clock: Clock) -> None:
+        self._bucket = bucket
+        self._names = names
+        self._index = index
+        self.renewed = 0
+        self._clock = clock
+        self._renewals = asyncio.Semaphore(RENEWALS)
+
+    async def record_use(self, entry: ObjectEntry) -> None:
+        """The object was stored again: that is a use, recorded in the bucket now or later."""
+        wall_s = self._clock.wall()
+        self._index.touch([entry.last], wall_s)
+        if entry.life.renewal_time(entry.renewed, wall_s) <= wall_s:
+            with contextlib.suppress(TierError):
+                await self.renew(entry, wall_s)
+
+    async def record_uses(self) -> None:
+        """Record the uses that are worth a write by now. Raises TierError if one could not be; it stays due."""
+        wall_s, due = self._clock.wall(), []
+        for count, entry in enumerate(self._index.unrecorded()):
+            at = entry.life.renewal_time(entry.renewed, wall_s)
+            if at <= wall_s:
+                due.append(entry)
+            elif at == math.inf:
+                self._index.mark_recorded(entry.last, at)
+            if count % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)  # lookups share this loop
+        renewals = (self.renew(entry, entry.life.last_use) for entry in due)
+        for failed in await asyncio.gather(*renewals, return_exceptions=True):
+            if failed is not None:
+                raise failed
+
+    async def renew(self, entry: ObjectEntry, used: Wall) -> None:
+        """Record a use: by a copy of the object onto itself, or by rewriting it. Raises TierError."""
+        async with self._renewals:
+            if self._bucket.renewable:
+                stat = await self._bucket.renew(self._names.stride(entry.last), entry.etag, used)
+            else:
+                stat = await self._rewrite(entry, used)
+        if stat is None or stat.size != entry.size:
+            self._index.drop(entry.last)
+            return
+        self.renewed += 1
+        self._index.put(replace(entry, etag=stat.etag, renewed=used))
+        self._index.mark_recorded(entry.last, used)
+
+    async def _rewrite(self, entry: ObjectEntry, used: Wall) -> Stat | None:
+        """Replace the header by one with the entry's life; None if this version is not there, or damaged."""
+        name, data = self._names.stride(entry.last), bytearray(entry.size)
+        view = memoryview(data)
+        try:
+            there = await self._bucket.read(name, 0, [view])
+        except CorruptError:
+            return None
+        if there is None or there.etag != entry.etag:
+            return None
+        for index, digest in enumerate(entry.frame.digests):
+            if not checksum.matches(digest, [view[slice(*entry.frame.span(index, index + 1))]]):
+                return None
+        header = replace(entry.frame, life=entry.life).encode()
+        data[: len(header)] = header
+        return await self._bucket.replace(name, data, used, entry.etag)

@@ -1,0 +1,146 @@
+"""Purges without end: what the manager remembers of them is bounded, and what they covered does not come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+import kvtier
+from kvtier.errors import TierError
+from kvtier.identity.keys import Scope, scope_of
+from kvtier.manager import purge as purge_module
+from kvtier.put import Put
+from kvtier.retention.ranges import ChainTerms, RequestTerms
+from kvtier.retention.terms import BUILTIN, Depth
+from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.protocol import Tier
+
+BLOCK = 512
+NS = sample_namespace(BLOCK)
+SCOPE = scope_of("tenant")
+CHAIN = list(chain_of(NS, 4, scope=SCOPE))
+MANY = 64
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purge_module, "REMEMBERED_MAX", 8)
+    monkeypatch.setattr(purge_module, "_APPLIED", 4)
+
+
+@asynccontextmanager
+async def opened(clock: VirtualClock, tiers: Sequence[Tier]) -> AsyncIterator[kvtier.AsyncCache]:
+    """Its housekeeping runs when it is asked to."""
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 32 * 4096}}})
+    async with kvtier.aopen(config, NS, clock=clock, tiers=tiers) as cache:
+        yield cache
+        cache.check()
+
+
+async def tended(cache: kvtier.AsyncCache) -> None:
+    """A pass of housekeeping that asks the tiers for the purges of elsewhere."""
+    cache.manager._housekeeping._waited_s = 1e9
+    await cache.manager._housekeeping.run()
+
+
+async def purges(cache: kvtier.AsyncCache, clock: VirtualClock, count: int = MANY) -> None:
+    for number in range(count):
+        clock.advance(0.1)
+        await cache.manager.purge([scope_of(f"other {number} {clock.wall()}")])
+    clock.advance(0.1)
+
+
+def remembered(cache: kvtier.AsyncCache) -> int:
+    return len(cache.manager.host._tombstones)
+
+
+def both(clock: VirtualClock) -> list[MemoryTier]:
+    return [MemoryTier(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)]
+
+
+async def test_purges_without_end_take_no_memory() -> None:
+    clock = VirtualClock()
+    tiers = both(clock)
+    async with opened(clock, tiers) as cache:
+        counts = []
+        for _ in range(10):
+            await purges(cache, clock, 8)
+            await tended(cache)
+            counts.append(remembered(cache))
+        assert max(counts) <= 16 and not cache.manager._purger.owed
+        assert len(tiers[0].store.tombstones) == 80, "the tiers remember them"
+        before = remembered(cache)
+        await tended(cache)
+        await tended(cache)
+        assert remembered(cache) <= before, "they are not learned again"
+
+
+async def test_a_purge_of_elsewhere_is_still_learned() -> None:
+    clock = VirtualClock()
+    near, deep = tiers = both(clock)
+    async with opened(clock, tiers) as cache:
+        await cache.put(CHAIN, payloads_of(CHAIN, BLOCK))
+        at = clock.wall()
+        await purges(cache, clock)
+        await tended(cache)
+        await deep.purge(SCOPE, at)  # older than all that is forgotten
+        await tended(cache)
+        assert await cache.match(CHAIN) == 0
+        assert (await near.tombstones())[SCOPE] == at, "every tier has it"
+
+
+async def test_what_was_begun_before_a_forgotten_purge_is_not_stored() -> None:
+    clock = VirtualClock()
+    async with opened(clock, both(clock)) as cache:
+        manager = cache.manager
+        of = ChainTerms(RequestTerms(BUILTIN["24h"]), NS.block_tokens)
+        put = Put(manager, CHAIN, payloads_of(CHAIN, BLOCK), of, start=0, wait=False, request_id="")
+        fresh = list(chain_of(NS, 4, scope=scope_of("another")))
+        slots, _ = manager.reserve(fresh, 0, 4, BUILTIN["24h"])
+        clock.advance(1)
+        await manager.purge([SCOPE, scope_of("another")])
+        for _ in range(3):
+            await purges(cache, clock)
+            await tended(cache)
+        assert SCOPE not in manager.host._tombstones
+        assert scope_of("another") in manager.host._tombstones, "some of its slots are being filled"
+        assert await asyncio.to_thread(put.step) is None
+        manager.commit(fresh, slots, [slot.generation for slot in slots])
+        assert await cache.match(CHAIN) == await cache.match(fresh) == 0
+        clock.advance(1)
+        for chain in (CHAIN, fresh):
+            assert await cache.put(chain, payloads_of(chain, BLOCK)) == 4 == await cache.match(chain)
+        await tended(cache)
+        assert scope_of("another") not in manager.host._tombstones
+
+
+async def test_a_purge_that_a_tier_lacks_is_not_forgotten() -> None:
+    clock = VirtualClock()
+    near, deep = both(clock)
+    faulty = FaultyTier(near, [])
+    async with opened(clock, [faulty, deep]) as cache:
+        await cache.put(CHAIN, payloads_of(CHAIN, BLOCK))
+        await cache.flush()
+        clock.advance(1)
+        faulty.faults = [Fault("purge", "error")]
+        with pytest.raises(TierError):
+            await cache.manager.purge([SCOPE])
+        for _ in range(3):
+            with pytest.raises(TierError):
+                await purges(cache, clock, 1)
+        known: dict[Scope, float] = dict(cache.manager.host._tombstones)
+        for _ in range(3):
+            await tended(cache)
+        assert known == cache.manager.host._tombstones
+        async with cache.get(CHAIN) as hit:
+            assert len(hit) == 0
+        faulty.faults.clear()
+        clock.advance(60)
+        await tended(cache)
+        assert not cache.manager._purger.owed and not near.store.entries
+        await purges(cache, clock)
+        await tended(cache)
+        assert remembered(cache) < MANY

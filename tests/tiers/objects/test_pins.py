@@ -1,0 +1,83 @@
+"""Pins in the bucket: read beside the callers, all at once, and within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvtier.errors import InvalidRequest
+from kvtier.retention import pins as codec
+from kvtier.retention.pins import Pin
+from kvtier.testing import chain_of
+from kvtier.tiers.objects import pins
+from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
+
+S = 4
+
+
+async def pinned(server: VirtualServer, count: int) -> Replica:
+    replica = Replica(server)
+    for number in range(count):
+        now = server.clock.wall()
+        await replica.store.pins.put(Pin(f"p{number}", tuple(chain_of(NS, 2, seed=number)), now, now + 1e6))
+    return replica
+
+
+async def test_many_slow_pins_do_not_keep_a_replica_from_getting_ready() -> None:
+    server = VirtualServer()
+    await pinned(server, 500)
+    replica = Replica(server, seed=1, latency_s=0.03)
+    await replica.store.refresh()
+    assert replica.bucket.requests == {"list": 1}, "one listing has tombstones and pins"
+    while not replica.store.pins.settled:
+        left = len(replica.store.pins._unread)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await replica.store.pins.settle()
+                raise TimeoutError
+        await replica.store.refresh()
+        assert len(replica.store.pins._unread) < left, "progress is kept"
+    assert len(replica.store.pins.list()) == 500 and replica.bucket.requests["get"] < 600
+
+
+async def test_who_finds_an_object_expired_waits_for_the_pins() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    chain = chain_of(NS, S)
+    await one.write(chain, ttl=60)
+    now = server.clock.wall()
+    await one.store.pins.put(Pin("p", tuple(chain), now, now + 1e4))
+    server.clock.advance(600)
+    await two.store.refresh()
+    assert not two.store.pins.settled
+    entry = await two.store.probe(chain, 0)
+    assert entry is not None and await two.store.settled_miss_of(entry) is None
+
+
+@pytest.mark.parametrize("until", [1e300, 2.0**40])
+async def test_a_pin_until_an_absurd_time_does_not_count(until: float) -> None:
+    server = VirtualServer()
+    replica = await pinned(server, 1)
+    chain = tuple(chain_of(NS, S, seed=7))
+    forged = Pin("forged", chain, server.clock.wall(), until)
+    server.put(replica.store.pins._name("forged"), codec.encode([forged]))
+    tomorrow = Pin("later", chain, server.clock.wall() + 86400, server.clock.wall() + 90000)
+    server.put(replica.store.pins._name("later"), codec.encode([tomorrow]))
+    other = Replica(server, seed=1)
+    await other.store.refresh()
+    await other.store.pins.settle()
+    assert [pin.name for pin in other.store.pins.list()] == ["p0"]
+    with pytest.raises(InvalidRequest, match="ttl"):
+        await replica.store.pins.put(forged)
+
+
+async def test_pins_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = VirtualServer()
+    replica = await pinned(server, 20)
+    size = len(server.objects[server.under("pins")[0]].data)
+    monkeypatch.setattr(pins, "ALL_BYTES_MAX", 10 * size + 50)
+    other = Replica(server, seed=1)
+    await other.store.refresh()
+    await other.store.pins.settle()
+    assert len(other.store.pins.list()) <= 11 < len(replica.store.pins.list())

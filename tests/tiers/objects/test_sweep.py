@@ -1,0 +1,127 @@
+"""The sweeper: a walk that ends whatever is written meanwhile, and clocks that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+
+import pytest
+
+from kvtier.identity.keys import scope_of
+from kvtier.retention.pins import Pin
+from kvtier.testing import chain_of
+from kvtier.tiers.objects import deltas, sweep
+from kvtier.tiers.protocol import Miss
+from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
+
+S = 4
+DAY_S = 86400.0
+
+
+async def test_a_default_deployment_sweeps_what_expires() -> None:
+    """Four hours in which a replica writes a unit and so a delta every 20 s, all of a ttl of five minutes."""
+    server = VirtualServer()
+    replica = Replica(server)
+    for number in range(720):
+        await replica.write(chain_of(NS, S, seed=number), ttl=300)
+        server.clock.advance(20)
+        await replica.turn()
+    assert replica.sweeper.swept.objects > 600, f"{replica.sweeper.swept.objects} of 720"
+    assert server.strides() < 120
+    kept = deltas.KEEP_S + deltas.OVERLAP_S + 2 * 600
+    assert len(server.under("delta")) <= kept / 20
+
+
+async def test_all_old_deltas_go_at_once() -> None:
+    server = VirtualServer()
+    replica = Replica(server)
+    for number in range(3500):
+        server.put(f"{replica.store.names.deltas}{int((server.clock.wall() + number) * 1e6):016x}-00000000", b"x")
+    server.clock.advance(3500 + 2 * deltas.KEEP_S)
+    assert await replica.store.deltas.sweep() == 3500
+    assert server.under("delta") == []
+
+
+async def test_a_page_looks_at_few_objects_though_there_is_a_pin() -> None:
+    server = VirtualServer()
+    replica = Replica(server)
+    for number in range(600):
+        await replica.write(chain_of(NS, S, seed=number), ttl=100 * DAY_S)
+    now = server.clock.wall()
+    await replica.store.pins.put(Pin("p", tuple(chain_of(NS, S, seed=1)), now, now + 10 * DAY_S))
+    server.clock.advance(DAY_S)
+    other = Replica(server, seed=1)
+    before = other.bucket.requests.copy()
+    assert not await other.sweeper.page()
+    asked = other.bucket.requests - before
+    assert asked["get"] <= sweep.HEADERS_MAX + 1, "uncapped, one pin stalls the sweeper"
+    await other.walk()
+
+
+async def test_a_page_that_is_cut_off_has_made_progress() -> None:
+    server = VirtualServer()
+    replica = Replica(server)
+    for number in range(100):
+        await replica.write(chain_of(NS, S, seed=number), ttl=300)
+    server.clock.advance(1000)
+    slow = Replica(server, latency_s=0.01)
+    for _ in range(40):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.03):
+                await slow.walk()
+        if server.strides() == 0:
+            break
+    assert server.strides() == 0
+
+
+@pytest.mark.parametrize("days", [2, 365])
+async def test_a_replica_with_a_clock_ahead_sweeps_nothing_alive(days: int) -> None:
+    server = VirtualServer()
+    right, ahead = Replica(server), Replica(server, seed=1, ahead_s=days * DAY_S)
+    for number in range(20):
+        await right.write(chain_of(NS, S, seed=number), ttl=DAY_S)
+    for number in range(20, 25):
+        await right.write(chain_of(NS, S, seed=number), ttl=60)
+    server.clock.advance(600)
+    await ahead.walk()
+    assert server.strides() == 20, "what is dead to everybody may go, the rest must stay"
+    await right.walk()
+    assert server.strides() == 20
+    first = chain_of(NS, S, seed=0)
+    with pytest.raises(AssertionError):
+        await ahead.write(first)
+    entry = await right.store.probe(first, 0)
+    assert entry is not None and right.store.miss_of(entry, server.clock.wall()) is None, "nor does it write over it"
+
+
+async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:
+    server = VirtualServer()
+    right, behind = Replica(server), Replica(server, seed=1, ahead_s=-2 * DAY_S)
+    for number in range(20):
+        await right.write(chain_of(NS, S, seed=number), ttl=DAY_S)
+    server.clock.advance(600)
+    await behind.walk()
+    assert server.strides() == 20, "to it they are from the future"
+
+
+async def test_a_purge_by_a_clock_a_year_ahead_is_one_of_today() -> None:
+    server = VirtualServer()
+    ahead, right = Replica(server, ahead_s=365 * DAY_S), Replica(server, seed=1)
+    tenant = scope_of("tenant")
+    old, new = (chain_of(NS, S, seed=n, scope=tenant) for n in (1, 2))
+    await right.write(old)
+    server.clock.advance(10)
+    await ahead.store.tombstones.put(tenant, ahead.clock.wall())
+    for _ in range(3):
+        server.clock.advance(200)
+        await right.store.refresh()
+    await right.write(new)
+    for chain, miss in ((old, Miss.PURGED), (new, None)):
+        entry = await right.store.probe(chain, 0)
+        assert entry is not None and right.store.miss_of(entry, server.clock.wall()) is miss
+    before = server.clock.wall()
+    await right.store.tombstones.put(tenant, before)
+    await right.store.tombstones.drop_older(tenant, before)
+    (left,) = server.under("purged")
+    assert right.store.names.parse_tombstone(left) == (tenant, math.ceil(before * 1e6) / 1e6), "the later one is left"
