@@ -35,18 +35,14 @@ from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
-from kvtier.tiers.disk.records import NewBlock, SlotReservation
-from kvtier.tiers.disk.slab import SystemCalls
-from kvtier.tiers.disk.store import THREADS, Store
+from kvtier.tiers.disk.store import THREADS
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Loaded, Sealed, Stored, Target
 
 BATCH_BYTES = 32 << 20
 IN_FLIGHT = 4
 DEADLINE_S = 120.0
 GETS, GETS_MAX = 200, 5000  # of single blocks: without writes; beside a pass of them, at most
-_ENTRIES_PER_COMMIT = 20_000
 TARGETS = {
     "put_over_raw": 0.90, "get_over_raw": 0.95, "put_cpu_s_per_gb": 0.25, "get_cpu_s_per_gb": 0.25,
     "p99_under_writes_over_idle": 2.0,
@@ -311,46 +307,3 @@ def measure(folder: Path, block_bytes: int, total_bytes: int, rounds: int) -> di
     """All figures for one block size. Writes total_bytes × (3.5 × rounds + 5) into `folder`, which must exist, and
     needs twice total_bytes of space; leaves a store there, for the caller to delete. Blocks for minutes."""
     return asyncio.run(_rounds(Bench(folder, block_bytes, total_bytes), rounds))
-
-
-def measure_restart(folder: Path, blocks: int) -> dict[str, float]:
-    """Seconds from a closed store of `blocks` blocks to an open one, and on to the first block from it."""
-    return asyncio.run(_restart(folder, blocks))
-
-
-async def _restart(folder: Path, blocks: int) -> dict[str, float]:
-    block_bytes, clock = 4096, SystemClock()
-    namespace = Namespace("bench/restart", "bench:1", "bfloat16", "L2HND", 16, block_bytes)
-
-    tier = DiskTier([folder / "restart"], (blocks + 64) * block_bytes, namespace, clock=clock)
-    keys = make_keys(SHARED, [number.to_bytes(32, "big") for number in range(blocks)])
-    life = Lifetime.of(BUILTIN["24h"], clock.wall())
-    real = memoryview(bytes(block_bytes))
-    digest = digest_of([real])
-    await tier.open()
-    await tier.write([Sealed(keys[0], 0, digest, (real,), life)], clock.monotonic() + DEADLINE_S)
-    await tier.close(clock.monotonic() + DEADLINE_S)
-    store = Store.attach([folder / "restart"], (blocks + 64) * block_bytes, block_bytes, SystemCalls())
-    for start in range(1, blocks, _ENTRIES_PER_COMMIT):
-        names = [namespace.digest + key for key in keys[start : start + _ENTRIES_PER_COMMIT]]
-        await asyncio.wrap_future(store.submit(partial(_enter, names=names, digest=digest, life=life)).future)
-    store.release(DEADLINE_S)
-    began = time.perf_counter()
-    await tier.open()
-    opened = time.perf_counter()
-    into = memoryview(bytearray(block_bytes))
-    (result,) = await tier.read(keys[:1], [Target(0, (into,))], clock.monotonic() + DEADLINE_S)
-    first = time.perf_counter()
-    assert isinstance(result, Loaded), result
-    count = tier.usage().blocks
-    await tier.close(clock.monotonic() + DEADLINE_S)
-    return {"blocks": count, "open_s": opened - began, "first_hit_after_open_s": first - opened}
-
-
-def _enter(txn: WriteTxn, names: Sequence[bytes], digest: bytes, life: Lifetime) -> None:
-    """Index entries without payload."""
-    for name in names:
-        block = NewBlock(name, 4096, life, digest=digest)
-        reservation = txn.reserve(block, life.last_use)
-        assert isinstance(reservation, SlotReservation)
-        txn.publish(reservation, block, life.last_use)

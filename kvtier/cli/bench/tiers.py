@@ -34,7 +34,7 @@ Strides = Annotated[int, typer.Option("--strides", min=32, help="g4: objects in 
 Folder = Annotated[Path, typer.Option("--path", help="g3: a directory on the disk to measure.")]
 Size = Annotated[str, typer.Option("--size", help="g3: bytes per pass; twice that must be free.")]
 Blocks = Annotated[list[str], typer.Option("--block", help="g2, g3: block size; may be given several times.")]
-Restart = Annotated[bool, typer.Option("--restart", help="g3: also open a store of a million blocks.")]
+Restart = Annotated[bool, typer.Option("--restart", help="g3: also a store of a million blocks: open, puts, verify.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 
 
@@ -84,8 +84,9 @@ def _show_host(results: dict[str, Any]) -> None:
 
 
 def _disk(path: Path, size: str, blocks: Sequence[str], rounds: int, restart: bool) -> dict[str, Any]:
-    """Figures for each block size, and for a restart. Writes many times `size` below `path`, and deletes it."""
-    from kvtier.bench.tiers import disk
+    """Figures for each block size, and for a store of many blocks. Writes many times `size` below `path`, and
+    deletes it."""
+    from kvtier.bench.tiers import disk, large_store
 
     total = parse_size(size)
     results: dict[str, Any] = {"total_bytes": total, "targets": disk.TARGETS, "blocks": {}}
@@ -94,7 +95,7 @@ def _disk(path: Path, size: str, blocks: Sequence[str], rounds: int, restart: bo
             results["blocks"][text] = disk.measure(folder, parse_size(text), total, rounds)
     if restart:
         with _folder(path) as folder:
-            results["restart"] = disk.measure_restart(folder, RESTART_BLOCKS)
+            results["restart"] = large_store.measure(folder, RESTART_BLOCKS)
     return results
 
 
@@ -130,8 +131,10 @@ def _show_disk(results: dict[str, Any]) -> None:
     if "restart" in results:
         restart = results["restart"]
         console().print(
-            f"restart with {restart['blocks']:,} blocks: open in {restart['open_s']:.2f} s, "
-            f"first block {1000 * restart['first_hit_after_open_s']:.1f} ms later"
+            f"restart with {restart['blocks']:,} blocks: open in {restart['open_s']:.3f} s, "
+            f"first block {1000 * restart['first_hit_after_open_s']:.1f} ms later; "
+            f"{restart['puts_per_s']['alone']:.0f} puts per second of 4 KiB, "
+            f"{restart['beside_verify_over_alone']:.2f} of that beside verify"
         )
 
 

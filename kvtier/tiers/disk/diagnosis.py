@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.index import Index, Use
+from kvtier.tiers.disk.records import SEGMENTS, SLOT_ALIGN, Segment, number_of
 
 AMPLIFICATION_MAX = 1.5
 INDEX_BYTES_PER_BLOCK_MAX = 1000
+FRAGMENTED_MAX = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,15 @@ class Ailment:
 
 
 def diagnose(index: Index) -> Iterator[Ailment]:
-    """The figures of writes and of the index. The budget is as the last transaction left it. Reads a few records."""
+    """The figures of writes, of the index and of the slots. The budget is as the last transaction left it. Reads a few
+    records, and those of all segments."""
+    yield from _of_writes(index)
+    yield from _of_index(index)
+    yield _of_bad_places(index)
+    yield from _of_classes(index)
+
+
+def _of_writes(index: Index) -> Iterator[Ailment]:
     balance = index.balance()
     much = balance.amplification > AMPLIFICATION_MAX
     yield Ailment(
@@ -35,6 +46,9 @@ def diagnose(index: Index) -> Iterator[Ailment]:
         f"{balance.level:.0f} bytes" if known else "no process has a budget",
         "blocks are refused until it fills again; raise tiers.g3.write_budget" if known and balance.level <= 0 else "",
     )
+
+
+def _of_index(index: Index) -> Iterator[Ailment]:
     blocks, _ = index.usage()
     size = index.disk_bytes()
     large = size > (64 << 20) + blocks * INDEX_BYTES_PER_BLOCK_MAX
@@ -50,4 +64,43 @@ def diagnose(index: Index) -> Iterator[Ailment]:
         "stopped reader",
         "none" if pid is None else f"process {pid}",
         "" if pid is None else "puts are refused until it goes on or ends",
+    )
+
+
+def _of_bad_places(index: Index) -> Ailment:
+    with index.reading() as txn:
+        places = bad_places(txn)
+    size, parts = sum(place.units for place in places) * SLOT_ALIGN, index.geometry().parts
+    drives = ", ".join(str(1 + part) for part in sorted({place.segment % parts for place in places}))
+    return Ailment(
+        "bad places",
+        f"{len(places)}, of {size} bytes, on path {drives}" if places else "none",
+        "they hold no block until a trial succeeds; replace the drive if there are more of them every day"
+        if places
+        else "",
+    )
+
+
+def _of_classes(index: Index) -> Iterator[Ailment]:
+    """The share of each block size in the capacity, and what one size holds and does not use."""
+    geometry = index.geometry()
+    segments = [(number_of(key), Segment.decode(raw)) for key, raw in index.rows(SEGMENTS)]
+    cut = [(number, one) for number, one in segments if one.slot_class]
+    unused = 0
+    for slot_cls in sorted({one.slot_class for _, one in cut}):
+        mine = [(number, one) for number, one in cut if one.slot_class == slot_cls]
+        held = sum(geometry.size_of(number) for number, _ in mine)
+        used = sum(one.used for _, one in mine) * slot_cls * SLOT_ALIGN
+        unused += held - used
+        yield Ailment(
+            f"slots of {slot_cls * SLOT_ALIGN} bytes",
+            f"{len(mine)} segments, {held / geometry.capacity:.0%} of the capacity, {used / held:.0%} of it in use",
+        )
+    full = len(cut) == geometry.segments and len({one.slot_class for _, one in cut}) > 1
+    yield Ailment(
+        "fragmentation",
+        f"{unused / geometry.capacity:.0%} of the capacity: unused slots in segments of one size of blocks",
+        "blocks of another size cannot use them; give each size a directory of its own, or raise tiers.g3.capacity"
+        if full and unused > geometry.capacity * FRAGMENTED_MAX
+        else "",
     )

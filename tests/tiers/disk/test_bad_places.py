@@ -16,6 +16,7 @@ from kvtier.tiers.breaker import Health
 from kvtier.tiers.disk import quarantine, store, trial_queue
 from kvtier.tiers.disk.bad_places import DAY_S, BadPlace, bad_places
 from kvtier.tiers.disk.maintenance import looking_after
+from kvtier.tiers.disk.slot_health import SlotHealth
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Miss, Stored, Target
@@ -107,6 +108,32 @@ async def test_an_unreadable_block_is_a_miss_and_can_be_stored_again(tmp_path: P
         assert medium.tries["read", (FILE, 7)] <= 3
         assert guard.breaker.health is Health.WELL
         tier.check()
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+async def test_a_run_that_raises_anything_when_tried_alone_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 10)
+
+    def raising(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        if verb == "read":
+            await put(tier, chain)
+        (medium.unwritable if verb == "write" else medium.unreadable).add((FILE, 3))
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotHealth, "alone", raising)
+            if verb == "write":
+                assert await put(tier, chain) == [Stored.FAILED] * 10
+                assert await get(tier, chain) == [Miss.ABSENT] * 10, "they were published unwritten"
+            else:
+                assert await get(tier, chain) == [Miss.ERROR] * 10
+        assert tier.restarts() == {"g3 io": 1}
+        medium.unreadable.clear()
+        await put(tier, chain)
+        assert await get(tier, chain) == [True] * 10
 
 
 async def test_a_place_is_tried_at_most_three_times_a_day_until_it_is_sound(tmp_path: Path) -> None:
@@ -234,7 +261,9 @@ async def test_a_class_of_another_size_leaves_the_place_out(tmp_path: Path) -> N
         assert max(medium.tries.values()) <= 3
 
 
-@pytest.mark.parametrize(("slots", "segments"), [(4096, 1), pytest.param(65_536, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("slots", "segments"), [(4096, 1), pytest.param(65_536, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
 async def test_one_page_in_a_thousand_costs_one_page_in_a_thousand(tmp_path: Path, slots: int, segments: int) -> None:
     """Fixed places fail, a fifth of what may be set aside: the rest is filled and served."""
     medium, clock = BadMedium(), VirtualClock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from kvtier.errors import ConfigError, FormatError
 from kvtier.identity.keys import scope_of
 from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace
+from kvtier.tiers.disk.diagnosis import Ailment
 from kvtier.tiers.disk.maintenance import looking_after
 from kvtier.tiers.protocol import Miss
+from kvtier.times import Wall
 from tests.tiers.disk.support.damage import flip
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
 
@@ -147,3 +150,25 @@ async def test_the_commands_speak_json_and_say_by_their_status_what_they_found(
         assert _run(verb, path) in (0, 1)
         assert capsys.readouterr().out
     assert _run("inspect", tmp_path / "nothing") == 2
+
+
+async def test_the_doctor_names_bad_places_and_what_each_size_of_blocks_holds(tmp_path: Path) -> None:
+    path, blocks, large = tmp_path / "g3", (128 << 20) // BLOCK, sample_namespace(2 * BLOCK)
+    async with opened(path, blocks) as tier:
+        await put(tier, CHAIN)
+
+        def found() -> dict[str, Ailment]:
+            with looking_after([path], VirtualClock()) as care:
+                return {one.name: one for one in care.diagnose()}
+
+        well = await asyncio.to_thread(found)
+        assert well["bad places"] == Ailment("bad places", "none")
+        assert not well["fragmentation"].remedy, "a segment is left for another size"
+        async with opened(path, blocks // 2, block_bytes=2 * BLOCK, namespace=large) as other:
+            await put(other, chain_of(large, 8))
+        await tier._store.submit(lambda txn: txn.segments.bad.add(1, 2, 100, 2, Wall(0.0))).result()
+        ill = await asyncio.to_thread(found)
+    assert ill["bad places"].figure == "1, of 8192 bytes, on path 1" and ill["bad places"].remedy
+    for size in (BLOCK, 2 * BLOCK):
+        assert ill[f"slots of {size} bytes"].figure == "1 segments, 50% of the capacity, 0% of it in use"
+    assert ill["fragmentation"].figure.startswith("100%") and ill["fragmentation"].remedy

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,57 +29,13 @@ from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker import client, process, protocol
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
 from kvtier.tiers.disk.worker.shared_arena import SharedArena
-from kvtier.tiers.guard import Wrapper
 from kvtier.tiers.host.arena import Arena
-from kvtier.tiers.protocol import Loaded, Miss, Notebook, Retaining, Sealed, Stored, Target, Tier
+from kvtier.tiers.protocol import Miss, Notebook, Retaining, Stored, Target, Tier
 from tests.tiers.disk.support.store import BLOCK, FAR_S
 from tests.tiers.disk.support.subprocesses import environment
+from tests.tiers.disk.support.worker import SLOTS, Bounced, memory
 
 NAMESPACE = sample_namespace(BLOCK)
-SLOTS = 256
-
-
-@contextmanager
-def memory(block_bytes: int = BLOCK, ranks: int = 1) -> Iterator[Arena]:
-    """An open arena of SLOTS blocks."""
-    arena = Arena(block_bytes, ranks, SLOTS * (block_bytes + 4096) * ranks)
-    arena.open()
-    try:
-        yield arena
-    finally:
-        arena.close()
-
-
-class Bounced(Wrapper):
-    """A tier whose callers bring memory of their own: it goes through slots of an arena that no two calls share."""
-
-    def __init__(self, inner: Tier, arena: Arena) -> None:
-        super().__init__(inner)
-        self._arena = arena
-        self._next = 0
-
-    def _slot(self, lengths: Sequence[int]) -> tuple[memoryview, ...]:
-        (whole,) = self._arena.pieces(self._next % self._arena.slots)
-        self._next += 1
-        cuts = [sum(lengths[:place]) for place in range(len(lengths))]
-        return tuple(whole[cut : cut + length] for cut, length in zip(cuts, lengths, strict=True))
-
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
-        inside = [Target(target.index, self._slot([len(piece) for piece in target.into])) for target in targets]
-        results = await self.inner.read(chain, inside, deadline)
-        for target, slot in zip(targets, inside, strict=True):
-            for to, piece in zip(target.into, slot.into, strict=True):
-                to[:] = piece
-        return results
-
-    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
-        inside = []
-        for block in blocks:
-            slot = self._slot([len(piece) for piece in block.pieces])
-            for piece, given in zip(slot, block.pieces, strict=True):
-                piece[:] = given
-            inside.append(Sealed(block.key, block.index, block.digest, slot, block.life, block.parent, block.priority))
-        return await self.inner.write(inside, deadline)
 
 
 @asynccontextmanager
@@ -253,6 +210,27 @@ async def test_a_killed_process_costs_misses_and_is_replaced(tmp_path: Path) -> 
                 assert tier.peek(chain, [0]) == [Miss.LATE]
                 assert await get(tier, arena, chain) == [True] * 8
                 tier.check()
+
+
+@pytest.mark.parametrize("left", [0, 2 * 4096])
+async def test_an_index_cut_short_under_it_ends_the_process_and_not_its_caller(tmp_path: Path, left: int) -> None:
+    """LMDB reads through a map, where a page that is gone is SIGBUS."""
+    with memory() as arena:
+        async with opened(tmp_path / "g3", arena) as tier:
+            chain = chain_of(NAMESPACE, 16)
+            assert await put(tier, arena, chain) == [Stored.STORED] * 16
+            first = process_of(tier)
+            os.truncate(tmp_path / "g3" / "index" / "data.mdb", left)
+            end = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(TierError):
+                    stored, found = await put(tier, arena, chain), await get(tier, arena, chain)
+                    if stored == [Stored.STORED] * 16 and found == [True] * 16:
+                        break
+                assert time.monotonic() < end, "the tier did not come back"
+                await asyncio.sleep(0.05)
+            assert process_of(tier) is not first and first.returncode == -signal.SIGBUS
+            assert tier.restarts()["g3 process"] >= 1
 
 
 async def test_kills_while_writing_leave_whole_blocks_or_none(tmp_path: Path) -> None:
