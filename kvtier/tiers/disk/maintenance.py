@@ -24,6 +24,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
+from kvtier.tiers.disk.class_report import class_report
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
 from kvtier.tiers.disk.store import Store
@@ -105,6 +106,7 @@ class Maintenance:
             "unreadable_entries": unreadable,
             "writing_processes": sum(owner.alive(store.owner) for owner in writers),
             "dead_writers": sum(not owner.alive(store.owner) for owner in writers),
+            "classes": class_report(index),
             "namespaces": [
                 {
                     "digest": digest.hex(),

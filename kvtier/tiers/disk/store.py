@@ -24,6 +24,7 @@ from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.directory import prepare
+from kvtier.tiers.disk.drain import Drain
 from kvtier.tiers.disk.expired import ExpiredScan
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
 from kvtier.tiers.disk.index import Index, Unusable, Use
@@ -91,12 +92,13 @@ class Store:
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self._preallocating = -1  # the last segment that was to be preallocated
         self._reclaim_at = 0.0
+        self._drain = Drain()
         self._scan = ExpiredScan()
         self._fold = TombstoneFold()
         self._scan_at = time.monotonic() + SCAN_FIRST_S
         self._grow_at = 0.0
         failed = partial(self._failed, "g3 writer")
-        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed)
+        self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", failed)
 
     # Life.
 
@@ -179,6 +181,7 @@ class Store:
             log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
 
     def _close(self) -> None:
+        self._drain.stop()
         self._writer.stop()
         self.io.stop()
         self._preallocator.stop()
@@ -228,6 +231,10 @@ class Store:
         index = self.index
         return index.balance().allows(index.allowance(self._bytes_per_day, self._boot_s()), size)
 
+    def makes_room(self, slot_cls: int) -> bool:
+        """Whether further transactions may find a slot of the class that this one did not. On the writer thread."""
+        return self._maintained and self.may_write(COMMIT_BYTES) and self._drain.serves(self.index, slot_cls)
+
     def volume_full(self) -> None:
         """The volume took no more bytes: use the existing segments for a while."""
         self._grow_at = time.monotonic() + GROWTH_PAUSE_S
@@ -249,6 +256,10 @@ class Store:
         return self.failures.record(thread, error, Together(self.services))
 
     # On the writer thread.
+
+    def _work(self, jobs: Sequence[CommitJob[Any]]) -> bool:
+        """Commit jobs. Whether `_rest` has something to do, soon."""
+        return self._commit([*jobs, *self._drains()]) and (bool(self.touches) or self._drain.busy)
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
         """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
@@ -354,13 +365,12 @@ class Store:
         if due:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
-        jobs = self._removals(index)
+        jobs = [*self._removals(index), *self._drains()]
         touches = self.touches and self.may_write(COMMIT_BYTES)
-        if jobs or touches or self.reserved.has_returned or (due and index.has_reservations()):
-            return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(
-                touches and self.touches
-            )
-        return False
+        wanted = jobs or touches or self.reserved.has_returned or (due and index.has_reservations())
+        if wanted and not self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]):
+            return False
+        return self._drain.busy or bool(touches and self.touches)
 
     def _removals(self, index: Index) -> list[CommitJob[Any]]:
         """Every SCAN_EVERY_S: jobs that remove the expired among the next entries, write
@@ -382,6 +392,19 @@ class Store:
         if fold is not None:
             jobs.append(CommitJob(lambda txn: txn.purged.fold(*fold), Use.DROP))
         return jobs
+
+    def _drains(self) -> list[CommitJob[Any]]:
+        """The next step of making room for a class of blocks in segments of others."""
+        index = self._state.index
+        if index is None or not self._maintained or not self.may_write(COMMIT_BYTES):
+            return []
+        try:
+            work = self._drain.step(index, self._wall())
+        except Exception:  # from a damaged index: the next transaction raises it, too
+            return []
+        if self._drain.stuck:
+            self.reserved.give_back(self.reserved.clear(), unused=True)  # they may be what is in the way
+        return [] if work is None else [CommitJob(work, Use.DROP)]
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""

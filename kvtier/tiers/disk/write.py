@@ -68,7 +68,13 @@ class WriteBatch:
         places = sorted(range(len(self._blocks)), key=lambda place: self._blocks[place].depth)
 
         def reserve(txn: WriteTxn) -> list[SlotReservation | Stored]:
-            return [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
+            slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
+            if Stored.FULL not in slots or not self._store.makes_room(slot_class(self._block_bytes)):
+                return slots
+            for slot in slots:
+                if isinstance(slot, SlotReservation):
+                    txn.release(slot, refund=True)
+            return []
 
         def undo(slots: Sequence[SlotReservation | Stored]) -> None:
             self._store.give_back([one for one in slots if isinstance(one, SlotReservation)])
@@ -76,7 +82,8 @@ class WriteBatch:
         slots = self._take_reserved(wall_s)
         if not slots:
             places = self._within_budget(places)
-            slots = await self._commit(reserve, deadline, undo) if places else []
+        while places and not slots:  # each transaction makes some more room, from other classes
+            slots = await self._commit(reserve, deadline, undo)
         for place, slot in zip(places, slots, strict=True):
             if isinstance(slot, SlotReservation):
                 self._reserved[place] = slot
