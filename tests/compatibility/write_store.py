@@ -240,8 +240,6 @@ class Writer:
         tiers = {"g2": G2, "g3": G3_GROWN, "parts": ["a", "b"], "stride": STRIDE}
         pins = [{"name": PIN, "namespace": "small", "chain": "pinned"}]
         namespaces = {name: namespace.fields() for name, namespace in NAMESPACES.items()}
-        for fields in namespaces.values():
-            fields.pop("engine", None)  # empty here, and unknown to earlier releases
         return {
             "start": START, "moments": MOMENTS, "tiers": tiers, "sections": SECTIONS, "namespaces": namespaces,
             "pins": pins, "chains": chains,
