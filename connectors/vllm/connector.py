@@ -27,13 +27,14 @@ from kvtier.clock import SystemClock
 from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.settings import Settings, seconds_of, weighs_loads
 from kvtier.connectors.startup import start_line
-from kvtier.connectors.vllm import compat, weights
+from kvtier.connectors.vllm import capabilities, compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.identity import block_tokens_of, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connectors.vllm.plugin import speak_as_vllm
+from kvtier.connectors.vllm.policy import recompute_failed_loads
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
@@ -61,6 +62,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         self._settings = Settings.parse(extra, ARGUMENTS)
+        self._missing = capabilities.check(KVTierConnector)
         self._extra = extra
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -77,19 +79,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             unwatched = weights.install()
             self._worker = WorkerHalf(self._cache_layout, weights.watched(), unwatched)
         else:
-            self._recompute_failed_loads(vllm_config)
-
-    def _recompute_failed_loads(self, vllm_config: Any) -> None:
-        """A block that cannot be copied in costs time, and no request. vLLM reads its policy after this."""
-        own, engines = self._kv_transfer_config, vllm_config.kv_transfer_config
-        for config in (own, engines):
-            if config.kv_connector == type(self).__name__ and hasattr(config, "kv_load_failure_policy"):
-                config.kv_load_failure_policy = "recompute"
-        if getattr(engines, "kv_load_failure_policy", "recompute") != "recompute":
-            log.warning(
-                'kv_load_failure_policy is "fail": a block that cannot be copied in then fails its request; '
-                'set "recompute", so that it costs time only'
-            )
+            recompute_failed_loads(type(self).__name__, self._kv_transfer_config, vllm_config.kv_transfer_config)
 
     # A cache delivers nothing: a block that is not saved is computed again.
     @property
@@ -169,7 +159,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _limited(self, shakes: Iterable[Handshake]) -> list[str]:
         """What does not work here, and why."""
-        limits = []
+        limits = [said] if (said := capabilities.untested()) else []
+        if self._missing:
+            limits.append(f"this vLLM does not call {', '.join(self._missing)}")
         if not self._settings.weights and not all(shake.weights for shake in shakes):
             limits.append("weights are named by their files, not as they were read: the plug-in was not loaded")
         if unwatched := sorted({name.rpartition(".")[2] for shake in shakes for name in shake.unwatched}):

@@ -5,6 +5,7 @@ All of it is plain data that pickles: numbers, bytes, tuples. Memory never trave
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,6 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 MIXED = -1
 """The epoch of ranks that are not in one: no block belongs to it."""
+
+
+def adapters_of_all(ours: Mapping[int, str], others: Mapping[int, str]) -> dict[int, str]:
+    """Names of adapters by id over several ranks; "" for one that is not the same on all."""
+    return {
+        **ours,
+        **{number: name if ours.get(number, name) == name else "" for number, name in others.items()},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +103,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
             failed.setdefault(job, set()).update(positions)
         epoch = self.epoch if self.epoch == other.epoch else MIXED
         weights = self.weights if self.weights == other.weights else ""
-        adapters = {**self.adapters, **other.adapters}
-        for number, name in self.adapters.items():
-            if adapters[number] != name:
-                adapters[number] = ""
+        adapters = adapters_of_all(self.adapters, other.adapters)
         unreached = max(self.unreached, other.unreached)
         return WorkerMeta(max(self.step, other.step), done, failed, unreached, epoch, weights, adapters)
 

@@ -12,10 +12,11 @@ import functools
 import logging
 from typing import Any
 
-_CONNECTORS = {
+CONNECTORS = {
     "KVTierConnector": "kvtier.connectors.vllm",
     "KVTierOffloadingConnector": "kvtier.connectors.vllm.offloading",
 }
+"""Names that vLLM knows through the plug-in, and their modules."""
 _MARK = "_kvtier_hook"
 
 
@@ -23,7 +24,7 @@ def register() -> None:
     """Called by vLLM, maybe several times in a process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name, module in _CONNECTORS.items():
+    for name, module in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -49,11 +50,25 @@ def prepare(vllm_config: Any) -> None:
         return
     from kvtier.connectors.settings import Settings
     from kvtier.connectors.vllm import weights
+    from kvtier.tiers.disk.directory import check
 
     for arguments in given:
-        if Settings.parse(arguments, tuple(arguments)).config.weights == "full":
+        config = Settings.parse(arguments, tuple(arguments)).config
+        check(config.tiers.g3.path if config.tiers.g3 is not None else ())
+        _warn_of_memory(config.tiers.g2.capacity)
+        if config.weights == "full":
             weights.read_all_bytes()
     weights.install()
+
+
+def _warn_of_memory(wanted: int) -> None:
+    from kvtier.tiers.host.arena import available_bytes
+
+    if wanted > (free := available_bytes()):
+        log = logging.getLogger(__name__)
+        log.warning(
+            "tiers.g2.capacity: %d bytes asked for, memory has space for %d before weights are loaded", wanted, free
+        )
 
 
 def _arguments(transfer: Any) -> list[dict[str, Any]]:
@@ -66,7 +81,7 @@ def _arguments(transfer: Any) -> list[dict[str, Any]]:
     children = [
         child.get("kv_connector_extra_config") or {}
         for child in extra.get("connectors", ())
-        if child.get("kv_connector") in _CONNECTORS
+        if child.get("kv_connector") in CONNECTORS
     ]
     tiers = [tier for tier in extra.get("secondary_tiers", ()) if tier.get("type") == "KVTierSecondaryTier"]
     return [*children, *tiers]

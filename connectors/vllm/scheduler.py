@@ -28,7 +28,7 @@ from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
-from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Track
+from kvtier.connectors.vllm.confirm import Chain, Confirmer, Track
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
@@ -305,7 +305,7 @@ class SchedulerHalf:
         for job, ranks in answers.done.items():
             or_fallback(self._answer, job, ranks, answers.failed.get(job, set()), fallback=None)
         for confirmed in self._confirmer.complete(answers.step, self._known):
-            self._mark(confirmed)
+            self._stores.mark(confirmed, self._manager, self._default)
         now = self._clock.monotonic()
         while self._launched and self._launched[0][0] <= answers.step:
             _, tokens, began = self._launched.popleft()
@@ -325,20 +325,6 @@ class SchedulerHalf:
         if state is not None and state.track is track:
             self._grow(state)
         return compat.computed(track.request)
-
-    def _mark(self, confirmed: Confirmed) -> None:
-        track, start, blocks, tokens, found = confirmed
-        count = track.storable_blocks - start
-        if not track.storable or count <= 0:
-            return
-        blocks, tokens, chain = blocks[:count], tokens[:count], track.chain
-        manager = self._manager
-        if not found or chain.terms.only != self._default or manager is None:
-            self._stores.add(chain, start, blocks, tokens)
-            return
-        for depth, block, token in zip(range(start, start + count), blocks, tokens, strict=False):
-            if not manager.holds(chain[depth]):  # else it has been stored since it was confirmed for another request
-                self._stores.add(chain, depth, [block], [token])
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,9 +21,10 @@ from kvtier.clock import Clock
 from kvtier.config import Offload
 from kvtier.connectors.runs import runs_of
 from kvtier.connectors.vllm import compat
-from kvtier.connectors.vllm.confirm import Chain, Confirmer, Token
+from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Token
 from kvtier.connectors.vllm.messages import StepMoves
 from kvtier.manager.manager import Manager
+from kvtier.retention.ranges import BlockTerms
 from kvtier.tiers.device.dirty import Dirty, DirtyList
 from kvtier.tiers.host.slot import Slot
 from kvtier.times import Mono
@@ -135,6 +136,21 @@ class Stores:
             if self._dirty.at(block):
                 self.forget((block,))
             self._dirty.add(block, chain, depth, now, token)
+
+    def mark(self, confirmed: Confirmed, manager: Manager | None, default: BlockTerms | None) -> None:
+        """Add the blocks that may be stored and lie not in G2 yet; with terms other than `default` all of them, since
+        a store renews the terms."""
+        track, start, blocks, tokens, found = confirmed
+        count = track.storable_blocks - start
+        if not track.storable or count <= 0:
+            return
+        blocks, tokens, chain = blocks[:count], tokens[:count], track.chain
+        if not found or chain.terms.only != default or manager is None:
+            self.add(chain, start, blocks, tokens)
+            return
+        for depth, block, token in zip(range(start, start + count), blocks, tokens, strict=False):
+            if not manager.holds(chain[depth]):  # else it has been stored since it was confirmed for another request
+                self.add(chain, depth, [block], [token])
 
     def taken(self, blocks: int) -> None:
         """The pool has handed out blocks."""

@@ -21,6 +21,8 @@ from typing import Any
 from kvtier.connectors.adapters import named_while
 from kvtier.identity.stream import StreamDigest
 
+_CLAIMS_MAX = 1024
+
 
 class WeightsWatch:
     """State of one worker's weights. Used from the worker's one model thread."""
@@ -65,6 +67,29 @@ class WeightsWatch:
         """An adapter was loaded under this id."""
         known = self.adapters.get(number, name)
         self.adapters[number] = name if known == name else ""
+
+
+class AdapterClaims:
+    """Loaded blocks of adapters that may turn out to be others: an adapter is loaded when a request of it runs first,
+    and its blocks may be copied in before. Used from the worker's one model thread."""
+
+    def __init__(self, watch: WeightsWatch) -> None:
+        self._watch = watch
+        self._open: list[tuple[int, str, tuple[int, ...]]] = []
+
+    def right(self, adapter: int, name: str, blocks: tuple[int, ...]) -> bool:
+        """Whether blocks under this name are the adapter's, as far as is known by now; `settle` tells of the rest."""
+        known = self._watch.adapters.get(adapter)
+        if known is None:
+            self._open.append((adapter, name, blocks))
+        return known is None or known == name
+
+    def settle(self) -> set[int]:
+        """Blocks that are another adapter's after all, since the last call."""
+        loaded = self._watch.adapters
+        bad = {block for number, name, blocks in self._open if loaded.get(number, name) != name for block in blocks}
+        self._open = [claim for claim in self._open if claim[0] not in loaded][-_CLAIMS_MAX:]
+        return bad
 
 
 _current = WeightsWatch()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
-from kvtier.connectors.vllm.weights import WeightsWatch
+from kvtier.connectors.vllm.weights import AdapterClaims, WeightsWatch
 from kvtier.errors import IdentityError, KVTierError
 from kvtier.kernels import copy, engine, layout
 from kvtier.kernels.memory import populate
@@ -30,7 +30,6 @@ from kvtier.kernels.memory import populate
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
-_CLAIMS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class WorkerHalf:
         self._watch = watch or WeightsWatch()
         self._unwatched = tuple(unwatched)
         self._told: dict[int, str] = {}  # adapters that the scheduler knows of
-        self._claims: list[tuple[int, str, tuple[int, ...]]] = []  # blocks of adapters that are not loaded yet
+        self._claims = AdapterClaims(self._watch)
         self._piece = 0 if cache_layout.replicated else cache_layout.rank
         self._writes = not cache_layout.replicated or cache_layout.rank == 0
         self._described: Described | None = None
@@ -241,18 +240,11 @@ class WorkerHalf:
     def load(self, loads: Sequence[Load]) -> None:
         """Fill blocks, behind everything that this thread has launched on the device."""
         for job in loads:
-            if job.adapter is None or self._is_loaded_as(*job.adapter, job.moves.blocks):
+            if job.adapter is None or self._claims.right(*job.adapter, job.moves.blocks):
                 self._submit(job.moves, job.request)
             else:
                 log.warning("job %d is refused: adapter %d has other weights", job.moves.job, job.adapter[0])
                 self._finish(job.moves, job.request, set(range(len(job.moves.blocks))))
-
-    def _is_loaded_as(self, adapter: int, name: str, blocks: tuple[int, ...]) -> bool:
-        """False where the adapter has another name. One that is not loaded yet may turn out to have."""
-        known = self._watch.adapters.get(adapter)
-        if known is None:
-            self._claims.append((adapter, name, blocks))
-        return known is None or known == name
 
     def store(self, stores: Sequence[StepMoves]) -> None:
         """Copy blocks out, behind everything that this thread has launched on the device."""
@@ -321,20 +313,8 @@ class WorkerHalf:
 
     def bad_blocks(self) -> set[int]:
         """Blocks that loads left without content, or with that of other weights, since the last call."""
-        self._settle_claims()
-        bad, self._bad_blocks = self._bad_blocks, set()
+        bad, self._bad_blocks = self._bad_blocks | self._claims.settle(), set()
         return bad
-
-    def _settle_claims(self) -> None:
-        """An adapter is loaded when a request of it runs first: blocks that were copied in before may be another's."""
-        waiting = []
-        for number, name, blocks in self._claims:
-            known = self._watch.adapters.get(number)
-            if known is None:
-                waiting.append((number, name, blocks))
-            elif known != name:
-                self._bad_blocks.update(blocks)
-        self._claims = waiting[-_CLAIMS_MAX:]
 
     def answer(self) -> WorkerMeta:
         """The step's number and the jobs that have ended since the last call."""

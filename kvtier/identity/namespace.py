@@ -109,14 +109,14 @@ class Namespace:
             )
 
     def fields(self) -> dict[str, str | int]:
-        """All fields by name."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        """All fields by name, but an empty `engine`: releases that did not know the field read and write the rest."""
+        named = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return named if self.engine else {name: value for name, value in named.items() if name != "engine"}
 
     @cached_property
     def digest(self) -> bytes:
         """32 bytes; equal if and only if all fields are."""
-        named = {name: value for name, value in self.fields().items() if (name, value) != ("engine", "")}
-        text = json.dumps(named, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        text = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(b"kvtier-namespace-1" + text.encode("ascii")).digest()
 
     def rotated(self, epoch: str) -> Namespace:
@@ -152,7 +152,7 @@ def explain(left: Namespace, right: Namespace) -> list[Difference]:
     """The fields that keep two namespaces apart, in field order; empty if they are one. Fields of the engine's
     configuration have its dotted names below `engine`, and "absent" where one side lacks them. Pure."""
     a, b = left.fields(), right.fields()
-    ours, theirs = (_engine_fields(str(side.pop("engine"))) for side in (a, b))
+    ours, theirs = (_engine_fields(str(side.pop("engine", ""))) for side in (a, b))
     found = [Difference(name, a[name], b[name]) for name in a if a[name] != b[name]]
     for name in sorted({**ours, **theirs}):
         pair = [side.get(name, "absent") for side in (ours, theirs)]

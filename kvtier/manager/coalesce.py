@@ -57,6 +57,7 @@ class StrideCoalescer:
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._pinned: Counter[BlockKey] = Counter()  # pins owned, by block
         self._pins = 0  # in all
+        self._wider: OrderedDict[BlockKey, None] = OrderedDict()  # last blocks of strides with longer terms than before
         self._queued: set[BlockKey] = set()  # last blocks of strides in the queue that the tier has not answered for
 
     def start(self, service: Service) -> None:
@@ -72,6 +73,19 @@ class StrideCoalescer:
         self._pinned.update(pinned)
         self._pins += len(pinned)
         self._loop.call_soon_threadsafe(self._enqueue, _Chain(chain[:stop], holds, pinned))
+
+    def widen(self, chain: Sequence[BlockKey], depths: Sequence[int]) -> None:
+        """Blocks at these depths have longer terms than before: when the chain is added again, their strides are
+        written though the tier has them. Thread-safe."""
+        assert self._loop is not None
+        stride, stop = self._tier.stride, len(chain)
+        ends = {min((depth // stride + 1) * stride, stop) for depth in depths}
+        self._loop.call_soon_threadsafe(self._widen, [chain[end - 1] for end in sorted(ends)])
+
+    def _widen(self, lasts: Sequence[BlockKey]) -> None:
+        self._wider.update(dict.fromkeys(lasts))
+        while len(self._wider) > CHAINS_MAX:
+            self._wider.popitem(last=False)
 
     def answered(self, batch: ChainBatch) -> None:
         """The tier has answered for a stride. On the loop."""
@@ -163,7 +177,8 @@ class StrideCoalescer:
                 self._done(work)
 
     async def _queue_missing(self, chain: Sequence[BlockKey]) -> None:
-        """Queue every stride of `chain` that the tier lacks, head first; stop at the first that cannot be had."""
+        """Queue every stride of `chain` that the tier lacks, or has with shorter terms, head first; stop at the first
+        that it lacks and that cannot be had."""
         stride, stop = self._tier.stride, len(chain)
         ends = [min(start + stride, stop) for start in range(0, stop, stride)]
         deadline = self._clock.monotonic() + _STEP_S
@@ -175,11 +190,14 @@ class StrideCoalescer:
             present += here.index(False) if False in here else len(part)
             if False in here:
                 break
-        for end in ends[present:]:
+        wider = [end for end in ends[:present] if chain[end - 1] in self._wider]
+        for end in [*wider, *ends[present:]]:
+            self._wider.pop(chain[end - 1], None)
             start = (end - 1) // stride * stride
             await asyncio.sleep(0)  # neither of these waits where G2 has the blocks and the queue has space
             slots = await self._gather_patiently(chain, start, end)
-            if slots is None or not await self._enqueue_stride(ChainBatch.of(chain, slots)):
+            there = slots is not None and await self._enqueue_stride(ChainBatch.of(chain, slots))
+            if not there and end > (ends[present - 1] if present else 0):
                 return
 
     async def _gather_patiently(self, chain: Sequence[BlockKey], start: int, end: int) -> tuple[Slot, ...] | None:

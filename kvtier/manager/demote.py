@@ -92,6 +92,13 @@ class Demoter:
             slots += here
         return self.demote_pinned(chain, slots)
 
+    def stored_again(self, chain: Sequence[BlockKey], present: Sequence[int], widened: Sequence[int]) -> None:
+        """A put found the blocks at `present` here. Those that the nearest tier lacks go down; those `widened`, which
+        have longer terms now, go to the tiers that have them, too."""
+        if widened and self._coalescer is not None:
+            self._coalescer.widen(chain, widened)
+        self.demote(chain, sorted({*widened, *self.lacking(chain, present)}))
+
     def _may_accept(self) -> bool:
         """Whether blocks that were stored earlier are worth another try: each try wakes all who wait for space."""
         if self._nearest is None or self._full():

@@ -270,7 +270,7 @@ class Manager:
         reached = out.take_slices(self.lock, self.host, self.accounts.losses, start, stop, asked, self._met)
         if out.present:
             self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
-            self.demoter.demote(chain, sorted({*out.widened, *self.demoter.lacking(chain, out.present)}))
+            self.demoter.stored_again(chain, out.present, out.widened)
         return out.slots, reached
 
     def _met(self, keys: Sequence[BlockKey], present: Sequence[BlockKey]) -> None:

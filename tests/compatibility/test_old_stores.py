@@ -344,7 +344,7 @@ def test_a_flipped_byte_in_an_object_is_a_miss(store: Store, offset: int, whole:
     flip(unit, offset)
     with store.opened("soon", ("g4",)) as cache:
         assert served(cache, store.keys("forever"), "g4") == whole
-    assert not unit.exists(), "what failed its check twice is deleted"
+    assert unit.exists() == (offset == 0), "a frame that failed its check twice is deleted, what is no frame left alone"
 
 
 def flip(path: Path, offset: int) -> None:
@@ -428,7 +428,7 @@ def test_this_release_writes_the_same_bytes(unpacked: Callable[[str], Path], tmp
     now = Store(tmp_path / "now", json.loads(json.dumps(write(tmp_path / "now"))))
     assert now.manifest == then.manifest
     objects, lately = bucket_of(then), bucket_of(now)
-    assert objects.keys() == lately.keys()
+    assert objects.keys() == {name for name in lately if "/merged/" not in name}  # merged deltas: new, hints only
     for name, there in objects.items():
         assert lately[name] == there, f"{name} is written in another way"
     records, today = records_of(then), records_of(now)

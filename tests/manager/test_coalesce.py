@@ -89,3 +89,26 @@ async def test_the_deepest_tier_is_fed_whatever_its_stride(stride: int) -> None:
     store(manager, chain_of(NS, 4))
     assert (await manager.flush(clock.monotonic() + 10)).durable == {"g3": 4, "g4": 4}
     await manager.close()
+
+
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("blocks", [4, 7])
+async def test_longer_terms_reach_the_objects_that_are_there(near: bool, blocks: int) -> None:
+    clock = VirtualClock()
+    deep = MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)
+    host = HostTier(Arena(BLOCK, 1, 16 * BLOCK), make_policy("lru", 16))
+    manager = Manager(host, [MemoryTier(NS, clock), deep] if near else [deep], clock)
+    await manager.start()
+    chain = chain_of(NS, blocks)
+    slots, _ = manager.reserve(chain, 0, blocks, BUILTIN["1h"])
+    manager.commit(chain, slots, [slot.generation for slot in slots])
+    await manager.flush(clock.monotonic() + 10)
+    ends = {name: entry.life.ends(Depth.G4) for name, entry in deep.store.entries.items()}
+    assert len(ends) == blocks
+    clock.advance(60)
+    slots, _ = manager.reserve(chain, 0, blocks, BUILTIN["24h"])
+    assert not slots, "all of them are here"
+    await manager.flush(clock.monotonic() + 10)
+    later = {name: entry.life.ends(Depth.G4) for name, entry in deep.store.entries.items()}
+    assert all(later[name] > ends[name] + 10 * 3600 for name in ends)
+    await manager.close()

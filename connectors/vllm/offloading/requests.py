@@ -81,6 +81,7 @@ class TierRequest:
     scope: Scope
     name: str = ""  # as its sender knows it
     prompt: tuple[BlockKey, ...] = ()  # keys of its whole chunks; none: unknown
+    adapter: tuple[int, str] | None = None  # id and name
     pinning: PinFuture | None = None
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
     chain: list[BlockKey] = field(default_factory=list)

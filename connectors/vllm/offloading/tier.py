@@ -19,7 +19,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from vllm.config.vllm import get_current_vllm_config_or_none
@@ -41,9 +41,10 @@ from kvtier.clock import SystemClock
 from kvtier.connectors.counters import EVENTS, TOKENS_READ, Growth, tokens_by_tier
 from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.feedback import Feedback
-from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.identity import engine_keys, namespace_of_weights
 from kvtier.connectors.runs import runs_of
 from kvtier.connectors.settings import Settings, seconds_of
+from kvtier.connectors.startup import start_line
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import OWNERSHIP
@@ -55,6 +56,7 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.events import Events
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
+from kvtier.identity.namespace import Namespace
 from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
@@ -117,8 +119,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         alone = offloading_spec.config.parallel.world_size == 1  # then this is the worker's process, too
         self._caches = SchedulerCache(settings, namespace, events=self._events, computes=alone)
         self._caches.open()
+        self._next: Namespace | None = None  # of weights that the workers have already
         self._rows = Rows(primary_kv_view)
-        log.info("kvtier serves namespace %s of %s", namespace.digest.hex()[:16], namespace.model)
+        log.info("%s", start_line(self._cache, namespace))
 
     @property
     def _cache(self) -> Cache | None:
@@ -136,9 +139,27 @@ class KVTierSecondaryTier(SecondaryTierManager):
         whole = request.num_prompt_tokens // self._block_tokens * self._hashes_per_chunk
         hashes = compat.hashes_of(request)[:whole]
         prompt = tuple(engine_keys(scope, hashes[self._hashes_per_chunk - 1 :: self._hashes_per_chunk]))
-        state = self._requests[request.request_id] = TierRequest(control, scope, compat.public_name(request), prompt)
+        adapter = self._reader.adapter_of(request)
+        state = TierRequest(control, scope, compat.public_name(request), prompt, adapter)
+        self._requests[request.request_id] = state
         if (cache := self._cache) is not None:
             state.pinning = self._feedback.pin(cache, scope, control, prompt)
+
+    def adapter_of(self, name: str) -> tuple[int, str] | None:
+        """A request's adapter, by id and name; None without one."""
+        state = self._requests.get(name)
+        return None if state is None else state.adapter
+
+    def told(self, adapters: Mapping[int, str]) -> None:
+        """The workers have loaded these adapters, by id. Nothing is kept of requests of those taken for others."""
+        others = self._reader.told(adapters)
+        for state in self._requests.values() if others else ():
+            if state.adapter is not None and state.adapter[0] in others:
+                self._give_up(state)
+
+    def renamed(self, weights: str) -> None:
+        """The workers have other weights, of this name: the next reset goes on in their namespace."""
+        self._next = namespace_of_weights(self._caches.namespace, weights)
 
     def answer_to(self, request: Any) -> dict[str, Any]:
         """The answer to the sender of a request that has ended."""
@@ -343,10 +364,15 @@ class KVTierSecondaryTier(SecondaryTierManager):
         concurrent.futures.wait(list(self._under_way))
         self._hurry = False
         for state in self._requests.values():
-            state.stale = True
-            if state.search is not None:
-                or_fallback(state.search.end, fallback=None)
-        self._caches.rotate()
+            self._give_up(state)
+        to, self._next = self._next, None
+        self._caches.rotate(to)
+
+    def _give_up(self, state: TierRequest) -> None:
+        """Neither read nor keep anything more of it."""
+        state.stale = True
+        if state.search is not None:
+            or_fallback(state.search.end, fallback=None)
 
     # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────
 

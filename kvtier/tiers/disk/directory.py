@@ -114,12 +114,27 @@ def prepare(parts: Sequence[Path]) -> None:
                 "g3: %s can be written to by %s, who could put foreign blocks into it; chmod 700 %s",
                 part, "others" if mode & stat.S_IWOTH else "its group", part,
             )  # fmt: skip
-        kind = file_system_of(part)
-        if kind in NETWORK_FILE_SYSTEMS:
-            raise ConfigError(
-                f"tiers.g3.path {part} is on the network file system {kind}; G3 needs a local disk "
-                "(for shared storage use tiers.g4)"
-            )
+        _refuse_remote(part)
+
+
+def check(parts: Sequence[Path]) -> None:
+    """Raise ConfigError naming a path that `prepare` would refuse. Leaves no change behind."""
+    for part in parts:
+        place = part if part.exists() else part.parent
+        if not place.exists():  # a disk that is not mounted, say: a fault of the machine, which may pass
+            continue
+        if not place.is_dir():
+            raise ConfigError(f"tiers.g3.path {part}: {place} is no directory; give one, or the name of one to be made")
+        _refuse_remote(place)
+
+
+def _refuse_remote(part: Path) -> None:
+    kind = file_system_of(part)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise ConfigError(
+            f"tiers.g3.path {part} is on the network file system {kind}; G3 needs a local disk "
+            "(for shared storage use tiers.g4)"
+        )
 
 
 def _make(folder: Path) -> bool:

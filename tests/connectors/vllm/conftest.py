@@ -88,11 +88,11 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
 @pytest.fixture(scope="session")
 def make_other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Path of a small random model of another kind: `mla` (as DeepSeek), `sliding` (every other layer a window),
-    `prefix_lm` (tokens of a prompt attend to later ones, too)."""
+    `prefix_lm` (tokens of a prompt attend to later ones, too), `longrope`."""
 
     def make(kind: str) -> Path:
         import torch
-        from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, HrmTextConfig
+        from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, HrmTextConfig, LlamaConfig
 
         torch.manual_seed(0)
         if kind == "mla":
@@ -109,6 +109,14 @@ def make_other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
                 vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
                 head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
                 initializer_range=0.15, H_cycles=1, L_cycles=1, L_bp_cycles=[1], embedding_scale=1.0,
+            )  # fmt: skip
+        elif kind == "longrope":
+            config = LlamaConfig(
+                vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+                num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
+                tie_word_embeddings=False, initializer_range=0.15,
+                rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16,
+                                 "long_factor": [4.0] * 16, "original_max_position_embeddings": 1024},
             )  # fmt: skip
         else:
             config = Gemma3TextConfig(

@@ -19,6 +19,8 @@ from kvtier.config import Config
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm import connector as vllm
 from kvtier.connectors.vllm.offloading import tier as vllm_tier
+from kvtier.connectors.vllm.plugin import CONNECTORS
+from tests.connectors.vllm.support import configurations
 
 ROOT = Path(__file__).parents[3]
 DOCS = (ROOT / "docs" / "vllm.md").read_text()
@@ -46,9 +48,17 @@ def test_commands_name_what_there_is() -> None:
     found = transfers((ROOT / "README.md").read_text()) + transfers(DOCS)
     assert len(found) == 3
     for transfer in found:
-        assert hasattr(import_module(transfer["kv_connector_module_path"]), transfer["kv_connector"])
+        name = transfer["kv_connector"]
+        assert hasattr(import_module(transfer.get("kv_connector_module_path") or CONNECTORS[name]), name)
     preset = {"kvtier_config": str(ROOT / found[0]["kv_connector_extra_config"]["kvtier_config"])}
     assert Settings.parse(preset).config.tiers.g3 is not None
+
+
+def test_the_table_of_configurations_is_the_one_that_is_tested() -> None:
+    assert configurations.table() in DOCS
+    for row in configurations.ROWS:
+        module, _, name = row.test.partition("::")
+        assert f"def {name}(" in (Path(__file__).parent / module).read_text(), row.name
 
 
 def test_the_kubernetes_example_is_whole() -> None:

@@ -121,7 +121,14 @@ def test_two_words_of_configuration_suffice(start: Start, tmp_path: Path, monkey
     assert engine.stop() == 0
 
 
-def test_a_mistake_is_found_before_the_weights_are_loaded(start: Start, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="capasity") as failure:
-        start(config={"tiers": {"g2": {"capasity": "1GiB"}}})
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ({"g2": {"capasity": "1GiB"}}, "capasity"),
+        ({"g3": {"path": __file__, "capacity": "1GiB"}}, "tiers.g3.path .* is no directory"),
+    ],
+)
+def test_a_mistake_is_found_before_the_weights_are_loaded(start: Start, tier: dict[str, Any], said: str) -> None:
+    with pytest.raises(AssertionError, match=said) as failure:
+        start(config={"tiers": tier})
     assert "init_device" in str(failure.value)

@@ -189,8 +189,8 @@ def calls_in_plan(engine: SmallEngine, raise_at: int = -1) -> list[str]:
         caller = frame.f_back
         if not depth or caller is None or "/connectors/vllm/" not in caller.f_code.co_filename:
             return
-        if frame.f_code.co_name.startswith("<"):
-            return
+        if frame.f_code.co_name.startswith("<") or "weakref" in frame.f_code.co_filename:
+            return  # no call of the connector's: the interpreter's, of a weak reference that died meanwhile
         seen.append(frame.f_code.co_qualname)
         if len(seen) - 1 == raise_at:
             raise Injected(seen[-1])

@@ -156,6 +156,98 @@ def test_new_weights_at_the_same_path_miss(
     assert second.stop() == 0
 
 
+def test_weights_that_are_loaded_in_place_take_the_old_blocks_away(
+    start: Callable[..., Any], make_checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """vLLM tells nobody: its own prefix cache is reset, its host cache and the tiers below are not."""
+    tiers = {"g2": {"capacity": "16MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1GiB"}}
+    engine = start(script="offloading_host.py", tier={"kvtier_config": {"tiers": tiers}})
+    asked = [prompt(1), prompt(2)]
+    old = engine.generate(prompts=asked)
+    assert engine.forget()
+    assert [out["read"] for out in engine.generate(prompts=asked)] == [{"g2": 288}] * 2, "the control"
+    engine.add(name="over", prompt=prompt(4))
+    engine.steps(count=3)
+    engine.reload(path=str(make_checkpoint(1)))
+    engine.run_out()
+    engine.settle()
+    assert engine.reset()
+    new = engine.generate(prompts=[*asked, prompt(4)])
+    assert [(out["read"], out["cached"]) for out in new] == [({}, 0)] * 3
+    assert engine.settled() and engine.forget()
+    right = engine.generate(prompts=[*asked, prompt(4)], control={"load": False, "store": False})
+    assert tokens(new) == tokens(right) and tokens(new)[:2] != tokens(old)
+    engine.generate(prompts=[prompt(3)])
+    assert engine.forget()
+    assert engine.generate(prompts=[prompt(3)])[0]["read"] == {"g2": 288}, "what was stored since is the new weights'"
+    assert engine.reset(connector=True) and engine.reset(connector=True)
+    assert engine.settled() and engine.idle() == IDLE
+    assert engine.stop() == 0
+
+
+def test_blocks_of_old_weights_are_not_loaded_with_the_first_step(
+    start: Callable[..., Any], make_checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """The scheduler learns of new weights with the first step, which it plans as before: its loads are computed."""
+    tiers = {"g2": {"capacity": "16MiB"}}
+    engine = start(script="offloading_host.py", tier={"kvtier_config": {"tiers": tiers}})
+    engine.generate(prompts=[prompt(1)])
+    engine.reload(path=str(make_checkpoint(1)))
+    assert engine.reset()
+    new = engine.generate(prompts=[prompt(1)])
+    assert engine.reset() and engine.settled()
+    warm = engine.generate(prompts=[prompt(1)])
+    assert engine.forget()
+    right = engine.generate(prompts=[prompt(1)], control={"load": False, "store": False})
+    assert tokens(new) == tokens(right) and tokens(warm) == tokens(right)
+    assert engine.stop() == 0
+
+
+@pytest.mark.long
+def test_a_model_whose_prompts_attend_to_later_tokens_is_not_cached(
+    start: Callable[..., Any], make_other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """vLLM turns its prefix cache off, and not its offloading."""
+    model, options = str(make_other("prefix_lm")), {"max_num_batched_tokens": 2048}
+    prompts = [prompt(1, 200) + prompt(seed, 60) for seed in (2, 3, 4)]
+    plain = start(model=model, config=None, engine=options)
+    right = [plain.generate(prompts=[p], settle=False)[0]["tokens"] for p in prompts]
+    plain.kill()
+    tiers = {"g2": {"capacity": "16MiB"}}
+    engine = start(script="offloading_host.py", tier={"kvtier_config": {"tiers": tiers}}, model=model, engine=options)
+    for _ in range(2):
+        assert tokens([engine.generate(prompts=[p])[0] for p in prompts]) == right
+    assert any("attend to later ones" in line for line in engine.logs())
+    assert engine.stop() == 0
+
+
+@pytest.mark.long
+def test_an_adapter_is_what_the_worker_loaded(
+    start: Callable[..., Any], write_adapter: Callable[[Path, int], Path], tmp_path: Path
+) -> None:
+    """Its files are overwritten between the engine's loading and its first request."""
+    path, lora = tmp_path / "adapter", {"enable_lora": True, "max_lora_rank": 8, "max_loras": 4}
+    tiers = {"g2": {"capacity": "16MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1GiB"}}
+    given = {"script": "offloading_host.py", "tier": {"kvtier_config": {"tiers": tiers}}, "engine": lora}
+    engine, adapter = start(**given), ["tuned", 1, str(path)]
+    assert engine.load_adapter(adapter=["tuned", 1, str(write_adapter(path, 1))])
+    write_adapter(path, 2)
+    old = engine.generate(prompts=[prompt(1), prompt(2)], adapter=adapter)
+    engine.generate(prompts=[prompt(3)], adapter=adapter)
+    assert engine.flush()["pending"] == 0 and engine.stop() == 0
+    second = start(**given)
+    new = second.generate(prompts=[prompt(1), prompt(2)], adapter=adapter)
+    assert [out["read"] for out in new] == [{}, {}] and tokens(new) != tokens(old)
+    assert second.flush()["pending"] == 0 and second.stop() == 0
+    write_adapter(path, 1)
+    third = start(**given)
+    assert third.load_adapter(adapter=adapter)
+    write_adapter(path, 2)
+    refused = third.generate(prompts=[prompt(1), prompt(2)], adapter=adapter)
+    assert tokens(refused) == tokens(old), "the tiers hold the other's blocks"
+    assert third.stop() == 0
+
+
 @pytest.mark.long
 def test_many_requests_over_a_host_cache_that_is_too_small(start: Callable[..., Any], tmp_path: Path) -> None:
     """Eviction from vLLM's host cache, from our memory and preemption at once; then the same with an unsteady disk."""

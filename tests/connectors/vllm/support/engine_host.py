@@ -163,6 +163,42 @@ class Host(Faults):
             for out in outs
         ]
 
+    def ask(
+        self,
+        prompts: list[list[int]],
+        tokens: int = 24,
+        salt: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        choice: list[str] | None = None,
+        beam: int = 0,
+        priorities: bool = False,
+        adapter: list[Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """All answers to each prompt, however they are sampled."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+        asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        if beam:
+            found = self.llm.beam_search(asked, BeamSearchParams(beam_width=beam, max_tokens=8, ignore_eos=True))
+            return [{"all": [list(one.tokens) for one in out.sequences], "read": {}} for out in found]
+        given: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": not choice, **(sampling or {})}
+        if choice:
+            given["structured_outputs"] = StructuredOutputsParams(choice=choice)
+        params = SamplingParams(detokenize=False, **given)
+        more: dict[str, Any] = {"lora_request": LoRARequest(*adapter)} if adapter else {}
+        if priorities:
+            more["priority"] = [number % 3 for number in range(len(prompts))]
+        outs = self.llm.generate(asked, params, use_tqdm=False, **more)
+        return [
+            {
+                "all": [list(one.token_ids) for one in out.outputs],
+                "read": ((out.kv_transfer_params or {}).get("kvtier") or {}).get("tokens_read", {}),
+            }
+            for out in outs
+        ]
+
     def reload(self, path: str) -> None:
         """New weights in place, as a trainer's loop has it."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
