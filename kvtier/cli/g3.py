@@ -33,7 +33,9 @@ def inspect(paths: Paths, json: Json = False) -> None:
         write_json(found)
         return
     shown = {**found, "paths": " ".join(found["paths"])}
-    write_table(["", ""], [[name, value] for name, value in shown.items() if name != "namespaces"])
+    write_table(["", ""], [[name, value] for name, value in shown.items() if not isinstance(value, list)])
+    sizes = found["classes"]
+    write_table(list(sizes[0]) if sizes else [], [list(one.values()) for one in sizes])
     rows = []
     for one in found["namespaces"]:
         fields = one["fields"] or {}

@@ -1,7 +1,12 @@
 """Allocates segments and slots in LMDB write transactions, and holds those that this process reserved for later writes.
 
 A segment is cut into slots of one class when a class first needs it, hands out its never-used slots in order, and goes
-back to all classes once none of its slots is used. Classes take free slots before never-used ones.
+back to all classes once none of its slots is used. Classes take free slots before never-used ones. A *draining* segment
+hands out no slot; once none is used it goes to the class that it was promised to.
+
+    meta key, after the "m"                        value
+    "unfilled" ‖ class (u32 be) ‖ segment (u32 be) empty: has never-used slots, and is not the one that the class fills
+    "draining" ‖ segment (u32 be)                  Promise
 """
 
 from __future__ import annotations
@@ -11,12 +16,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from kvtier.tiers.disk.bad_places import BadPlace, BadPlaces
+from kvtier.tiers.disk.demand import Demand
 from kvtier.tiers.disk.records import (
     FILL,
     FREE,
+    META,
     SEGMENTS,
     SLOT_ALIGN,
     SPARE,
@@ -33,7 +41,13 @@ from kvtier.tiers.disk.records import (
     rows,
 )
 
+UNFILLED_KEY, DRAINING_KEY = META + b"unfilled", META + b"draining"
+FREE_ROWS_PER_TXN = 256
+"""Rows of an emptied segment's free slots that one transaction deletes."""
+
 _GEOMETRY = struct.Struct("<QQI")
+_PROMISE = struct.Struct("<IB")
+_U32 = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +80,56 @@ class Geometry:
         return cls(*_GEOMETRY.unpack(raw))
 
 
+class Promise(NamedTuple):
+    """Of a draining segment: the class that gets it, and the highest priority of blocks that leave for that."""
+
+    slot_class: int
+    priority: int
+
+
+def _unfilled_prefix(slot_cls: int) -> bytes:
+    return UNFILLED_KEY + _U32.pack(slot_cls)
+
+
+def unfilled_in(key: bytes) -> tuple[int, int]:
+    """(class, segment) of an "unfilled" key."""
+    return _U32.unpack(key[-8:-4])[0], _U32.unpack(key[-4:])[0]
+
+
+def promises_in(txn: Any) -> dict[int, Promise]:
+    """The draining segments of a store."""
+    return {
+        _U32.unpack(key[len(DRAINING_KEY) :])[0]: Promise(*_PROMISE.unpack(raw)) for key, raw in rows(txn, DRAINING_KEY)
+    }
+
+
 class Segments:
     """The segments of a store, `count` of them in use so far. `save` must be called before the commit."""
 
-    def __init__(self, txn: Any, geometry: Geometry, count: int, *, may_grow: Callable[[int], bool]) -> None:
+    def __init__(
+        self, txn: Any, geometry: Geometry, count: int, demand: Demand, *, may_grow: Callable[[int], bool]
+    ) -> None:
         """`may_grow`: whether a part, by its index, may get segments that no class uses: its volume is not full."""
         self.count = count
         self.next: int | None = None  # the segment that will be the next to be used, if that is not far
         self._txn = txn
         self._geometry = geometry
+        self._demand = demand
         self._may_grow = may_grow
         self.bad = BadPlaces(txn)
         self._changed: dict[int, Segment] = {}
+        self.draining = promises_in(txn)
+        self.short: set[int] = set()  # classes that will soon need a segment, where none is left
         # Cached for this transaction: every call of LMDB gives up the interpreter lock.
         self._without_free: set[int] = set()  # classes without a free slot
         self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
         self._exhausted = False  # no segment is left to be given to a class
 
     def save(self) -> None:
-        """Write the changed segments; `count` is the caller's to write."""
+        """Write the changed segments; `count` is the caller's to write. Hands over drained ones, in slices."""
+        for number in list(self.draining):
+            if self._record(number).used == 0:
+                self._hand_over(number)
         for number, segment in self._changed.items():
             self._txn.put(number_key(SEGMENTS, number), segment.encode())
 
@@ -94,18 +139,20 @@ class Segments:
 
     def give(self, held: FreeSlot | Entry | SlotReservation) -> None:
         """The slot of these is free again, or set aside; a segment without any use goes back to all classes."""
+        self._demand.retry()
         record = self._record(held.segment)
         self._changed[held.segment] = replace(record, used=record.used - 1)
         if not self.bad.spoil(held.segment, held.slot_class, held.slot):
             self._txn.put(free_key(held.slot_class, held.segment, held.slot), b"")
             self._without_free.discard(held.slot_class)
-        if record.used == 1:
+        if record.used == 1 and held.segment not in self.draining:
             self._retire(held.segment)
 
     def hold(self, place: BadPlace) -> list[FreeSlot]:
-        """The slots on a bad place, in use from now on; none unless all of them are set aside."""
+        """The slots on a bad place, in use from now on; none unless all of them are set aside, or while their segment
+        is draining: it is cut anew soon."""
         record = self._record(place.segment) if place.segment < self.count else None
-        if record is None or not record.slot_class:
+        if record is None or not record.slot_class or place.segment in self.draining:
             return []
         slots = place.slots(record.slot_class)
         if slots.stop > record.fresh or any(self._txn.get(reserved_key(place.segment, slot)) for slot in slots):
@@ -113,9 +160,22 @@ class Segments:
         self._changed[place.segment] = replace(record, used=record.used + len(slots))
         return [FreeSlot(record.slot_class, place.segment, slot) for slot in slots]
 
-    def is_spare(self, segment: int) -> bool:
-        """Whether no class uses the segment."""
-        return self._record(segment).slot_class == 0
+    def drain(self, segment: int, slot_cls: int, promise: Promise) -> bool:
+        """Hand out no more slots of a segment of `slot_cls`; once none is used it is given as promised. False: it is
+        another class's by now, or draining."""
+        if segment in self.draining or segment >= self.count or self._record(segment).slot_class != slot_cls:
+            return False
+        self.draining[segment] = promise
+        self._txn.put(DRAINING_KEY + _U32.pack(segment), _PROMISE.pack(*promise))
+        self._forget_fresh(slot_cls, segment)
+        return True
+
+    def keep(self, segment: int) -> None:
+        """Let a draining segment's class use it again."""
+        if self.draining.pop(segment, None) is not None:
+            self._txn.delete(DRAINING_KEY + _U32.pack(segment))
+            self._without_free.discard(self._record(segment).slot_class)
+            self._remember_fresh(segment)
 
     def resize(self, geometry: Geometry) -> None:
         """Cut the segments to another capacity. No slot beyond it may be held."""
@@ -128,7 +188,11 @@ class Segments:
             if record.slot_class:
                 slots = geometry.slots_of(number, record.slot_class)
                 self._changed[number] = replace(record, slots=slots, fresh=min(record.fresh, slots))
+                self._remember_fresh(number)
         for number in range(geometry.segments, self.count):
+            self._forget_fresh(self._changed[number].slot_class, number)
+            self._txn.delete(DRAINING_KEY + _U32.pack(number))
+            self.draining.pop(number, None)
             del self._changed[number]
             self._txn.delete(number_key(SEGMENTS, number))
             self._txn.delete(number_key(SPARE, number))
@@ -144,20 +208,58 @@ class Segments:
         return self._changed[number]
 
     def _retire(self, segment: int) -> None:
-        slot_cls = self._changed[segment].slot_class
-        for key, _ in list(rows(self._txn, free_prefix(slot_cls, segment))):
+        """Give an unused segment back to all classes; its own class keeps one with more free slots than one transaction
+        should delete, until another class wants it."""
+        if self._delete_free(segment):
+            self._forget_fresh(self._changed[segment].slot_class, segment)
+            self._changed[segment] = Segment(segment % self._geometry.parts, 0, 0, 0, 0)
+            self._txn.put(number_key(SPARE, segment), b"")
+            self._exhausted = False
+
+    def _hand_over(self, segment: int) -> None:
+        """Give a drained segment to the class that it was promised to, once its free slots are deleted."""
+        if not self._delete_free(segment, whole=False):
+            return
+        promise = self.draining.pop(segment)
+        self._txn.delete(DRAINING_KEY + _U32.pack(segment))
+        if self._assign(segment, promise.slot_class):
+            self._remember_fresh(segment)
+        else:
+            self._changed[segment] = Segment(segment % self._geometry.parts, 0, 0, 0, 0)
+            self._txn.put(number_key(SPARE, segment), b"")
+
+    def _delete_free(self, segment: int, *, whole: bool = True) -> bool:
+        """Delete the rows of a segment's free slots: all or, where they are too many, none if `whole`, else some.
+        Whether none is left."""
+        found = rows(self._txn, free_prefix(self._changed[segment].slot_class, segment))
+        keys = [key for key, _ in islice(found, FREE_ROWS_PER_TXN + 1)]
+        if whole and len(keys) > FREE_ROWS_PER_TXN:
+            return False
+        for key in keys[:FREE_ROWS_PER_TXN]:
             self._txn.delete(key)
+        return len(keys) <= FREE_ROWS_PER_TXN
+
+    def _forget_fresh(self, slot_cls: int, segment: int) -> None:
+        """The class takes no never-used slot from the segment any more."""
+        self._txn.delete(_unfilled_prefix(slot_cls) + _U32.pack(segment))
         if self._filling(slot_cls) == segment:
             self._txn.delete(number_key(FILL, slot_cls))
             self._fill[slot_cls] = None
-        self._changed[segment] = Segment(segment % self._geometry.parts, 0, 0, 0, 0)
-        self._txn.put(number_key(SPARE, segment), b"")
-        self._exhausted = False
+
+    def _remember_fresh(self, segment: int) -> None:
+        """The segment's never-used slots are its class's to take."""
+        record = self._changed[segment]
+        waits = segment not in self.draining and self._filling(record.slot_class) != segment
+        if record.fresh < record.slots and waits:
+            self._txn.put(_unfilled_prefix(record.slot_class) + _U32.pack(segment), b"")
 
     def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
         if slot_cls in self._without_free:
             return None
         key = next((key for key, _ in rows(self._txn, number_key(FREE, slot_cls))), None)
+        while key is not None and (segment := free_slot(key).segment) in self.draining:
+            behind = free_prefix(slot_cls, segment + 1)
+            key = next((key for key, _ in rows(self._txn, number_key(FREE, slot_cls), behind)), None)
         if key is None:
             self._without_free.add(slot_cls)
             return None
@@ -171,7 +273,9 @@ class Segments:
         while True:
             number = self._filling(slot_cls)
             if number is None or self._record(number).fresh == self._record(number).slots:
-                number = self._grow(slot_cls)
+                number = self._unfilled(slot_cls)
+                if number is None:
+                    number = self._grow(slot_cls)
                 if number is None:
                     return None
                 self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
@@ -181,8 +285,11 @@ class Segments:
             if not self.bad.spoil(number, slot_cls, record.fresh):
                 break
         self._changed[number] = replace(self._changed[number], used=record.used + 1)
-        if 2 * record.fresh >= record.slots and self.count < self._geometry.segments:
-            self.next = self.count
+        if 2 * record.fresh >= record.slots:
+            if self.count < self._geometry.segments:
+                self.next = self.count
+            elif not any(True for table in (SPARE, _unfilled_prefix(slot_cls)) for _ in rows(self._txn, table)):
+                self.short.add(slot_cls)
         return number, record.fresh
 
     def _filling(self, slot_cls: int) -> int | None:
@@ -191,6 +298,15 @@ class Segments:
             raw = self._txn.get(number_key(FILL, slot_cls))
             self._fill[slot_cls] = None if raw is None else number_of(raw)
         return self._fill[slot_cls]
+
+    def _unfilled(self, slot_cls: int) -> int | None:
+        """Another segment of the class with never-used slots, which it fills now."""
+        prefix = _unfilled_prefix(slot_cls)
+        for key, _ in rows(self._txn, prefix):
+            self._txn.delete(key)
+            number: int = _U32.unpack(key[len(prefix) :])[0]
+            return number
+        return None
 
     def _grow(self, slot_cls: int) -> int | None:
         """Give the class a segment that none uses."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvtier.errors import CorruptError
-from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.allocator import UNFILLED_KEY, Geometry, promises_in, unfilled_in
 from kvtier.tiers.disk.bad_places import BadPlaces, bad_places
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
@@ -32,6 +32,7 @@ from kvtier.tiers.disk.records import (
     free_slot,
     number_of,
     order_parts,
+    rows,
 )
 
 Rows = list[tuple[bytes, bytes]]
@@ -50,7 +51,8 @@ def audit(index: Sliced) -> None:
 
     - an entry has one row in `order`, and a row in `order` one entry
     - no slot is held by two of: entries, reservations, the free list, the never-used rest of its segment
-    - every slot handed out once is held by one of them or set aside for a bad place: none is lost
+    - every slot handed out once is held by one of them or set aside for a bad place: none is lost, but free ones of a
+      draining segment; a segment that is draining has a class
     - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
 
     Reads in slices, each a transaction of its own, so that it neither keeps pages from being used again nor readers
@@ -88,10 +90,16 @@ class _Pass:
             self._see_bad_places(txn)
             counters, geometry = Counters.decode(txn.get(COUNTERS_KEY)), Geometry.decode(txn.get(GEOMETRY_KEY))
             shares = shares_of(txn)
+            draining = promises_in(txn).keys()
+            self._unfilled = [unfilled_in(key) for key, _ in rows(txn, UNFILLED_KEY)]
         self.exact = len(seen) == 1
         if self.exact:
             self._compare_counts(counters, shares)
+            self._compare_slots(draining)
         self._compare_segments(counters, geometry, used)
+        for number in draining:
+            right = number in self._segments and self._segments[number].slot_class > 0
+            self._expect(right, f"segment {number} is draining and has no class")
 
     def _expect(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -160,8 +168,11 @@ class _Pass:
         counted = (counters.blocks, counters.slot_bytes)
         self._expect((blocks, size) == counted, f"{blocks} blocks, {size} bytes, counted as {counted}")
         self._expect(shares is None or shares == self._scopes, "scopes hold other bytes than were counted")
-        handed_out = sum(record.fresh for record in self._segments.values())
-        self._expect(len(self._holders) == handed_out, f"{handed_out - len(self._holders)} slots are lost")
+
+    def _compare_slots(self, draining: Container[int]) -> None:
+        handed_out = sum(record.fresh for number, record in self._segments.items() if number not in draining)
+        held = sum(segment not in draining for segment, _slot in self._holders)
+        self._expect(held == handed_out, f"{handed_out - held} slots are lost")
 
     def _compare_segments(self, counters: Counters, geometry: Geometry, used: Counter[int]) -> None:
         whole = set(self._segments) == set(range(counters.segments))
@@ -175,3 +186,6 @@ class _Pass:
             size = record.slots * record.slot_class * SLOT_ALIGN
             self._expect(size <= geometry.size_of(number), f"segment {number} is longer than its file")
             self._expect(record.fresh <= record.slots, f"segment {number} has handed out more slots than it has")
+        for slot_cls, number in self._unfilled:
+            right = number not in self._segments or self._segments[number].slot_class == slot_cls
+            self._expect(right, f"segment {number} has never-used slots of another class")

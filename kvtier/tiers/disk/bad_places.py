@@ -12,6 +12,7 @@ which the place's other slots, other processes and a crash respect like any othe
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvtier.tiers.disk.records import META, SLOT_ALIGN, rows
@@ -70,6 +71,11 @@ def bad_places(txn: Any, segment: int | None = None) -> list[BadPlace]:
     """The recorded places, of one segment or of all."""
     prefix = BAD_KEY if segment is None else _PLACE.pack(BAD_KEY, segment, 0)[:-4]
     return [BadPlace.decode(key, raw) for key, raw in rows(txn, prefix) if len(key) == _PLACE.size]
+
+
+def sound_slots(places: Sequence[BadPlace], slot_cls: int, slots: int) -> int:
+    """How many of a segment's first `slots` slots of a class overlap none of its places. Pure."""
+    return slots - len({slot for place in places for slot in place.slots(slot_cls) if slot < slots})
 
 
 class BadPlaces:

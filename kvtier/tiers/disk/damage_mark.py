@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 from kvtier.tiers.fsync import sync_directory
+
+MARK_EVERY_S = 1.0
 
 _NAME = "DAMAGED"
 
@@ -25,6 +28,24 @@ def is_marked(part: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+class MarkWatch:
+    """Looks for the mark of a store now and then. Not thread-safe."""
+
+    def __init__(self, part: Path) -> None:
+        self._part = part
+        self._look_at = 0.0
+
+    def is_seen(self) -> bool:
+        """Whether the mark is there; False where that cannot be told, and for MARK_EVERY_S after the last look."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + MARK_EVERY_S
+        try:
+            return is_marked(self._part)
+        except OSError:
+            return False
 
 
 def mark(part: Path) -> None:

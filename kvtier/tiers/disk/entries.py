@@ -53,7 +53,7 @@ class Entries:
 
     def update(self, name: bytes, entry: Entry, life: Lifetime, rank: int) -> None:
         """A new life, and `rank` if that is higher."""
-        self._order.remove(entry.order_key())
+        self._order.use(entry.order_key())
         self._put(name, replace(entry, rank=max(entry.rank, rank), life=life))
 
     def remove(self, name: bytes, entry: Entry) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import islice
 from typing import Any
 
+from kvtier.tiers.disk.class_worth import ClassWorths
 from kvtier.tiers.disk.quota import scope_in
-from kvtier.tiers.disk.records import ORDER, Entry, number_key, order_parts, rows
+from kvtier.tiers.disk.records import ORDER, Entry, number_key, order_parts, rows, segment_in, tick_in
 from kvtier.times import Wall
 
 SCAN_ROWS_MAX = 8192
@@ -61,9 +62,19 @@ class SearchFloors:
 class EvictionOrder:
     """The rows of `order`: one per entry, coldest first."""
 
-    def __init__(self, txn: Any, floors: SearchFloors, retained_until: Callable[[bytes], Wall]) -> None:
-        """`retained_until`: before which time a block, by its name, is exempt from eviction."""
+    def __init__(
+        self,
+        txn: Any,
+        floors: SearchFloors,
+        worths: ClassWorths,
+        draining: Container[int],
+        retained_until: Callable[[bytes], Wall],
+    ) -> None:
+        """`draining`: segments whose slots nobody gets, so that their blocks leave by themselves. `retained_until`:
+        before which time a block, by its name, is exempt from eviction."""
         self._txn = txn
+        self._draining = draining
+        self._worths = worths
         self._floors = floors
         self._retained_until = retained_until
         self._cursor = txn.cursor()
@@ -74,12 +85,21 @@ class EvictionOrder:
         key = entry.order_key()
         self._txn.put(key, name)
         self._floors.lower_to(key, scope_in(name))
+        self._worths.placed(entry.slot_class, tick_in(entry.rank))
         if entry.slot_class != self._only:
             self._only = None
 
     def remove(self, key: bytes) -> None:
         """Delete a row."""
+        slot_cls, rank, _segment, _slot = order_parts(key)
+        self._worths.removed(slot_cls, tick_in(rank))
         self._txn.delete(key)
+
+    def use(self, key: bytes) -> None:
+        """Delete the row of a block that is used and gets another."""
+        slot_cls, rank, _segment, _slot = order_parts(key)
+        self._worths.hit(slot_cls, tick_in(rank))
+        self.remove(key)
 
     def victim(self, slot_cls: int, wall_s: Wall, scope: bytes = ANY) -> tuple[bytes, bytes] | None:
         """The first row of a class, and of a scope if one is given, whose block is not retained, as (key, name).
@@ -91,7 +111,7 @@ class EvictionOrder:
         for key, name in islice(rows(self._txn, number_key(ORDER, slot_cls), start), SCAN_ROWS_MAX):
             if scope == ANY or scope_in(name) == scope:
                 retained_until = self._retained_until(name)
-                if retained_until <= wall_s:
+                if retained_until <= wall_s and (scope != ANY or segment_in(key) not in self._draining):
                     if passed:
                         self._floors.raise_to(key, scope, until)
                     return key, name
@@ -113,27 +133,11 @@ class EvictionOrder:
             yield slot_cls
             key = self._seek(number_key(ORDER, slot_cls + 1))
 
-    def rows_in(self, slot_cls: int, segment: int) -> list[tuple[bytes, bytes]]:
-        """The rows of a class whose blocks lie in one segment. Reads all rows of the class."""
-        found = rows(self._txn, number_key(ORDER, slot_cls))
-        return [(key, name) for key, name in found if order_parts(key)[2] == segment]
-
-    def class_to_shrink(self, slot_cls: int) -> int | None:
-        """Another class that should give a segment to this one: one whose hottest block is colder than this one's
-        coldest or, if this one has no block at all, the one that holds the coldest."""
-        if self._only == slot_cls:
-            return None
-        own = self._coldest(slot_cls)
-        best: tuple[int, int] | None = None
-        self._only = slot_cls
-        for other in self._classes():
-            if other == slot_cls:
-                continue
-            self._only = None
-            rank = self._coldest(other) if own is None else self._hottest(other)
-            if rank is not None and (own is None or rank < own) and (best is None or rank < best[0]):
-                best = rank, other
-        return None if best is None else best[1]
+    def has_other(self, slot_cls: int) -> bool:
+        """Whether another class has rows."""
+        if self._only != slot_cls:
+            self._only = slot_cls if all(one == slot_cls for one in self._classes()) else None
+        return self._only is None
 
     def _seek(self, start: bytes) -> bytes | None:
         """The first key from `start` on."""
@@ -141,14 +145,3 @@ class EvictionOrder:
             return None
         key: bytes = self._cursor.key()
         return key if key.startswith(ORDER) else None
-
-    def _coldest(self, slot_cls: int) -> int | None:
-        """The rank of the first row of a class; None if it has none."""
-        key = self._seek(number_key(ORDER, slot_cls))
-        return order_parts(key)[1] if key is not None and order_parts(key)[0] == slot_cls else None
-
-    def _hottest(self, slot_cls: int) -> int:
-        """The rank of the last row of a class that has rows."""
-        found = self._cursor.set_range(number_key(ORDER, slot_cls + 1))
-        _ = self._cursor.prev() if found else self._cursor.last()
-        return order_parts(self._cursor.key())[1]

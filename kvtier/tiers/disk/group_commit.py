@@ -67,14 +67,14 @@ class GroupCommit:
     """A queue of jobs and the thread that commits them.
 
     `commit(jobs)` is called on that thread; it gives every job's future its result or error. `idle()` is called there
-    when no job came for `idle_s`, and at the end; it returns whether it has more to do, and is called again soon then.
+    when no job came for `idle_s`, and at the end. Both return whether `idle` has more to do, and is called soon then.
     Where one of them raises, `failed(error)` says after how many seconds the thread goes on, and the jobs in hand fail.
     `expected()` tells how many jobs are about to come: a commit waits up to GATHER_S for those.
     """
 
     def __init__(
         self,
-        commit: Callable[[Sequence[CommitJob[Any]]], object],
+        commit: Callable[[Sequence[CommitJob[Any]]], bool],
         idle: Callable[[], bool],
         idle_s: float,
         name: str,
@@ -134,10 +134,7 @@ class GroupCommit:
                 jobs = [self._queue.popleft() for _ in range(min(len(self._queue), JOBS_PER_COMMIT_MAX))]
                 stopping = self._stopping and not jobs
             try:
-                if jobs:
-                    self._commit(jobs)
-                else:
-                    more = self._idle()
+                more = self._commit(jobs) if jobs else self._idle()
             except Exception as error:
                 more = False
                 pause_s = self._failed(error)

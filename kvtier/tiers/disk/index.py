@@ -30,8 +30,8 @@ from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
-from kvtier.tiers.disk.eviction import SearchFloors
 from kvtier.tiers.disk.faults import Unusable, is_damage
+from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.owner import Owner, boot_offset_ns
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.purged import purged_until
@@ -134,7 +134,8 @@ class Index:
         self._path = path
         self._env = env
         self.owner = owner
-        self._floors = SearchFloors()
+        self._memory = TxnMemory()
+        self.demand = self._memory.demand
         self._gate = threading.Lock()
         self._closed = False
         self.on_damage: Callable[[Exception], None] = lambda error: None
@@ -385,11 +386,11 @@ class Index:
         try:
             purges = dict(self.purges.pending())
             with self._env.begin(write=True) as lmdb_txn:
-                txn = WriteTxn(lmdb_txn, self.owner, self._floors, purges, allowance, may_grow=may_grow)
+                txn = WriteTxn(lmdb_txn, self.owner, self._memory, purges, allowance, may_grow=may_grow)
                 result = work(txn)
                 txn.save()
         except BaseException:
-            self._floors.clear()  # they count with changes that were never made
+            self._memory.floors.clear()  # they count with changes that were never made
             raise
         self.owe(-allowance.unpaid)
         with contextlib.suppress(OSError, TierError):  # then they are written once more

@@ -24,6 +24,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
+from kvtier.tiers.disk.class_report import class_report
 from kvtier.tiers.disk.diagnosis import Ailment, diagnose
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Use
@@ -115,6 +116,7 @@ class Maintenance:
             "bad_places": index.bad_places(),
             "writing_processes": sum(owner.alive(store.owner) for owner in writers),
             "dead_writers": sum(not owner.alive(store.owner) for owner in writers),
+            "classes": class_report(index),
             "namespaces": [
                 {
                     "digest": digest.hex(),

@@ -21,6 +21,9 @@
     "note" ‖ digest ‖ text      saved state of a namespace's manager
     "bad" …                     see kvtier.tiers.disk.bad_places
     "shares" …                  see kvtier.tiers.disk.quota
+    "worth" …                   see kvtier.tiers.disk.class_worth
+    "unfilled" ‖ class ‖ segment, "draining" ‖ segment
+                                see kvtier.tiers.disk.allocator
 
 LMDB's named databases are not used: py-lmdb opens their handles under the write lock, which a stopped process may hold.
 `order` sorts by class, then by rank (priority, then tick), leaves before their parents. A class is a slot size in units
@@ -214,6 +217,11 @@ def order_parts(key: bytes) -> tuple[int, int, int, int]:
     """(class, rank, segment, slot) of an order key."""
     _table, slot_cls, rank, _depth, segment, slot = _ORDER.unpack(key)
     return slot_cls, rank, segment, slot
+
+
+def segment_in(key: bytes) -> int:
+    """The segment of an order key."""
+    return int.from_bytes(key[-8:-4], "big")
 
 
 def free_key(slot_cls: int, segment: int, slot: int) -> bytes:

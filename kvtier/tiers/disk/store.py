@@ -7,7 +7,6 @@ found through a table of what is open. After an error that leaves the index or a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import stat
@@ -25,7 +24,7 @@ from kvtier.supervisor import Failures, Service, Together
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.budget import COMMIT_BYTES
-from kvtier.tiers.disk.damage_mark import is_marked
+from kvtier.tiers.disk.damage_mark import MarkWatch
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
@@ -37,6 +36,7 @@ from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.removals import Removals
+from kvtier.tiers.disk.room_maker import RoomMaker
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
@@ -54,7 +54,6 @@ CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 HOLD_S = 10.0  # slots are held for writes that may follow
 RECLAIM_EVERY_S = 5.0
-MARK_EVERY_S = 1.0
 GROWTH_PAUSE_S = 30.0
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
@@ -101,13 +100,14 @@ class Store:
         self._uuid = index.uuid()
         if maintained:
             index.on_damage = self._reader_failed
-        self._heed_at = 0.0
+        self._mark = MarkWatch(self.parts[0])
         self._reclaim_at = 0.0
         self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
+        self.room = RoomMaker(self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self._grow_at = [0.0] * len(self.parts)  # by part
         self._hold_until = 0.0
         failed, expected = self._writer_failed, lambda: 3 * self.reserved.writes // 4
-        self._writer = GroupCommit(self._commit, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
+        self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
 
     # Life.
 
@@ -194,6 +194,7 @@ class Store:
             log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
 
     def _close(self) -> None:
+        self.room.stop()
         self._writer.stop()
         self.io.stop()
         self._preallocator.stop()
@@ -292,6 +293,11 @@ class Store:
         return self.failures.record(thread, error, Together(self.services))
 
     # On the writer thread.
+
+    def _work(self, jobs: Sequence[CommitJob[Any]]) -> bool:
+        """Commit jobs. Whether `_rest` has something to do, soon."""
+        room = self.room.due_jobs(self._state.index)
+        return self._commit([*jobs, *room]) and (self.room.busy or self.touches.overdue)
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
         """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
@@ -399,14 +405,13 @@ class Store:
         if due:
             self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
             index.clear_dead_readers()
-        jobs = self._removals.due_jobs(index)
+        jobs = [*self._removals.due_jobs(index), *self.room.due_jobs(index)]
         jobs += self._idle.trials.due_jobs(index, self._wall)
         touches = self.touches and self.may_write(COMMIT_BYTES)
-        if jobs or touches or self.reserved.has_returned or (due and index.has_reservations()):
-            return self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]) and bool(
-                touches and self.touches
-            )
-        return False
+        wanted = jobs or touches or self.reserved.has_returned or (due and index.has_reservations())
+        if wanted and not self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]):
+            return False
+        return self.room.busy or bool(touches and self.touches)
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""
@@ -429,12 +434,9 @@ class Store:
             self._state.end(index)
 
     def _heed_mark(self) -> None:
-        """Let go of the store, every MARK_EVERY_S, if another process found its index damaged."""
-        if time.monotonic() >= self._heed_at:
-            self._heed_at = time.monotonic() + MARK_EVERY_S
-            with contextlib.suppress(OSError):
-                if self._state.index is not None and is_marked(self.parts[0]):
-                    self.quarantine("another process found its index damaged", damaged=True)
+        """Let go of the store if another process found its index damaged."""
+        if self._mark.is_seen() and self._state.index is not None:
+            self.quarantine("another process found its index damaged", damaged=True)
 
     def _reader_failed(self, error: Exception) -> None:
         self.quarantine(f"{type(error).__name__}: {error}", damaged=True)

@@ -48,6 +48,11 @@ class Touches:
         """Whether uses wait for a transaction."""
         return bool(self._new or self._overdue)
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the last transaction left some to the next."""
+        return bool(self._overdue)
+
     def of(self, name: bytes) -> Sequence[Wall]:
         """The uses of a block that wait for a transaction."""
         with self._lock:

@@ -75,8 +75,16 @@ class WriteBatch:
         # Parents first: where space ends, the deepest blocks are refused.
         places = sorted(range(len(self._blocks)), key=self._depth_of)
 
+        slot_cls = slot_class(self._block_bytes)
+
         def reserve(txn: WriteTxn) -> list[SlotReservation | Stored]:
-            return [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
+            slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
+            if Stored.FULL not in slots or not self._store.room.serves(self._store.index, slot_cls):
+                return slots
+            for slot in slots:
+                if isinstance(slot, SlotReservation):
+                    txn.release(slot, refund=True)
+            return []
 
         def undo(slots: Sequence[SlotReservation | Stored]) -> None:
             self._store.give_back([one for one in slots if isinstance(one, SlotReservation)])
@@ -84,7 +92,8 @@ class WriteBatch:
         slots = self._take_reserved(wall_s)
         if not slots:
             places = self._within_budget(places)
-            slots = await self._commit(reserve, deadline, undo) if places else []
+        while places and not slots:  # each transaction makes some more room, from other classes
+            slots = await self._commit(reserve, deadline, undo)
         for place, slot in zip(places, slots, strict=True):
             if isinstance(slot, SlotReservation):
                 self._reserved[place] = slot

@@ -16,8 +16,10 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.allocator import Geometry, Segments
 from kvtier.tiers.disk.budget import Allowance, WriteBudget
+from kvtier.tiers.disk.class_worth import ClassWorths
 from kvtier.tiers.disk.entries import Entries
-from kvtier.tiers.disk.eviction import EvictionOrder, SearchFloors
+from kvtier.tiers.disk.eviction import EvictionOrder
+from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.purged import Purged
 from kvtier.tiers.disk.quota import Shares, scope_in
@@ -64,14 +66,14 @@ class WriteTxn:
         self,
         txn: Any,
         owner: Owner,
-        floors: SearchFloors,
+        memory: TxnMemory,
         purges: Mapping[bytes, Wall],
         allowance: Allowance,
         *,
         may_grow: Callable[[int], bool],
     ) -> None:
-        """`floors`: where earlier transactions of this process ended their searches for a victim. `purges`: what the
-        index may not have yet, namespace ‖ scope → time. `may_grow`: as in `Segments`."""
+        """`memory`: of earlier transactions of this process. `purges`: what the index may not have yet,
+        namespace ‖ scope → time. `may_grow`: as in `Segments`."""
         self._txn = txn
         self._owner = owner
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
@@ -79,12 +81,14 @@ class WriteTxn:
         self._serial = counters.serial
         self.tick: int = counters.tick + 1
         self.evicted: list[bytes] = []  # names of evicted blocks
-        self._floors = floors
+        self._memory = memory
         self._retained = Retained(txn)
         self.purged = Purged(txn, purges)
         self.budget = WriteBudget(txn, allowance)
-        self.segments = Segments(txn, self.geometry, counters.segments, may_grow=may_grow)
-        self._order = EvictionOrder(txn, floors, self._retained.until)
+        self.segments = Segments(txn, self.geometry, counters.segments, memory.demand, may_grow=may_grow)
+        self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
+        order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
+        self._order = EvictionOrder(txn, *order)
         self._shares = Shares(txn)
         self._entries = Entries(txn, counters, self._order, self.segments, self._shares, self._retained)
         self._wall_s = Wall(0)  # of the last verb that was given it
@@ -94,6 +98,7 @@ class WriteTxn:
     def save(self) -> None:
         """Write what is cached."""
         self.segments.save()
+        self.worths.save()
         self._shares.save()
         self.budget.save()
         entries, segments = self._entries, self.segments
@@ -168,8 +173,14 @@ class WriteTxn:
             return Stored.FULL
         place = (reservation.serial, reservation.segment, reservation.slot)
         self._entries.add(block.name, Entry(*place, block.length, block.depth, rank, block.digest, block.life))
+        self.worths.stored(block.name, reservation.slot_class)
         self.budget.stored(block.length)
         return Stored.STORED
+
+    def left(self, name: bytes, entry: Entry) -> None:
+        """A block was evicted."""
+        self.evicted.append(name)
+        self.worths.evicted(name, entry.slot_class)
 
     def release(self, reservation: SlotReservation, *, refund: bool = False) -> None:
         """Give a reserved slot back. `refund`: nothing was written to it."""
@@ -254,7 +265,17 @@ class WriteTxn:
     def release_retained(self, names: Sequence[bytes]) -> None:
         """Undo `retain`."""
         if sum(map(self._retained.forget, names)):
-            self._floors.clear()  # they may leave now, however far a search has got
+            self._memory.floors.clear()  # they may leave now, however far a search has got
+            self._memory.demand.retry()
+
+    def keep(self, segment: int) -> None:
+        """Let a draining segment's class use it again."""
+        self.segments.keep(segment)
+        self._memory.floors.clear()  # its blocks are victims again
+
+    def must_stay(self, name: bytes, wall_s: Wall) -> bool:
+        """Whether the block is exempt from eviction at that time."""
+        return self._retained.until(name) > wall_s
 
     def write_note(self, name: bytes, value: bytes | None) -> None:
         """Save `value` under namespace ‖ text; None deletes it."""
@@ -299,6 +320,8 @@ class WriteTxn:
 
     def _reserve_slot(self, slot_cls: int, priority: int) -> SlotReservation | None:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
+        if slot_cls in self.segments.short:
+            self._want(slot_cls, priority, must=False)
         if place is None:
             return None
         self.budget.charge(slot_cls * SLOT_ALIGN)
@@ -335,12 +358,15 @@ class WriteTxn:
     # Eviction.
 
     def _take_from_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
-        """The slot of the class's coldest block, which is evicted; or one in a segment taken from another class."""
-        other = self._order.class_to_shrink(slot_cls)
-        if other is not None and self._take_segment(other):
-            return self.segments.take(slot_cls)
+        """The slot of the class's coldest block, which is evicted."""
         victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
+        self._want(slot_cls, priority, must=victim is None)
         return None if victim is None else (victim.segment, victim.slot)
+
+    def _want(self, slot_cls: int, priority: int, *, must: bool) -> None:
+        """The class could use a segment of another, if there is one."""
+        if self._order.has_other(slot_cls):
+            self._memory.demand.want(slot_cls, priority, self.tick, must=must)
 
     def _make_room(self, block: NewBlock, share_bytes: int, priority: int, spared: bytes | None = None) -> bool:
         """Whether the block's scope stays within `share_bytes` with it. Its own coldest blocks are evicted for that."""
@@ -374,23 +400,7 @@ class WriteTxn:
                 if priority_in(rank) > priority and entry.life.servable(Depth.G3, self._wall_s):
                     return None
                 self._entries.remove(name, entry)
-                self.evicted.append(name)
+                self.left(name, entry)
                 return entry
             self._order.remove(key)  # a row without a block behind it
         return None
-
-    def _take_segment(self, slot_cls: int) -> bool:
-        """Evict the blocks of the segment of the class's coldest, unless one is retained. True if it is spare then."""
-        coldest = self._order.victim(slot_cls, self._wall_s)
-        if coldest is None:
-            return False
-        segment = order_parts(coldest[0])[2]
-        victims = self._order.rows_in(slot_cls, segment)
-        if any(self._retained.until(name) > self._wall_s for _, name in victims):
-            return False
-        for key, name in victims:
-            if self.drop(name):
-                self.evicted.append(name)
-            else:
-                self._order.remove(key)
-        return self.segments.is_spare(segment)

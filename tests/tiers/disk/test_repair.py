@@ -15,7 +15,7 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError, TierUnavailable
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import quarantine, store
+from kvtier.tiers.disk import damage_mark, quarantine, store
 from kvtier.tiers.disk.damage_mark import is_marked, mark
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
@@ -43,7 +43,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probe and rest ten times as often."""
     monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.05)
     monkeypatch.setattr(store, "IDLE_S", 0.05)
-    monkeypatch.setattr(store, "MARK_EVERY_S", 0.05)
+    monkeypatch.setattr(damage_mark, "MARK_EVERY_S", 0.05)
     monkeypatch.setattr(store, "RECLAIM_EVERY_S", 0.1)
 
 
@@ -129,12 +129,12 @@ _NEIGHBOUR = """
 import asyncio, json, pathlib, sys
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
-from kvtier.tiers.disk import quarantine, store
+from kvtier.tiers.disk import damage_mark, quarantine, store
 from tests.tiers.disk.support.store import BLOCK, get, put
 from tests.tiers.disk.test_repair import CHAIN, NAMESPACE, works_again
 from kvtier.tiers.disk.tier import DiskTier
 
-quarantine.PROBE_FIRST_S, store.IDLE_S, store.MARK_EVERY_S = 0.05, 0.05, 0.05
+quarantine.PROBE_FIRST_S, store.IDLE_S, damage_mark.MARK_EVERY_S = 0.05, 0.05, 0.05
 
 async def main():
     tier = DiskTier([pathlib.Path(sys.argv[1])], 16 * BLOCK, NAMESPACE, clock=SystemClock())

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -61,7 +61,7 @@ def stop_inside_a_transaction() -> None:
         if left[0]:
             return
         print("stopped", flush=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # one to the process may stop this thread too late
         WriteTxn.save = save  # type: ignore[method-assign]
 
     WriteTxn.save = save_and_stop  # type: ignore[method-assign]

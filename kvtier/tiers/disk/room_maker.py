@@ -1,0 +1,47 @@
+"""The jobs by which one process makes room for a class of blocks in segments of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.tiers.disk.allocator import ReservedSlots
+from kvtier.tiers.disk.drain import Drain
+from kvtier.tiers.disk.group_commit import CommitJob
+from kvtier.tiers.disk.index import Index, Use
+from kvtier.times import Wall
+
+
+class RoomMaker:
+    """Used on the writer thread, but for `stop`. `busy`: another step should follow soon."""
+
+    def __init__(self, reserved: ReservedSlots, wall: Callable[[], Wall], may_write: Callable[[], bool]) -> None:
+        """`reserved`: slots that are held for writes are given back where they may be in the way. `may_write`: whether
+        the budget allows a transaction; where it is spent, nothing leaves."""
+        self.busy = False
+        self._drain = Drain()
+        self._reserved = reserved
+        self._wall = wall
+        self._may_write = may_write
+
+    def stop(self) -> None:
+        """Take no further step; the next process goes on. From any thread."""
+        self._drain.stop()
+
+    def due_jobs(self, index: Index | None) -> list[CommitJob[Any]]:
+        """The next step: one short read, and at most one job, whose transaction evicts a bounded number of blocks."""
+        self.busy = False
+        try:
+            if index is None or not self._may_write():
+                return []
+            work = self._drain.step(index, self._wall())
+        except Exception:  # from a damaged index: the next transaction raises it, too
+            return []
+        self.busy = self._drain.busy
+        if self._drain.stuck:
+            self._reserved.give_back(self._reserved.clear(), unused=True)
+        return [] if work is None else [CommitJob(work, Use.DROP)]
+
+    def serves(self, index: Index, slot_cls: int) -> bool:
+        """Whether further transactions may find a slot of the class that this one did not."""
+        return self._may_write() and self._drain.serves(index, slot_cls)

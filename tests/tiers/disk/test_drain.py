@@ -1,0 +1,254 @@
+"""Space moves to the class that is worth more there: against static splits in hindsight, in slices, over restarts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvtier.tiers.disk.allocator import promises_in
+from kvtier.tiers.disk.bad_places import DAY_S
+from kvtier.tiers.disk.class_worth import worths_in
+from kvtier.tiers.disk.drain import EVICTIONS_PER_TXN, Drain
+from kvtier.tiers.disk.records import SLOT_ALIGN
+from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials, drop_unreadable, end_trial
+from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.tiers.protocol import Stored
+from kvtier.times import Wall
+from tests.tiers.disk.support.classes import BATCH, NOW, Access, ClassStore, best_split, name_of
+
+SMALL = 1
+SEGMENTS = 32
+Numbers = Iterator[int]
+
+
+def uniform(rng: random.Random, blocks: int) -> Numbers:
+    return (rng.randrange(blocks) for _ in itertools.count())
+
+
+def skewed(rng: random.Random, blocks: int) -> Numbers:
+    """Zipf's law, exponent 0.9, over four times as many."""
+    weights = list(itertools.accumulate((rank + 1) ** -0.9 for rank in range(4 * blocks)))
+    names = rng.sample(range(4 * blocks), 4 * blocks)
+    while True:
+        yield from rng.choices(names, cum_weights=weights, k=64)
+
+
+def loop(_rng: random.Random, blocks: int) -> Numbers:
+    return (number % (9 * blocks // 10) for number in itertools.count())
+
+
+def once(_rng: random.Random, _blocks: int) -> Numbers:
+    return itertools.count()
+
+
+DEMANDS: dict[str, Callable[[random.Random, int], Numbers]] = {
+    "uniform": uniform, "skewed": skewed, "loop": loop, "half": lambda rng, blocks: uniform(rng, blocks // 2),
+    "once": once,
+}  # fmt: skip
+
+
+def swings(demand: tuple[str, str], large: int, minor: float, swings: int) -> list[list[Access]]:
+    """Traffic of ten capacities per swing, first of large blocks, then of small ones, with a part of `minor` of the
+    other ones."""
+    capacity = SEGMENTS * 2 * large
+    rng = random.Random(5)
+    picks = {cls: DEMANDS[kind](rng, capacity // cls) for cls, kind in zip((large, SMALL), demand, strict=True)}
+    out = []
+    for swing in range(swings):
+        main, other = (large, SMALL) if swing % 2 == 0 else (SMALL, large)
+        odds = [(1 - minor) / main, minor / other]
+        out.append([])
+        left = 10 * capacity
+        while left > 0:
+            (cls,) = rng.choices((main, other), odds)
+            out[-1].append((cls, next(picks[cls])))
+            left -= cls
+    return out
+
+
+def ratio(path: Path, demand: tuple[str, str], *, large: int, minor: float = 0.0, count: int = 4) -> float:
+    """Hit bytes, of those of the best static split in hindsight. Bounds of every transaction hold."""
+    traffic = swings(demand, large, minor, count)
+    segment_bytes = 2 * large * SLOT_ALIGN
+    store = ClassStore(path, SEGMENTS, segment_bytes)
+    for swing in traffic:
+        store.run(swing)
+        check(store)
+    assert {outcome for _cls, outcome in store.results} <= {Stored.STORED, Stored.PRESENT}
+    assert store.evictions_max <= EVICTIONS_PER_TXN + BATCH
+    return store.hits.total() / best_split([*itertools.chain(*traffic)], (large, SMALL), SEGMENTS, segment_bytes)
+
+
+def check(store: ClassStore) -> None:
+    """The index agrees with itself, and the counts by age with the bytes that there are."""
+    store.index.check()
+    with store.index.reading() as txn:
+        worths = worths_in(txn, store.capacity)
+    if worths:
+        assert sum(worth.ages.total for worth in worths.values()) == store.index.usage()[1]
+
+
+@pytest.fixture(autouse=True)
+def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine stops here."""
+    environment = lmdb.open
+    monkeypatch.setattr(lmdb, "open", lambda *args, **kwargs: environment(*args, **kwargs | {"sync": False}))
+
+
+@pytest.mark.parametrize(
+    ("demand", "minor"),
+    [
+        (("uniform", "uniform"), 0.0),
+        (("skewed", "skewed"), 0.1),
+        (("loop", "loop"), 0.0),
+        (("half", "half"), 0.0),
+        (("uniform", "once"), 0.0),
+    ],
+)
+def test_swings_cost_little_against_the_best_static_split(
+    tmp_path: Path, demand: tuple[str, str], minor: float
+) -> None:
+    assert ratio(tmp_path / "index", demand, large=8, minor=minor) >= 0.95
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("minor", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("small", [*DEMANDS])
+@pytest.mark.parametrize("large", [*DEMANDS])
+def test_swings_of_all_kinds(tmp_path: Path, large: str, small: str, minor: float) -> None:
+    """Blocks of 32 : 1, as 2 MiB and 64 KiB."""
+    if large != "once" or small != "once":
+        assert ratio(tmp_path / "index", (large, small), large=32, minor=minor, count=6) >= 0.95
+
+
+def full_of_small(path: Path) -> ClassStore:
+    store = ClassStore(path, 8, 256 * SLOT_ALIGN)
+    store.run((SMALL, number) for number in range(8 * 256))
+    return store
+
+
+def half_drained(path: Path) -> ClassStore:
+    """A store whose second class has wanted space, and not yet got it."""
+    store = full_of_small(path)
+    while not store.draining():
+        store.transact(lambda txn: store.try_put(txn, (64, 0)))
+    return store
+
+
+def test_another_process_goes_on_with_what_was_left(tmp_path: Path) -> None:
+    store = half_drained(tmp_path / "index")
+    (segment,) = store.draining()
+    store.drain = Drain()  # of a process that knows nothing
+    store.settle()
+    assert not store.draining()
+    with store.index.reading() as txn:
+        assert promises_in(txn) == {}
+    assert store.class_of(segment) == 64
+    assert store.resident(SMALL, range(8 * 256)) == 7 * 256
+    assert store.put((64, 0)) is Stored.STORED
+    check(store)
+
+
+def test_a_block_retained_meanwhile_stays_and_so_does_its_segment(tmp_path: Path) -> None:
+    store = half_drained(tmp_path / "index")
+    (segment,) = store.draining()
+    kept = [(SMALL, number) for number in range(8 * 256) if store.segment_of((SMALL, number)) == segment][-1]
+    store.transact(lambda txn: txn.retain([name_of(kept)], NOW + 3600, None, NOW), drain=False)
+    assert store.put((64, 0)) is Stored.STORED, "from another segment"
+    assert store.resident(SMALL, [kept[1]]) == 1
+    assert store.class_of(segment) == SMALL
+    store.run((SMALL, number) for number in range(10_000, 10_000 + 7 * 256))
+    check(store)
+    assert store.resident(SMALL, [kept[1]]) == 1
+
+
+def test_no_transaction_evicts_more_than_a_slice(tmp_path: Path) -> None:
+    """A segment of 4096 blocks is emptied in as many transactions as that takes."""
+    blocks, store = 4096, ClassStore(tmp_path / "index", 2, 4096 * SLOT_ALIGN)
+    store.run((SMALL, number) for number in range(2 * blocks))
+    counts = []
+
+    def put_once(txn: WriteTxn) -> tuple[Stored | None, list[bytes]]:
+        return store.try_put(txn, (64, 0)), txn.evicted
+
+    result = None
+    while result is None:
+        result, evicted = store.transact(put_once)
+        counts.append(len(evicted))
+    assert result is Stored.STORED
+    assert max(counts) == EVICTIONS_PER_TXN <= 64, "below the write lock"
+    assert sum(count > 0 for count in counts) == blocks // EVICTIONS_PER_TXN
+    assert sum(counts) == 2 * blocks - store.resident(SMALL, range(2 * blocks)) == blocks
+    check(store)
+
+
+# Bad places.
+
+
+def lose(store: ClassStore, segment: int, at: int = -1) -> Trial | Dropped:
+    """One small block of the segment cannot be read: its slot is set aside."""
+    mine = [name_of((SMALL, number)) for number in range(8 * 256) if store.segment_of((SMALL, number)) == segment]
+    ((raw, _),) = store.index.find([mine[at]])
+    assert raw is not None
+    return store.transact(lambda txn: drop_unreadable(txn, mine[at], raw, 2, NOW), drain=False)
+
+
+def try_again(store: ClassStore) -> list[Trial]:
+    return store.transact(lambda txn: begin_trials(txn, Wall(NOW + DAY_S)), drain=False)
+
+
+def end(store: ClassStore, trial: Trial | Dropped, *, sound: bool) -> None:
+    assert isinstance(trial, Trial)
+    store.transact(lambda txn: end_trial(txn, trial, sound=sound), drain=False)
+
+
+def test_a_bad_place_of_a_drained_segment_stays_out_of_use(tmp_path: Path) -> None:
+    store = half_drained(tmp_path / "index")
+    (segment,) = store.draining()
+    assert lose(store, segment) is Dropped.DONE
+    assert try_again(store) == [], "no trial in a segment that is cut anew soon"
+    check(store)
+    store.settle()
+    assert store.class_of(segment) == 64
+    store.run((64, number) for number in range(4))
+    assert sum(store.segment_of((64, number)) == segment for number in range(4)) == 3
+    (trial,) = try_again(store)
+    assert trial.reservations[0].slot_class == 64
+    end(store, trial, sound=True)
+    store.run((64, number) for number in range(10, 14))
+    assert sum(store.segment_of((64, number)) == segment for number in range(10, 14)) == 4
+    check(store)
+
+
+def test_a_segment_with_a_trial_is_given_when_that_ends(tmp_path: Path) -> None:
+    store = full_of_small(tmp_path / "index")
+    trials = [lose(store, segment) for segment in range(8)]
+    for _ in range(100):
+        store.transact(lambda txn: store.try_put(txn, (64, 0)))
+    (segment,) = store.draining()
+    assert store.class_of(segment) == SMALL, "the trial's slot is in use"
+    assert store.resident(SMALL, range(8 * 256)) == 7 * 255
+    for trial in trials:
+        end(store, trial, sound=False)
+    assert store.put((64, 0)) is Stored.STORED
+    assert store.class_of(segment) == 64
+    check(store)
+
+
+@pytest.mark.parametrize("sound", [0, 1])
+def test_no_segment_is_emptied_for_a_class_that_it_has_no_sound_slot_for(tmp_path: Path, sound: int) -> None:
+    """The blocks are as large as a segment."""
+    store = full_of_small(tmp_path / "index")
+    for segment in range(8 - sound):
+        end(store, lose(store, segment, at=segment), sound=False)
+    before = store.resident(SMALL, range(8 * 256))
+    results = [store.put((256, number)) for number in range(3)]
+    assert results == [Stored.STORED if sound else Stored.FULL] * 3
+    assert store.resident(SMALL, range(8 * 256)) == before - 256 * sound
+    check(store)

@@ -1,0 +1,43 @@
+"""Room for a class is made step by step, and not at all where the budget for writes is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.tiers.disk.allocator import ReservedSlots
+from kvtier.tiers.disk.records import SLOT_ALIGN
+from kvtier.tiers.disk.room_maker import RoomMaker
+from tests.tiers.disk.support.classes import NOW, ClassStore
+
+
+def test_a_spent_budget_makes_no_room_and_keeps_no_thread_busy(tmp_path: Path) -> None:
+    store, allowed = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN), [True]
+    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: allowed[0])
+    store.run((1, number) for number in range(8 * 64))
+    while not store.draining():
+        store.transact(lambda txn: store.try_put(txn, (64, 0)), drain=False)
+        assert room.serves(store.index, 64)
+        for job in room.due_jobs(store.index):
+            store.transact(job.work, drain=False)
+    assert room.busy
+    allowed[0] = False
+    assert room.due_jobs(store.index) == []
+    assert not room.busy, "it would be asked again at once, for ever"
+    assert not room.serves(store.index, 64)
+    allowed[0] = True
+    while store.draining():
+        for job in room.due_jobs(store.index):
+            store.transact(job.work, drain=False)
+    assert store.resident(1, range(8 * 64)) == 7 * 64
+
+
+def test_no_step_is_taken_without_an_index_or_after_the_end(tmp_path: Path) -> None:
+    store = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN)
+    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: True)
+    store.run((1, number) for number in range(8 * 64))
+    store.transact(lambda txn: store.try_put(txn, (64, 0)), drain=False)
+    assert room.due_jobs(None) == [] and not room.busy
+    room.stop()
+    for _ in range(100):
+        assert room.due_jobs(store.index) == [] and not room.busy
+    assert store.draining() == []
