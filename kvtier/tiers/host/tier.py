@@ -284,7 +284,7 @@ class HostTier:
         slot = self.index.pop(key, None)
         if slot is None:
             return False
-        self.policy.remove(key)
+        self.policy.remove(key, slot.index)
         self._retained.discard(key)
         self._count_out(slot.priority)
         if self.notify is not None:
@@ -315,7 +315,7 @@ class HostTier:
         for key in keys:
             if key in self.index and key not in self._retained:
                 self._retained.add(key)
-                self.policy.remove(key)
+                self.policy.remove(key, self.index[key].index)
 
     def release_retained(self, keys: Iterable[BlockKey]) -> None:
         """Undo `retain`; keys that are not retained are ignored."""
