@@ -73,8 +73,9 @@ class Getting:
 
 
 def _view(slot: Slot) -> memoryview:
-    if len(slot.pieces) == 1:
-        return slot.pieces[0].toreadonly()
-    whole = memoryview(bytearray(sum(piece.nbytes for piece in slot.pieces)))  # several ranks: gathered into a copy
-    copy_out(slot.pieces, whole)
+    pieces = slot.pieces
+    if len(pieces) == 1:
+        return pieces[0].toreadonly()
+    whole = memoryview(bytearray(sum(piece.nbytes for piece in pieces)))  # several ranks: gathered into a copy
+    copy_out(pieces, whole)
     return whole.toreadonly()

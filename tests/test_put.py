@@ -10,9 +10,8 @@ import pytest
 
 import kvtier
 from kvtier import put as put_module
-from kvtier.identity.keys import BlockKey
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
-from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.host.index import SlotIndex
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -151,7 +150,7 @@ async def test_blocks_that_a_load_still_fills_are_not_counted() -> None:
 async def test_a_put_that_waits_does_not_look_again_at_its_whole_chain() -> None:
     """Looks at G2's index, at two lengths: linear."""
 
-    class Looked(dict[BlockKey, Slot]):
+    class Looked(SlotIndex):
         count = 0
 
         def __contains__(self, key: object) -> bool:

@@ -80,7 +80,7 @@ class ChainReservation:
         ends, priority = life.ends(Depth.G2), terms.priority
         for index in range(start, stop):
             key = self.chain[index]
-            found = host.index.get(key)
+            found = host.index.parts[key[-1]].get(key)
             if found is not None and host.drop_dead(key, now):
                 found = None
             if found is not None:

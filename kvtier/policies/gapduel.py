@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
-from kvtier.policies.order import Run
-from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, level_borders, level_of, references_after
+from kvtier.policies.parts import levels_in, references_after
+from kvtier.policies.run import Counts, Run, Standing, Stretch
+from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking
 from kvtier.policies.shadows import ChainReference, Duel, Rule
 from kvtier.times import Mono
 
@@ -105,9 +106,9 @@ class GapDuel(Ranking):
         self.train()
         self._duel.check()
 
-    def _cut(self, keys: list[BlockKey], old: list[tuple[Run | None, int]], mono_s: Mono) -> list[Run]:
+    def _cut(self, keys: list[BlockKey], old: list[tuple[Run | None, int]], mono_s: Mono) -> list[Stretch]:
         counts, known = references_after(old, keys)
-        taken: list[tuple[Run, int, int]] = []
+        taken: list[tuple[Standing, int, int]] = []
         gaps: list[tuple[int, float]] = []  # (end depth, gap)
         depth, length = 0, 0
         for run, count in old:
@@ -119,7 +120,8 @@ class GapDuel(Ranking):
                 gaps[-1] = (stop, gap)
             else:
                 gaps.append((stop, gap))
-            taken.append((run, depth, stop))
+            if run.standing is not None:  # else it arrived before any reference named it
+                taken.append((run.standing, depth, stop))
             depth, length = stop, run.length
         if known and known >= length - 1:  # the last request continued (its last block may have been partial)
             gap = gaps[-1][1]
@@ -128,30 +130,28 @@ class GapDuel(Ranking):
             gaps[-1] = (len(keys), gap)
         elif known < len(keys):
             gaps.append((len(keys), NEW_GAP * self.gap_s))
-        runs = self._split(keys, counts, gaps, mono_s)
-        self._waiting.append(
-            ChainReference(
-                mono_s, self.gap_s, len(keys), taken, [(run, run.base, run.base + len(run.blocks)) for run in runs]
-            )
-        )
+        stretches = self._split(counts, gaps, mono_s)
+        new = [(part.standing, part.start, part.stop) for part in stretches if part.standing is not None]
+        self._waiting.append(ChainReference(mono_s, self.gap_s, len(keys), taken, new))
         beta, self._theta = self._duel.rules[self._duel.best]
         self._bonus_s = beta * self.gap_s
-        return runs
+        return stretches
 
-    def _split(self, keys: list[BlockKey], counts: list[int], gaps: list[tuple[int, float]], mono_s: Mono) -> list[Run]:
-        """One run per stretch of equal level and equal gap."""
-        starts = sorted({*level_borders(counts), 0, *(stop for stop, _ in gaps[:-1])})
-        runs, place = [], 0
-        for start, stop in zip(starts, starts[1:] + [len(keys)], strict=True):
-            if start >= gaps[place][0]:
-                place += 1
-            run = Run(keys[start:stop], start, self._tick, mono_s)
-            run.counts = counts[start:stop]
-            run.level = level_of(run.counts[0])
-            run.gap_s = gaps[place][1]
-            run.length = len(keys)
-            runs.append(run)
-        return runs
+    def _split(self, counts: Counts, gaps: list[tuple[int, float]], mono_s: Mono) -> list[Stretch]:
+        """One per stretch of equal level and equal gap."""
+        stretches: list[Stretch] = []
+        start, place, length = 0, 0, gaps[-1][0]
+        for end, level in levels_in(counts):
+            while start < end:
+                stop, gap_s = min(end, gaps[place][0]), gaps[place][1]
+                part = Stretch(start, stop, length, level, counts)
+                part.gap_s = gap_s
+                part.standing = Standing(level, mono_s, gap_s)
+                stretches.append(part)
+                start = stop
+                if stop == gaps[place][0]:
+                    place += 1
+        return stretches
 
     def _yields(self, run: Run, claim: Run | None) -> bool:
         if not self._theta or (claim is not None and run.tick >= claim.tick):
@@ -162,4 +162,4 @@ class GapDuel(Ranking):
         return rank < claim.last - self._theta * claim.gap_s + self._bonus_s * claim.level / 2
 
     def _needed_depth(self, run: Run) -> int:
-        return max(run.shadow_ends[:-1], default=0)
+        return 0 if run.standing is None else max(run.standing.shadow_ends[:-1], default=0)

@@ -12,49 +12,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from operator import attrgetter
 
-from kvtier.identity.keys import BlockKey, Scope
-from kvtier.retention.terms import PRIORITY
-from kvtier.times import Mono
-
-LEVELS = 40
-"""Reference counts above 2^19.5 are not told apart."""
+from kvtier.policies.run import Run
 
 PAGE = 512
 """Runs on a page are at most twice this: bounds what moves when one enters or leaves."""
 
 _number = attrgetter("number")
-
-
-class Run:
-    """Blocks of one chain, head first, that were last referenced by the same request and have equal rank.
-
-    `blocks[0]` lies at depth `base`. `live` counts the blocks that no later request took and that are not
-    forgotten, `residents` those of them that are resident. None is resident from depth `top` on. Runs are numbered in
-    the order in which they were referenced, the tail of a chain first. `grade` is where the run waits to give up its
-    deepest resident, -1: nowhere. While the owner has suspended that block, `suspended` names it.
-    """
-
-    __slots__ = ("base", "blocks", "counts", "gap_s", "grade", "last", "length", "level", "live", "number",
-                 "priority", "residents", "scope", "shadow_ends", "suspended", "tick", "top")  # fmt: skip
-
-    def __init__(self, blocks: list[BlockKey], base: int, tick: int, last: Mono) -> None:
-        self.blocks = blocks
-        self.base = base
-        self.tick = tick
-        self.last = last
-        self.live = len(blocks)
-        self.residents = 0
-        self.top = base
-        self.number = 0
-        self.grade = -1
-        self.level = 0
-        self.priority = PRIORITY  # of its deepest resident
-        self.scope: Scope | None = None  # where the order is kept by scope, too
-        self.suspended: BlockKey | None = None
-        self.counts: list[int] = []  # references per block, where the policy needs them
-        self.gap_s = 0.0  # between the last two references, as far as known
-        self.length = 0  # blocks of the request
-        self.shadow_ends: list[int] = []  # depth up to which each shadow cache holds this run
 
 
 class Pages:

@@ -47,8 +47,8 @@ class Policy(Protocol):
         """`key` has become resident. One never referenced counts as referenced now, alone. `depth`: of the block in its
         chain; a wrong one costs a search."""
 
-    def remove(self, key: BlockKey) -> None:
-        """`key` is no longer resident. Unknown keys are ignored."""
+    def remove(self, key: BlockKey, depth: int = 0) -> None:
+        """`key` is no longer resident. Unknown keys are ignored. `depth`: as for `insert`."""
 
     def regrade(self, key: BlockKey) -> None:
         """The priority of `key` is not PRIORITY, or not any more what it was."""

@@ -2,8 +2,8 @@
 
 A request references all blocks of its chain in the same instant. So the facts that a policy goes by (last reference,
 number of references, gap before) are equal over long stretches of a chain, and are kept once per stretch: a *run*. A
-later request takes blocks out of older runs, from their heads on, since two chains share a prefix or nothing. A
-reference costs each block a dictionary look-up and a store, both in C; everything else is per run.
+later request takes blocks out of older runs, from their heads on, since two chains share a prefix or nothing. One that
+takes a run whole renews it in place, so that only blocks that change their run cost anything.
 
     rank of a run = (time of its last reference) + bonus · level / 2      level = floor(2 · log2 references)
 
@@ -13,15 +13,16 @@ one, and never referenced less often, so a leaf leaves before its parent without
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby, islice
-from math import ceil, inf, log2
-from operator import neg
+from itertools import islice
+from math import inf
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
-from kvtier.policies.order import LEVELS, Run, RunOrder
+from kvtier.policies.memory import PART, RunMemory
+from kvtier.policies.order import RunOrder
+from kvtier.policies.parts import Part, residence, runs_kept
+from kvtier.policies.run import LEVELS, ONCE, SLACK, Run, Stretch
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX
 from kvtier.times import Mono
 
@@ -41,21 +42,11 @@ MEMORY_PER_BLOCK = 4
 """Blocks remembered per block of capacity."""
 
 
-def level_of(references: int) -> int:
-    """Half powers of two in a reference count. Pure."""
-    return min(LEVELS - 1, int(2 * log2(references) + 1e-9))
-
-
 PASSING_MAX = 65536
 """Bounds the newcomers that were given a slot, will pass through, and have not arrived."""
 
-SLACK = 64
-"""Blocks taken by later requests that a run may still list, beyond as many as it has left."""
 
-_LEAST = [ceil(2 ** (level / 2) - 1e-9) for level in range(LEVELS)]  # references that reach a level
-
-
-class Ranking:
+class Ranking(RunMemory):
     """Resident blocks of one tier by rank, and a bounded memory of what was referenced lately.
 
     Subclasses define how a chain is cut into runs (`_cut`) and what a newcomer may evict (`_yields`). Verbs as in
@@ -65,21 +56,19 @@ class Ranking:
     def __init__(self, memory: int, *, refuses: bool = True) -> None:
         """With `refuses` off, blocks that would be refused enter at the eviction end: they leave first unless they are
         referenced before. For a tier that blocks pass through on their way down."""
-        self._memory = memory
+        super().__init__(memory)
         self._refuses = refuses
         self._transit: OrderedDict[BlockKey, None] = OrderedDict()  # resident, at the eviction end
         self._passing: set[BlockKey] = set()  # to enter `_transit` when they arrive
-        self._runs: dict[BlockKey, Run] = {}  # every block remembered
-        self._resident: set[BlockKey] = set()
         self._suspended_transit: set[BlockKey] = set()  # to return to `_transit`
         self._order = RunOrder()
         self._scoped = False
         self._scopes: dict[Scope, RunOrder] = {}  # the same runs, by the scope of their first block
-        self._arriving: deque[Run] = deque()  # in `_order` since their reference, though none of them may come
+        self._arriving: deque[tuple[Run, int]] = (
+            deque()
+        )  # with their numbers: in `_order` since their reference, though none of them may come
         self._priority_of: Callable[[BlockKey], int] = lambda _: PRIORITY
-        self._graded = False  # whether there ever was a priority but the usual one
         self._number = 0  # of the latest run
-        self._history: OrderedDict[Run, None] = OrderedDict()  # in order of forgetting
         self._tick = 0
         self._mono_s = Mono(0)
         self._bonus_s = 0.0
@@ -101,53 +90,63 @@ class Ranking:
         self._tick += 1
         self._mono_s = mono_s
         self._coldest = None
-        keys = list(dict.fromkeys(chain))
+        if not isinstance(chain, list):
+            chain = list(chain)
+        keys, old, chained = self._look_up(chain)
         if self._transit:
-            for key in keys:
-                self._transit.pop(key, None)
-        old: list[tuple[Run | None, int]] = []
-        for was, blocks in groupby(map(self._runs.get, keys)):
-            old.append((was, len(list(blocks))))
-        for run in reversed(self._cut(keys, old, mono_s)):  # tail first: the head is the warmest of its level
-            self._list(run)
-        depth = 0
-        for was, count in old:
-            if was is not None:
-                self._detach(was, depth, count, keys)
-            depth += count
+            self._warm(old, keys)
+        known = len(old) > 1 or old[0][0] is not None
+        here = residence(old, keys, chained) if known else bytearray(len(keys))
+        stretches = self._cut(keys, [(run, count) for run, _, count in old], mono_s)
+        kept = runs_kept(old, stretches) if known and chained else {}
+        for number in range(len(stretches) - 1, -1, -1):  # tail first: the head is the warmest of its level
+            self._take(stretches[number], kept.get(number), keys, here)
+        for run, depth, count in old:
+            if run is None:
+                self._known += count
+            elif run.tick != self._tick:
+                self._detach(run, depth, count, keys, chained)
         self._forget(2 * len(keys) + 8)
 
     def insert(self, key: BlockKey, depth: int = 0) -> None:
         """`key` has become resident, at the rank of its last reference."""
-        if key in self._resident:
-            return
-        run = self._runs.get(key)
+        run = self._parts[hash(key) & PART].get(key)
         if run is None:
             run = self._unreferenced(key)
+        place = run.top - run.base
+        if place >= len(run.blocks) or run.blocks[place] != key:
+            place = run.place(key, depth)
+        if run.here[place]:
+            return
         if key in self._passing:
             self._passing.remove(key)
             self._transit[key] = None
-        self._resident.add(key)
+            run.transits = True
+        self._residents += 1
         run.residents += 1
-        index = run.top - run.base
-        if index < len(run.blocks) and run.blocks[index] == key:
-            run.top += 1
-        else:
-            run.top = max(run.top, run.base + self._place(run, key, depth) + 1)
+        run.here[place] = 1
+        if place >= run.top - run.base:
+            run.top = run.base + place + 1
         if run.grade < 0 or run.priority != PRIORITY:
             self._regrade(run)
 
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """A reference, unless one is remembered."""
-        if chain and chain[-1] not in self._runs:
+        if chain and self._find(chain[-1]) is None:
             self.reference(chain, resident, mono_s)
 
-    def remove(self, key: BlockKey) -> None:
+    def remove(self, key: BlockKey, depth: int = 0) -> None:
         """`key` is no longer resident. It stays remembered."""
-        if key not in self._resident:
+        run = self._parts[hash(key) & PART].get(key)
+        if run is None or not run.residents:
             return
-        self._resident.remove(key)
-        run = self._runs[key]
+        place = run.top - run.base - 1
+        if run.blocks[place] != key:
+            place = run.place(key, depth)
+        if not run.here[place]:
+            return
+        run.here[place] = 0
+        self._residents -= 1
         run.residents -= 1
         self._transit.pop(key, None)
         self._suspended_transit.discard(key)
@@ -159,15 +158,16 @@ class Ranking:
     def regrade(self, key: BlockKey) -> None:
         """The priority of `key` has changed, or is not the usual one."""
         self._graded = True
-        if key in self._resident:
-            self._regrade(self._runs[key])
+        run = self._find(key)
+        if run is not None and run.residents:
+            self._regrade(run)
 
     def suspend(self, key: BlockKey) -> None:
         """`key`, a resident, is no victim until `resume`, nor are its ancestors in its run."""
         if key in self._transit:
             del self._transit[key]
             self._suspended_transit.add(key)
-        run = self._runs.get(key)
+        run = self._find(key)
         if run is not None and run.residents and self._leaf(run) == key:
             self._leave(run)
             run.suspended = key
@@ -177,8 +177,11 @@ class Ranking:
         if key in self._suspended_transit:
             self._suspended_transit.remove(key)
             self._transit[key] = None
-        run = self._runs.get(key)
-        if run is not None and run.suspended == key:
+        run = self._find(key)
+        if run is None:
+            return
+        run.transits = run.transits or key in self._transit
+        if run.suspended == key:
             self._regrade(run)
 
     def victim(
@@ -191,7 +194,7 @@ class Ranking:
         priority_max: int = PRIORITY_MAX,
     ) -> BlockKey | None:
         """The coldest movable block if the newcomer is warmer."""
-        claim = None if newcomer is None else self._runs.get(newcomer)
+        claim = None if newcomer is None else self._find(newcomer)
         tick = 0 if claim is None else claim.tick
         run = self._coldest
         if run is None or run.tick == tick or self._among != (scope, priority_max) or not movable(self._leaf(run)):
@@ -216,12 +219,17 @@ class Ranking:
 
     def check(self, resident: set[BlockKey]) -> None:
         """Assert the invariants, and that exactly `resident` is ordered. O(n)."""
-        assert self._resident == resident, "policy and tier disagree about what is resident"
-        assert self._resident <= self._runs.keys(), "a resident block was forgotten"
+        runs = {key: run for part in self._parts for key, run in part.items()}
+        assert len(runs) == self._known, "remembered blocks are miscounted"
         assert self._transit.keys() <= resident, "a block in transit is not resident"
+        assert all(runs[key].transits for key in self._transit), "a run does not know what is in transit"
+        here = [(key, run) for run in self._history for key, here in zip(run.blocks, run.here, strict=True) if here]
+        assert all(runs.get(key) is run for key, run in here), "a resident block was forgotten, or is in two runs"
+        assert len(here) == self._residents, "residents are miscounted"
+        assert {key for key, _ in here} == resident, "policy and tier disagree about what is resident"
         live: dict[Run, int] = {}
         held: dict[Run, int] = {}
-        for key, run in self._runs.items():
+        for key, run in runs.items():
             live[run] = live.get(run, 0) + 1
             held[run] = held.get(run, 0) + (key in resident)
         assert set(live) == set(self._history), "runs and their blocks disagree"
@@ -232,6 +240,7 @@ class Ranking:
             assert run.grade in (-1, run.priority * LEVELS + run.level), "a run is in another queue than its own"
             if run.residents:
                 assert run.priority == self._priority_of(self._leaf(run)), "a run has another priority than its leaf"
+            assert run.torn or (run.head + run.live == run.end and runs[run.blocks[run.head - run.base]] is run)
             assert run.live <= len(run.blocks) <= 2 * run.live + SLACK, "a run lists too many blocks that it lost"
         waiting = sorted(run.number for run in self._history if run.grade >= 0)
         for orders in ([self._order], self._scopes.values()) if self._scoped else ([self._order],):
@@ -241,52 +250,45 @@ class Ranking:
 
     # -- for subclasses -----------------------------------------------------------------------------------
 
-    def _cut(self, keys: list[BlockKey], old: list[tuple[Run | None, int]], mono_s: Mono) -> list[Run]:
-        """The runs of this request, head first, together all of `keys`. `old`: the runs they were in before."""
-        return [Run(keys, 0, self._tick, mono_s)]
+    def _cut(self, keys: list[BlockKey], old: list[tuple[Run | None, int]], mono_s: Mono) -> list[Stretch]:
+        """The parts of this request that get equal rank, head first, together all of `keys`. `old`: the runs they were
+        in before."""
+        return [Stretch(0, len(keys), len(keys))]
 
     def _yields(self, run: Run, claim: Run | None) -> bool:
         """Whether `run`, the coldest, gives up a block for one of the run `claim` (None: never referenced)."""
         return True
 
-    def _needed_depth(self, run: Run) -> int:
-        """Depth above which the subclass needs the run remembered."""
-        return 0
-
     # -- runs --------------------------------------------------------------------------------------------------
 
-    def _detach(self, run: Run, depth: int, count: int, keys: list[BlockKey]) -> None:
-        """Take keys[depth:depth+count] out of `run`: they belong to this request now."""
-        run.live -= count
-        if run.residents:
-            run.residents -= sum(map(self._resident.__contains__, islice(keys, depth, depth + count)))
-        if not run.live:
-            self._leave(run)
-            del self._history[run]
-            return
-        if len(run.blocks) > 2 * run.live + SLACK:
-            self._compact(run)
-        if self._graded or run.suspended is not None:
-            self._regrade(run)
+    def _warm(self, old: list[Part], keys: list[BlockKey]) -> None:
+        """Blocks that are referenced leave the eviction end."""
+        for run, depth, count in old:
+            if run is not None and run.transits:
+                for key in islice(keys, depth, depth + count):
+                    self._transit.pop(key, None)
 
-    def _compact(self, run: Run) -> None:
-        """Delete the blocks that other runs took: in a chain, those at the head."""
-        runs, blocks = self._runs, run.blocks
-        taken = next(i for i, key in enumerate(blocks) if runs.get(key) is run)
-        del blocks[:taken], run.counts[:taken]
-        run.base += taken
-        if len(blocks) > 2 * run.live + SLACK:  # the keys were no chains: keep our blocks, in order
-            run.blocks = [key for key in blocks if runs.get(key) is run]
-            run.counts = [1] * len(run.blocks) if run.counts else []
-            run.top = run.base + len(run.blocks)
-        run.top = max(run.top, run.base)
+    def _take(self, stretch: Stretch, kept: tuple[Run, int, int] | None, keys: list[BlockKey], here: bytearray) -> None:
+        """Make the run of a stretch, out of one that had depths kept[1] … kept[2]-1 of it where there is one."""
+        start, stop = stretch.start, stretch.stop
+        if kept is None:
+            mine = keys[start:stop]
+            run = Run(mine, here[start:stop], start, self._tick, self._mono_s)
+            self._label(mine, run)
+            self._history[run] = None
+        else:
+            run, first, last = kept
+            self._leave(run)
+            run.renew(stretch, keys, (first, last), here[start:first], here[last:stop])
+            if start < first:
+                self._label(keys[start:first], run)
+            if last < stop:
+                self._label(keys[last:stop], run)
+            self._history.move_to_end(run)
+        run.take_rank(stretch, self._tick, self._mono_s)
+        self._list(run)
 
     def _list(self, run: Run) -> None:
-        self._runs.update(dict.fromkeys(run.blocks, run))
-        run.residents = sum(map(self._resident.__contains__, run.blocks))
-        closed = self._resident.isdisjoint(islice(run.blocks, run.residents, None))
-        run.top = run.base + (run.residents if closed else len(run.blocks))
-        self._history[run] = None
         self._number += 1
         run.number = self._number
         if self._graded and run.residents:
@@ -295,10 +297,10 @@ class Ranking:
             run.scope = scope_of_key(run.blocks[0])
         self._enter(run)
         if not run.residents:
-            self._arriving.append(run)
+            self._arriving.append((run, run.number))
             if len(self._arriving) > ARRIVING_MAX:
-                late = self._arriving.popleft()
-                if not late.residents:
+                late, number = self._arriving.popleft()
+                if late.number == number and not late.residents:
                     self._leave(late)
 
     def _enter(self, run: Run) -> None:
@@ -338,18 +340,13 @@ class Ranking:
     def _unreferenced(self, key: BlockKey) -> Run:
         """A block of which no reference is remembered counts as referenced now, alone."""
         self._tick += 1
-        run = Run([key], 0, self._tick, self._mono_s)
-        run.counts = [1]
+        run = Run([key], bytearray(1), 0, self._tick, self._mono_s)
+        run.counts = ONCE
+        self._parts[hash(key) & PART][key] = run
+        self._known += 1
+        self._history[run] = None
         self._list(run)
         return run
-
-    def _leaf(self, run: Run) -> BlockKey:
-        """The deepest resident block of a run that holds one. Lowers `top` to it."""
-        while True:
-            key = run.blocks[run.top - run.base - 1]
-            if key in self._resident and self._runs[key] is run:
-                return key
-            run.top -= 1
 
     def _search(
         self, tick: int, movable: Callable[[BlockKey], bool], scope: Scope | None, priority_max: int
@@ -382,64 +379,5 @@ class Ranking:
         if not claim.residents or newcomer is None:
             return None
         leaf = self._leaf(claim)
-        deeper = self._place(claim, newcomer, depth) < claim.top - claim.base - 1
+        deeper = claim.place(newcomer, depth) < claim.top - claim.base - 1
         return claim if deeper and movable(leaf) else None
-
-    def _place(self, run: Run, key: BlockKey, depth: int) -> int:
-        """Where a block is in its run. `depth`: in its chain, as far as the owner knows; else O(blocks)."""
-        place = depth - run.base
-        return place if run.blocks[place : place + 1] == [key] and place >= 0 else run.blocks.index(key)
-
-    def _forget(self, blocks_max: int) -> None:
-        """Forget up to `blocks_max` absent blocks past the limit, oldest run first, deepest block first."""
-        for _ in range(blocks_max):
-            if len(self._runs) - len(self._resident) <= self._memory:
-                return
-            run = next(iter(self._history))
-            key = run.blocks[-1]
-            if self._runs.get(key) is not run:  # taken from the tail: these keys were no chains
-                run.blocks.pop()
-            elif key in self._resident or run.base + len(run.blocks) <= self._needed_depth(run):
-                self._history.move_to_end(run)
-                continue
-            else:
-                run.blocks.pop()
-                del self._runs[key]
-                run.live -= 1
-            del run.counts[len(run.blocks) :]
-            run.top = min(run.top, run.base + len(run.blocks))
-            if not run.live:
-                self._leave(run)
-                del self._history[run]
-            elif len(run.blocks) > 2 * run.live + SLACK:
-                self._compact(run)
-
-
-def references_after(old: list[tuple[Run | None, int]], keys: list[BlockKey]) -> tuple[list[int], int]:
-    """References of each block, this one included, and how many leading blocks are remembered.
-
-    A block counts at most as often as its parent, or a forgotten parent would outlive its child's rank. Stops
-    at the first block that is unknown, or in another place (keys that are no chains).
-    """
-    counts: list[int] = []
-    for run, count in old:
-        if run is None:
-            break
-        depth = len(counts)
-        start = depth - run.base
-        if start < 0 or run.blocks[start : start + 1] != keys[depth : depth + 1]:
-            break
-        counts += run.counts[start : start + count]
-    known = len(counts)
-    after = list(accumulate([c + 1 for c in counts], min))
-    after += [1] * (len(keys) - known)
-    return after, known
-
-
-def level_borders(counts: Sequence[int]) -> list[int]:
-    """Indices at which a level begins in non-increasing reference counts, 0 included. Pure; O(levels · log n)."""
-    borders, at = [], 0
-    while at < len(counts):
-        borders.append(at)
-        at = bisect_right(counts, -_LEAST[level_of(counts[at])], lo=at, key=neg)
-    return borders

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from math import exp, inf
 
-from kvtier.policies.order import LEVELS, Run
+from kvtier.policies.run import LEVELS, Standing
 from kvtier.times import Mono
 
 Rule = tuple[float, float]
@@ -25,8 +25,8 @@ class ChainReference:
     mono_s: Mono
     gap_s: float  # mean gap of continued chains
     blocks: int
-    old: list[tuple[Run, int, int]]  # (run, first depth, end depth) that this request took
-    new: list[tuple[Run, int, int]]
+    old: list[tuple[Standing, int, int]]  # (run, first depth, end depth) that this request took
+    new: list[tuple[Standing, int, int]]
 
 
 class Shadow:
@@ -37,7 +37,7 @@ class Shadow:
         self.capacity = capacity
         self.beta, self.theta = rule
         self.used_blocks = 0
-        self._levels: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(LEVELS)]
+        self._levels: list[OrderedDict[Standing, None]] = [OrderedDict() for _ in range(LEVELS)]
         self._top_level = 0
 
     def replay(self, ref: ChainReference, bases: list[int]) -> int:

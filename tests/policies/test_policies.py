@@ -186,10 +186,10 @@ def test_what_is_remembered_is_bounded(make_sessions):
         policy = make_policy(name, 100)
         for number in range(400):
             policy.reference([b"%d-%d" % (number, depth) for depth in range(120)], 0, float(number))
-        remembered = policy._runs
-        assert MEMORY_MIN / 2 < len(remembered) <= MEMORY_MIN + 2 * 120 + 8
+        remembered = policy._known
+        assert MEMORY_MIN / 2 < remembered <= MEMORY_MIN + 2 * 120 + 8
         listed = sum(len(run.blocks) for run in policy._history)
-        assert listed <= 2 * len(remembered) + SLACK * len(policy._history)
+        assert listed <= 2 * remembered + SLACK * len(policy._history)
 
 
 def test_an_unknown_policy_names_those_that_exist():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvtier.identity.keys import BlockKey
-from kvtier.policies.order import Run
-from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking, level_borders, level_of, references_after
+from kvtier.policies.parts import levels_in, references_after
+from kvtier.policies.run import Run, Stretch
+from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking
 from kvtier.times import Mono
 
 
@@ -15,13 +16,10 @@ class FrequencyLRU(Ranking):
         super().__init__(max(MEMORY_PER_BLOCK * capacity, MEMORY_MIN))
         self._bonus_s = bonus_s
 
-    def _cut(self, keys: list[BlockKey], old: list[tuple[Run | None, int]], mono_s: Mono) -> list[Run]:
+    def _cut(self, keys: list[BlockKey], old: list[tuple[Run | None, int]], mono_s: Mono) -> list[Stretch]:
         counts, _ = references_after(old, keys)
-        borders = level_borders(counts)
-        runs = []
-        for start, stop in zip(borders, borders[1:] + [len(keys)], strict=True):
-            run = Run(keys[start:stop], start, self._tick, mono_s)
-            run.counts = counts[start:stop]
-            run.level = level_of(run.counts[0])
-            runs.append(run)
-        return runs
+        stretches, start = [], 0
+        for stop, level in levels_in(counts):
+            stretches.append(Stretch(start, stop, len(keys), level, counts))
+            start = stop
+        return stretches

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ClosedError, ConfigError
 from kvtier.kernels.memory import Reporter, populate
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,10 @@ class Arena:
             raise ConfigError(f"tiers.g2.capacity: the kernel gave {given} of {length} bytes; ask for less")
 
     def pieces(self, slot: int) -> tuple[memoryview, ...]:
-        """The slot's bytes, one writable view per rank, each `piece_bytes` long and page-aligned."""
+        """The slot's bytes, one writable view per rank, each `piece_bytes` long and page-aligned. Raises ClosedError
+        after `close`; views that were made before stay as they are."""
+        if not self._views:
+            raise ClosedError("g2 is closed")
         start = slot * self.slot_bytes
         return tuple(view[start : start + self.piece_bytes] for view in self._views)
 

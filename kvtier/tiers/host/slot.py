@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import PRIORITY, Depth, Terms
+from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Pieces
 from kvtier.times import Wall
 
@@ -31,13 +32,13 @@ class Slot:
     """A place for one block. Mutable, owned by the HostTier; all else refer to it together with its generation."""
 
     __slots__ = (
-        "digest", "expires_at", "generation", "index", "key", "kind", "last_use", "number", "pieces", "pins",
+        "_arena", "digest", "expires_at", "generation", "index", "key", "kind", "last_use", "number", "pins",
         "priority", "stamps", "state", "suspended",
     )  # fmt: skip
 
-    def __init__(self, number: int, pieces: Pieces) -> None:
+    def __init__(self, number: int, arena: Arena) -> None:
         self.number = number
-        self.pieces = pieces
+        self._arena = arena
         self.generation = 0
         self.state = SlotState.FREE
         self.key: BlockKey | None = None
@@ -50,6 +51,11 @@ class Slot:
         self.last_use = Wall(0)
         self.stamps: tuple[Stamp, ...] = ()
         self.expires_at = Wall(0)
+
+    @property
+    def pieces(self) -> Pieces:
+        """Its memory, a writable view per rank. Made anew: views that were kept would cost 260 bytes per slot."""
+        return self._arena.pieces(self.number)
 
     @property
     def life(self) -> Lifetime:

@@ -17,6 +17,7 @@ from kvtier.policies.policy import Policy
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX, Depth
 from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.host.quota import Quota
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.protocol import Miss
@@ -48,7 +49,7 @@ class HostTier:
         self._slots: list[Slot] = []
         self._free: deque[Slot] = deque()
         self._filling: dict[BlockKey, Slot] = {}
-        self.index: dict[BlockKey, Slot] = {}
+        self.index = SlotIndex()
         self._retained: set[BlockKey] = set()  # READY, and removed from the policy
         self._priorities: Counter[int] = Counter()  # of READY slots
         self._tombstones: dict[Scope, Wall] = {}
@@ -70,7 +71,7 @@ class HostTier:
         if self._ended:
             raise ClosedError("a closed cache is not opened again; open another")
         self.arena.open()
-        self._slots = [Slot(number, self.arena.pieces(number)) for number in range(self.arena.slots)]
+        self._slots = [Slot(number, self.arena) for number in range(self.arena.slots)]
         self._free = deque(self._slots)
         if self._share:
             self.quota = Quota(max(1, int(self._share * len(self._slots))))
@@ -86,7 +87,7 @@ class HostTier:
 
     def peek(self, key: BlockKey, wall_s: Wall) -> Miss | None:
         """None if a READY block of this name may be served at `wall_s`, else why not. Changes nothing."""
-        slot = self.index.get(key)
+        slot = self.index.parts[key[-1]].get(key)
         if slot is not None:
             if self._dropping and self._is_gone(slot):
                 return Miss.PURGED
@@ -104,10 +105,9 @@ class HostTier:
 
     def prefix(self, chain: Sequence[BlockKey], wall_s: Wall) -> int:
         """How many leading blocks of `chain` are READY and alive at `wall_s`. Changes nothing."""
-        find, dropping = self.index.get, self._dropping
-        count = 0
+        parts, dropping, count = self.index.parts, self._dropping, 0
         for key in chain:
-            slot = find(key)
+            slot = parts[key[-1]].get(key)
             if slot is None or slot.expires_at < wall_s or (dropping and self._is_gone(slot)):
                 break
             count += 1
@@ -119,7 +119,7 @@ class HostTier:
         `used_wall_s`: the time of the use, which renews the block; None where it is moved in the background, which is
         no use of it.
         """
-        slot = self.index.get(key)
+        slot = self.index.parts[key[-1]].get(key)
         if slot is None or slot.expires_at < wall_s or (self._dropping and self._is_gone(slot)):
             return None
         self.pin_slot(slot)
@@ -167,7 +167,7 @@ class HostTier:
         gives way. Blocks that have expired at `wall_s` have none. A scope at its quota gives up a block of its own.
         None when the key is READY or FILLING already, or nothing may be evicted: then nothing has changed.
         """
-        if key in self._filling or (key in self.index and not self.drop_dead(key, None)):
+        if key in self._filling or (key in self.index.parts[key[-1]] and not self.drop_dead(key, None)):
             return None
         full = self.quota.full(key)
         if full or not self._free:
@@ -198,7 +198,7 @@ class HostTier:
         pinned: list[Slot] = []
 
         def movable(key: BlockKey) -> bool:
-            slot = self.index[key]
+            slot = self.index.parts[key[-1]][key]
             if slot.pins:
                 pinned.append(slot)
                 return False
@@ -256,7 +256,7 @@ class HostTier:
         if priority is not None:
             slot.priority = priority
         slot.state, slot.digest = SlotState.READY, digest
-        self.index[slot.key] = slot
+        self.index.parts[slot.key[-1]][slot.key] = slot
         self._priorities[slot.priority] += 1
         self.policy.insert(slot.key, slot.index)
         if slot.priority != PRIORITY:
@@ -281,10 +281,10 @@ class HostTier:
 
     def drop(self, key: BlockKey) -> bool:
         """Take a READY block out of the index. Its slot is freed at once or with its last pin. False: there is none."""
-        slot = self.index.pop(key, None)
+        slot = self.index.parts[key[-1]].pop(key, None)
         if slot is None:
             return False
-        self.policy.remove(key)
+        self.policy.remove(key, slot.index)
         self._retained.discard(key)
         self._count_out(slot.priority)
         if self.notify is not None:
@@ -315,7 +315,7 @@ class HostTier:
         for key in keys:
             if key in self.index and key not in self._retained:
                 self._retained.add(key)
-                self.policy.remove(key)
+                self.policy.remove(key, self.index[key].index)
 
     def release_retained(self, keys: Iterable[BlockKey]) -> None:
         """Undo `retain`; keys that are not retained are ignored."""
@@ -438,6 +438,6 @@ class HostTier:
             if slot.pins:
                 slot.generation, slot.pins = slot.generation + 1, 0
         self._pinned = self.quarantined = 0
-        self._slots, self.index, self._filling = [], {}, {}
+        self._slots, self.index, self._filling = [], SlotIndex(), {}
         self._free.clear()
         self.arena.close()

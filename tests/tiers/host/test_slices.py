@@ -214,8 +214,7 @@ async def test_a_long_chain_takes_the_lock_many_times() -> None:
     await manager.start()
     lock.tier = manager.host
     put = Put(manager, keys, [bytes(1)] * 3000, uniform(BUILTIN["24h"]), start=0, wait=False, request_id="")
-    for slot in manager.host._slots:
-        slot.pieces = (memoryview(bytearray(1)),)
+    manager.host.arena.pieces = lambda slot: (memoryview(bytearray(1)),)  # type: ignore[method-assign]
     put.step()
     assert put.accepted == 3000 and manager.prefix(keys) == 3000
     with manager.pin(keys) as lease:
