@@ -16,6 +16,7 @@ from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule, every_fault
 from kvtier.tiers.objects.bucket.open import BucketLimits
+from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
 
@@ -109,9 +110,14 @@ class Scene:
         return chain_of(NS, 2 * S, seed=self.seed)
 
 
+async def untold(deltas: Deltas) -> None:
+    """As of a server that does not stamp its objects."""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["s3fs", "obstore"])
 async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
-    with FaultyS3(seed=7).running() as server:
+    with FaultyS3(seed=7).running() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Deltas, "measure_skew", untold)  # the server's clock is real, this one runs ahead of it
         scene = Scene(server, request.param)
         await scene.writer.open()
         await scene.reader.open()
