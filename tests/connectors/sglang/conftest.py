@@ -291,7 +291,7 @@ def flip_bits(folder: Path) -> int:
         if size < 64 << 10:
             continue
         with open(file, "r+b") as stream:
-            for offset in range(7, size, 4096):
+            for offset in range(23, size, 4096):  # behind the magic of a frame: without it, an object is foreign
                 stream.seek(offset)
                 byte = stream.read(1)
                 stream.seek(offset)
