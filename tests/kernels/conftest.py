@@ -49,7 +49,8 @@ def kernel_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subproc
         "-fsanitize=address,undefined",
         "-fno-sanitize-recover=all",
     )
-    with (folder / "report").open("wb") as report:
+    with pytest.MonkeyPatch.context() as patch, (folder / "report").open("wb") as report:
+        patch.delenv("LD_PRELOAD", raising=False)  # vLLM sets it in its process; the sanitizer must come first
         process = subprocess.Popen([str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=report)
         yield process
         assert process.stdin is not None
