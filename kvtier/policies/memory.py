@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from itertools import groupby
 
@@ -15,7 +16,7 @@ PARTS = 256
 PART = PARTS - 1
 
 
-class RunMemory:
+class RunMemory(ABC):
     """Runs by block, and at most `memory` blocks that are not resident. The subclass keeps the order of eviction."""
 
     def __init__(self, memory: int) -> None:
@@ -26,13 +27,13 @@ class RunMemory:
         self._graded = False  # whether there ever was a priority but the usual one
         self._history: OrderedDict[Run, None] = OrderedDict()  # in order of forgetting
 
+    @abstractmethod
     def _leave(self, run: Run) -> None:
         """The order of eviction loses a run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _regrade(self, run: Run) -> None:
         """A run may have another place in the order of eviction."""
-        raise NotImplementedError
 
     def _needed_depth(self, run: Run) -> int:
         """Depth above which the subclass needs the run remembered."""
