@@ -25,12 +25,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvtier
-from kvtier.cache import AsyncCache, Cache
+from kvtier.cache import AsyncCache
 from kvtier.errors import ClosedError, InvalidRequest, TierError
 from kvtier.identity import hashing
 from kvtier.identity.keys import BlockKey, Scope, make_keys, scope_of
 from kvtier.times import Mono
+from tests.manager.support.hammer_faces import CACHES, Face, TasksFace, ThreadsFace, at_once
 from tests.manager.support.hammer_model import Model, bytes_of
 from tests.manager.support.hammer_world import STACKS, World, slow_copies
 from tests.manager.support.small import slices_of
@@ -48,63 +48,6 @@ SCOPES: dict[Scope, str | None] = {
 }  # fmt: skip
 """Whose blocks are put, and the class they are put in; None: any that lasts."""
 SALTS = {scope_of("a"): "a", scope_of("b"): "b", scope_of(None): None, scope_of("brief"): "brief"}
-
-
-class TasksFace:
-    """Calls of an AsyncCache, from tasks of this loop."""
-
-    def __init__(self, cache: AsyncCache, number: int = 0) -> None:
-        self.cache: Any = cache
-        self.number = number
-
-    async def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        return await verb(*args, **named)
-
-    async def on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return await work
-
-    async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    @contextlib.asynccontextmanager
-    async def get(self, *args: Any, **named: Any) -> AsyncIterator[kvtier.Hit]:
-        async with self.cache.get(*args, **named) as hit:
-            yield hit
-
-
-class ThreadsFace:
-    """Calls of a Cache, which never suspend: their coroutines run on any thread, see `at_once`."""
-
-    def __init__(self, cache: Cache, number: int = 0) -> None:
-        self.cache: Any = cache
-        self.number = number
-
-    async def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        return verb(*args, **named)
-
-    async def on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.cache.submit(work).result(20)
-
-    async def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    @contextlib.asynccontextmanager
-    async def get(self, *args: Any, **named: Any) -> AsyncIterator[kvtier.Hit]:
-        with self.cache.get(*args, **named) as hit:
-            yield hit
-
-
-Face = TasksFace | ThreadsFace
-_CACHES = {TasksFace: AsyncCache, ThreadsFace: Cache}
-
-
-def at_once(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that does not suspend."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it waits on a thread without a loop")
 
 
 class Hammer:
@@ -319,7 +262,7 @@ class Hammer:
 
     async def opened(self, kind: type[Face], number: int) -> Face:
         """A face of an open cache, over the stores as they are."""
-        cache = await asyncio.to_thread(self.world.open, _CACHES[kind])
+        cache = await asyncio.to_thread(self.world.open, CACHES[kind])
         if isinstance(cache, AsyncCache):
             await cache.__aenter__()
         self.world.hurry(cache)
