@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -276,6 +278,16 @@ async def test_too_many_places_within_a_minute_are_the_device(tmp_path: Path) ->
     await tier.close(clock.monotonic() + FAR_S)
     async with opened(tmp_path / "g3", 20_000, clock=clock) as tier:
         assert set_aside(tier) == []
+
+
+def test_a_store_that_is_out_of_use_rests_as_long_as_the_longest_reason_asks(tmp_path: Path) -> None:
+    held: Any = SimpleNamespace(close=lambda: None)
+    state = quarantine.Quarantine(held, tmp_path)
+    state.begin("a sync failed")
+    state.begin("many places failed", rest_s=60.0)
+    state.begin("a sync failed")
+    time.sleep(2 * quarantine.PROBE_FIRST_S)
+    assert not state.probe_due()
 
 
 async def test_more_than_a_hundredth_are_the_device(tmp_path: Path) -> None:
