@@ -5,10 +5,9 @@
     "worth" ‖ class (u32 be)    ClassWorth
 
 Kept in the index, since a store's processes see different parts of its traffic. Counting begins when a class wants
-space
-and there is a second one. A block that returns after it left would have been kept if its class had had as many bytes
-more as left since (its depth beyond the end); one that is hit would have been lost with as many fewer as were to leave
-before it. Both counts fade with the store's traffic, e-fold per capacity.
+space and there is a second one. A block that returns after it left would have been kept if its class had had as many
+bytes more as left since (its depth beyond the end); one that is hit would have been lost with as many fewer as were to
+leave before it. Both counts fade with the store's traffic, e-fold per capacity.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import os
 import time
 from pathlib import Path
 
+from kvtier.tiers.disk.directory import is_there
 from kvtier.tiers.fsync import sync_directory
 
 MARK_EVERY_S = 1.0
@@ -23,11 +24,7 @@ _NAME = "DAMAGED"
 
 def is_marked(part: Path) -> bool:
     """Whether the mark is there. Raises OSError where that cannot be told."""
-    try:
-        (part / _NAME).lstat()
-    except FileNotFoundError:
-        return False
-    return True
+    return is_there(part / _NAME)
 
 
 class MarkWatch:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.tiers.disk.bad_places import bad_places
+from kvtier.tiers.disk.class_report import class_report
 from kvtier.tiers.disk.index import Index, Use
-from kvtier.tiers.disk.records import SEGMENTS, SLOT_ALIGN, Segment, number_of
+from kvtier.tiers.disk.records import SLOT_ALIGN
 
 AMPLIFICATION_MAX = 1.5
 INDEX_BYTES_PER_BLOCK_MAX = 1000
@@ -83,20 +84,15 @@ def _of_bad_places(index: Index) -> Ailment:
 
 def _of_classes(index: Index) -> Iterator[Ailment]:
     """The share of each block size in the capacity, and what one size holds and does not use."""
-    geometry = index.geometry()
-    segments = [(number_of(key), Segment.decode(raw)) for key, raw in index.rows(SEGMENTS)]
-    cut = [(number, one) for number, one in segments if one.slot_class]
-    unused = 0
-    for slot_cls in sorted({one.slot_class for _, one in cut}):
-        mine = [(number, one) for number, one in cut if one.slot_class == slot_cls]
-        held = sum(geometry.size_of(number) for number, _ in mine)
-        used = sum(one.used for _, one in mine) * slot_cls * SLOT_ALIGN
-        unused += held - used
+    geometry, classes = index.geometry(), class_report(index)
+    for one in classes:
+        share, used = one["bytes"] / geometry.capacity, one["used_bytes"] / max(1, one["bytes"])
         yield Ailment(
-            f"slots of {slot_cls * SLOT_ALIGN} bytes",
-            f"{len(mine)} segments, {held / geometry.capacity:.0%} of the capacity, {used / held:.0%} of it in use",
+            f"slots of {one['slot_bytes']} bytes",
+            f"{one['segments']} segments, {share:.0%} of the capacity, {used:.0%} of it in use",
         )
-    full = len(cut) == geometry.segments and len({one.slot_class for _, one in cut}) > 1
+    unused = sum(one["bytes"] - one["used_bytes"] for one in classes)
+    full = len(classes) > 1 and sum(one["segments"] for one in classes) == geometry.segments
     yield Ailment(
         "fragmentation",
         f"{unused / geometry.capacity:.0%} of the capacity: unused slots in segments of one size of blocks",

@@ -238,6 +238,15 @@ class DirectoryLock:
         return True
 
 
+def is_there(path: Path) -> bool:
+    """Whether the name exists, whatever it names. Raises OSError where that cannot be told."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def move_aside(index: Path) -> Path:
     """Rename a damaged index, replacing one that was moved aside earlier. Returns where it is now."""
     aside = index.with_name(index.name + ".damaged")

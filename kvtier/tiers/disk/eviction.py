@@ -6,9 +6,10 @@ from collections.abc import Callable, Container, Iterator
 from itertools import islice
 from typing import Any
 
+from kvtier.tiers.disk.allocator import UNFILLED_KEY
 from kvtier.tiers.disk.class_worth import ClassWorths
 from kvtier.tiers.disk.quota import scope_in
-from kvtier.tiers.disk.records import ORDER, Entry, number_key, order_parts, rows, segment_in, tick_in
+from kvtier.tiers.disk.records import FILL, FREE, ORDER, Entry, number_key, order_parts, rows, segment_in, tick_in
 from kvtier.times import Wall
 
 SCAN_ROWS_MAX = 8192
@@ -78,7 +79,7 @@ class EvictionOrder:
         self._floors = floors
         self._retained_until = retained_until
         self._cursor = txn.cursor()
-        self._only: int | None = None  # the class of all rows, where there is but one and that is known
+        self._only: int | None = None  # the class of all segments, where there is but one and that is known
 
     def add(self, name: bytes, entry: Entry) -> None:
         """The block's row, by its rank and depth."""
@@ -123,25 +124,21 @@ class EvictionOrder:
 
     def victim_in_scope(self, scope: bytes, wall_s: Wall) -> tuple[bytes, bytes] | None:
         """The coldest such row of a scope among all classes."""
-        found = [row for cls in self._classes() if (row := self.victim(cls, wall_s, scope)) is not None]
+        found = [row for cls in self._classes(ORDER) if (row := self.victim(cls, wall_s, scope)) is not None]
         return min(found, key=lambda row: order_parts(row[0])[1], default=None)
 
-    def _classes(self) -> Iterator[int]:
-        key = self._seek(ORDER)
-        while key is not None:
-            slot_cls = order_parts(key)[0]
+    def _classes(self, table: bytes) -> Iterator[int]:
+        """The classes that have rows in a table whose keys go on with the class."""
+        start = table
+        while self._cursor.set_range(start) and (key := self._cursor.key()).startswith(table):
+            slot_cls = int.from_bytes(key[len(table) : len(table) + 4], "big")
             yield slot_cls
-            key = self._seek(number_key(ORDER, slot_cls + 1))
+            start = table + (slot_cls + 1).to_bytes(4, "big")
 
     def has_other(self, slot_cls: int) -> bool:
-        """Whether another class has rows."""
+        """Whether another class has segments: with blocks, free slots or never-used ones."""
         if self._only != slot_cls:
-            self._only = slot_cls if all(one == slot_cls for one in self._classes()) else None
+            tables = (ORDER, FREE, FILL, UNFILLED_KEY)
+            alone = all(one == slot_cls for table in tables for one in self._classes(table))
+            self._only = slot_cls if alone else None
         return self._only is None
-
-    def _seek(self, start: bytes) -> bytes | None:
-        """The first key from `start` on."""
-        if not self._cursor.set_range(start):
-            return None
-        key: bytes = self._cursor.key()
-        return key if key.startswith(ORDER) else None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 from kvtier.errors import ClosedError, TierError
 from kvtier.tiers.disk.group_commit import CommitJob
-from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
+from kvtier.tiers.disk.records import SlotReservation
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slot_health import SlotHealth
 from kvtier.tiers.disk.trial_queue import TrialQueue
+from kvtier.tiers.disk.trials import Trial, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 
@@ -28,7 +32,8 @@ class IdleStore(Protocol):
     @property
     def index_in_use(self) -> Index | None: ...
     def moving(self) -> AbstractContextManager[None]: ...
-    def submit(self, work: Callable[[WriteTxn], None]) -> CommitJob[Any]: ...
+    def submit(self, work: Callable[[WriteTxn], None], use: Use) -> CommitJob[None]: ...
+    def give_back(self, reservations: Sequence[SlotReservation]) -> None: ...
     def quarantine(self, reason: str) -> None: ...
     def too_many_bad(self) -> None: ...
 
@@ -83,6 +88,15 @@ class IdleWork:
         store = self._store
         with contextlib.suppress(TierError, ClosedError), store.moving():
             try:
-                store.submit(self.trials.next_outcome(store.slab))
+                trial, sound = self.trials.try_next(store.slab)
             except OSError as error:
                 store.quarantine(f"fdatasync at a bad place: {error}")
+            else:
+                job = store.submit(partial(end_trial, trial=trial, sound=sound), Use.DROP)
+                job.future.add_done_callback(partial(self._ended, trial, sound))
+
+    def _ended(self, trial: Trial, sound: bool, done: Future[None]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            self._store.give_back(trial.reservations)  # they stay set aside; the place is tried again another time
+        else:
+            self._store.health.counts["restored_slots"] += sound * len(trial.reservations)

@@ -5,7 +5,7 @@ thread, takes the write lock, since another process may be stopped while it hold
 
 The map has space for the smallest blocks that the capacity could be cut into, whatever blocks there are, so it need
 never grow under a running process: what it costs is addresses, since the data file is sparse. What keeps the file small
-is `is_pinned`: LMDB reuses a page only when no reader sees it any more, so while one process stands still inside a read
+is `pinned_by`: LMDB reuses a page only when no reader sees it any more, so while one process stands still inside a read
 every commit appends, and before the file has grown much, blocks are refused.
 """
 

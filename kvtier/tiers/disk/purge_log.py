@@ -2,7 +2,7 @@
 
     PART 0/PURGES     RECORDS records of 64 bytes, made whole when the store is opened
 
-    record 0          "kvtpurge", u64 changes so far, 40 bytes 0, u64 XXH3-64 over those 56
+    record 0          "kvtpurge", u64 that every change alters, 40 bytes 0, u64 XXH3-64 over those 56
     any other         namespace (32) ‖ scope (16) ‖ f64 time ‖ u64 XXH3-64 over those 56; all 0: unused
 
 A commit needs new pages of the index, which a full volume or a process that stands still may deny; this file needs
@@ -46,8 +46,7 @@ class PurgeLog:
         self._path = path
         self._fd = -1
         self._lock = threading.Lock()
-        self._seen = b""  # the header when `_pending` was read
-        self._pending: dict[bytes, Wall] = {}
+        self._seen: tuple[bytes, dict[bytes, Wall]] = b"", {}  # a header, and what was there after it was read
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
@@ -67,10 +66,11 @@ class PurgeLog:
         if self._fd < 0:
             return {}
         header = os.pread(self._fd, _HEADER.size, 0)
-        if header != self._seen:
+        seen, found = self._seen
+        if header != seen:
             found = {scoped: until for _, scoped, until in self._records()}
-            self._pending, self._seen = found, header
-        return self._pending
+            self._seen = header, found
+        return found
 
     def record(self, scoped: bytes, until: Wall) -> None:
         """Blocks of namespace ‖ scope that were born until then are dead, durably. Raises OSError or TierTimeout."""

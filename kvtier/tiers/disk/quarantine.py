@@ -62,8 +62,9 @@ class Quarantine:
             if self._closed:
                 return
             if self.index is not None:
-                self._probe_wait_s = max(PROBE_FIRST_S, rest_s)
+                self._probe_wait_s = PROBE_FIRST_S
                 log.warning("g3: %s: quarantined: %s", self._path, reason)
+            self._probe_wait_s = max(self._probe_wait_s, rest_s)
             self._reason = reason
             self.damaged |= damaged
             self._probe_at = time.monotonic() + self._probe_wait_s

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvtier.errors import ConfigError, FormatError, TierError, TierUnavailable
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.damage_mark import is_marked, mark, unmark
-from kvtier.tiers.disk.directory import DirectoryLock, Marker, move_aside, read_marker, write_marker
+from kvtier.tiers.disk.directory import DirectoryLock, Marker, is_there, move_aside, read_marker, write_marker
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.index import Index, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
@@ -180,7 +180,7 @@ def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owne
     map_bytes = map_bytes_for(capacity_bytes)
     index = None
     try:
-        if _is_there(path) or not alone:
+        if is_there(path) or not alone:
             index = Index.attach(path, owner, alone=alone, map_bytes=map_bytes)
     except Unusable as error:
         if not alone:
@@ -206,15 +206,6 @@ def open_index(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int, owne
     return index or _create_index(parts, capacity_bytes, slot_bytes, name, owner)
 
 
-def _is_there(path: Path) -> bool:
-    """Whether the name exists. Raises OSError where that cannot be told."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _check_mounts(parts: Sequence[Path], markers: Sequence[Marker | None], index: Index | None) -> None:
     """Raise TierUnavailable where a part of a store that was whole once is empty: its volume is not mounted.
 
@@ -223,7 +214,7 @@ def _check_mounts(parts: Sequence[Path], markers: Sequence[Marker | None], index
     last = max((number for number, marker in enumerate(markers) if marker is not None), default=0)
     whole = len(parts) if index is not None else last
     for part in parts[:whole]:
-        if _is_there(part / "STORE.json") or (index is not None and part == parts[0]):
+        if is_there(part / "STORE.json") or (index is not None and part == parts[0]):
             continue
         if next((part / "slab").iterdir(), None) is None:
             raise TierUnavailable(

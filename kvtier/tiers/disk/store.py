@@ -264,7 +264,9 @@ class Store:
     def drop_unreadable(self, blocks: Sequence[tuple[bytes, bytes]], wall_s: Wall) -> CommitJob[list[Trial | Dropped]]:
         """Queue the removal of blocks, as (name, raw entry), whose slots failed alone. The slots are tried, when the
         disk is idle, before they are used again. Never blocks. Raises what `index` raises."""
-        job = self.submit(lambda txn: [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks])
+        job = self.submit(
+            lambda txn: [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks], Use.DROP
+        )
         self._idle.trials.follow(job)
         return job
 

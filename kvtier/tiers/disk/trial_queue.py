@@ -6,15 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slot_health import SlotHealth
-from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials, end_trial
-from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials
 from kvtier.times import Wall
 
 TRY_FIRST_S, TRY_EVERY_S = 10.0, 60.0  # between two looks for places whose next try is due
@@ -65,10 +63,8 @@ class TrialQueue:
         self.follow(job)
         return [job]
 
-    def next_outcome(self, slab: Slab) -> Callable[[WriteTxn], None]:
-        """Make the next trial; returns what a transaction is to do about it. Blocks on the device. Raises OSError if a
-        sync failed."""
+    def try_next(self, slab: Slab) -> tuple[Trial, bool]:
+        """Make the next trial. Returns it, for a transaction to end, and whether its place proved sound. Blocks on the
+        device. Raises OSError if a sync failed."""
         trial = self._trials.popleft()
-        sound = self._health.try_place(slab, trial.place)
-        self._health.counts["restored_slots"] += sound * len(trial.reservations)
-        return partial(end_trial, trial=trial, sound=sound)
+        return trial, self._health.try_place(slab, trial.place)

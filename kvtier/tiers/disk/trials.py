@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvtier.tiers.disk.bad_places import BadPlace
-from kvtier.tiers.disk.records import Entry, SlotReservation
+from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, SlotReservation
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
@@ -52,12 +52,12 @@ def drop_unreadable(txn: WriteTxn, name: bytes, raw: bytes, tries: int, wall_s: 
     Returns the trial to be made of the slot; DONE if none can be made now. Nothing is changed in the other cases.
     """
     bad, entry = txn.segments.bad, Entry.decode(name, raw)
+    if not txn.is_same(name, raw):  # the place may be recorded already, by the read that removed the block
+        return Dropped.RACED
     if not bad.may_add(entry.slot_class, 1, txn.geometry.capacity):
         return Dropped.TOO_MANY
     place = bad.add(entry.segment, entry.slot_class, entry.slot, tries, wall_s)
-    if not txn.delete_corrupt(name, raw):
-        bad.remove(place)
-        return Dropped.RACED
+    txn.drop(name)
     return _begin(txn, place.after_tries(1, wall_s)) or Dropped.DONE
 
 
@@ -69,10 +69,15 @@ def begin_trials(txn: WriteTxn, wall_s: Wall) -> list[Trial]:
 
 
 def _begin(txn: WriteTxn, place: BadPlace) -> Trial | None:
-    """None if the slots on the place are not all set aside: some were never handed out, or are reserved by a trial."""
+    """None if the slots on the place are not all set aside: some were never handed out, or are reserved by a trial; or
+    if the budget is spent."""
+    size = place.units * SLOT_ALIGN
+    if not txn.budget.allows(size):
+        return None
     held = [txn.reserve_place(free) for free in txn.segments.hold(place)]
     if not held:
         return None
+    txn.budget.charge(size)
     txn.segments.bad.put(place)
     return Trial(place, tuple(held))
 

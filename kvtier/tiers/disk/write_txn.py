@@ -234,14 +234,15 @@ class WriteTxn:
                 count += not self.is_servable(name, entry.life, wall_s) and self.drop(name)
         return count
 
-    def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
-        """Remove the entry whose bytes were `raw` after its payload failed the check or could not be read.
-
-        Returns False, changing nothing, if the block is another write's by now or gone: then the bytes
-        that failed were a slot's next tenant, not damage. A renewed entry is still the same write.
-        """
+    def is_same(self, name: bytes, raw: bytes) -> bool:
+        """Whether the block is still of the write whose entry was `raw`, renewed or not. If it is not, what was read
+        by that entry was a slot's next tenant, not damage."""
         current = self._txn.get(BLOCKS + name)
-        same = current is not None and same_write(name, raw, current)
+        return current is not None and same_write(name, raw, current)
+
+    def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
+        """Remove the block after its payload failed the check. False, changing nothing, if it is not the same."""
+        same = self.is_same(name, raw)
         if same:
             self.drop(name)
         return same

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,9 +18,12 @@ from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
 from kvtier.tiers.breaker import Health
 from kvtier.tiers.disk import quarantine, store, trial_queue
 from kvtier.tiers.disk.bad_places import DAY_S, BadPlace, bad_places
+from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.maintenance import looking_after
-from kvtier.tiers.disk.slot_health import SlotHealth
+from kvtier.tiers.disk.slot_health import TRIES, SlotHealth
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable, end_trial
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Miss, Stored, Target
 from tests.tiers.disk.support.bad_medium import BadMedium
@@ -108,6 +114,51 @@ async def test_an_unreadable_block_is_a_miss_and_can_be_stored_again(tmp_path: P
         assert medium.tries["read", (FILE, 7)] <= 3
         assert guard.breaker.health is Health.WELL
         tier.check()
+
+
+async def test_a_block_that_two_reads_find_unreadable_is_set_aside_once(tmp_path: Path) -> None:
+    """Also where the first read's trial is over before the second read's transaction."""
+    chain = chain_of(NAMESPACE, 10)
+    async with opened(tmp_path / "g3", 200) as tier:
+        await put(tier, chain)
+        name, wall_s = tier._prefix + chain[3], tier._clock.wall()
+        ((raw, _),) = tier._store.index.find([name])
+        assert raw is not None
+
+        def drop(txn: WriteTxn) -> Trial | Dropped:
+            return drop_unreadable(txn, name, raw, TRIES, wall_s)
+
+        trial = await tier._store.submit(drop).result()
+        assert isinstance(trial, Trial)
+        assert await tier._store.submit(drop).result() is Dropped.RACED
+        assert [place.tries for place in set_aside(tier)] == [TRIES + 1]
+        await tier._store.submit(lambda txn: end_trial(txn, trial, sound=False)).result()
+        assert await tier._store.submit(drop).result() is Dropped.RACED
+        assert [place[:4] for place in set_aside(tier)] == [(0, 3, 1, TRIES + 1)]
+        tier.check()
+
+
+async def test_a_trial_whose_end_cannot_be_written_leaks_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medium, chain, pinned = BadMedium(), chain_of(NAMESPACE, 10), threading.Event()
+    monkeypatch.setattr(Index, "pinned_by", lambda _index, _use: 1 if pinned.is_set() else None)
+
+    def try_place(*_: object) -> bool:
+        pinned.set()
+        return True
+
+    monkeypatch.setattr(SlotHealth, "try_place", try_place)
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        await put(tier, chain)
+        medium.unreadable = {(FILE, 3)}
+        assert (await get(tier, chain)).count(Miss.CORRUPT) == 1
+        await until(pinned.is_set, "there is no trial")
+        await asyncio.sleep(0.05)
+        assert tier._store.index.has_reservations() and not tier.counters().get("restored_slots")
+        pinned.clear()
+        await settled(tier)
+        assert [place[:3] for place in set_aside(tier)] == [(0, 3, 1)]
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
@@ -227,6 +278,16 @@ async def test_too_many_places_within_a_minute_are_the_device(tmp_path: Path) ->
     await tier.close(clock.monotonic() + FAR_S)
     async with opened(tmp_path / "g3", 20_000, clock=clock) as tier:
         assert set_aside(tier) == []
+
+
+def test_a_store_that_is_out_of_use_rests_as_long_as_the_longest_reason_asks(tmp_path: Path) -> None:
+    held: Any = SimpleNamespace(close=lambda: None)
+    state = quarantine.Quarantine(held, tmp_path)
+    state.begin("a sync failed")
+    state.begin("many places failed", rest_s=60.0)
+    state.begin("a sync failed")
+    time.sleep(2 * quarantine.PROBE_FIRST_S)
+    assert not state.probe_due()
 
 
 async def test_more_than_a_hundredth_are_the_device(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import budget, store
 from kvtier.tiers.disk.budget import DAY_S, Allowance, Balance
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.trials import Trial, begin_trials, drop_unreadable, end_trial
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
+from kvtier.times import Wall
 from tests.tiers.disk.support.store import FAR_S, put
 from tests.tiers.disk.support.subprocesses import ROOT, environment
 
@@ -130,6 +133,31 @@ async def test_slots_that_were_reserved_ahead_and_not_used_are_paid_back(tmp_pat
     opened.reserved.give_back(slots, unused=True)
     await opened.submit(lambda txn: None).result()
     assert opened.index.balance().level > level + 3 * LARGE
+    await tier.close(clock.monotonic() + FAR_S)
+
+
+async def test_trials_of_bad_places_are_paid_for(tmp_path: Path) -> None:
+    clock, chain = VirtualClock(), chain_of(NAMESPACE, 2)
+    tier = tier_at(tmp_path / "g3", clock)
+    await tier.open()
+    await tier.flush(clock.monotonic() + FAR_S)  # the bucket fills from the first transaction on
+    clock.advance(HOUR_S)
+    assert await put(tier, chain) == [Stored.STORED] * 2
+    name, wall_s = tier._prefix + chain[0], clock.wall()
+    ((raw, _),) = tier._store.index.find([name])
+    assert raw is not None
+    before = tier.usage().written_bytes
+    trial = await tier._store.submit(lambda txn: drop_unreadable(txn, name, raw, 2, wall_s)).result()
+    assert isinstance(trial, Trial)
+    assert tier.usage().written_bytes - before >= LARGE
+
+    def again(txn: WriteTxn) -> list[Trial]:
+        end_trial(txn, trial, sound=False)
+        txn.budget.charge(int(PER_DAY))
+        return begin_trials(txn, Wall(wall_s + DAY_S))
+
+    assert await tier._store.submit(again).result() == [], "the budget is spent"
+    tier.check()
     await tier.close(clock.monotonic() + FAR_S)
 
 

@@ -12,6 +12,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import recovery
+from kvtier.tiers.disk.allocator import FREE_ROWS_PER_TXN
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.maintenance import looking_after
 from kvtier.tiers.disk.records import SlotReservation
@@ -155,6 +156,22 @@ async def test_a_class_that_is_used_gets_the_space_of_one_that_is_not(tmp_path: 
                 await put(large, chain, [index])
         assert resident(large, chain) == len(chain)
         assert await get(large, chain) == [True] * len(chain)
+
+
+async def test_a_class_without_a_block_gives_all_its_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments with more free slots than one transaction deletes: the other class gets them, and waits for none."""
+    slots, segments = 2 * FREE_ROWS_PER_TXN + 8, 2
+    monkeypatch.setattr(recovery, "SEGMENT_BYTES_SMALL", slots * SMALL)
+    blocks, path = slots * segments, tmp_path / "g3"
+    async with opened(path, blocks) as small:
+        assert set(await put(small, keys(SMALL, blocks))) == {Stored.STORED}
+        await small.evict(None)
+        async with opened(path, blocks * SMALL // LARGE, block_bytes=LARGE) as large:
+            chain = keys(LARGE, blocks * SMALL // LARGE)
+            assert set(await put(large, chain[:8])) == {Stored.STORED}
+            for number in range(8, len(chain)):
+                assert await put(large, chain, [number]) == [Stored.STORED]
+            assert resident(large, chain) == len(chain)
 
 
 async def test_a_capacity_that_shrinks_and_grows_loses_no_slot(tmp_path: Path) -> None:

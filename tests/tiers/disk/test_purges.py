@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,38 @@ def test_a_record_that_fails_its_check_is_none(tmp_path: Path) -> None:
     assert again.pending() == {bytes([1]) * 48: 0.0, bytes([3]) * 48: 2.0}
     again.settle({bytes([1]) * 48: Wall(0), bytes([3]) * 48: Wall(1)})
     assert log.pending() == again.pending() == {bytes([3]) * 48: 2.0}, "a newer purge was forgotten"
+
+
+def test_a_reader_that_is_overtaken_hides_no_purge(tmp_path: Path) -> None:
+    """One thread has read the old records; it goes on while another one keeps the new ones."""
+    read, overtaken = threading.Event(), threading.Event()
+
+    class Interrupted(PurgeLog):
+        armed = False
+
+        def _records(self) -> Iterator[tuple[int, bytes, Wall]]:
+            found = list(super()._records())
+            if threading.current_thread() is slow:
+                read.set()
+                assert overtaken.wait(10)
+            return iter(found)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if self.armed and threading.current_thread() is not slow:
+                overtaken.set()
+                slow.join()
+
+    other = PurgeLog(tmp_path / "PURGES")
+    other.record(bytes([1]) * 48, Wall(1))
+    log = Interrupted(tmp_path / "PURGES")
+    slow = threading.Thread(target=log.pending)
+    slow.start()
+    assert read.wait(10)
+    other.record(bytes([2]) * 48, Wall(2))
+    Interrupted.armed = True
+    assert len(log.pending()) == 2
+    assert len(log.pending()) == 2, "a purge is not seen"
 
 
 def test_a_full_log_covers_the_whole_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
