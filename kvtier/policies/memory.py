@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import groupby
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.parts import Part, places_in
 from kvtier.policies.run import SLACK, Run
-
-PARTS = 256
-"""Dictionaries that share the blocks, so that none is large when it grows."""
-
-PART = PARTS - 1
 
 
 class RunMemory:
@@ -20,7 +15,7 @@ class RunMemory:
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._parts: list[dict[BlockKey, Run]] = [{} for _ in range(PARTS)]  # by hash(key) & PART
+        self._parts: list[dict[BlockKey, Run]] = [{} for _ in range(KEY_PARTS)]  # by last byte
         self._known = 0  # blocks remembered
         self._residents = 0
         self._graded = False  # whether there ever was a priority but the usual one
@@ -39,7 +34,7 @@ class RunMemory:
         return 0
 
     def _find(self, key: BlockKey) -> Run | None:
-        return self._parts[hash(key) & PART].get(key)
+        return self._parts[key[-1]].get(key)
 
     def _look_up(self, chain: list[BlockKey]) -> tuple[list[BlockKey], list[Part], bool]:
         """The chain, each block once, its parts that are in one run or unknown, and whether it is a known chain that
@@ -47,7 +42,7 @@ class RunMemory:
         parts, old, depth = self._parts, list[Part](), 0
         while depth < len(chain):
             key = chain[depth]
-            run = parts[hash(key) & PART].get(key)
+            run = parts[key[-1]].get(key)
             if run is None or depth != run.head or run.torn or run.blocks[depth - run.base] != key:
                 break
             count = run.matching(chain, depth)
@@ -56,13 +51,13 @@ class RunMemory:
         else:
             return chain, old, True
         rest = list(dict.fromkeys(chain[depth:] if depth else chain))
-        found = [parts[hash(key) & PART].get(key) for key in rest]
+        found = [parts[key[-1]].get(key) for key in rest]
         if not any(found):
             old.append((None, depth, len(rest)))
             return (chain if len(rest) == len(chain) - depth else chain[:depth] + rest), old, True
         if depth:
             rest = list(dict.fromkeys(chain))
-            found = [parts[hash(key) & PART].get(key) for key in rest]
+            found = [parts[key[-1]].get(key) for key in rest]
         old, depth = [], 0
         for run, blocks in groupby(found):
             count = len(list(blocks))
@@ -73,11 +68,7 @@ class RunMemory:
     def _label(self, keys: list[BlockKey], run: Run) -> None:
         parts = self._parts
         for key in keys:
-            parts[hash(key) & PART][key] = run
-
-    def _leaf(self, run: Run) -> BlockKey:
-        """The deepest resident block of a run that holds one. Lowers `top` to it."""
-        return run.blocks[run.leaf_place()]
+            parts[key[-1]][key] = run
 
     def _detach(self, run: Run, depth: int, count: int, keys: list[BlockKey], chained: bool) -> None:
         """Take keys[depth:depth+count] out of `run`: they belong to this request now."""
@@ -121,7 +112,7 @@ class RunMemory:
                 return
             run = next(iter(self._history))
             key = run.blocks[-1]
-            part = self._parts[hash(key) & PART]
+            part = self._parts[key[-1]]
             if part.get(key) is run:
                 if run.here[-1] or run.end <= self._needed_depth(run):
                     self._history.move_to_end(run)
