@@ -71,12 +71,9 @@ class RunMemory:
             parts[key[-1]][key] = run
 
     def _detach(self, run: Run, depth: int, count: int, keys: list[BlockKey], chained: bool) -> None:
-        """Take keys[depth:depth+count] out of `run`: they belong to this request now."""
+        """Take keys[depth:depth+count] out of `run`: they belong to this request now. `_settle` follows."""
         run.live -= count
         if not run.live:
-            run.residents = 0
-            self._leave(run)
-            del self._history[run]
             return
         if chained:
             run.head = depth + count
@@ -85,6 +82,14 @@ class RunMemory:
             run.torn = True
             for place in places_in(run, keys, depth, count):
                 run.here[place] = 0
+
+    def _settle(self, run: Run) -> None:
+        """All that a request takes out of `run` was taken."""
+        if not run.live:
+            run.residents = 0
+            self._leave(run)
+            del self._history[run]
+            return
         run.residents = run.here.count(1)
         if len(run.blocks) > 2 * run.live + SLACK:
             self._compact(run)

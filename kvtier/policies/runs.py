@@ -101,11 +101,15 @@ class Ranking(RunMemory):
         kept = runs_kept(old, stretches) if known and chained else {}
         for number in range(len(stretches) - 1, -1, -1):  # tail first: the head is the warmest of its level
             self._take(stretches[number], kept.get(number), keys, here)
+        shrunk: dict[Run, None] = {}
         for run, depth, count in old:
             if run is None:
                 self._known += count
             elif run.tick != self._tick:
                 self._detach(run, depth, count, keys, chained)
+                shrunk[run] = None
+        for run in shrunk:
+            self._settle(run)
         self._forget(2 * len(keys) + 8)
 
     def insert(self, key: BlockKey, depth: int = 0) -> None:
