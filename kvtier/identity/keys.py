@@ -28,6 +28,9 @@ KEY_BYTES = SCOPE_BYTES + HASH_BYTES
 NAMESPACE_BYTES = 32
 NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
 
+KEY_PARTS = 256
+"""Dictionaries that share many blocks, by the last byte of the key, a hash's: none of them is large when it grows."""
+
 SHARED = Scope(bytes(SCOPE_BYTES))
 """The scope of requests without salt, adapter or isolated class."""
 

@@ -183,6 +183,8 @@ class Demoter:
 
     def alone(self, chain: Sequence[BlockKey], stop: int, start: int = 0) -> set[int]:
         """Depths start … stop-1 whose blocks are READY in G2 and nowhere below it, nor on their way there."""
+        if self._nearest is None:
+            return set()
         here: list[int] = []
         for part in slices(range(start, stop)):
             with self._lock:

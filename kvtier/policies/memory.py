@@ -6,14 +6,9 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from itertools import groupby
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.parts import Part, places_in
 from kvtier.policies.run import SLACK, Run
-
-PARTS = 256
-"""Dictionaries that share the blocks, so that none is large when it grows."""
-
-PART = PARTS - 1
 
 
 class RunMemory(ABC):
@@ -21,7 +16,7 @@ class RunMemory(ABC):
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._parts: list[dict[BlockKey, Run]] = [{} for _ in range(PARTS)]  # by hash(key) & PART
+        self._parts: list[dict[BlockKey, Run]] = [{} for _ in range(KEY_PARTS)]  # by last byte
         self._known = 0  # blocks remembered
         self._residents = 0
         self._graded = False  # whether there ever was a priority but the usual one
@@ -40,7 +35,7 @@ class RunMemory(ABC):
         return 0
 
     def _find(self, key: BlockKey) -> Run | None:
-        return self._parts[hash(key) & PART].get(key)
+        return self._parts[key[-1]].get(key)
 
     def _look_up(self, chain: list[BlockKey]) -> tuple[list[BlockKey], list[Part], bool]:
         """The chain, each block once, its parts that are in one run or unknown, and whether it is a known chain that
@@ -48,7 +43,7 @@ class RunMemory(ABC):
         parts, old, depth = self._parts, list[Part](), 0
         while depth < len(chain):
             key = chain[depth]
-            run = parts[hash(key) & PART].get(key)
+            run = parts[key[-1]].get(key)
             if run is None or depth != run.head or run.torn or run.blocks[depth - run.base] != key:
                 break
             count = run.matching(chain, depth)
@@ -57,13 +52,13 @@ class RunMemory(ABC):
         else:
             return chain, old, True
         rest = list(dict.fromkeys(chain[depth:] if depth else chain))
-        found = [parts[hash(key) & PART].get(key) for key in rest]
+        found = [parts[key[-1]].get(key) for key in rest]
         if not any(found):
             old.append((None, depth, len(rest)))
             return (chain if len(rest) == len(chain) - depth else chain[:depth] + rest), old, True
         if depth:
             rest = list(dict.fromkeys(chain))
-            found = [parts[hash(key) & PART].get(key) for key in rest]
+            found = [parts[key[-1]].get(key) for key in rest]
         old, depth = [], 0
         for run, blocks in groupby(found):
             count = len(list(blocks))
@@ -74,19 +69,12 @@ class RunMemory(ABC):
     def _label(self, keys: list[BlockKey], run: Run) -> None:
         parts = self._parts
         for key in keys:
-            parts[hash(key) & PART][key] = run
-
-    def _leaf(self, run: Run) -> BlockKey:
-        """The deepest resident block of a run that holds one. Lowers `top` to it."""
-        return run.blocks[run.leaf_place()]
+            parts[key[-1]][key] = run
 
     def _detach(self, run: Run, depth: int, count: int, keys: list[BlockKey], chained: bool) -> None:
-        """Take keys[depth:depth+count] out of `run`: they belong to this request now."""
+        """Take keys[depth:depth+count] out of `run`: they belong to this request now. `_settle` follows."""
         run.live -= count
         if not run.live:
-            run.residents = 0
-            self._leave(run)
-            del self._history[run]
             return
         if chained:
             run.head = depth + count
@@ -95,6 +83,14 @@ class RunMemory(ABC):
             run.torn = True
             for place in places_in(run, keys, depth, count):
                 run.here[place] = 0
+
+    def _settle(self, run: Run) -> None:
+        """All that a request takes out of `run` was taken."""
+        if not run.live:
+            run.residents = 0
+            self._leave(run)
+            del self._history[run]
+            return
         run.residents = run.here.count(1)
         if len(run.blocks) > 2 * run.live + SLACK:
             self._compact(run)
@@ -122,7 +118,7 @@ class RunMemory(ABC):
                 return
             run = next(iter(self._history))
             key = run.blocks[-1]
-            part = self._parts[hash(key) & PART]
+            part = self._parts[key[-1]]
             if part.get(key) is run:
                 if run.here[-1] or run.end <= self._needed_depth(run):
                     self._history.move_to_end(run)

@@ -94,13 +94,13 @@ class Run:
         """The depth behind its last block."""
         return self.base + len(self.blocks)
 
-    def leaf_place(self) -> int:
-        """Where in `blocks` the deepest resident is; there is one. Lowers `top` to it."""
+    def leaf(self) -> BlockKey:
+        """The deepest resident; there is one. Lowers `top` to it."""
         place = self.top - self.base - 1
         if not self.here[place]:
             place = self.here.rfind(1, 0, place)
             self.top = self.base + place + 1
-        return place
+        return self.blocks[place]
 
     def place(self, key: BlockKey, depth: int) -> int:
         """Where in `blocks` one of its own is. `depth`: in its chain, as far as the caller knows; else O(blocks)."""

@@ -19,7 +19,7 @@ from itertools import islice
 from math import inf
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
-from kvtier.policies.memory import PART, RunMemory
+from kvtier.policies.memory import RunMemory
 from kvtier.policies.order import RunOrder
 from kvtier.policies.parts import Part, residence, runs_kept
 from kvtier.policies.run import LEVELS, ONCE, SLACK, Run, Stretch
@@ -101,16 +101,20 @@ class Ranking(RunMemory):
         kept = runs_kept(old, stretches) if known and chained else {}
         for number in range(len(stretches) - 1, -1, -1):  # tail first: the head is the warmest of its level
             self._take(stretches[number], kept.get(number), keys, here)
+        shrunk: dict[Run, None] = {}
         for run, depth, count in old:
             if run is None:
                 self._known += count
             elif run.tick != self._tick:
                 self._detach(run, depth, count, keys, chained)
+                shrunk[run] = None
+        for run in shrunk:
+            self._settle(run)
         self._forget(2 * len(keys) + 8)
 
     def insert(self, key: BlockKey, depth: int = 0) -> None:
         """`key` has become resident, at the rank of its last reference."""
-        run = self._parts[hash(key) & PART].get(key)
+        run = self._parts[key[-1]].get(key)
         if run is None:
             run = self._unreferenced(key)
         place = run.top - run.base
@@ -137,7 +141,7 @@ class Ranking(RunMemory):
 
     def remove(self, key: BlockKey, depth: int = 0) -> None:
         """`key` is no longer resident. It stays remembered."""
-        run = self._parts[hash(key) & PART].get(key)
+        run = self._parts[key[-1]].get(key)
         if run is None or not run.residents:
             return
         place = run.top - run.base - 1
@@ -168,7 +172,7 @@ class Ranking(RunMemory):
             del self._transit[key]
             self._suspended_transit.add(key)
         run = self._find(key)
-        if run is not None and run.residents and self._leaf(run) == key:
+        if run is not None and run.residents and run.leaf() == key:
             self._leave(run)
             run.suspended = key
 
@@ -194,10 +198,10 @@ class Ranking(RunMemory):
         priority_max: int = PRIORITY_MAX,
     ) -> BlockKey | None:
         """The coldest movable block if the newcomer is warmer."""
-        claim = None if newcomer is None else self._find(newcomer)
+        claim = None if newcomer is None else self._parts[newcomer[-1]].get(newcomer)
         tick = 0 if claim is None else claim.tick
         run = self._coldest
-        if run is None or run.tick == tick or self._among != (scope, priority_max) or not movable(self._leaf(run)):
+        if run is None or run.tick == tick or self._among != (scope, priority_max) or not movable(run.leaf()):
             run = self._coldest = self._search(tick, movable, scope, priority_max)
             self._among = (scope, priority_max)
         if run is None and claim is not None:
@@ -209,10 +213,11 @@ class Ranking(RunMemory):
             if len(self._passing) >= PASSING_MAX:  # their copies were given up
                 self._passing.clear()
             self._passing.add(newcomer)
-        for key in islice(reversed(self._transit), TRANSIT_MAX):
-            if movable(key):
-                return key
-        return None if run is None else self._leaf(run)
+        if self._transit:
+            for key in islice(reversed(self._transit), TRANSIT_MAX):
+                if movable(key):
+                    return key
+        return None if run is None else run.leaf()
 
     def train(self) -> None:
         """Nothing."""
@@ -235,11 +240,11 @@ class Ranking(RunMemory):
         assert set(live) == set(self._history), "runs and their blocks disagree"
         for run in self._history:
             assert run.live == live[run] and run.residents == held[run], "a run counts wrong"
-            assert run.suspended is None or (run.grade < 0 and self._leaf(run) == run.suspended), "a run is suspended"
+            assert run.suspended is None or (run.grade < 0 and run.leaf() == run.suspended), "a run is suspended"
             assert run.grade >= 0 or run.suspended is not None or not run.residents, "a run is in no queue"
             assert run.grade in (-1, run.priority * LEVELS + run.level), "a run is in another queue than its own"
             if run.residents:
-                assert run.priority == self._priority_of(self._leaf(run)), "a run has another priority than its leaf"
+                assert run.priority == self._priority_of(run.leaf()), "a run has another priority than its leaf"
             assert run.torn or (run.head + run.live == run.end and runs[run.blocks[run.head - run.base]] is run)
             assert run.live <= len(run.blocks) <= 2 * run.live + SLACK, "a run lists too many blocks that it lost"
         waiting = sorted(run.number for run in self._history if run.grade >= 0)
@@ -292,7 +297,7 @@ class Ranking(RunMemory):
         self._number += 1
         run.number = self._number
         if self._graded and run.residents:
-            run.priority = self._priority_of(self._leaf(run))
+            run.priority = self._priority_of(run.leaf())
         if self._scoped:
             run.scope = scope_of_key(run.blocks[0])
         self._enter(run)
@@ -329,7 +334,7 @@ class Ranking(RunMemory):
         """Bring a run into the queue of its leaf."""
         priority = run.priority
         if self._graded and run.residents:
-            priority = self._priority_of(self._leaf(run))
+            priority = self._priority_of(run.leaf())
         if run.grade < 0 or priority != run.priority:
             self._leave(run)
             run.priority = priority
@@ -342,7 +347,7 @@ class Ranking(RunMemory):
         self._tick += 1
         run = Run([key], bytearray(1), 0, self._tick, self._mono_s)
         run.counts = ONCE
-        self._parts[hash(key) & PART][key] = run
+        self._parts[key[-1]][key] = run
         self._known += 1
         self._history[run] = None
         self._list(run)
@@ -367,7 +372,7 @@ class Ranking(RunMemory):
             for run in runs:
                 if run.last + bonus_s >= rank_min:
                     break
-                if run.residents and run.tick != tick and movable(self._leaf(run)):
+                if run.residents and run.tick != tick and movable(run.leaf()):
                     coldest, rank_min = run, run.last + bonus_s
                     break
         return coldest
@@ -378,6 +383,6 @@ class Ranking(RunMemory):
         """The newcomer's own run, if it holds a deeper block: possible only while the residents have a hole."""
         if not claim.residents or newcomer is None:
             return None
-        leaf = self._leaf(claim)
+        leaf = claim.leaf()
         deeper = claim.place(newcomer, depth) < claim.top - claim.base - 1
         return claim if deeper and movable(leaf) else None

@@ -58,3 +58,19 @@ def test_a_wrong_depth_costs_only_a_search(name: str, depth: int) -> None:
     policy.remove(chain[3], depth)
     policy.remove(chain[3], depth)
     policy.check({*chain} - {chain[3]})
+
+
+@pytest.mark.parametrize("at", [10, 150, 250, 299])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_run_may_be_taken_whole_in_several_parts(name: str, at: int) -> None:
+    """Names that are no chains: another block stands in the middle of them now."""
+    policy, chain = make_policy(name, 1000), chain_of(0, 300)
+    policy.reference(chain, 0, Mono(0))
+    for depth, key in enumerate(chain):
+        policy.insert(key, depth)
+    policy.reference(chain[:at] + chain_of(1, 1) + chain[at:], 300, Mono(1))
+    policy.check({*chain})
+    while (victim := policy.victim(None, lambda _: True)) is not None:
+        chain.remove(victim)
+        policy.remove(victim)
+    assert not chain

@@ -60,12 +60,15 @@ def test_no_policy_hits_more_than_belady(name, seed, make_owner, make_sessions, 
 
 @given(
     capacity=st.integers(1, 12),
-    requests=st.lists(st.lists(st.integers(0, 25), min_size=1, max_size=18, unique=True), max_size=60),
+    requests=st.lists(
+        st.lists(st.integers(0, 25).map(lambda number: b"%d" % number), min_size=1, max_size=18, unique=True),
+        max_size=60,
+    ),
 )
 @settings(max_examples=200, deadline=None)
 def test_lru_is_the_textbook_lru_for_any_names(capacity, requests):
     """Each block touched tail first, the least recent evicted: also for names that are no chains."""
-    order: OrderedDict[int, None] = OrderedDict()
+    order: OrderedDict[bytes, None] = OrderedDict()
     policy, resident = make_policy("lru", capacity), set()
     for now, chain in enumerate(requests):
         hit = next((i for i, key in enumerate(chain) if key not in order), len(chain))

@@ -6,22 +6,20 @@ from collections.abc import Iterator, MutableMapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.tiers.host.slot import Slot
-
-PARTS = 256
 
 
 class SlotIndex(MutableMapping[BlockKey, Slot]):
     """Slots by key. A dictionary of a million entries stops its owner for 30 ms when it grows, a part of it for 0.1.
 
-    `parts[key[-1]]` has a key: its last byte is one of a hash's. For loops over many keys; else use the verbs.
+    `parts[key[-1]]` has a key. For loops over many keys; else use the verbs.
     """
 
     __slots__ = ("parts",)
 
     def __init__(self) -> None:
-        self.parts: list[dict[BlockKey, Slot]] = [{} for _ in range(PARTS)]
+        self.parts: list[dict[BlockKey, Slot]] = [{} for _ in range(KEY_PARTS)]
 
     def __getitem__(self, key: BlockKey) -> Slot:
         return self.parts[key[-1]][key]

@@ -177,7 +177,8 @@ class HostTier:
                 return None
             self.evictions += 1
             if self.on_lost is not None:
-                self.on_lost(victim, Miss.EXPIRED if self.index[victim].expires_at < wall_s else Miss.EVICTED)
+                slot = self.index.parts[victim[-1]][victim]
+                self.on_lost(victim, Miss.EXPIRED if slot.expires_at < wall_s else Miss.EVICTED)
             self.drop(victim)
         slot = self._free.popleft()
         slot.state, slot.key, slot.index, slot.priority = SlotState.FILLING, key, index, priority

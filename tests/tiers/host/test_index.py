@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from kvtier.identity.keys import KEY_PARTS
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
-from kvtier.tiers.host.index import PARTS, SlotIndex
+from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.host.slot import Slot
 
 KEYS = chain_of(sample_namespace(4096), 5000)
@@ -38,7 +39,7 @@ def test_it_grows_in_small_parts() -> None:
     """A dictionary moves all of itself when it grows."""
     index = filled()
     largest = max(map(len, index.parts))
-    assert len(index.parts) == PARTS and largest < 4 * len(KEYS) / PARTS
+    assert len(index.parts) == KEY_PARTS and largest < 4 * len(KEYS) / KEY_PARTS
     assert max(map(sys.getsizeof, index.parts)) < sys.getsizeof(dict.fromkeys(KEYS)) / 50
 
 
