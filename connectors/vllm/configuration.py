@@ -17,7 +17,8 @@ _PLACES = (
 kernels compute the same function is neutral by convention, as is compilation."""
 
 _KERNELS = (
-    "kernel_config.ir_op_priority", "kernel_config.enable_*", "quant_config", "mamba_config.backend", "attention_config.flash_attn_max_num_splits*",
+    "kernel_config.ir_op_priority", "kernel_config.enable_*", "quant_config",
+    "mamba_config.backend", "attention_config.flash_attn_max_num_splits*",
     "attention_config.flex_attn_*", "attention_config.tq_max_kv_splits*",
     "attention_config.tokenspeed_mla_min_split_kv", "attention_config.sparse_mla_prefill_workspace_factor",
 )  # fmt: skip
