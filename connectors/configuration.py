@@ -96,10 +96,10 @@ def _plain(value: Any, depth: int) -> Any:
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     if isinstance(value, AnySet):
         return sorted((_plain(item, depth + 1) for item in value), key=canonical)
-    if depth >= _DEPTH:
-        return type(value).__qualname__
     if isinstance(value, Sequence):
         return [_plain(item, depth + 1) for item in value]
+    if depth >= _DEPTH and not isinstance(value, Mapping):  # objects may refer to each other in a circle
+        return type(value).__qualname__
     parts = _parts_of(value)
     if parts is None:  # torch.dtype and its like; an address in a text would differ by process
         return _ADDRESS.sub("", str(value))

@@ -13,7 +13,9 @@ _SERVER = (
     "smg_*", "sidecar*", "uvicorn_*", "*api_key", "log_*", "*metrics*", "*_buckets", "bucket_*", "otlp_*",
     "enable_trace", "trace_modules", "crash_dump_folder", "decode_log_interval", "show_time_cost", "stat_loggers",
     "enable_cache_report", "enable_request_time_stats_logging", "enable_layerwise_nvtx_marker", "kv_events_config",
-    "load_publish_endpoint", "load_snapshot_*", "watchdog_timeout", "soft_watchdog_timeout", "gc_*", "warmups",
+    "load_publish_endpoint", "load_snapshot_*", "extra_metric_labels", "decoupled_spec_*_endpoint*", "spec_trace_dir",
+    "expert_distribution_recorder_*", "ple_offload_dir", "modelopt_export_path", "modelopt_checkpoint_save_path",
+    "watchdog_timeout", "soft_watchdog_timeout", "gc_*", "warmups",
     "skip_server_warmup", "launch_command", "custom_sigquit_handler", "file_storage_path", "weight_version",
     "served_model_name", "model_path", "revision", "trust_remote_code", "debug_*", "msprobe_*", "kv_canary*",
     # text, sampling, answers

@@ -17,11 +17,13 @@ _PLACES = (
 kernels compute the same function is neutral by convention, as is compilation."""
 
 _KERNELS = (
-    "kernel_config", "quant_config", "mamba_config.backend", "attention_config.flash_attn_max_num_splits*",
+    "kernel_config.ir_op_priority", "kernel_config.enable_*", "quant_config",
+    "mamba_config.backend", "attention_config.flash_attn_max_num_splits*",
     "attention_config.flex_attn_*", "attention_config.tq_max_kv_splits*",
     "attention_config.tokenspeed_mla_min_split_kv", "attention_config.sparse_mla_prefill_workspace_factor",
 )  # fmt: skip
-"""`quant_config` is derived from the model's fields, and completed only where the model is loaded."""
+"""`quant_config` is derived from the model's fields, and completed only where the model is loaded. Backends of linear
+layers and experts count: of the same checkpoint some compute with quantised activations, and some do not."""
 
 _MODEL = (
     "model", "model_weights", "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "seed",

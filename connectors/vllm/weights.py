@@ -51,13 +51,16 @@ class WeightsWatch:
             self.epoch += 1
             self._settle()
 
-    def read(self, stream: Iterator[tuple[str, Any]], *, full: bool) -> Iterator[tuple[str, Any]]:
-        """Pass a checkpoint's stream on, and name it when it has ended."""
+    def read(self, stream: Iterator[tuple[str, Any]], *, full: bool, whole: bool = True) -> Iterator[tuple[str, Any]]:
+        """Pass a checkpoint's stream on, and name it when it has ended. One that is left before its end, or is not
+        `whole`, has no name, nor have weights of which it is a part."""
+        streams, place = self._streams, len(self._streams)
+        streams.append("")
         digest = StreamDigest(full=full)
         for name, tensor in stream:
             digest.add(name, tensor)
             yield name, tensor
-        self._streams.append(digest.name())
+        streams[place] = digest.name() if whole else ""
 
     def _settle(self) -> None:
         names = self._streams
@@ -113,7 +116,8 @@ def _change(original: Callable[..., Any], worker: Any, *arguments: Any, **named:
 
 
 def _stream(original: Callable[..., Any], loader: Any, *arguments: Any, **named: Any) -> Any:
-    return _current.read(original(loader, *arguments, **named), full=_all_bytes())
+    experts = getattr(loader, "local_expert_ids", None)  # the rank's own, where it leaves the others unread
+    return _current.read(original(loader, *arguments, **named), full=_full, whole=experts is None)
 
 
 def _load_adapter(original: Callable[..., Any], manager: Any, request: Any, *arguments: Any, **named: Any) -> Any:
@@ -138,10 +142,6 @@ def read_all_bytes() -> None:
     """From now on streams are named by all of their bytes (`weights: full`)."""
     global _full
     _full = True
-
-
-def _all_bytes() -> bool:
-    return _full
 
 
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"

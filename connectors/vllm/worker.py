@@ -191,14 +191,13 @@ class WorkerHalf:
         be reached, the error is logged, every answer says so until it is, and every job fails."""
         if handle.number == self._reached:
             return  # another rank could not reach it
-        self._detach()
+        self._unreached = handle.number
         try:
+            self._detach()
             self._attach(handle)
             self._reached, self._unreached = handle.number, 0
         except Exception:
             log.exception("the arena cannot be reached: this rank neither loads nor stores")
-            self._detach()
-            self._unreached = handle.number
 
     def _attach(self, handle: ArenaHandle) -> None:
         assert self._described is not None
@@ -206,22 +205,22 @@ class WorkerHalf:
         fill_page_table(arena)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
         found, calibration = self._described, Path(handle.calibration) if handle.calibration else None
-        self._open = partial(
+        begin = partial(
             engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration
         )
-        self._engine = self._open()
-        self._arena = arena
+        self._engine = begin()
+        self._open, self._arena = begin, arena
 
     def suspend(self) -> None:
         """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
         ones fail, until `resume`. Waits for those that the device has begun."""
-        if self._engine is not None:
-            clean = self._engine.close(_CLOSE_S)
-            for ack in self._engine.poll():
+        ended, self._engine = self._engine, None
+        if ended is not None:
+            clean = ended.close(_CLOSE_S)
+            for ack in ended.poll():
                 self._take(ack)
             if not clean:
                 log.error("copies did not end within %.0f s; their memory stays mapped", _CLOSE_S)
-        self._engine = None
 
     def resume(self) -> None:
         """The tensors have memory again, at the addresses where they had it."""
@@ -229,9 +228,11 @@ class WorkerHalf:
             self._engine = self._open()
 
     def _detach(self) -> None:
-        self.suspend()
-        self._arena = self._open = None
         self._reached = 0
+        try:
+            self.suspend()
+        finally:
+            self._arena = self._open = None
 
     def start(self, step: int, epoch: int = 0) -> None:
         """A step begins; its number goes back with its answers. Its loads and stores are of weights epoch `epoch`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.connectors.support.adapters import write_adapter
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,32 +19,12 @@ def tiers(folder: Path) -> dict[str, Any]:
     return {"g2": {"capacity": "16MiB"}, "g3": {"path": str(folder / "g3"), "capacity": "64MiB"}}
 
 
-def write_adapter(folder: Path, seed: int) -> None:
-    """A LoRA adapter for the small Llama, as PEFT writes it."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(3):
-        for name, out in (("q_proj", 128), ("v_proj", 64)):
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{place}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
-            weights[f"{place}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
-    folder.mkdir(exist_ok=True)
-    save_file(weights, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none",
-                    "base_model_name_or_path": "tiny", "target_modules": ["q_proj", "v_proj"]})
-    )  # fmt: skip
-
-
 def test_an_adapter_retrained_at_its_path_misses(serve: Any, prompt: Any, tmp_path: Path) -> None:
     """SGLang's id of it is a digest of its name and path."""
     path = tmp_path / "adapter"
     answers = []
     for seed in (1, 2, 1):
-        write_adapter(path, seed)
+        write_adapter(path, seed, layers=3, width=128)
         engine = serve(tiers(tmp_path), arguments={**LORA, "lora_paths": {"tuned": str(path)}})
         answers += engine.host.generate(prompt(1), lora_path=["tuned"])
         if not seed - 1 and len(answers) == 1:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,3 +125,49 @@ def test_ranks_go_on_finding_what_they_stored(rank: dict[str, Any], digest: str)
         return namespace_of(server(**changed), config, settings, kept, Ranks(**(ranks or {})))
 
     assert namespace(**rank).digest.hex() == digest
+
+
+SPEAK = """
+import json, sys
+from kvtier.testing import sglang_cpu
+sglang_cpu.install()
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+from kvtier.connectors.sglang.configuration import configuration_of
+arguments = ServerArgs(**json.loads(sys.argv[1]))
+print(configuration_of(arguments, ModelConfig.from_server_args(arguments)))
+"""
+
+
+@pytest.mark.long
+def test_another_process_at_another_place_gives_the_same_configuration_the_same_name(tmp_path: Path) -> None:
+    """Else nothing stored would be found after a restart, or by a replica."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+    from transformers import LlamaConfig
+
+    from kvtier.connectors.sglang.configuration import configuration_of
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=4096, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(here)  # fmt: skip
+    shutil.copytree(here, there)
+
+    def given(model: Path, port: int, **more: Any) -> dict[str, Any]:
+        place = {"port": port, "nccl_port": port + 1, "extra_metric_labels": {"pod": f"at {port}"}}
+        return {"model_path": str(model), "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu",
+                "served_model_name": f"at {port}", "download_dir": str(model), **place, **more}  # fmt: skip
+
+    def named(**more: Any) -> str:
+        arguments = ServerArgs(**given(here, 30000, **more))
+        return configuration_of(arguments, ModelConfig.from_server_args(arguments))
+
+    home = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONHASHSEED": "7", "USER": "another"}
+    out = subprocess.run(
+        [sys.executable, "-P", "-c", SPEAK, json.dumps(given(there, 31000))], cwd=tmp_path,
+        env={**os.environ, **home}, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert [line for line in out.stdout.splitlines() if line.startswith("{")] == [named()]
+    assert named(kv_cache_dtype="bfloat16") != named(), "the control"

@@ -7,12 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.testing import Child
+from tests.connectors.support import adapters
+from tests.connectors.vllm.support.prompts import prompt
 
 HERE = Path(__file__).parent
 START_S = 420.0
@@ -134,28 +137,8 @@ def make_other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def write_adapter() -> Callable[[Path, int], Path]:
-    """A LoRA adapter for the small Llama, as PEFT writes it."""
-
-    def write(folder: Path, seed: int) -> Path:
-        import torch
-        from safetensors.torch import save_file
-
-        generator = torch.Generator().manual_seed(seed)
-        weights = {}
-        for layer in range(4):
-            for name, out in (("q_proj", 256), ("v_proj", 64)):
-                place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-                weights[f"{place}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.2
-                weights[f"{place}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
-        folder.mkdir(exist_ok=True)
-        save_file(weights, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none",
-                        "base_model_name_or_path": "tiny", "target_modules": ["q_proj", "v_proj"]})
-        )  # fmt: skip
-        return folder
-
-    return write
+    """A LoRA adapter for the small Llama."""
+    return partial(adapters.write_adapter, layers=4, width=256)
 
 
 @pytest.fixture(scope="session")
@@ -186,3 +169,24 @@ def engine(make_checkpoint: Callable[[int], Path], config: dict[str, Any]) -> It
     engine = Engine(model=str(make_checkpoint(0)), config=config, events=True)
     yield engine
     engine.kill()
+
+
+@pytest.fixture
+def mended(engine: Any) -> Iterator[None]:
+    """One test's faults are not the next one's."""
+    yield
+    if engine.process.poll() is None:
+        engine.mend()
+
+
+@pytest.fixture
+def prefix_lm(
+    start: Callable[..., Engine], make_other: Callable[[str], Path]
+) -> tuple[dict[str, Any], list[list[int]], list[list[int]]]:
+    """How to start an engine of a model whose prompts attend to later tokens, prompts, and a plain engine's answers."""
+    options = {"model": str(make_other("prefix_lm")), "engine": {"max_num_batched_tokens": 2048}}
+    prompts = [prompt(1, 200) + prompt(seed, 60) for seed in (2, 3, 4)]
+    plain = start(config=None, **options)
+    right = [plain.generate(prompts=[one], settle=False)[0]["tokens"] for one in prompts]
+    plain.kill()
+    return options, prompts, right

@@ -5,22 +5,13 @@ The engine is that of test_engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.connectors.vllm.support.prompts import IDLE, prompt, tokens
 
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(autouse=True)
-def mended(engine: Any) -> Iterator[None]:
-    """One test's faults are not the next one's."""
-    yield
-    if engine.process.poll() is None:
-        engine.mend()
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("mended")]
 
 
 def cold(engine: Any, prompts: list[list[int]]) -> list[list[int]]:

@@ -27,7 +27,7 @@ def tokens(outs: list[dict[str, Any]]) -> list[list[int]]:
 ASKED = [prompt(1), prompt(2)]
 
 
-@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize("plugin", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_weights_that_are_loaded_in_place_take_the_old_blocks_away(
     start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path, plugin: bool
 ) -> None:
@@ -64,6 +64,7 @@ def test_weights_that_are_loaded_in_place_take_the_old_blocks_away(
         assert first.stop() == 0
 
 
+@pytest.mark.long  # test_identity.py shows quickly that the name is another
 def test_another_configuration_of_the_same_weights_misses(
     start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -124,7 +125,7 @@ def test_two_words_of_configuration_suffice(start: Start, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("tier", "said"),
     [
-        ({"g2": {"capasity": "1GiB"}}, "capasity"),
+        pytest.param({"g2": {"capasity": "1GiB"}}, "capasity", marks=pytest.mark.long),
         ({"g3": {"path": __file__, "capacity": "1GiB"}}, "tiers.g3.path .* is no directory"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,11 @@ Start = Callable[..., Any]
 
 
 def test_a_model_whose_prompts_attend_to_later_tokens_is_not_cached(
-    start: Start, make_other: Callable[[str], Path], tmp_path: Path
+    start: Start, prefix_lm: Any, tmp_path: Path
 ) -> None:
     """A prompt's KV depends on all of it, so a shared prefix has other KV in each prompt."""
-    model, options = str(make_other("prefix_lm")), {"max_num_batched_tokens": 2048}
-    prompts = [prompt(1, 200) + prompt(seed, 60) for seed in (2, 3, 4)]
-    plain = start(model=model, config=None, engine=options)
-    right = [plain.generate(prompts=[p], settle=False)[0]["tokens"] for p in prompts]
-    plain.kill()
-    engine = start(model=model, config=tiers(tmp_path), engine=options)
+    options, prompts, right = prefix_lm
+    engine = start(config=tiers(tmp_path), **options)
     assert not engine.has_cache() and any("attend to later ones" in line for line in engine.logs())
     for _ in range(2):
         outs = [engine.generate(prompts=[p], settle=False)[0] for p in prompts]
@@ -108,9 +105,10 @@ def goes_away_before_it_has_blocks(engine: Any, name: str, chance: random.Random
     engine.abort(name=name)
 
 
-def goes_away_during_its_load(engine: Any, name: str, chance: random.Random) -> None:
-    engine.hold_copies()
-    engine.steps(count=chance.randrange(1, 4))
+def goes_away_while_held(hold: str, steps: range, engine: Any, name: str, chance: random.Random) -> None:
+    """After so many steps in which the engine's method `hold` keeps its copies or stores from ending."""
+    getattr(engine, hold)()
+    engine.steps(count=chance.choice(steps))
     engine.abort(name=name)
     engine.steps(count=chance.randrange(0, 5))
     engine.mend()
@@ -129,14 +127,6 @@ def goes_away_while_it_computes(engine: Any, name: str, chance: random.Random) -
     engine.abort(name=name)
 
 
-def goes_away_during_its_stores(engine: Any, name: str, chance: random.Random) -> None:
-    engine.hold_stores()
-    engine.steps(count=chance.randrange(2, 8))
-    engine.abort(name=name)
-    engine.steps(count=chance.randrange(0, 5))
-    engine.mend()
-
-
 def goes_away_after_its_end(engine: Any, name: str, chance: random.Random) -> None:
     engine.run_out()
     engine.abort(name=name)
@@ -144,10 +134,10 @@ def goes_away_after_its_end(engine: Any, name: str, chance: random.Random) -> No
 
 STAGES = [
     goes_away_before_it_has_blocks,
-    goes_away_during_its_load,
+    partial(goes_away_while_held, "hold_copies", range(1, 4)),
     goes_away_before_its_load_fails,
     goes_away_while_it_computes,
-    goes_away_during_its_stores,
+    partial(goes_away_while_held, "hold_stores", range(2, 8)),
     goes_away_after_its_end,
 ]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +161,7 @@ def test_whatever_may_change_the_bytes_is_in_the_name(configured: Callable[..., 
         ({"hf_overrides": {"rms_norm_eps": 1e-3}}, "model_config.hf_config.rms_norm_eps"),
         ({"model_impl": "transformers"}, "model_config.model_impl"),
         ({"kv_cache_dtype": "fp8"}, "cache_config.cache_dtype"),
+        ({"moe_backend": "marlin"}, "kernel_config.moe_backend"),
         ({"additional_config": {"a_switch_of_the_platform": 1}}, "additional_config"),
     ):
         assert name in differing(plain, configuration_of(configured(**arguments))), arguments
@@ -190,3 +194,39 @@ def test_random_weights_have_a_name_of_their_own(configured: Callable[..., Any])
     quantised.model_config.quantization = "fp8"
     drawn = [engine_fields(quantised, settings, randomised=False)["weights"] for _ in range(2)]
     assert drawn[0] != drawn[1], "some of its weights are what the memory held"
+
+
+SPEAK = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from kvtier.connectors.vllm.configuration import configuration_of
+for arguments in json.loads(sys.argv[1]):
+    print(configuration_of(EngineArgs(**arguments).create_engine_config()))
+"""
+
+
+@pytest.mark.long
+def test_another_process_at_another_place_gives_the_same_configuration_the_same_name(
+    configured: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Else nothing stored would be found after a restart, or by a replica."""
+    here = Path(configured().model_config.model)
+    there = shutil.copytree(here, tmp_path / "model")
+
+    def given(model: Path, port: int) -> list[dict[str, Any]]:
+        speculation = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+        each = [
+            {"enable_lora": True, "max_lora_rank": 8, "master_port": port, "served_model_name": f"at {port}"},
+            {"speculative_config": speculation, "download_dir": str(model)},
+            {"hf_overrides": {"rms_norm_eps": 1e-3}, "additional_config": {"switches": {"one": 1}}},
+        ]
+        common = {"model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 2048}
+        return [{**common, **one} for one in each]
+
+    mine = [configuration_of(configured(**arguments)) for arguments in given(here, 29500)]
+    home = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONHASHSEED": "7", "USER": "another"}
+    out = subprocess.run(
+        [sys.executable, "-P", "-c", SPEAK, json.dumps(given(there, 29501))], cwd=tmp_path,
+        env={**os.environ, **home}, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert [line for line in out.stdout.splitlines() if line.startswith("{")] == mine and len(set(mine)) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,27 @@ def test_a_job_without_slots_or_without_arena_is_answered_as_failed() -> None:
     worker.load([Load("r", StepMoves(1, (2, 3), (0, 1), (0, 0)))])
     assert worker.received() == {"r"} and worker.bad_blocks() == {2, 3}
     assert worker.answer().failed == {1: {0, 1}}
+
+
+def test_copies_that_do_not_end_well_cost_the_next_arena_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Arena(PAGE * LAYERS, 1, 1 << 20), Arena(PAGE * LAYERS, 1, 1 << 20)
+    first.open()
+    second.open()
+    worker = WorkerHalf(pages())
+    worker.register(layer_outside())
+    attached(worker, first)
+
+    def broken(timeout_s: float) -> bool:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(worker._engine, "close", broken)
+    worker.attach(replace(handle_of(second), number=2))
+    assert worker.answer().unreached == 2
+    worker.attach(replace(handle_of(second), number=2))
+    assert worker.answer().unreached == 0, "the next attempt succeeds"
+    worker.close()
+    first.close()
+    second.close()
 
 
 def test_an_engine_that_sleeps_copies_nothing_and_wakes_with_the_same_arena() -> None:

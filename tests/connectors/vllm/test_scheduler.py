@@ -40,6 +40,16 @@ def stored(engine: SmallEngine, tokens: list[int]) -> None:
     assert engine.stored(tokens) == len(tokens) // SIZE
 
 
+def waiting(make: Make) -> SmallEngine:
+    """An engine with a request that waits for its load."""
+    engine = make()
+    stored(engine, PROMPT)
+    engine.held = True
+    engine.add("waits", PROMPT)
+    engine.step()
+    return engine
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_what_is_stored_is_found_again(make: Make, caching: bool) -> None:
     engine = make(caching=caching)
@@ -89,11 +99,7 @@ def test_while_a_rank_cannot_reach_the_arena_nothing_is_offered_or_stored(make: 
 
 
 def test_a_load_that_nobody_answers_is_cancelled_and_none_is_offered_meanwhile(make: Make) -> None:
-    engine = make()
-    stored(engine, PROMPT)
-    engine.held = True
-    engine.add("waits", PROMPT)
-    engine.step()
+    engine = waiting(make)
     engine.clock.advance(29.0)
     assert engine.step().cancelled == []
     engine.clock.advance(2.0)
@@ -106,11 +112,7 @@ def test_a_load_that_nobody_answers_is_cancelled_and_none_is_offered_meanwhile(m
 
 
 def test_while_a_cancelled_load_is_open_none_is_offered(make: Make) -> None:
-    engine = make()
-    stored(engine, PROMPT)
-    engine.held = True
-    engine.add("waits", PROMPT)
-    engine.step()
+    engine = waiting(make)
     engine.clock.advance(31.0)
     engine.half.plan(engine._schedule())  # the workers do not hear of it
     engine.add("other", PROMPT)

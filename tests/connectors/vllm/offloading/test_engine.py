@@ -185,6 +185,7 @@ def test_weights_that_are_loaded_in_place_take_the_old_blocks_away(
     assert engine.stop() == 0
 
 
+@pytest.mark.long
 def test_blocks_of_old_weights_are_not_loaded_with_the_first_step(
     start: Callable[..., Any], make_checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -204,17 +205,11 @@ def test_blocks_of_old_weights_are_not_loaded_with_the_first_step(
 
 
 @pytest.mark.long
-def test_a_model_whose_prompts_attend_to_later_tokens_is_not_cached(
-    start: Callable[..., Any], make_other: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_whose_prompts_attend_to_later_tokens_is_not_cached(start: Callable[..., Any], prefix_lm: Any) -> None:
     """vLLM turns its prefix cache off, and not its offloading."""
-    model, options = str(make_other("prefix_lm")), {"max_num_batched_tokens": 2048}
-    prompts = [prompt(1, 200) + prompt(seed, 60) for seed in (2, 3, 4)]
-    plain = start(model=model, config=None, engine=options)
-    right = [plain.generate(prompts=[p], settle=False)[0]["tokens"] for p in prompts]
-    plain.kill()
+    options, prompts, right = prefix_lm
     tiers = {"g2": {"capacity": "16MiB"}}
-    engine = start(script="offloading_host.py", tier={"kvtier_config": {"tiers": tiers}}, model=model, engine=options)
+    engine = start(script="offloading_host.py", tier={"kvtier_config": {"tiers": tiers}}, **options)
     for _ in range(2):
         assert tokens([engine.generate(prompts=[p])[0] for p in prompts]) == right
     assert any("attend to later ones" in line for line in engine.logs())

@@ -1,0 +1,28 @@
+"""Configurations as text: nothing that may change the KV is left out, however deep it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.configuration import described
+
+
+def nested(depth: int, value: Any) -> Any:
+    return value if depth == 0 else {"below": nested(depth - 1, value)}
+
+
+@pytest.mark.parametrize("depth", [1, 7, 8, 9, 20])
+def test_plain_data_counts_at_every_depth(depth: int) -> None:
+    texts = {described({"section": {"given": nested(depth, value)}}, ()) for value in ([1], [2], {"a": 1})}
+    assert len(texts) == 3
+
+
+def test_objects_that_refer_to_each_other_have_a_text() -> None:
+    class Part:
+        other: Any = None
+
+    one, two = Part(), Part()
+    one.other, two.other = two, [one]
+    assert described({"section": {"part": one}}, ()) == described({"section": {"part": one}}, ())
