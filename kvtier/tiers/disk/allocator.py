@@ -343,13 +343,14 @@ class ReservedSlots:
         self.writes = 0  # under way now,
         self._moving = 0  # blocks on their way in them,
         self._peak = 0  # and the most of late
+        self._coming = 0  # slots that are being reserved for later writes
         self._held: list[SlotReservation] = []
         self._returned: list[SlotReservation] = []
         self._unused: list[SlotReservation] = []  # returned ones that nothing was written to
 
     @contextmanager
     def writing(self, count: int) -> Iterator[None]:
-        """While inside, so many blocks are on their way to slots."""
+        """While inside, a write is under way, of so many blocks for which slots may be held."""
         with self._lock:
             self.writes += 1
             self._moving += count
@@ -361,9 +362,22 @@ class ReservedSlots:
                 self.writes -= 1
                 self._moving -= count
 
-    def wants(self, count: int) -> bool:
-        """Whether so many more are few enough to reserve: as many are held as were on their way together."""
-        return len(self._held) < max(2 * count if count > 1 else 1, self._peak)
+    @contextmanager
+    def reserving(self, count: int, batch: int) -> Iterator[int]:
+        """While inside, so many slots are being reserved for later writes as the value says.
+
+        None while as many are held as were on their way together, else `batch`, but `count`, those of this write, at
+        least: blocks that leave together change fewer pages of the index than one by one.
+        """
+        with self._lock:
+            enough = max(2 * count if count > 1 else 1, self._peak)
+            more = max(count, batch) if len(self._held) + self._coming < enough else 0
+            self._coming += more
+        try:
+            yield more
+        finally:
+            with self._lock:
+                self._coming -= more
 
     def add(self, reservations: Sequence[SlotReservation]) -> None:
         """Hold these for the next write."""

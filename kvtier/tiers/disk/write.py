@@ -1,7 +1,8 @@
 """Blocks on their way from RAM into their slots: reserved, written, synced, published.
 
-The transaction that publishes a write also reserves slots for the next one, as many as were on their way together of
-late, so that each write commits once, not twice: a commit costs as much of the index as a small block.
+The transaction that publishes a write also reserves slots for the next ones, as many as were on their way together of
+late, so that each write commits once, not twice: a commit costs as much of the index as a small block. Small blocks are
+reserved for in batches, since the blocks that leave for them change pages all over the index and share some of those.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ T = TypeVar("T")
 SLOTS_PER_BLOCK_MAX = 3  # that a block is written to, one after another, while they fail
 STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
 STREAM_SHARE = 32  # unless it is more than this part of the capacity;
-SMALL_SHARE = 1024  # so does a smaller one, unless it is more than this part
+SMALL_SHARE = 1024  # so does a smaller one, unless it is more than this part,
+AHEAD_BLOCKS = 128  # and for so many blocks, of as many bytes at most
 
 
 class WriteBatch:
@@ -58,7 +60,8 @@ class WriteBatch:
 
         Raises TierTimeout, TierFull or TierError.
         """
-        with self._store.reserved.writing(len(self._blocks)):
+        count = len(self._blocks)
+        with self._store.reserved.writing(count if self._streams(count) else 0):
             try:
                 await self._reserve(deadline)
                 places = list(self._reserved)
@@ -134,6 +137,14 @@ class WriteBatch:
                 return []
         return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
 
+    def _ahead(self, count: int) -> tuple[int, int]:
+        """The arguments of `ReservedSlots.reserving` for a write of `count` blocks."""
+        if not self._streams(count):
+            return 0, 0
+        slot_bytes = slot_class(self._block_bytes) * SLOT_ALIGN
+        most = min(STREAM_BYTES_MIN, self._store.geometry.capacity // SMALL_SHARE)
+        return count, min(AHEAD_BLOCKS, most // slot_bytes)
+
     def _streams(self, count: int) -> bool:
         """Whether a write is small beside the store, so that slots may be held for one that follows."""
         size = count * slot_class(self._block_bytes) * SLOT_ALIGN
@@ -172,16 +183,17 @@ class WriteBatch:
         written = {place: self._reserved[place] for place in sorted(whole, key=self._depth_of)}
         if not written:
             return
-        count = len(written) if self._streams(len(written)) and store.reserved.wants(len(written)) else 0
+        slot_cls = slot_class(self._block_bytes)
 
         def publish(txn: WriteTxn) -> tuple[list[Stored], list[SlotReservation]]:
             results = [
                 txn.publish(slot, self._blocks[place], wall_s, self._share_bytes) for place, slot in written.items()
             ]
-            return results, txn.reserve_slots(slot_class(self._block_bytes), count)
+            return results, txn.reserve_slots(slot_cls, ahead)
 
-        results, spare = await self._commit(publish, deadline, lambda result: store.give_back(result[1]))
-        store.reserved.add(spare)
+        with store.reserved.reserving(*self._ahead(len(written))) as ahead:
+            results, spare = await self._commit(publish, deadline, lambda result: store.give_back(result[1]))
+            store.reserved.add(spare)
         for place, result in zip(written, results, strict=True):
             self._results[place] = result
             del self._reserved[place]

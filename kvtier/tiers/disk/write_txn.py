@@ -141,9 +141,13 @@ class WriteTxn:
 
     def reserve_slots(self, slot_cls: int, count: int) -> list[SlotReservation]:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
-        allowed = (_ for _ in range(count) if self.budget.allows(slot_cls * SLOT_ALIGN))
-        reservations = (self._reserve_slot(slot_cls, PRIORITY) for _ in allowed)
-        return [one for one in reservations if one is not None]
+        found: list[SlotReservation] = []
+        while len(found) < count and self.budget.allows(slot_cls * SLOT_ALIGN):
+            reservation = self._reserve_slot(slot_cls, PRIORITY)
+            if reservation is None:
+                break
+            found.append(reservation)
+        return found
 
     def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> Stored:
         """Make a written block visible, its scope's coldest leaving where it would exceed `share_bytes` (0: any).

@@ -383,6 +383,22 @@ async def test_puts_at_once_share_commits(tmp_path: Path) -> None:
         assert tier._store.tick - before <= 14
 
 
+async def test_lone_puts_into_a_full_store_evict_in_batches(tmp_path: Path) -> None:
+    """An eviction changes pages all over the index, of which several that leave together share some."""
+    async with opened(tmp_path / "g3", blocks := 16_384) as tier:
+        for seed in range(8):
+            await put(tier, chain_of(NAMESPACE, blocks // 8, seed))
+        await put(tier, chain_of(NAMESPACE, 1, 8))
+        evictions = []
+        for seed in range(9, 57):
+            before = tier.usage().evictions
+            assert await put(tier, chain_of(NAMESPACE, 1, seed)) == [Stored.STORED]
+            evictions.append(tier.usage().evictions - before)
+        assert sum(evictions) >= 32
+        assert len([count for count in evictions if count]) <= 4
+        assert max(evictions) <= 16, "more than a thousandth of the store is kept empty"
+
+
 async def test_slots_that_are_held_are_for_blocks_of_that_priority_only(tmp_path: Path) -> None:
     """A held slot was taken from a block of the common priority: one of a lower has no claim to it."""
     async with opened(tmp_path / "g3", 1024) as tier:
