@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.drain import Drain
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index, Use
+from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.times import Wall
 
 

@@ -22,7 +22,6 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierUnavailable
 from kvtier.supervisor import Failures, Service, Together
 from kvtier.tiers.disk import recovery
-from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.damage_mark import MarkWatch
 from kvtier.tiers.disk.directory import prepare
@@ -36,6 +35,7 @@ from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.removals import Removals
+from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.tiers.disk.room_maker import RoomMaker
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe

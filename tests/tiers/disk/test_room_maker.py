@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.tiers.disk.allocator import ReservedSlots
 from kvtier.tiers.disk.records import SLOT_ALIGN
+from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.tiers.disk.room_maker import RoomMaker
 from tests.tiers.disk.support.classes import NOW, ClassStore
 
