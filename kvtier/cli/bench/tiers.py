@@ -134,7 +134,10 @@ def _show_disk(results: dict[str, Any]) -> None:
             f"restart with {restart['blocks']:,} blocks: open in {restart['open_s']:.3f} s, "
             f"first block {1000 * restart['first_hit_after_open_s']:.1f} ms later; "
             f"{restart['puts_per_s']['alone']:.0f} puts per second of 4 KiB, "
-            f"{restart['beside_verify_over_alone']:.2f} of that beside verify"
+            f"{restart['beside_verify_over_alone']:.2f} of that beside verify; an index of "
+            f"{restart['index_bytes_per_block']:.0f} bytes per block, to which a lone put writes "
+            f"{restart['index_bytes_written_per_lone_put'] / 1000:.1f} KB and each of 32 at once "
+            f"{restart['index_bytes_written_per_put_of_32'] / 1000:.1f}"
         )
 
 

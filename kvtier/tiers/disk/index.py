@@ -16,7 +16,6 @@ import os
 import resource
 import secrets
 import shutil
-import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.memory import TxnMemory
+from kvtier.tiers.disk.meta_pages import check_length
 from kvtier.tiers.disk.owner import Owner, boot_offset_ns
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.purged import purged_until
@@ -71,10 +71,6 @@ STILL_TXNS = 8
 """A reader that began so many transactions ago stands still: a read takes microseconds."""
 ROWS_PER_SLICE = 256
 NAMES_PER_READ = 16
-_PAGE_HEADER_BYTES = 16
-_META = struct.Struct("<IIQQ48s48sQQ")
-_META_MAGIC = 0xBEEFC0DE
-_META_VERSION = 1
 
 
 class Use(IntEnum):
@@ -89,42 +85,6 @@ def map_bytes_for(capacity_bytes: int) -> int:
     """Size of the map for a store of that capacity, whatever its blocks. Pure."""
     page = os.sysconf("SC_PAGESIZE")
     return -(-(MAP_BYTES_MIN + capacity_bytes // SLOT_ALIGN * MAP_BYTES_PER_BLOCK) // page) * page
-
-
-def check_length(data: Path) -> None:
-    """Raise Unusable unless the file has all pages that its meta pages speak of. Whatever lies behind them is unused.
-
-    The layout of LMDB's meta pages (mdb.c, MDB_meta, format version 1): after a page header of 16 bytes, magic,
-    version, address, map size, two database records of 48 bytes whose first field is the page size, last page
-    number, transaction id. The younger of the two pages counts.
-    """
-    try:
-        if not stat.S_ISREG(data.stat().st_mode):
-            raise Unusable("its data file is not a regular file")
-        with data.open("rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            head = file.read(_PAGE_HEADER_BYTES + _META.size)
-            first = _parse_meta(head)
-            file.seek(first[1])
-            second = _parse_meta(file.read(_PAGE_HEADER_BYTES + _META.size))
-    except (FileNotFoundError, NotADirectoryError):
-        raise Unusable("it has no data file") from None
-    _txn, page_bytes, last_page = max(first, second)
-    needed = (last_page + 1) * page_bytes
-    if length < needed:
-        raise Unusable(f"its data file has {length} bytes where {needed} were written")
-
-
-def _parse_meta(raw: bytes) -> tuple[int, int, int]:
-    if len(raw) < _PAGE_HEADER_BYTES + _META.size:
-        raise Unusable("its data file is shorter than its meta pages")
-    magic, version, _address, _map, free, _main, last_page, txn = _META.unpack_from(raw, _PAGE_HEADER_BYTES)
-    page_bytes = int.from_bytes(free[:4], "little")
-    if magic != _META_MAGIC or version & 0xFFFF != _META_VERSION:
-        raise Unusable("its data file is not an LMDB file of version 1")
-    if page_bytes not in (4096, 8192, 16384, 32768, 65536):
-        raise Unusable(f"its meta page claims pages of {page_bytes} bytes")
-    return txn, page_bytes, last_page
 
 
 class Index:
@@ -298,6 +258,15 @@ class Index:
         """Bytes that the sparse data file occupies."""
         return 512 * (self._path / "data.mdb").stat().st_blocks
 
+    def used_bytes(self) -> int:
+        """Bytes of the pages that hold tables; the data file has unused ones, too."""
+        with self.reading():
+            return self._used_bytes()
+
+    def _used_bytes(self) -> int:
+        used = self._env.stat()
+        return int(used["psize"] * (used["branch_pages"] + used["leaf_pages"] + used["overflow_pages"]))
+
     def has_reservations(self) -> bool:
         """Whether slots are being written to, or were when their owner died."""
         with self.reading() as txn:
@@ -339,10 +308,9 @@ class Index:
         """The process that keeps unused pages from being used again, if that is so, and there are so many of them that
         none may be added for `use`."""
         with self.reading():
-            info, used = self._env.info(), self._env.stat()
-            pages = used["branch_pages"] + used["leaf_pages"] + used["overflow_pages"]
-            unused = (info["last_pgno"] + 1 - pages) * used["psize"]
-            allowed = UNUSED_BYTES_MIN + pages * used["psize"] // UNUSED_SHARE
+            info, used = self._env.info(), self._used_bytes()
+            unused = (info["last_pgno"] + 1) * self._env.stat()["psize"] - used
+            allowed = UNUSED_BYTES_MIN + used // UNUSED_SHARE
             if use is Use.PURGE or unused <= allowed * (2 if use is Use.DROP else 1):
                 return None
             self._env.reader_check()

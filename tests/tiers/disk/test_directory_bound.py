@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,71 @@ def test_a_directory_stays_within_its_bound_while_writers_are_killed(tmp_path: P
             process.communicate()
     assert killed
     assert 0 < peak <= bound(CAPACITY * BLOCK)
+
+
+@dataclass
+class Herd:
+    """Processes that turn over one store. `written`: bytes that those that are gone gave to the kernel."""
+
+    path: Path
+    blocks: int
+    per_day: float
+    running: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: int = 0
+    written: int = 0
+
+    def start(self) -> None:
+        self.started += 1
+        words = program("churning_writer", self.path, self.blocks, self.per_day, self.started)
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self.running.append(subprocess.Popen(words, cwd=ROOT, env=environment(), text=True, **pipes))
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """It must not have ended by itself."""
+        self.running.remove(process)
+        process.send_signal(signal.SIGSTOP)
+        counts = Path(f"/proc/{process.pid}/io").read_text() if process.poll() is None else ""
+        process.kill()
+        _, told = process.communicate()
+        assert counts, told
+        self.written += sum(int(line.split()[1]) for line in counts.splitlines() if line.startswith("wchar"))
+
+
+@pytest.mark.parametrize("per_s", [0, 8 * MIB], ids=["unbounded", "budget"])
+@pytest.mark.parametrize(
+    ("seconds", "blocks"),
+    [(10.0, 4096), pytest.param(600.0, 65_536, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    ids=["short", "ten-minutes"],
+)
+def test_a_store_that_is_turned_over_stays_within_its_bounds_while_writers_are_killed(
+    tmp_path: Path, seconds: float, blocks: int, per_s: int
+) -> None:
+    """What `du` tells, at any time, and what the kernel counts: payloads, index and all, over 2 to 3 processes."""
+    rng, herd = random.Random(7), Herd(tmp_path / "g3", blocks, per_s * 86_400.0)
+    began = time.monotonic()
+    herd.start()
+    try:
+        while not list(herd.path.glob("slab/*.slab")):
+            time.sleep(0.05)
+        peak = 0
+        while time.monotonic() < began + seconds:
+            time.sleep(0.2)
+            if len(herd.running) < 3:
+                herd.start()
+            peak = max(peak, occupied(herd.path))
+            if rng.random() < 0.06:
+                herd.kill(rng.choice(herd.running))
+    finally:
+        for process in list(herd.running):
+            herd.kill(process)
+    took_s = time.monotonic() - began
+    limit = bound(blocks * BLOCK)
+    print(f"{herd.started} processes, {peak} bytes of {limit}, {herd.written} written in {took_s:.0f} s")
+    assert blocks * BLOCK // 2 < peak <= limit
+    assert herd.started > 3
+    assert herd.written > blocks * BLOCK // 4
+    if per_s:
+        assert herd.written <= per_s * took_s
 
 
 async def test_a_thousand_namespaces_share_a_directory(tmp_path: Path) -> None:
