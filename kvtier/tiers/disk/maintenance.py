@@ -26,7 +26,7 @@ from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.class_report import class_report
 from kvtier.tiers.disk.diagnosis import Ailment, diagnose
-from kvtier.tiers.disk.group_commit import CommitJob
+from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX, CommitJob
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
 from kvtier.tiers.disk.slot_health import is_place_fault
@@ -35,7 +35,7 @@ from kvtier.tiers.disk.trials import Dropped
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
-CHUNK = 1024  # entries per transaction
+CHUNK = 1024  # entries per read transaction
 READERS = 4
 COMMIT_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
@@ -152,7 +152,9 @@ class Maintenance:
         wall_s = self._clock.wall()
 
         def delete(txn: WriteTxn) -> tuple[int, bytes | None]:
-            return txn.drop_range(start, b"", CHUNK, lambda name, entry: not txn.is_servable(name, entry.life, wall_s))
+            return txn.drop_range(
+                start, b"", BLOCKS_PER_JOB_MAX, lambda name, entry: not txn.is_servable(name, entry.life, wall_s)
+            )
 
         counts = {"reclaimed_slots": self._transact(WriteTxn.reclaim), "deleted_blocks": 0}
         following: bytes | None = b""
@@ -244,7 +246,7 @@ class Maintenance:
             start = chunk[-1][0] + b"\0"
 
     def _transact(self, work: Callable[[WriteTxn], T]) -> T:
-        return self._wait(self._store.submit(work, Use.DROP))
+        return self._wait(self._store.submit(work, Use.DROP, BLOCKS_PER_JOB_MAX))
 
     def _wait(self, job: CommitJob[T]) -> T:
         try:

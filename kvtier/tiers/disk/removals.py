@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.tiers.disk.expired import ExpiredScan
+from kvtier.tiers.disk.expired import FOUND_PER_STEP_MAX, ExpiredScan
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.purged import TombstoneFold
@@ -35,14 +35,17 @@ class Removals:
             return []
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         try:
-            expired = [name for name in self._scan.step(index, self._wall()) if not self._touches.of(name)]
+            found = self._scan.step(index, self._wall())
+            if len(found) == FOUND_PER_STEP_MAX:
+                self._scan_at = 0.0  # there are more: a step per transaction
+            expired = [name for name in found if not self._touches.of(name)]
             fold = self._fold.step(index)
             pending = index.purges.pending()
         except Exception:  # from a damaged index: the next transaction raises it, too
             return []
         jobs: list[CommitJob[Any]] = []
         if expired:
-            jobs.append(CommitJob(lambda txn: txn.remove_expired(expired, self._wall()), Use.DROP))
+            jobs.append(CommitJob(lambda txn: txn.remove_expired(expired, self._wall()), Use.DROP, len(expired)))
         if pending:  # any transaction carries them into the index
             jobs.append(CommitJob(lambda txn: None, Use.PURGE))
         if fold is not None:

@@ -26,7 +26,7 @@ from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.damage_mark import MarkWatch
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
-from kvtier.tiers.disk.group_commit import CommitJob, GroupCommit
+from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, GroupCommit
 from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
@@ -219,10 +219,10 @@ class Store:
         """The same; None while the store is quarantined or closed."""
         return self._state.index
 
-    def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT) -> CommitJob[T]:
-        """Queue work for the next write transaction. Never blocks. Raises what `index` raises."""
+    def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT, blocks: int = 1) -> CommitJob[T]:
+        """Queue work on so many blocks for the next write transaction. Never blocks. Raises what `index` raises."""
         _ = self.index
-        return self._writer.submit(work, use)
+        return self._writer.submit(work, use, blocks)
 
     def give_back(self, reservations: Sequence[SlotReservation]) -> None:
         """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
@@ -324,7 +324,7 @@ class Store:
             for reservation in unused:
                 txn.release(reservation, refund=True)
             if txn.budget.allows(COMMIT_BYTES):
-                touches, tick = self.touches.take(txn.tick)
+                touches, tick = self.touches.take(txn.tick, BLOCKS_PER_COMMIT_MAX - sum(job.blocks for job in jobs))
                 for name, uses in touches.items():
                     txn.renew(name, uses, tick)
             return txn, [(job, job.work(txn)) for job in running]

@@ -27,6 +27,7 @@ from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
 from kvtier.tiers.disk.budget import COMMIT_BYTES
+from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.read import ReadBatch, miss_of
 from kvtier.tiers.disk.records import SLOT_ALIGN, slot_class
@@ -38,7 +39,6 @@ from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
 
-NAMES_PER_TXN = 1024  # of blocks that are evicted, purged or retained
 PEEK_FAULTS_MAX = 8  # pages of the index that `peek` waits for
 
 
@@ -203,7 +203,7 @@ class DiskTier:
             return await self._drop_all(store, self._prefix, lambda _life: True)
         count = 0
         for names in self._names(keys):
-            count += await store.submit(partial(WriteTxn.drop_all, names=names), Use.DROP).result()
+            count += await store.submit(partial(WriteTxn.drop_all, names=names), Use.DROP, len(names)).result()
         return count
 
     async def purge(self, scope: Scope, before: Wall) -> int:
@@ -229,20 +229,20 @@ class DiskTier:
         """Drop the blocks whose names begin with `prefix` and whose lives are `matching`. Returns how many."""
 
         def drop(txn: WriteTxn) -> tuple[int, bytes | None]:
-            return txn.drop_range(start, prefix, NAMES_PER_TXN, lambda _name, entry: matching(entry.life))
+            return txn.drop_range(start, prefix, BLOCKS_PER_JOB_MAX, lambda _name, entry: matching(entry.life))
 
         count = 0
         following: bytes | None = prefix
         while following is not None:
             start = following
-            dropped, following = await store.submit(drop, Use.DROP).result()
+            dropped, following = await store.submit(drop, Use.DROP, BLOCKS_PER_JOB_MAX).result()
             count += dropped
         return count
 
     def _names(self, keys: Sequence[BlockKey]) -> Iterator[list[bytes]]:
         """Full names of the keys, in lists of one transaction each."""
-        for start in range(0, len(keys), NAMES_PER_TXN):
-            yield [self._prefix + key for key in keys[start : start + NAMES_PER_TXN]]
+        for start in range(0, len(keys), BLOCKS_PER_JOB_MAX):
+            yield [self._prefix + key for key in keys[start : start + BLOCKS_PER_JOB_MAX]]
 
     async def tombstones(self) -> Mapping[Scope, Wall]:
         found = await asyncio.to_thread(self._store.index.tombstones, self._prefix)
@@ -254,12 +254,13 @@ class DiskTier:
         retain = partial(WriteTxn.retain, until=until, served=served, wall_s=self._clock.wall())
         done = list[bool]()
         for names in self._names(keys):
-            done += await self._store.submit(partial(retain, names=names)).result()
+            done += await self._store.submit(partial(retain, names=names), blocks=len(names)).result()
         return done
 
     async def release_retained(self, keys: Sequence[BlockKey]) -> None:
         for names in self._names(keys):
-            await self._store.submit(partial(WriteTxn.release_retained, names=names), Use.DROP).result()
+            job = self._store.submit(partial(WriteTxn.release_retained, names=names), Use.DROP, len(names))
+            await job.result()
 
     async def retained(self) -> Mapping[BlockKey, Wall]:
         found = await asyncio.to_thread(self._store.index.retained, self._prefix)

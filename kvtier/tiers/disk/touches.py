@@ -11,7 +11,7 @@ from kvtier.retention.terms import Depth
 from kvtier.times import Wall
 
 NAMES_MAX = 1 << 18
-NAMES_PER_COMMIT_MAX = 2048  # a transaction must not hold the lock for long
+NAMES_PER_COMMIT_MAX, NAMES_PER_COMMIT_MIN = 256, 32  # a transaction must not hold the lock for long
 USES_MAX = 16  # of one block between two transactions; the latest replaces the last
 
 
@@ -58,12 +58,13 @@ class Touches:
         with self._lock:
             return (*self._overdue.get(name, ()), *self._new.get(name, ()))
 
-    def take(self, tick: int) -> tuple[dict[bytes, list[Wall]], int]:
-        """Uses of up to NAMES_PER_COMMIT_MAX blocks for the transaction of `tick`, the oldest first, and their tick:
-        blocks that wait together get one, since a chain's head must not get less than its tail."""
+    def take(self, tick: int, most: int = NAMES_PER_COMMIT_MAX) -> tuple[dict[bytes, list[Wall]], int]:
+        """Uses of up to `most` blocks, but some at least, for the transaction of `tick`, the oldest first, and their
+        tick: blocks that wait together get one, since a chain's head must not get less than its tail."""
         with self._lock:
             if not self._overdue:
                 self._overdue, self._new = self._new, {}
                 self._tick = tick
-            names = list(itertools.islice(self._overdue, NAMES_PER_COMMIT_MAX))
+            count = min(max(most, NAMES_PER_COMMIT_MIN), NAMES_PER_COMMIT_MAX)
+            names = list(itertools.islice(self._overdue, count))
             return {name: self._overdue.pop(name) for name in names}, self._tick

@@ -7,15 +7,18 @@ reserved for in batches, since the blocks that leave for them change pages all o
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from kvtier.clock import Clock
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.faults import NO_SPACE
+from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, NewBlock, SlotReservation, slot_class
 from kvtier.tiers.disk.slab import neighbours
@@ -27,6 +30,8 @@ from kvtier.tiers.protocol import Sealed, Stored
 from kvtier.times import Mono, Wall
 
 T = TypeVar("T")
+Published = tuple[list[Stored], list[SlotReservation]]
+"""Results, and slots for later writes."""
 
 SLOTS_PER_BLOCK_MAX = 3  # that a block is written to, one after another, while they fail
 STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
@@ -52,6 +57,7 @@ class WriteBatch:
             self._blocks.append(NewBlock(name, length, block.life, block.index, block.digest, parent, block.priority))
         self._reserved: dict[int, SlotReservation] = {}  # by place in the batch
         self._results: dict[int, Stored] = {}  # the same
+        self._began = sys.maxsize  # tick of the first transaction
         self._bad: list[int] = []  # places in the batch whose slots failed alone
         self._lock = threading.Lock()
 
@@ -77,29 +83,37 @@ class WriteBatch:
         wall_s = self._clock.wall()
         # Parents first: where space ends, the deepest blocks are refused.
         places = sorted(range(len(self._blocks)), key=self._depth_of)
-
-        slot_cls = slot_class(self._block_bytes)
-
-        def reserve(txn: WriteTxn) -> list[SlotReservation | Stored]:
-            slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
-            if Stored.FULL not in slots or not self._store.room.serves(self._store.index, slot_cls):
-                return slots
-            for slot in slots:
-                if isinstance(slot, SlotReservation):
-                    txn.release(slot, refund=True)
-            return []
-
-        def undo(slots: Sequence[SlotReservation | Stored]) -> None:
-            self._store.give_back([one for one in slots if isinstance(one, SlotReservation)])
-
         slots = self._take_reserved(wall_s)
-        if not slots:
-            places = self._within_budget(places)
-        while places and not slots:  # each transaction makes some more room, from other classes
-            slots = await self._commit(reserve, deadline, undo)
+        if slots:
+            self._assign(places, slots)
+            return
+        for some in in_jobs(self._within_budget(places)):
+            slots = []
+            while not slots:  # each transaction makes some more room, from other classes
+                work = partial(self._reserve_some, places=some, wall_s=wall_s)
+                slots = await self._commit(work, deadline, self._undo, len(some))
+            self._assign(some, slots)
+
+    def _reserve_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall) -> list[SlotReservation | Stored]:
+        """Slots for these blocks, or why they get none; nothing if room is being made for them."""
+        self._began = min(self._began, txn.tick)
+        with txn.going_on(self._began, {self._blocks[place].name for place in self._reserved}):
+            slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
+        if Stored.FULL not in slots or not self._store.room.serves(self._store.index, slot_class(self._block_bytes)):
+            return slots
+        for slot in slots:
+            if isinstance(slot, SlotReservation):
+                txn.release(slot, refund=True)
+        return []
+
+    def _undo(self, slots: Sequence[SlotReservation | Stored]) -> None:
+        self._store.give_back([one for one in slots if isinstance(one, SlotReservation)])
+
+    def _assign(self, places: Sequence[int], slots: Sequence[SlotReservation | Stored]) -> None:
+        """Slots that came in several transactions get one tick, since a head must not be colder than its tail."""
         for place, slot in zip(places, slots, strict=True):
             if isinstance(slot, SlotReservation):
-                self._reserved[place] = slot
+                self._reserved[place] = replace(slot, tick=min(self._began, slot.tick))
             else:
                 self._results[place] = slot
 
@@ -164,7 +178,7 @@ class WriteBatch:
                 return None
             return txn.reserve_slots(slot_class(self._block_bytes), len(slots))
 
-        fresh = await self._commit(replace, deadline, lambda fresh: store.give_back(fresh or []))
+        fresh = await self._commit(replace, deadline, lambda fresh: store.give_back(fresh or []), len(bad))
         if fresh is None:
             store.too_many_bad()
             return []
@@ -180,27 +194,29 @@ class WriteBatch:
     async def _publish(self, deadline: Mono) -> None:
         store, wall_s = self._store, self._clock.wall()
         whole = (place for place in self._reserved if place not in self._results)
-        written = {place: self._reserved[place] for place in sorted(whole, key=self._depth_of)}
-        if not written:
-            return
-        slot_cls = slot_class(self._block_bytes)
+        for places in in_jobs(sorted(whole, key=self._depth_of)):
+            with store.reserved.reserving(*self._ahead(len(places))) as ahead:
+                work = partial(self._publish_some, places=places, wall_s=wall_s, ahead=ahead)
+                results, spare = await self._commit(
+                    work, deadline, lambda result: store.give_back(result[1]), len(places) + ahead
+                )
+                store.reserved.add(spare)
+            for place, result in zip(places, results, strict=True):
+                self._results[place] = result
+                del self._reserved[place]
 
-        def publish(txn: WriteTxn) -> tuple[list[Stored], list[SlotReservation]]:
-            results = [
-                txn.publish(slot, self._blocks[place], wall_s, self._share_bytes) for place, slot in written.items()
-            ]
-            return results, txn.reserve_slots(slot_cls, ahead)
+    def _publish_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall, ahead: int) -> Published:
+        """Publish these blocks and reserve slots for later writes."""
+        results = [
+            txn.publish(self._reserved[place], self._blocks[place], wall_s, self._share_bytes) for place in places
+        ]
+        return results, txn.reserve_slots(slot_class(self._block_bytes), ahead)
 
-        with store.reserved.reserving(*self._ahead(len(written))) as ahead:
-            results, spare = await self._commit(publish, deadline, lambda result: store.give_back(result[1]))
-            store.reserved.add(spare)
-        for place, result in zip(written, results, strict=True):
-            self._results[place] = result
-            del self._reserved[place]
-
-    async def _commit(self, work: Callable[[WriteTxn], T], deadline: Mono, undo: Callable[[T], object]) -> T:
+    async def _commit(
+        self, work: Callable[[WriteTxn], T], deadline: Mono, undo: Callable[[T], object], blocks: int
+    ) -> T:
         timeout_s = max(0.0, deadline - self._clock.monotonic())
-        return await self._store.submit(work).result(timeout_s, undo)
+        return await self._store.submit(work, blocks=blocks).result(timeout_s, undo)
 
     # Writing.
 
@@ -292,3 +308,9 @@ class WriteBatch:
             self._store.volume_full(segment)
             return Stored.FULL
         return Stored.FAILED
+
+
+def in_jobs(places: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Parts of which each is worked on in one transaction. Pure."""
+    for start in range(0, len(places), BLOCKS_PER_JOB_MAX):
+        yield places[start : start + BLOCKS_PER_JOB_MAX]

@@ -7,7 +7,8 @@ commit that took them from their old owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,7 @@ class WriteTxn:
         self._shares = Shares(txn)
         self._entries = Entries(txn, counters, self._order, self.segments, self._shares, self._retained)
         self._wall_s = Wall(0)  # of the last verb that was given it
+        self._since = self.tick  # when what is done now began
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here
         self._sheltered: set[bytes] = set()  # parents of those: no victims
 
@@ -110,6 +112,17 @@ class WriteTxn:
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
         return self._entries.find(name)
+
+    @contextmanager
+    def going_on(self, since: int, reserved: Set[bytes]) -> Iterator[None]:
+        """While inside, go on with what a transaction of the tick `since` began: blocks of these names have slots from
+        there, and what is used now ranks as if it had been used then."""
+        self._since = since
+        self._reserved |= reserved
+        try:
+            yield
+        finally:
+            self._since = self.tick
 
     def reserve(self, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> SlotReservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
@@ -355,7 +368,7 @@ class WriteTxn:
         if entry.length != block.length or self.purged.covers(block.name, entry.life):
             self.drop(block.name)
             return False
-        warm = rank_of(max(block.priority, priority_in(entry.rank)), self.tick)
+        warm = rank_of(max(block.priority, priority_in(entry.rank)), self._since)
         above = warm if block.parent is None else self._entries.rank_of(block.parent)
         self._entries.update(block.name, entry, entry.life.join(block.life, self._wall_s), min(above or 0, warm))
         return True
@@ -391,13 +404,14 @@ class WriteTxn:
     ) -> Entry | None:
         """Take out the block that `next_victim` finds in the order; its slot is the caller's. None if it must stay.
 
-        A block that this very transaction stored or renewed is no victim for one of no higher priority: a chain longer
-        than the store loses its tail, not its head. Nor is a live block of a higher `priority`.
+        A block that this very transaction, or one that it goes on with, stored or renewed is no victim for one of no
+        higher priority: a chain longer than the store loses its tail, not its head. Nor is a live block of a higher
+        `priority`.
         """
         while (row := next_victim()) is not None:
             key, name = row
             rank = order_parts(key)[1]
-            fresh = tick_in(rank) >= self.tick and priority_in(rank) >= priority
+            fresh = tick_in(rank) >= self._since and priority_in(rank) >= priority
             if fresh or name in self._sheltered or name == spared:
                 return None
             entry = self.find(name)
