@@ -76,7 +76,7 @@ async def _measure(path: Path, blocks: int) -> dict[str, Any]:
     clock, keys = SystemClock(), _keys(b"filled", 0, 1)
     tier = DiskTier([path], _capacity(blocks), _NAMESPACE, clock=clock)
     used = _index_bytes(path)
-    into = memoryview(np.zeros(BLOCK_BYTES, np.uint8))
+    into = np.zeros(BLOCK_BYTES, np.uint8).data
     began = time.perf_counter()
     await tier.open()
     opened = time.perf_counter()
