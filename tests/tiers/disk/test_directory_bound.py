@@ -77,13 +77,14 @@ def test_a_directory_stays_within_its_bound_while_writers_are_killed(tmp_path: P
 
 @dataclass
 class Herd:
-    """Processes that turn over one store. `written`: bytes that those that are gone gave to the kernel."""
+    """Processes that turn over one store. `written`: bytes that those that were killed gave to the kernel."""
 
     path: Path
     blocks: int
     per_day: float
     running: list[subprocess.Popen[str]] = field(default_factory=list)
     started: int = 0
+    killed: int = 0
     written: int = 0
 
     def start(self) -> None:
@@ -96,17 +97,24 @@ class Herd:
         """It must not have ended by itself."""
         self.running.remove(process)
         process.send_signal(signal.SIGSTOP)
-        counts = Path(f"/proc/{process.pid}/io").read_text() if process.poll() is None else ""
+        ended = process.poll() is not None
+        self.written += 0 if ended else written_by(process)
         process.kill()
         _, told = process.communicate()
-        assert counts, told
-        self.written += sum(int(line.split()[1]) for line in counts.splitlines() if line.startswith("wchar"))
+        assert not ended, told
+        self.killed += 1
+
+
+def written_by(process: subprocess.Popen[str]) -> int:
+    """Bytes that a live process gave to the kernel."""
+    lines = Path(f"/proc/{process.pid}/io").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
 @pytest.mark.parametrize("per_s", [0, 8 * MIB], ids=["unbounded", "budget"])
 @pytest.mark.parametrize(
     ("seconds", "blocks"),
-    [(10.0, 4096), pytest.param(600.0, 65_536, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    [(4.0, 4096), pytest.param(600.0, 65_536, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
     ids=["short", "ten-minutes"],
 )
 def test_a_store_that_is_turned_over_stays_within_its_bounds_while_writers_are_killed(
@@ -120,13 +128,14 @@ def test_a_store_that_is_turned_over_stays_within_its_bounds_while_writers_are_k
         while not list(herd.path.glob("slab/*.slab")):
             time.sleep(0.05)
         peak = 0
-        while time.monotonic() < began + seconds:
+        while time.monotonic() < began + seconds or herd.killed < 3:
             time.sleep(0.2)
             if len(herd.running) < 3:
                 herd.start()
             peak = max(peak, occupied(herd.path))
-            if rng.random() < 0.06:
-                herd.kill(rng.choice(herd.running))
+            one = rng.choice(herd.running)
+            if rng.random() < 0.1 and (one.poll() is not None or written_by(one) > 4 * MIB):
+                herd.kill(one)
     finally:
         for process in list(herd.running):
             herd.kill(process)
@@ -134,8 +143,6 @@ def test_a_store_that_is_turned_over_stays_within_its_bounds_while_writers_are_k
     limit = bound(blocks * BLOCK)
     print(f"{herd.started} processes, {peak} bytes of {limit}, {herd.written} written in {took_s:.0f} s")
     assert blocks * BLOCK // 2 < peak <= limit
-    assert herd.started > 3
-    assert herd.written > blocks * BLOCK // 4
     if per_s:
         assert herd.written <= per_s * took_s
 
