@@ -126,7 +126,8 @@ class Tier(Protocol):
     stride: int  # blocks that `write` stores as one object, aligned in depth; 1 where blocks stand alone
 
     async def open(self) -> None:
-        """Attach to the store, or create it. Raises FormatError, ConfigError or TierError."""
+        """Attach to the store, or create it. Raises FormatError, ConfigError or TierError. Raising or cancelled, it
+        leaves nothing open."""
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         """For each depth in `wanted` (ascending): None if the block seems to be here, else why not. A read decides.
@@ -171,7 +172,8 @@ class Tier(Protocol):
         """Assert the tier's invariants. For tests and `Cache.check`; may read its whole index."""
 
     async def close(self, deadline: Mono) -> None:
-        """Flush within the deadline and release all resources. Idempotent."""
+        """Flush within the deadline and release all resources, whatever fails, and though it is cancelled. Idempotent;
+        the tier may be opened again."""
 
 
 class Supervised(Protocol):

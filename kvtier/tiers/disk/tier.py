@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
 from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.index import Use
+from kvtier.tiers.disk.own_thread import on_own_thread, outcome
 from kvtier.tiers.disk.read import ReadBatch, miss_of
 from kvtier.tiers.disk.records import SLOT_ALIGN, slot_class
 from kvtier.tiers.disk.slab import Calls, SystemCalls
@@ -87,18 +88,22 @@ class DiskTier:
         if self._opened is not None:
             return
         arguments = (self._paths, self._capacity_bytes, self.block_bytes, self._calls, self._expired_by)
-        attaching = asyncio.ensure_future(asyncio.to_thread(Store.attach, *arguments))
+        attaching = on_own_thread("kvtier-g3-open", lambda: Store.attach(*arguments))
         try:
-            self._opened = await asyncio.shield(attaching)
+            store = await outcome(attaching)
         except asyncio.CancelledError:
             attaching.add_done_callback(_release_late)
             raise
-        self._pid = os.getpid()
-        self._opened.limit_writes(self._write_budget, self._clock.monotonic)
-        self._opened.services.append(self._service)
-        fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
-        # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
-        self._opened.submit(lambda txn: txn.register(self._prefix, fields))
+        try:
+            store.limit_writes(self._write_budget, self._clock.monotonic)
+            fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
+            # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
+            store.submit(lambda txn: txn.register(self._prefix, fields))
+        except BaseException:
+            store.release_soon()
+            raise
+        store.services.append(self._service)
+        self._opened, self._pid = store, os.getpid()
 
     def _expired_by(self) -> Wall:
         """Blocks that are expired at this time may be removed; -inf while the wall clock is in doubt."""
@@ -111,7 +116,11 @@ class DiskTier:
         store, self._opened = self._opened, None
         if store is not None:
             store.services.remove(self._service)
-            await asyncio.to_thread(store.release, max(0.1, self._left_s(deadline)))
+            closing = store.release_soon()  # now: it must not hang on a thread to spare, or on who cancels this
+            try:
+                await outcome(closing, max(0.1, self._left_s(deadline)))
+            except TimeoutError:
+                store.warn_of_close()
 
     def report_to(self, service: Service) -> None:
         """Tell `service`, on its thread, when a thread of the store keeps failing."""
@@ -296,7 +305,7 @@ class DiskTier:
         self._store.check()
 
 
-def _release_late(attaching: asyncio.Future[Store]) -> None:
-    """Give back a store that nobody waits for any more."""
-    if not attaching.cancelled() and attaching.exception() is None:
-        threading.Thread(target=attaching.result().release, args=(0.1,), name="kvtier-g3-close", daemon=True).start()
+def _release_late(attaching: Future[Store]) -> None:
+    """Give back a store that nobody waits for any more. On the thread that opened it."""
+    if attaching.exception() is None:
+        attaching.result().release_soon()

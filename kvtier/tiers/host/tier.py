@@ -433,8 +433,11 @@ class HostTier:
         self.quota.check([slot.key for slot in self._slots if slot.key is not None])
 
     def close(self) -> None:
-        """Forget every block and give the memory back. Pins that are still out are void: their `unpin` is stale."""
+        """Forget every block and give the memory back. Pins and slots that are still out are void: their `unpin`,
+        `commit` and `abort` are stale."""
         self._ended = self._ended or bool(self._slots)
+        for slot in self._filling.values():
+            slot.generation += 1
         for slot in self._slots:
             if slot.pins:
                 slot.generation, slot.pins = slot.generation + 1, 0

@@ -152,3 +152,14 @@ def test_an_absurd_capacity_is_no_crash() -> None:
     assert arena.slots == 64
     arena.pieces(63)[0][-1] = 1
     arena.close()
+
+
+def test_slots_that_were_being_filled_when_it_closed_are_nobodys() -> None:
+    tier = host()
+    slots = [tier.reserve(KEYS[index], index) for index in range(3)]
+    generations = [slot.generation for slot in slots if slot is not None]
+    tier.close()
+    for slot, generation, end in zip(slots, generations, ("commit", "abort", "unpin"), strict=True):
+        assert not getattr(tier, end)(slot, generation)
+    assert tier.stale_messages == 3
+    tier.check()

@@ -134,10 +134,14 @@ class DiskWorkerClient:
 
     async def close(self, deadline: Mono) -> None:
         self._shared = None
-        await self._supervisor.close(deadline)
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            await worker.close(self._left_s(deadline))
+        try:
+            await self._supervisor.close(deadline)
+            if self._worker is not None:
+                await self._worker.close(self._left_s(deadline))
+        finally:
+            if self._worker is not None:  # else it has ended
+                self._worker.kill()
+            self._worker = None
 
     def _running(self, verb: str) -> WorkerProcess:
         if self._shared is None:
