@@ -146,8 +146,8 @@ class Guarded(Wrapper):
         self.report_to(_Reports(self))
 
     async def open(self) -> None:
-        """Raises TierError, ConfigError or FormatError. A tier whose opening was given up, or cancelled as it ended well,
-        is closed when that is over; until then it cannot be opened."""
+        """Raises TierError, ConfigError or FormatError. A tier whose opening was given up, or cancelled as it ended, is
+        closed when that is over; until then it cannot be opened."""
         self._check_order("open")
         self._loop = asyncio.get_running_loop()
         opening = self._begin("open")

@@ -443,5 +443,7 @@ class HostTier:
                 slot.generation, slot.pins = slot.generation + 1, 0
         self._pinned = self.quarantined = 0
         self._slots, self.index, self._filling = [], SlotIndex(), {}
+        self._retained.clear()
+        self._priorities.clear()
         self._free.clear()
         self.arena.close()
