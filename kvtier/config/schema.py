@@ -197,6 +197,10 @@ class Security(_Section):
     )
     key: Secret | None = Field(default=None, description="One key of 64 hexadecimal digits, as ${NAME}.")
     kms: Plugin | None = Field(default=None, description="Plug-in that fetches the keys.")
+    data_keys: File | None = Field(
+        default=None,
+        description="Directory of tenants' wrapped keys, shared by replicas; set: G3 and G4 encrypt.",
+    )
     purge: Literal["available", "strict"] = Field(
         default="available",
         description="While the bucket cannot be asked for purges: serve from G2 and G3, or from no tier.",
@@ -210,6 +214,8 @@ class Security(_Section):
         given = [name for name in ("key_file", "key", "kms") if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidRequest(f".{given[1]}: {given[0]} is given, too; keys come from one place")
+        if self.data_keys is not None and not given:
+            raise InvalidRequest(".data_keys: needs a key that wraps them; set key_file, key or kms")
         return self
 
 

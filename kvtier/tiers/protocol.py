@@ -39,6 +39,8 @@ class Miss(StrEnum):
     LATE = "late"  # not there within the deadline
     BREAKER = "breaker"  # the tier is taken out of use after errors
     ERROR = "error"  # the tier failed at this operation
+    NO_KEY = "no_key"  # encrypted, and its tenant's key cannot be had: there is none, or it was destroyed
+    WRONG_KEY = "wrong_key"  # encrypted with another key of its tenant
     NO_ROOM = "no_room"  # no upper slot to load it into
     SLOWER = "slower"  # loading would take longer than computing
 
