@@ -2,9 +2,9 @@
 
     cfg = Config.load("kvtier.yaml")      cfg = Config.parse({"version": 1, "tiers": {…}})
 
-Sizes are written `64GiB` (or bytes), times `24h`, rates `500MiB/s`. `${NAME}` takes a secret from the
-environment and is allowed in `security.scope_secret` and below `tiers.g4.options` only. This is the one place
-that reads the environment. Every error is a ConfigError that names the full key, the value and the remedy.
+Sizes are written `64GiB` (or bytes), times `24h`, rates `500MiB/s`. `${NAME}` takes a secret from the environment and
+is allowed in `security.scope_secret`, `security.key` and below `tiers.g4.options` only. This is the one place that
+reads the environment. Every error is a ConfigError that names the full key, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from kvtier.config.values import (
     CountOrAuto,
     Duration,
     Endurance,
+    File,
     Paths,
+    Plugin,
     Prices,
     Rate,
     Secret,
@@ -34,6 +36,7 @@ from kvtier.config.values import (
     Version,
 )
 from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.keyring import Keyring
 from kvtier.retention.terms import BUILTIN, Depth, Terms
 from kvtier.units import TEXT_CHARS_MAX, shorten
 
@@ -183,12 +186,37 @@ class Deadlines(_Section):
 
 
 class Security(_Section):
-    """Sharing of blocks between tenants."""
+    """Sharing of blocks between tenants, and the keys that prove who wrote what is stored."""
 
     scope_secret: Secret | None = Field(default=None, description="Key of the scope digest, equal on all replicas.")
     salt: Literal["shared", "deny"] = Field(
         default="shared", description="Requests without a salt: they share blocks with each other, or are not cached."
     )
+    key_file: File | None = Field(
+        default=None, description="File of keys with mode 0600; none of the three: local trust."
+    )
+    key: Secret | None = Field(default=None, description="One key of 64 hexadecimal digits, as ${NAME}.")
+    kms: Plugin | None = Field(default=None, description="Plug-in that fetches the keys.")
+    data_keys: File | None = Field(
+        default=None,
+        description="Directory of tenants' wrapped keys, shared by replicas; set: G3 and G4 encrypt.",
+    )
+    purge: Literal["available", "strict"] = Field(
+        default="available",
+        description="While the bucket cannot be asked for purges: serve from G2 and G3, or from no tier.",
+    )
+    purge_bound: Duration = Field(
+        default=60.0, description="strict: nothing is served later than this after a purge of it."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("key_file", "key", "kms") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f".{given[1]}: {given[0]} is given, too; keys come from one place")
+        if self.data_keys is not None and not given:
+            raise InvalidRequest(".data_keys: needs a key that wraps them; set key_file, key or kms")
+        return self
 
 
 class Config(_Section):
@@ -239,6 +267,17 @@ class Config(_Section):
         secret = self.security.scope_secret
         return secret.get_secret_value().encode() if secret else b""
 
+    def keyring(self) -> Keyring:
+        """The keys of `security`, read now; without any, those that everybody knows. Raises ConfigError."""
+        from kvtier.config import key_file
+
+        security = self.security
+        if security.key_file is not None:
+            return key_file.read_key_file(security.key_file)
+        if security.key is not None:
+            return key_file.key_of_secret(security.key.get_secret_value())
+        return key_file.ask_plugin(security.kms) if security.kms is not None else Keyring.public()
+
 
 def config_file() -> str:
     """Path of the YAML file of connectors that are given none: the environment variable KVTIER_CONFIG; "" for none."""
@@ -256,7 +295,7 @@ def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
 
 
 def _is_secret(key: str) -> bool:
-    return key == "security.scope_secret" or key.startswith("tiers.g4.options.")
+    return key in ("security.scope_secret", "security.key") or key.startswith("tiers.g4.options.")
 
 
 def _substitute(value: Any, key: str, environ: Mapping[str, str], depth: int) -> Any:
@@ -272,8 +311,8 @@ def _substitute(value: Any, key: str, environ: Mapping[str, str], depth: int) ->
     match = _VARIABLE.fullmatch(value)
     if not _is_secret(key):
         raise ConfigError(
-            f"{key}: {shorten(value)} names an environment variable; only security.scope_secret and the values of "
-            "tiers.g4.options may"
+            f"{key}: {shorten(value)} names an environment variable; only security.scope_secret, security.key and the "
+            "values of tiers.g4.options may"
         )
     if match is None:
         raise ConfigError(f"{key}: write ${{NAME}} and nothing else to take the value from the environment")

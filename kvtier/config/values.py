@@ -56,6 +56,19 @@ def _paths(value: Any) -> tuple[Path, ...]:
     return paths
 
 
+def _file(value: Any) -> Path:
+    path = Path(_text(str(value) if isinstance(value, Path) else value))
+    if not path.is_absolute():
+        raise InvalidRequest(f"{shorten(str(path))}: write the full path, such as /etc/kvtier/keys.yaml")
+    return path
+
+
+def _plugin(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]{0,63}", value, re.ASCII):
+        raise InvalidRequest(f"{shorten(value)} is not the name of a plug-in, such as vault")
+    return value
+
+
 def _url(value: Any) -> str:
     url = _text(value, 2048)
     scheme, found, rest = url.partition("://")
@@ -143,6 +156,8 @@ Paths = Annotated[
     BeforeValidator(_paths),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
+File = Annotated[Path, BeforeValidator(_file), _schema("string", "/etc/kvtier/keys.yaml")]
+Plugin = Annotated[str, BeforeValidator(_plugin), _schema("string", "vault")]
 Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": 1})]
 Url = Annotated[str, BeforeValidator(_url), _schema("string", "s3://bucket/prefix")]
 Secret = Annotated[SecretStr, BeforeValidator(_secret), _schema("string", "${KVTIER_SECRET}")]

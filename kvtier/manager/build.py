@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.clock import Clock
 from kvtier.config import Config
@@ -14,6 +15,9 @@ from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Tier
+
+if TYPE_CHECKING:
+    from kvtier.tiers.data_keys import StoredKeys
 
 
 def build(
@@ -45,24 +49,36 @@ def build(
     return Manager(host, lower, clock, limits)
 
 
+def data_keys(config: Config, clock: Clock) -> StoredKeys | None:
+    """The keys that G3 and G4 encrypt with; None where they are not to. Reads the keyring. Raises ConfigError."""
+    if config.security.data_keys is None:
+        return None
+    from kvtier.tiers.data_keys import StoredKeys
+    from kvtier.tiers.key_directory import KeyDirectory
+
+    return StoredKeys(KeyDirectory(config.security.data_keys), config.keyring(), clock)
+
+
 def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena | None = None) -> list[Tier]:
     """G3 and G4 as configured, closed, nearest first. Imports only what is used. With an `arena`, G3 works in a process
     of its own over that memory."""
     out: list[Tier] = []
     g3, g4, quota = config.tiers.g3, config.tiers.g4, config.retention.quota or 0.0
     budget = float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0
+    keys = data_keys(config, clock)
     if g3 is not None and arena is not None:
         from kvtier.tiers.disk.worker.client import DiskWorkerClient
 
         out.append(
             DiskWorkerClient(
-                g3.path, g3.capacity, namespace, clock=clock, arena=arena, quota=quota, write_budget=budget
+                g3.path, g3.capacity, namespace, clock=clock, arena=arena, quota=quota, write_budget=budget, keys=keys
             )
         )
     elif g3 is not None:
         from kvtier.tiers.disk.tier import DiskTier
 
-        out.append(DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=quota, write_budget=budget))
+        tier = DiskTier(g3.path, g3.capacity, namespace, clock=clock, quota=quota, write_budget=budget, keys=keys)
+        out.append(tier)
     if g4 is not None:
         from kvtier.tiers.objects.bucket.open import BucketLimits
         from kvtier.tiers.objects.tier import ObjectTier

@@ -156,8 +156,9 @@ class FaultyTier:
         self.inner.check()
 
     async def close(self, deadline: Mono) -> None:
-        await self._inject("close")
+        """A fault strikes when the tier is closed: by contract it gives back all it has, whatever fails."""
         await self.inner.close(deadline)
+        await self._inject("close")
 
 
 @contextmanager

@@ -146,8 +146,8 @@ class Guarded(Wrapper):
         self.report_to(_Reports(self))
 
     async def open(self) -> None:
-        """Raises TierError, ConfigError or FormatError. A tier whose opening was given up is closed when that ends;
-        until then it cannot be opened."""
+        """Raises TierError, ConfigError or FormatError. A tier whose opening was given up, or cancelled as it ended, is
+        closed when that is over; until then it cannot be opened."""
         self._check_order("open")
         self._loop = asyncio.get_running_loop()
         opening = self._begin("open")
@@ -155,7 +155,7 @@ class Guarded(Wrapper):
             await self._answer("open", opening, self.limits.open_s)
             self.breaker.succeeded()
         except BaseException:
-            if opening in self._given_up:
+            if opening in self._given_up or not (opening.cancelled() or opening.exception()):
                 opening.add_done_callback(self._close_late)
             raise
 

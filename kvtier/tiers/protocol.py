@@ -39,6 +39,8 @@ class Miss(StrEnum):
     LATE = "late"  # not there within the deadline
     BREAKER = "breaker"  # the tier is taken out of use after errors
     ERROR = "error"  # the tier failed at this operation
+    NO_KEY = "no_key"  # encrypted, and its tenant's key cannot be had: there is none, or it was destroyed
+    WRONG_KEY = "wrong_key"  # encrypted with another key of its tenant
     NO_ROOM = "no_room"  # no upper slot to load it into
     SLOWER = "slower"  # loading would take longer than computing
 
@@ -126,7 +128,8 @@ class Tier(Protocol):
     stride: int  # blocks that `write` stores as one object, aligned in depth; 1 where blocks stand alone
 
     async def open(self) -> None:
-        """Attach to the store, or create it. Raises FormatError, ConfigError or TierError."""
+        """Attach to the store, or create it. Raises FormatError, ConfigError or TierError. Raising or cancelled, it
+        leaves nothing open."""
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         """For each depth in `wanted` (ascending): None if the block seems to be here, else why not. A read decides.
@@ -171,7 +174,8 @@ class Tier(Protocol):
         """Assert the tier's invariants. For tests and `Cache.check`; may read its whole index."""
 
     async def close(self, deadline: Mono) -> None:
-        """Flush within the deadline and release all resources. Idempotent."""
+        """Flush within the deadline and release all resources, whatever fails, and though it is cancelled. Idempotent;
+        the tier may be opened again."""
 
 
 class Supervised(Protocol):

@@ -35,6 +35,7 @@ from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
+from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.disk.store import THREADS
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Loaded, Sealed, Stored, Target
@@ -73,7 +74,8 @@ class Gets:
 class Bench:
     """A full store and a raw file of the same size side by side in one directory."""
 
-    def __init__(self, folder: Path, block_bytes: int, total_bytes: int) -> None:
+    def __init__(self, folder: Path, block_bytes: int, total_bytes: int, keys: DataKeys | None = None) -> None:
+        """`keys`: the store is encrypted with these."""
         self._folder = folder
         self.block_bytes = block_bytes
         self.batch_blocks = max(1, BATCH_BYTES // block_bytes)
@@ -92,7 +94,7 @@ class Bench:
         self._generation = 0
         # Space for slots that a stream of writes reserves, so that a whole generation is there after its put.
         capacity = self.total_bytes + 2 * IN_FLIGHT * self.batch_blocks * block_bytes
-        self.tier = DiskTier([folder / "g3"], capacity, self._namespace, clock=self._clock)
+        self.tier = DiskTier([folder / "g3"], capacity, self._namespace, clock=self._clock, keys=keys)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:

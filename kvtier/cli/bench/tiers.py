@@ -35,13 +35,14 @@ Folder = Annotated[Path, typer.Option("--path", help="g3: a directory on the dis
 Size = Annotated[str, typer.Option("--size", help="g3: bytes per pass; twice that must be free.")]
 Blocks = Annotated[list[str], typer.Option("--block", help="g2, g3: block size; may be given several times.")]
 Restart = Annotated[bool, typer.Option("--restart", help="g3: also a store of a million blocks: open, puts, verify.")]
+Encrypted = Annotated[bool, typer.Option("--encrypted", help="g3: an encrypted store beside a plain one instead.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 
 
 def tiers(
     tier: Tier = "g4", config: File = None, rounds: Rounds = 3, part: Part = "reads", strides: Strides = 10_000,
     path: Folder = Path(), size: Size = "4GiB",
-    block: Blocks = ["2MiB"], restart: Restart = False,  # noqa: B006 (typer's way to have a default)
+    block: Blocks = ["2MiB"], restart: Restart = False, encrypted: Encrypted = False,  # noqa: B006 (typer's way to have a default)
     folder: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Benchmark a tier against the library it uses and against no library at all, in the same run."""
@@ -52,6 +53,10 @@ def tiers(
     found: dict[str, Any] = {"load_average_before": os.getloadavg()}
     if tier == "g2":
         deliver("tiers_g2", found | _host(block, rounds), _show_host, folder, as_json=json)
+    elif tier == "g3" and encrypted:
+        deliver(
+            "tiers_encryption", found | _encryption(path, size, block, rounds), _show_encryption, folder, as_json=json
+        )
     elif tier == "g3":
         deliver("tiers_g3", found | _disk(path, size, block, rounds, restart), _show_disk, folder, as_json=json)
     else:
@@ -97,6 +102,33 @@ def _disk(path: Path, size: str, blocks: Sequence[str], rounds: int, restart: bo
         with _folder(path) as folder:
             results["restart"] = large_store.measure(folder, RESTART_BLOCKS)
     return results
+
+
+def _encryption(path: Path, size: str, blocks: Sequence[str], rounds: int) -> dict[str, Any]:
+    """An encrypted store beside a plain one, for each block size. Writes below `path`, and deletes it."""
+    from kvtier.bench.tiers import encryption
+
+    results: dict[str, Any] = {"total_bytes": parse_size(size), "targets": encryption.TARGETS, "blocks": {}}
+    for text in blocks:
+        with _folder(path) as folder:
+            results["blocks"][text] = encryption.measure(folder, parse_size(text), parse_size(size), rounds)
+    return results
+
+
+def _show_encryption(results: dict[str, Any]) -> None:
+    rows = [
+        [label, name, _two(one["gb_per_s"]["median"]), round(one["cpu_s_per_gb"]["median"], 3)]
+        for label, figures in results["blocks"].items()
+        for name, one in figures.items()
+        if name != "ratios"
+    ]
+    write_table(["block", "", "GB/s", "CPU s/GB"], rows, title="G3, encrypted beside plain")
+    rows = [
+        [label, name, round(value, 3), results["targets"][name]]
+        for label, figures in results["blocks"].items()
+        for name, value in figures["ratios"].items()
+    ]
+    write_table(["block", "", "measured", "target"], rows)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from kvtier.tiers.disk.records import (
     COUNTERS_KEY,
     FORMAT,
     FORMAT_KEY,
+    FORMATS,
     GEOMETRY_KEY,
     NOTE_KEY,
     PURGED_KEY,
@@ -162,9 +163,9 @@ class Index:
                     raise Unusable("it has no format record")
                 Counters.decode(txn.get(COUNTERS_KEY, default=b""))
                 Geometry.decode(txn.get(GEOMETRY_KEY, default=b""))
-            if int.from_bytes(found, "little") != FORMAT:
+            if int.from_bytes(found, "little") not in FORMATS:
                 raise FormatError(
-                    f"{path} is an index of format {int.from_bytes(found, 'little')}, this version reads {FORMAT}"
+                    f"{path} is an index of format {int.from_bytes(found, 'little')}, this version reads {FORMATS}"
                 )
             env.reader_check()
         except BaseException as error:

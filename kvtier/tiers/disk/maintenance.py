@@ -28,7 +28,17 @@ from kvtier.tiers.disk.class_report import class_report
 from kvtier.tiers.disk.diagnosis import Ailment, diagnose
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX, CommitJob
 from kvtier.tiers.disk.index import Use
-from kvtier.tiers.disk.records import BLOCKS, FORMAT, NAMESPACE_KEY, RESERVED, Entry, SlotReservation, rows, same_write
+from kvtier.tiers.disk.records import (
+    BLOCKS,
+    FORMAT_KEY,
+    NAMESPACE_KEY,
+    RESERVED,
+    Entry,
+    SlotReservation,
+    is_encrypted,
+    rows,
+    same_write,
+)
 from kvtier.tiers.disk.slot_health import is_place_fault
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.trials import Dropped
@@ -48,8 +58,8 @@ MaintenanceProgress = Callable[[int, int], None]
 @dataclass
 class Findings:
     """Result of `verify` and `scrub`. `bad`: blocks that differ from their digests; `unreadable`: those whose slots the
-    device cannot read. `damaged` names the first DAMAGED_NAMES_MAX blocks that failed, in short hex; `books` is the
-    check of the index."""
+    device cannot read; `encrypted`: those that were read, and that only who has their key can check. `damaged` names
+    the first DAMAGED_NAMES_MAX blocks that failed, in short hex; `books` is the check of the index."""
 
     blocks: int = 0
     bytes: int = 0
@@ -57,6 +67,7 @@ class Findings:
     raced: int = 0
     removed: int = 0
     unreadable: int = 0
+    encrypted: int = 0
     damaged: list[str] = field(default_factory=list)
     books: str = "in order"
     seconds: float = 0.0
@@ -101,7 +112,7 @@ class Maintenance:
         geometry = store.geometry
         return {
             "paths": [str(part) for part in store.parts],
-            "format": FORMAT,
+            "format": int.from_bytes(index.rows(FORMAT_KEY)[0][1], "little"),
             "uuid": index.uuid().hex(),
             "capacity_bytes": geometry.capacity,
             "segment_bytes": geometry.segment_bytes,
@@ -194,7 +205,7 @@ class Maintenance:
             view = memoryview(local.buffer)[: entry.slot_bytes]
             with self._store.moving():
                 self._store.slab.read(entry.segment, entry.offset, [view])
-            if not checksum.matches(entry.digest, [view[: entry.length]]):
+            if entry.encryption is None and not checksum.matches(entry.digest, [view[: entry.length]]):
                 raise CorruptError("the payload does not match its digest")
             return entry.length
         except (CorruptError, OSError) as error:
@@ -204,6 +215,7 @@ class Maintenance:
         found.blocks += 1
         if isinstance(result, int):
             found.bytes += result
+            found.encrypted += is_encrypted(raw)
             return
         ((current, _),) = self._store.index.find([name])
         if current is None or not same_write(name, raw, current):  # removed or replaced while it was read

@@ -1,4 +1,4 @@
-"""Blocks on their way from their slots into the caller's memory: entry, bytes, digest.
+"""Blocks on their way from their slots into the caller's memory: entry, bytes, digest or decryption.
 
 A block that fails its check is looked up again in a write transaction: if its entry is another write's by now, the read
 was overtaken and is repeated (RACED if that happens twice), else exactly that entry is deleted (CORRUPT).
@@ -6,16 +6,20 @@ was overtaken and is repeated (RACED if that happens twice), else exactly that e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvtier import checksum
 from kvtier.clock import Clock
+from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierTimeout
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.keyring import TAG_BYTES
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.terms import Depth
+from kvtier.tiers.data_keys import load
+from kvtier.tiers.disk.encryption import Encryption, decrypt, key_miss_of, scope_in_name
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.records import SPAN, Entry, priority_in
@@ -43,14 +47,21 @@ class ReadBatch:
     """One `read` of blocks of `chain` into `targets`."""
 
     def __init__(
-        self, store: Store, namespace: bytes, chain: Sequence[BlockKey], targets: Sequence[Target], clock: Clock
-    ) -> None:
+        self, store: Store, namespace: bytes, chain: Sequence[BlockKey], targets: Sequence[Target], clock: Clock,
+        encryption: Encryption | None = None,
+    ) -> None:  # fmt: skip
         self._store = store
+        self._encryption = encryption
+        self._keys: Mapping[Scope, DataKey | Miss] = {}
         self._clock = clock
         self._blocks = [_Wanted(target, namespace + chain[target.index]) for target in targets]
 
     async def run(self, deadline: Mono) -> list[Loaded | Miss]:
         """Per target, its result. When it returns or raises no thread writes to a target. Raises TierError."""
+        if self._encryption is not None:
+            scopes = {scope_in_name(block.name) for block in self._blocks}
+            left_s = max(0.0, deadline - self._clock.monotonic())
+            self._keys = await load(self._encryption.keys, scopes, left_s)
         for _ in range(2):
             with self._store.moving():
                 await self._store.io.read(self._jobs(deadline)).wait()
@@ -86,6 +97,8 @@ class ReadBatch:
             block.result = miss_of(block.name, raw, purged_until, self._store.touches, wall_s)
             if block.result is None and entry.length != sum(map(len, block.target.into)):
                 block.result = Miss.MISMATCH
+            if block.result is None:
+                block.result = key_miss_of(block.name, raw, self._keys)
 
     def _read(self, run: Sequence[_Wanted], deadline: Mono) -> None:
         """On an I/O thread: neighbouring blocks by one call."""
@@ -99,25 +112,45 @@ class ReadBatch:
         if self._clock.monotonic() > deadline:
             _set_results(run, Miss.LATE)
             return
-        first = run[0].entry
-        assert first is not None
-        pieces = [piece for block in run for piece in block.target.into]
         try:
-            self._store.slab.read(first.segment, first.offset, pieces)
+            self._read_slots(run)
         except ShortIO:
             if len(run) > 1:
                 for block in run:
                     self._read_run([block], deadline)
             else:
                 run[0].suspect = True
-            return
         except OSError as error:
             if is_place_fault(error):
                 self._read_alone(run, deadline)
             else:
                 _set_results(run, Miss.ERROR)
-            return
-        self._check(run)
+
+    def _memories(self, run: Sequence[_Wanted]) -> list[memoryview | None]:
+        """Per encrypted block, this thread's memory for its ciphertext and TAG_BYTES; None for a plain one. Each
+        overlaps the next by these bytes, so the last is to be decrypted first."""
+        if self._encryption is None:
+            return [None] * len(run)
+        lengths = [block.entry.length if block.entry and block.entry.encryption else 0 for block in run]
+        memory, out, start = self._encryption.memory(sum(lengths)), list[memoryview | None](), 0
+        for length in lengths:
+            out.append(memory[start : start + length + TAG_BYTES] if length else None)
+            start += length
+        return out
+
+    def _read_slots(self, run: Sequence[_Wanted]) -> None:
+        """Read neighbouring blocks by one call, and check them. Raises OSError."""
+        first = run[0].entry
+        assert first is not None
+        memories = self._memories(run)
+        pieces = [
+            piece
+            for block, memory in zip(run, memories, strict=True)
+            for piece in (block.target.into if memory is None else (memory[:-TAG_BYTES],))
+        ]
+        self._store.slab.read(first.segment, first.offset, pieces)
+        for block, memory in reversed([*zip(run, memories, strict=True)]):
+            self._check(block, memory)
 
     def _read_alone(self, run: Sequence[_Wanted], deadline: Mono) -> None:
         """Slot by slot, after the run failed."""
@@ -125,27 +158,35 @@ class ReadBatch:
         def read(block: _Wanted) -> None:
             if self._clock.monotonic() > deadline:
                 raise TimeoutError
-            assert block.entry is not None
-            self._store.slab.read(block.entry.segment, block.entry.offset, block.target.into)
+            self._read_slots([block])
 
         assert run[0].entry is not None
         outcomes = self._store.alone(run[0].entry.segment, [partial(read, block) for block in run], self._clock)
         for block, error in zip(run, outcomes or [OSError()] * len(run), strict=True):
             if error is None:
-                self._check([block])
-            elif outcomes is not None and is_place_fault(error):
+                continue
+            if outcomes is not None and is_place_fault(error):
                 block.unreadable = True
             else:
                 block.result = Miss.LATE if isinstance(error, TimeoutError) else Miss.ERROR
 
-    def _check(self, run: Sequence[_Wanted]) -> None:
-        for block in run:
-            entry = block.entry
-            assert entry is not None
-            if checksum.matches(entry.digest, block.target.into):
-                block.result = Loaded(entry.digest, entry.life, priority_in(entry.rank))
+    def _check(self, block: _Wanted, memory: memoryview | None) -> None:
+        """Set the result of a block that was read into its target, or into `memory` if it is encrypted."""
+        entry, into = block.entry, block.target.into
+        assert entry is not None
+        try:
+            if memory is None:
+                digest: bytes | Miss = entry.digest
+                block.suspect = not checksum.matches(entry.digest, into)
             else:
-                block.suspect = True
+                key = self._keys[scope_in_name(block.name)]
+                assert isinstance(key, DataKey)
+                digest = decrypt(key, block.name, entry, memory, into)
+        except CorruptError:
+            block.suspect = True
+        if not block.suspect:
+            loaded = partial(Loaded, life=entry.life, priority=priority_in(entry.rank))
+            block.result = digest if isinstance(digest, Miss) else loaded(digest)
 
     async def _delete_corrupt(self, deadline: Mono) -> None:
         """Delete the suspects' entries, except those that are another write's by now."""

@@ -40,14 +40,19 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvtier.checksum import DIGEST_BYTES
+from kvtier.encryption import DataKey, EncryptionHeader
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
+from kvtier.keyring import KEY_ID_BYTES
 from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.owner import OWNER_BYTES, Owner
 from kvtier.times import Wall
 
 FORMAT = 1
+ENCRYPTED_FORMAT = 2
+"""From the first encrypted block on."""
+FORMATS = (FORMAT, ENCRYPTED_FORMAT)
 SLOT_ALIGN = 4096
 SCOPED_BYTES = NAMESPACE_BYTES + SCOPE_BYTES
 """The part of a block's name that says its namespace and scope."""
@@ -132,7 +137,8 @@ class Counters(NamedTuple):
 
 
 class NewBlock(NamedTuple):
-    """A block to be stored. `name` and `parent` are full names, namespace ‖ key."""
+    """A block to be stored. `name` and `parent` are full names, namespace ‖ key. `key`: what it is encrypted with, and
+    `encryption` once it is."""
 
     name: bytes
     length: int
@@ -141,11 +147,14 @@ class NewBlock(NamedTuple):
     digest: bytes = b""
     parent: bytes | None = None
     priority: int = PRIORITY
+    key: DataKey | None = None
+    encryption: EncryptionHeader | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A durable block: where its bytes are and what they must look like.
+    """A durable block: where its bytes are and what they must look like. An encrypted one has a header, and zeros for a
+    digest, which would tell about its plain bytes.
 
     `serial` is unique within a store: two entries are the same write if and only if it is equal.
     `born` is the creation of its youngest stamp (what tombstones are compared with), `ends` when it dies unused.
@@ -159,6 +168,7 @@ class Entry:
     rank: int
     digest: bytes
     life: Lifetime
+    encryption: EncryptionHeader | None = None
 
     @property
     def slot_class(self) -> int:
@@ -174,27 +184,40 @@ class Entry:
         return self.slot * self.slot_bytes
 
     def encode(self, name: bytes) -> bytes:
-        """ENTRY_BYTES bytes, the last 8 of them XXH3-64 over `name` and the rest."""
+        """ENTRY_BYTES bytes, and those of its `encryption`, the last 8 of them XXH3-64 over `name` and the rest."""
         body = _BODY.pack(
             self.life.ends(Depth.G3), self.life.born, self.serial, self.segment, self.slot, self.length, self.depth,
             self.rank, self.digest, self.life.encode(),
         )  # fmt: skip
+        if self.encryption is not None:
+            body += self.encryption.encode()
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
 
     @classmethod
     def decode(cls, name: bytes, raw: bytes) -> Entry:
         """The inverse of `encode`. Raises CorruptError unless `raw` was encoded for this very name."""
-        if len(raw) != ENTRY_BYTES:
+        if len(raw) < ENTRY_BYTES:
             raise CorruptError(f"an index entry has {ENTRY_BYTES} bytes, got {len(raw)}")
-        body = raw[: _BODY.size]
-        if _CHECK.unpack_from(raw, _BODY.size)[0] != xxhash.xxh3_64_intdigest(name + body):
+        body = raw[: -_CHECK.size]
+        if _CHECK.unpack_from(raw, len(body))[0] != xxhash.xxh3_64_intdigest(name + body):
             raise CorruptError("an index entry does not match its check")
-        _ends, _born, serial, segment, slot, length, depth, rank, digest, life = _BODY.unpack(body)
-        return cls(serial, segment, slot, length, depth, rank, digest, Lifetime.decode(life))
+        _ends, _born, serial, segment, slot, length, depth, rank, digest, life = _BODY.unpack_from(body)
+        header = EncryptionHeader.decode(body[_BODY.size :]) if is_encrypted(raw) else None
+        return cls(serial, segment, slot, length, depth, rank, digest, Lifetime.decode(life), header)
 
     def order_key(self) -> bytes:
         """The key of its row in `order`."""
         return _ORDER.pack(ORDER, self.slot_class, self.rank, _U32_MAX - self.depth, self.segment, self.slot)
+
+
+def is_encrypted(raw: bytes) -> bool:
+    """Whether an encoded entry is that of an encrypted block. Pure."""
+    return len(raw) > ENTRY_BYTES
+
+
+def key_id_in(raw: bytes) -> bytes:
+    """The id of the key that an encrypted block was encrypted with, by its encoded entry. Pure."""
+    return raw[_BODY.size : _BODY.size + KEY_ID_BYTES]
 
 
 def same_write(name: bytes, raw: bytes, current: bytes) -> bool:

@@ -161,9 +161,8 @@ class Slab:
     def close(self) -> None:
         """Close the files. No other call may run."""
         with self._lock:
-            for file in self._files.values():
-                self._calls.close(file.fd)
-            self._files.clear()
+            while self._files:
+                self._close(self._files.popitem()[1].fd)
 
     def _buffer(self, length: int) -> memoryview:
         """This thread's aligned buffer, cut to `length` rounded up to SLOT_ALIGN."""
@@ -205,17 +204,22 @@ class Slab:
             return False
         return (status.st_dev, status.st_ino) == file.place
 
+    def _close(self, fd: int) -> None:
+        """The descriptor is gone whatever the kernel answers, and `sync` has told of bytes that were not written."""
+        with contextlib.suppress(OSError):
+            self._calls.close(fd)
+
     def _close_unused(self, segment: int, file: _File) -> None:
         """Close a file that is not the segment's any more, once nobody uses it."""
         if file.users == 0 and self._files.get(segment) is not file:
-            self._calls.close(file.fd)
+            self._close(file.fd)
 
     def _trim(self) -> None:
         while len(self._files) > OPEN_FILES_MAX:
             idle = next((number for number, file in self._files.items() if file.users == 0), None)
             if idle is None:
                 return
-            self._calls.close(self._files.pop(idle).fd)
+            self._close(self._files.pop(idle).fd)
 
     def _attach(self, segment: int) -> _File:
         path = self.path_of(segment)
@@ -240,7 +244,7 @@ class Slab:
                 sync_directory(path.parent)
                 self._named.add(segment)
         except BaseException:
-            self._calls.close(file.fd)
+            self._close(file.fd)
             raise
         return file
 

@@ -13,6 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, Gro
 from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
+from kvtier.tiers.disk.own_thread import on_own_thread
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
@@ -175,32 +177,30 @@ class Store:
             store.users += 1
             return store
 
-    def release(self, timeout_s: float) -> None:
-        """One user less; the last one closes everything. Returns after `timeout_s` at the latest.
-
-        A thread that is stuck below LMDB's write lock or in the device is waited for in the background; until it
-        comes back this process cannot open the store again.
-        """
+    def release_soon(self) -> Future[None]:
+        """One user less; the last one closes everything. Does not block; the future ends when that is done. Until then
+        this process cannot open the store again: a thread may be stuck below LMDB's write lock or in the device."""
         with _open_lock:
             self.users -= 1
-            if self.users:
-                return
-        if self.owner.pid != os.getpid():
-            return
-        closer = threading.Thread(target=self._close, name="kvtier-g3-close", daemon=True)
-        closer.start()
-        closer.join(timeout_s)
-        if closer.is_alive():
-            log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
+            last = not self.users and self.owner.pid == os.getpid()
+        return on_own_thread("kvtier-g3-close", self._close if last else lambda: None)
+
+    def release(self, timeout_s: float) -> None:
+        """`release_soon`, and block until it is done, `timeout_s` at most."""
+        if not wait([self.release_soon()], timeout_s).done:
+            self.warn_of_close()
+
+    def warn_of_close(self) -> None:
+        """Log that the store is still being closed."""
+        log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
 
     def _close(self) -> None:
-        self.room.stop()
-        self._writer.stop()
-        self.io.stop()
-        self._preallocator.stop()
-        self._state.close()
-        self.slab.close()
-        self._lock.release()
+        stops = (self.room.stop, self._writer.stop, self.io.stop, self._preallocator.stop, self._state.close)
+        for close in (*stops, lambda: self.slab.close(), self._lock.release):
+            try:
+                close()
+            except Exception:  # the rest is given back all the same
+                log.exception("g3: %s: a part of it failed to close", self.parts[0])
         with _open_lock:
             for key in [key for key, store in _open_stores.items() if store is self]:
                 del _open_stores[key]

@@ -10,14 +10,16 @@ overwritten before the commit that took it from its old block.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 from kvtier.clock import Clock
+from kvtier.encryption import DataKey
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTimeout
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
@@ -26,11 +28,14 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
+from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.disk.budget import COMMIT_BYTES
+from kvtier.tiers.disk.encryption import Encryption, key_miss_of, scope_in_name
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.index import Use
+from kvtier.tiers.disk.own_thread import on_own_thread, outcome
 from kvtier.tiers.disk.read import ReadBatch, miss_of
-from kvtier.tiers.disk.records import SLOT_ALIGN, slot_class
+from kvtier.tiers.disk.records import SLOT_ALIGN, is_encrypted, slot_class
 from kvtier.tiers.disk.slab import Calls, SystemCalls
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.touches import NAMES_MAX, NAMES_PER_COMMIT_MAX
@@ -64,9 +69,11 @@ class DiskTier:
         calls: Calls | None = None,
         quota: float = 0.0,
         write_budget: float = 0.0,
+        keys: DataKeys | None = None,
     ) -> None:
         """`quota`: the share of the capacity that one scope may hold, whatever the namespace; 0: all. `write_budget`:
-        bytes that all processes may write to the directory in a day; 0: any."""
+        bytes that all processes may write to the directory in a day; 0: any. `keys`: blocks are encrypted with these;
+        without them they are written plain, and encrypted ones are misses."""
         self.block_bytes = namespace.block_bytes
         self._paths = [Path(path) for path in paths]
         self._capacity_bytes = capacity_bytes
@@ -75,6 +82,7 @@ class DiskTier:
         self._clock = clock
         self._quota = quota
         self._write_budget = write_budget
+        self._encryption = None if keys is None else Encryption(keys)
         self._calls: Calls = calls if calls is not None else SystemCalls()
         self._opened: Store | None = None
         self._pid = 0
@@ -87,18 +95,22 @@ class DiskTier:
         if self._opened is not None:
             return
         arguments = (self._paths, self._capacity_bytes, self.block_bytes, self._calls, self._expired_by)
-        attaching = asyncio.ensure_future(asyncio.to_thread(Store.attach, *arguments))
+        attaching = on_own_thread("kvtier-g3-open", lambda: Store.attach(*arguments))
         try:
-            self._opened = await asyncio.shield(attaching)
+            store = await outcome(attaching)
         except asyncio.CancelledError:
             attaching.add_done_callback(_release_late)
             raise
-        self._pid = os.getpid()
-        self._opened.limit_writes(self._write_budget, self._clock.monotonic)
-        self._opened.services.append(self._service)
-        fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
-        # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
-        self._opened.submit(lambda txn: txn.register(self._prefix, fields))
+        try:
+            store.limit_writes(self._write_budget, self._clock.monotonic)
+            fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
+            # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
+            store.submit(lambda txn: txn.register(self._prefix, fields))
+        except BaseException:
+            store.release_soon()
+            raise
+        store.services.append(self._service)
+        self._opened, self._pid = store, os.getpid()
 
     def _expired_by(self) -> Wall:
         """Blocks that are expired at this time may be removed; -inf while the wall clock is in doubt."""
@@ -111,7 +123,11 @@ class DiskTier:
         store, self._opened = self._opened, None
         if store is not None:
             store.services.remove(self._service)
-            await asyncio.to_thread(store.release, max(0.1, self._left_s(deadline)))
+            closing = store.release_soon()  # now: it must not hang on a thread to spare, or on who cancels this
+            try:
+                await outcome(closing, max(0.1, self._left_s(deadline)))
+            except TimeoutError:
+                store.warn_of_close()
 
     def report_to(self, service: Service) -> None:
         """Tell `service`, on its thread, when a thread of the store keeps failing."""
@@ -156,24 +172,31 @@ class DiskTier:
         found = self.peek(chain, wanted)
         if Miss.LATE in found:
             start = found.index(Miss.LATE)
-            found[start:] = await asyncio.to_thread(self._find, chain, wanted[start:])
+            asking = asyncio.to_thread(self._find, chain, wanted[start:])
+            with contextlib.suppress(TimeoutError):
+                found[start:] = await asyncio.wait_for(asking, self._left_s(deadline))
         return found
 
     def _find(
         self, chain: Sequence[BlockKey], wanted: Sequence[int], faults_max: int | None = None
     ) -> list[Miss | None]:
-        """LATE from where on the index would have to be read from the device, beyond `faults_max` pages."""
+        """LATE from where on the index would have to be read from the device, beyond `faults_max` pages, and where a
+        key would have to be asked for."""
         store, prefix, wall_s = self._store, self._prefix, self._clock.wall()
         names = [prefix + chain[place] for place in wanted]
         found = store.index.find(names, faults_max=faults_max)
+        keys: dict[Scope, DataKey | Miss] = {}
+        if self._encryption is not None and any(raw is not None and is_encrypted(raw) for raw, _ in found):
+            ask = self._encryption.keys.find if faults_max is None else self._encryption.keys.peek
+            keys = {scope: ask(scope) for scope in {scope_in_name(name) for name in names}}
         answers: list[Miss | None] = [
-            miss_of(name, raw, purged_until, store.touches, wall_s)
+            miss_of(name, raw, purged_until, store.touches, wall_s) or key_miss_of(name, raw or b"", keys)
             for name, (raw, purged_until) in zip(names, found, strict=False)
         ]
         return answers + [Miss.LATE] * (len(names) - len(found))
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
-        return await ReadBatch(self._store, self._prefix, chain, targets, self._clock).run(deadline)
+        return await ReadBatch(self._store, self._prefix, chain, targets, self._clock, self._encryption).run(deadline)
 
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         for block in blocks:
@@ -184,7 +207,7 @@ class DiskTier:
         if self._quota:  # a scope may hold a block at least
             slot_bytes = slot_class(self.block_bytes) * SLOT_ALIGN
             share_bytes = max(slot_bytes, int(self._quota * store.geometry.capacity))
-        batch = WriteBatch(store, self._prefix, blocks, self._clock, share_bytes)
+        batch = WriteBatch(store, self._prefix, blocks, self._clock, share_bytes, self._encryption)
         with store.moving():
             try:
                 return await batch.run(deadline)
@@ -297,7 +320,7 @@ class DiskTier:
         self._store.check()
 
 
-def _release_late(attaching: asyncio.Future[Store]) -> None:
-    """Give back a store that nobody waits for any more."""
-    if not attaching.cancelled() and attaching.exception() is None:
-        threading.Thread(target=attaching.result().release, args=(0.1,), name="kvtier-g3-close", daemon=True).start()
+def _release_late(attaching: Future[Store]) -> None:
+    """Give back a store that nobody waits for any more. On the thread that opened it."""
+    if attaching.exception() is None:
+        attaching.result().release_soon()

@@ -16,7 +16,11 @@ from functools import partial
 from typing import TypeVar
 
 from kvtier.clock import Clock
+from kvtier.encryption import EncryptionHeader
+from kvtier.keyring import TAG_BYTES
 from kvtier.retention.terms import PRIORITY, Depth
+from kvtier.tiers.data_keys import obtain
+from kvtier.tiers.disk.encryption import Encryption, encrypt, scope_in_name
 from kvtier.tiers.disk.faults import NO_SPACE
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.io_scheduler import Work
@@ -44,9 +48,12 @@ class WriteBatch:
     """One `write`. All blocks have the same length. `share_bytes`: as in `WriteTxn.publish`."""
 
     def __init__(
-        self, store: Store, namespace: bytes, blocks: Sequence[Sealed], clock: Clock, share_bytes: int
-    ) -> None:
+        self, store: Store, namespace: bytes, blocks: Sequence[Sealed], clock: Clock, share_bytes: int,
+        encryption: Encryption | None = None,
+    ) -> None:  # fmt: skip
         self._store = store
+        self._encryption = encryption
+        self._headers: dict[int, EncryptionHeader] = {}  # by place in the batch, of what was encrypted last
         self._clock = clock
         self._share_bytes = share_bytes
         self._block_bytes = length = sum(map(len, blocks[0].pieces)) if blocks else 0
@@ -66,6 +73,10 @@ class WriteBatch:
 
         Raises TierTimeout, TierFull or TierError.
         """
+        if self._encryption is not None:
+            left_s = max(0.0, deadline - self._clock.monotonic())
+            keys = await obtain(self._encryption.keys, {scope_in_name(block.name) for block in self._blocks}, left_s)
+            self._blocks = [one._replace(digest=b"", key=keys[scope_in_name(one.name)]) for one in self._blocks]
         count = len(self._blocks)
         with self._store.reserved.writing(count if self._streams(count) else 0):
             try:
@@ -207,9 +218,10 @@ class WriteBatch:
 
     def _publish_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall, ahead: int) -> Published:
         """Publish these blocks and reserve slots for later writes."""
-        results = [
-            txn.publish(self._reserved[place], self._blocks[place], wall_s, self._share_bytes) for place in places
-        ]
+        results = []
+        for place in places:
+            block = self._blocks[place]._replace(encryption=self._headers.get(place))
+            results.append(txn.publish(self._reserved[place], block, wall_s, self._share_bytes))
         return results, txn.reserve_slots(slot_class(self._block_bytes), ahead)
 
     async def _commit(
@@ -251,14 +263,25 @@ class WriteBatch:
             self._fail(run, Stored.FAILED)
             return
         first = self._reserved[run[0]]
-        pieces = [piece for place in run for piece in self._pieces[place]]
         try:
-            self._store.slab.write(first.segment, first.offset, pieces)
+            self._store.slab.write(first.segment, first.offset, self._bytes_of(run))
         except OSError as error:
             if is_place_fault(error):
                 self._write_alone(run, deadline)
             else:
                 self._fail(run, self._result_of(error, first.segment))
+
+    def _bytes_of(self, run: Sequence[int]) -> Sequence[memoryview]:
+        """What is to be written for these places: their pieces, or their ciphertext in this thread's memory."""
+        if self._encryption is None:
+            return [piece for place in run for piece in self._pieces[place]]
+        size = self._block_bytes
+        memory = self._encryption.memory(len(run) * size)
+        for number, place in enumerate(run):
+            block, out = self._blocks[place], memory[number * size : (number + 1) * size + TAG_BYTES]
+            assert block.key is not None
+            self._headers[place] = encrypt(block.key, block.name, block.depth, self._pieces[place], out)
+        return [memory[:-TAG_BYTES]]
 
     def _write_alone(self, run: Sequence[int], deadline: Mono) -> None:
         """Slot by slot, after the run failed."""
@@ -267,7 +290,7 @@ class WriteBatch:
             if self._clock.monotonic() > deadline:
                 raise TimeoutError
             slot = self._reserved[place]
-            self._store.slab.write(slot.segment, slot.offset, self._pieces[place])
+            self._store.slab.write(slot.segment, slot.offset, self._bytes_of([place]))
 
         segment = self._reserved[run[0]].segment
         outcomes = self._store.alone(segment, [partial(write, place) for place in run], self._clock)

@@ -27,6 +27,8 @@ from kvtier.tiers.disk.quota import Shares, scope_in
 from kvtier.tiers.disk.records import (
     BLOCKS,
     COUNTERS_KEY,
+    ENCRYPTED_FORMAT,
+    FORMAT_KEY,
     GEOMETRY_KEY,
     NAMESPACE_KEY,
     NOTE_KEY,
@@ -127,15 +129,18 @@ class WriteTxn:
     def reserve(self, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> SlotReservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
-        A block that is here gets the join of both lifetimes, the higher priority, and counts as used. One with a
-        `parent` is refused unless that is here or has a slot from this transaction. `share_bytes`: as in `publish`, so
-        that nothing is written in vain. A live block of a higher priority leaves for none of a lower.
+        A block that is here gets the join of both lifetimes, the higher priority, and counts as used; `_gives_way`
+        says what becomes of one that is encrypted otherwise. One with a `parent` is refused unless that is here or has
+        a slot from this transaction. `share_bytes`: as in `publish`, so that nothing is written in vain. A live block
+        of a higher priority leaves for none of a lower.
         """
         self._wall_s = wall_s
         if not self.is_servable(block.name, block.life, wall_s):
             return Stored.REFUSED
         above = None if block.parent is None else self._entries.rank_of(block.parent)
         if block.parent is not None and above is None and block.parent not in self._reserved:
+            return Stored.REFUSED
+        if not self._gives_way(block):
             return Stored.REFUSED
         if self._join(block):
             return Stored.PRESENT
@@ -183,13 +188,18 @@ class WriteTxn:
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
         if above is None or self.purged.covers(block.name, block.life):
             return Stored.REFUSED
+        if not self._gives_way(block):
+            return Stored.REFUSED
         if self._join(block):  # another process stored it meanwhile
             return Stored.PRESENT
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
         place = (reservation.serial, reservation.segment, reservation.slot)
-        self._entries.add(block.name, Entry(*place, block.length, block.depth, rank, block.digest, block.life))
+        entry = Entry(*place, block.length, block.depth, rank, block.digest, block.life, block.encryption)
+        if block.encryption is not None:  # earlier releases would take its entry for damage
+            self._txn.put(FORMAT_KEY, ENCRYPTED_FORMAT.to_bytes(4, "little"))
+        self._entries.add(block.name, entry)
         self.worths.stored(block.name, reservation.slot_class)
         self.budget.stored(block.length)
         return Stored.STORED
@@ -359,6 +369,21 @@ class WriteTxn:
         if ours:
             self._txn.delete(reservation.key)
         return ours
+
+    def _gives_way(self, block: NewBlock) -> bool:
+        """Whether the block of this name, if there is one, is encrypted as `block` is; one that is not, and that this
+        writer may replace, is removed.
+
+        It replaces plain bytes, and what an earlier key of the tenant encrypted, which is destroyed: a tenant has one
+        key at a time. Other keys may be another process's.
+        """
+        entry = self.find(block.name)
+        mine = None if block.key is None else block.key.id
+        if entry is None or (None if entry.encryption is None else entry.encryption.key_id) == mine:
+            return True
+        if block.key is None or (entry.encryption is not None and entry.life.born >= block.key.created):
+            return False
+        return self.drop(block.name)
 
     def _join(self, block: NewBlock) -> bool:
         """Join the block's life to the entry of its name, if there is one that may be served once it has it."""

@@ -115,10 +115,14 @@ class Arena:
     def pieces(self, slot: int) -> tuple[memoryview, ...]:
         """The slot's bytes, one writable view per rank, each `piece_bytes` long and page-aligned. Raises ClosedError
         after `close`; views that were made before stay as they are."""
-        if not self._views:
+        start, views = slot * self.slot_bytes, self._views
+        try:
+            pieces = tuple(view[start : start + self.piece_bytes] for view in views)
+        except ValueError:  # released by `close` on another thread
+            pieces = ()
+        if not pieces:
             raise ClosedError("g2 is closed")
-        start = slot * self.slot_bytes
-        return tuple(view[start : start + self.piece_bytes] for view in self._views)
+        return pieces
 
     def views(self) -> tuple[memoryview, ...]:
         """The whole memory of each rank, in rank order: slot i begins at i · slot_bytes. Valid until `close`."""

@@ -19,6 +19,7 @@ from kvtier.retention.terms import PRIORITY, PRIORITY_MAX, Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.host.quota import Quota
+from kvtier.tiers.host.scope_marks import ScopeMarks
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
@@ -48,6 +49,7 @@ class HostTier:
         self._share = quota
         self._slots: list[Slot] = []
         self._free: deque[Slot] = deque()
+        self._marks = ScopeMarks(0)
         self._filling: dict[BlockKey, Slot] = {}
         self.index = SlotIndex()
         self._retained: set[BlockKey] = set()  # READY, and removed from the policy
@@ -72,7 +74,7 @@ class HostTier:
             raise ClosedError("a closed cache is not opened again; open another")
         self.arena.open()
         self._slots = [Slot(number, self.arena) for number in range(self.arena.slots)]
-        self._free = deque(self._slots)
+        self._free, self._marks = deque(self._slots), ScopeMarks(len(self._slots))
         if self._share:
             self.quota = Quota(max(1, int(self._share * len(self._slots))))
 
@@ -182,6 +184,7 @@ class HostTier:
             self.drop(victim)
         slot = self._free.popleft()
         slot.state, slot.key, slot.index, slot.priority = SlotState.FILLING, key, index, priority
+        self._marks.set(slot.number, key)
         self._filling[key] = slot
         self.quota.take(key)
         return slot
@@ -338,15 +341,14 @@ class HostTier:
         expired = wall_s is not None and slot.expires_at < wall_s
         return (expired or (self._dropping and self._is_gone(slot))) and self.drop(key)
 
-    def drop_where(self, matches: Callable[[Slot], bool]) -> Iterator[int]:
-        """Drop the READY blocks that match, in slices: each step takes at most SLICE_NS or so under the owner's lock,
-        which it may release in between, and gives how many went. The last is followed by the end of the iteration.
-        Blocks that arrive meanwhile may go too."""
-        slots, ready, dropped = self._slots, SlotState.READY, 0
-        began = time.thread_time_ns()
-        for start in range(0, len(slots), _SLICE_SLOTS):
-            for slot in slots[start : start + _SLICE_SLOTS]:
-                if slot.state is ready and matches(slot) and slot.key is not None:
+    def drop_where(self, matches: Callable[[Slot], bool], among: Collection[Scope] | None = None) -> Iterator[int]:
+        """Drop the READY blocks that match, `among` the blocks of these scopes (None: all), in slices: each step takes
+        at most SLICE_NS or so under the owner's lock, which it may release in between, and gives how many went. The
+        last is followed by the end of the iteration. Blocks that arrive meanwhile may go too."""
+        slots, dropped, began = self._slots, 0, time.thread_time_ns()
+        for part in self._marks.find(among, _SLICE_SLOTS):
+            for slot in map(slots.__getitem__, part):
+                if slot.state is SlotState.READY and matches(slot) and slot.key is not None:
                     dropped += self.drop(slot.key)
             if time.thread_time_ns() - began > SLICE_NS:
                 yield dropped
@@ -376,9 +378,7 @@ class HostTier:
         return self._drop_purged(news)
 
     def _drop_purged(self, scopes: Collection[Scope]) -> Iterator[int]:
-        yield from self.drop_where(
-            lambda slot: slot.key is not None and scope_of_key(slot.key) in scopes and self._is_purged(slot)
-        )
+        yield from self.drop_where(lambda slot: slot.key is not None and self._is_purged(slot), scopes)
         self._purging.subtract(scopes)
         self._purging = +self._purging
         self._dropping = bool(self._purging) or self._made_max < _ANY_TIME
@@ -433,12 +433,17 @@ class HostTier:
         self.quota.check([slot.key for slot in self._slots if slot.key is not None])
 
     def close(self) -> None:
-        """Forget every block and give the memory back. Pins that are still out are void: their `unpin` is stale."""
+        """Forget every block and give the memory back. Pins and slots that are still out are void: their `unpin`,
+        `commit` and `abort` are stale."""
         self._ended = self._ended or bool(self._slots)
+        for slot in self._filling.values():
+            slot.generation += 1
         for slot in self._slots:
             if slot.pins:
                 slot.generation, slot.pins = slot.generation + 1, 0
         self._pinned = self.quarantined = 0
         self._slots, self.index, self._filling = [], SlotIndex(), {}
+        self._retained.clear()
+        self._priorities.clear()
         self._free.clear()
         self.arena.close()

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvtier.errors import ClosedError
@@ -21,22 +22,27 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
         self._pid = 0
+        self._ended: Future[None] = Future()
 
     def start(self) -> None:
         """Start the thread; returns when its loop runs. Blocks for microseconds."""
         ready = threading.Event()
         self._loop = loop = asyncio.new_event_loop()
         self._pid = os.getpid()
+        self._ended = ended = Future[None]()
+        ended.set_running_or_notify_cancel()  # nobody can cancel it
 
         def main() -> None:
             asyncio.set_event_loop(loop)
             loop.call_soon(ready.set)
-            loop.run_forever()
+            try:
+                loop.run_forever()
+                loop.close()
+            finally:
+                ended.set_result(None)
 
-        self._thread = threading.Thread(target=main, name=self._name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=main, name=self._name, daemon=True).start()
         ready.wait()
 
     @property
@@ -87,11 +93,12 @@ class LoopThread:
                 result.exception()
             raise
 
-    def stop(self, timeout_s: float) -> None:
-        """Cancel all tasks and end the thread. Blocks up to `timeout_s`. Idempotent."""
-        loop, thread, self._loop = self._loop, self._thread, None
-        if loop is None or thread is None or self._pid != os.getpid():
-            return
+    def stop(self, grace_s: float) -> Future[None]:
+        """Cancel all tasks, give them `grace_s` to end, and end the thread. Does not block; the future ends with the
+        thread. Idempotent."""
+        loop, self._loop = self._loop, None
+        if loop is None or self._pid != os.getpid():
+            return self._ended
 
         async def drain() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -99,13 +106,11 @@ class LoopThread:
                 task.cancel()
                 abandon(task)
             if tasks:
-                await asyncio.wait(tasks, timeout=timeout_s / 2)
+                await asyncio.wait(tasks, timeout=grace_s)
             loop.stop()
 
         asyncio.run_coroutine_threadsafe(drain(), loop)
-        thread.join(timeout_s)
-        if not thread.is_alive():
-            loop.close()
+        return self._ended
 
 
 async def _bounded(work: Coroutine[Any, Any, T], budget_s: float | None) -> T:

@@ -137,7 +137,12 @@ class ObjectTier:
             except (TierError, TimeoutError, OSError):
                 pass
             finally:
-                await asyncio.get_running_loop().run_in_executor(None, self._loop.stop, budget_s)
+                ended = self._loop.stop(budget_s / 2)  # now: it must not hang on a thread to spare
+                try:
+                    async with asyncio.timeout(budget_s):
+                        await asyncio.wrap_future(ended)
+                except TimeoutError:
+                    pass
                 self._started, self._synced, self._retry_at = False, float("-inf"), float("-inf")
                 self._store.index.clear()
 

@@ -29,7 +29,6 @@ from kvtier.cache import AsyncCache
 from kvtier.errors import ClosedError, InvalidRequest, TierError
 from kvtier.identity import hashing
 from kvtier.identity.keys import BlockKey, Scope, make_keys, scope_of
-from kvtier.times import Mono
 from tests.manager.support.hammer_faces import CACHES, Face, TasksFace, ThreadsFace, at_once
 from tests.manager.support.hammer_model import Model, bytes_of
 from tests.manager.support.hammer_world import STACKS, World, slow_copies
@@ -254,8 +253,6 @@ class Hammer:
                 await face.call(face.cache.close)
         faces.clear()
         del face
-        for tier in self.world.tiers:  # a fault may have kept the close from it
-            await tier.inner.close(Mono(self.world.clock.monotonic() + 2))
         self.model.restarted()
         self.lives += 1
         await self.nothing_left(before)

@@ -473,3 +473,17 @@ def test_terms_and_salts_travel(tmp_path: Path) -> None:
         assert cache.purge("a") >= 4
         cache.evict("g2")
         assert cache.match(mine) == 0 and cache.match(other) == 4
+
+
+async def test_a_close_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    with memory() as arena:
+        for turns in range(1, 4):
+            tier = DiskWorkerClient([tmp_path / "g3"], 64 * BLOCK, NAMESPACE, clock=SystemClock(), arena=arena)
+            await tier.open()
+            running = process_of(tier)
+            closing = asyncio.create_task(tier.close(tier._clock.monotonic() + 20))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait([closing])
+            await until(lambda running=running: running.poll() is not None)  # type: ignore[misc]

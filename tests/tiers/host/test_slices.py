@@ -21,6 +21,7 @@ from kvtier.retention.ranges import uniform
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.host import tier as host_tier
+from kvtier.tiers.host.scope_marks import ScopeMarks
 from kvtier.tiers.host.slot import SlotState
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss
@@ -71,7 +72,7 @@ def test_no_scan_of_all_slots_to_ask_for_a_counter() -> None:
 @pytest.fixture
 def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tier, "SLICE_NS", -1)
-    monkeypatch.setattr(host_tier, "_SLICE_SLOTS", 4)
+    monkeypatch.setattr(host_tier, "_SLICE_SLOTS", 2)
 
 
 @pytest.mark.usefixtures("tiny_slices")
@@ -222,3 +223,37 @@ async def test_a_long_chain_takes_the_lock_many_times() -> None:
     assert manager.host.pinned == 0 and 0 < lock.most <= SLICE_BLOCKS
     manager.check()
     await manager.close()
+
+
+def test_a_purge_costs_what_its_scope_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of others are not looked at, whether they arrived earlier or later, and whatever had the slot before."""
+    few, many = (list(chain_of(NS, blocks, scope=scope_of(salt))) for salt, blocks in (("few", 40), ("many", 20_000)))
+    tier = filled(20_100, many[:9000], few[:20], many[9000:], few[20:])
+    tier.drop(many[100])
+    late = tier.reserve(many[100], 100)
+    assert late is not None and tier.commit(late, late.generation, LIFE)
+    looked_at = 0
+
+    def counting(key: bytes) -> bytes:
+        nonlocal looked_at
+        looked_at += 1
+        return key[:16]
+
+    monkeypatch.setattr(host_tier, "scope_of_key", counting)
+    dropped = sum(tier.apply_tombstones({scope_of("few"): NOW + 1}))
+    assert dropped == len(few) and looked_at < 10 * len(few)
+    assert sum(tier.apply_tombstones({scope_of("many"): NOW + 1, scope_of("nobody"): NOW + 1})) == len(many)
+    tier.check()
+
+
+def test_a_scan_for_a_scope_releases_the_lock() -> None:
+    marks = ScopeMarks(1_000_000)
+    key = chain_of(NS, 1, scope=scope_of("few"))[0]
+    for number in (5, 400_000, 999_999):
+        marks.set(number, key)
+    began, longest, found = time.thread_time_ns(), 0, list[int]()
+    for part in marks.find([scope_of("few")], 32):
+        longest, began = max(longest, time.thread_time_ns() - began), time.thread_time_ns()
+        found += part
+    assert found == [5, 400_000, 999_999]
+    assert longest < 2_000_000, f"{longest / 1e6:.1f} ms"

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ClosedError, ConfigError
 from kvtier.policies.lru import LRU
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
@@ -152,3 +152,33 @@ def test_an_absurd_capacity_is_no_crash() -> None:
     assert arena.slots == 64
     arena.pieces(63)[0][-1] = 1
     arena.close()
+
+
+def test_slots_that_were_being_filled_when_it_closed_are_nobodys() -> None:
+    tier = host()
+    slots = [tier.reserve(KEYS[index], index) for index in range(3)]
+    generations = [slot.generation for slot in slots if slot is not None]
+    tier.close()
+    for slot, generation, end in zip(slots, generations, ("commit", "abort", "unpin"), strict=True):
+        assert not getattr(tier, end)(slot, generation)
+    assert tier.stale_messages == 3
+    tier.check()
+
+
+def test_what_was_retained_when_it_closed_is_nobodys() -> None:
+    """A put that guarantees blocks may end after its cache."""
+    tier = host()
+    store(tier, 0)
+    tier.retain([KEYS[0]])
+    tier.close()
+    tier.release_retained([KEYS[0]])
+    assert not tier.retained and not tier.drop(KEYS[0])
+
+
+def test_a_slot_whose_arena_is_being_closed_by_another_thread_is_closed() -> None:
+    tier = host()
+    slot = tier.reserve(KEYS[0], 0)
+    assert slot is not None
+    tier.arena._views[0].release()  # the first that `close` does
+    with pytest.raises(ClosedError):
+        _ = slot.pieces

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.clock import Clock
+from kvtier.encryption import DataKey
 from kvtier.errors import ClosedError, TierError
 from kvtier.events import Notify
-from kvtier.identity.keys import BlockKey, Scope
+from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.supervisor import Service, Supervisor, Unwatched
+from kvtier.tiers.data_keys import DataKeys, load, obtain
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.worker import protocol
 from kvtier.tiers.disk.worker.process import WorkerProcess
@@ -59,12 +61,14 @@ class DiskWorkerClient:
         arena: MappableArena,
         quota: float = 0.0,
         write_budget: float = 0.0,
+        keys: DataKeys | None = None,
     ) -> None:
         self.block_bytes = namespace.block_bytes
         self._paths = [Path(path) for path in paths]
         self._setup = protocol.WorkerSetup(
-            [str(path) for path in paths], capacity_bytes, namespace.fields(), quota, write_budget
+            [str(path) for path in paths], capacity_bytes, namespace.fields(), quota, write_budget, keys is not None
         )
+        self._keys = keys
         self._clock = TrustedClock.around(clock)
         self._arena = arena
         self._shared: SharedArena | None = None
@@ -134,10 +138,14 @@ class DiskWorkerClient:
 
     async def close(self, deadline: Mono) -> None:
         self._shared = None
-        await self._supervisor.close(deadline)
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            await worker.close(self._left_s(deadline))
+        try:
+            await self._supervisor.close(deadline)
+            if self._worker is not None:
+                await self._worker.close(self._left_s(deadline))
+        finally:
+            if self._worker is not None:  # else it has ended
+                self._worker.kill()
+            self._worker = None
 
     def _running(self, verb: str) -> WorkerProcess:
         if self._shared is None:
@@ -188,7 +196,8 @@ class DiskWorkerClient:
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         keys = [chain[place] for place in wanted]
-        answers: list[Miss | None] = await self._ask("lookup", keys, self._left_s(deadline))
+        given = await self._given(keys, deadline)
+        answers: list[Miss | None] = await self._ask("lookup", keys, given, self._left_s(deadline))
         self._see(keys, [miss is None for miss in answers])
         return answers
 
@@ -197,7 +206,8 @@ class DiskWorkerClient:
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         keys = [chain[target.index] for target in targets]
         spans = [self._spans(target.into, "read") for target in targets]
-        results: list[Loaded | Miss] = await self._ask("read", keys, spans, self._left_s(deadline), waits=True)
+        given = await self._given(keys, deadline)
+        results: list[Loaded | Miss] = await self._ask("read", keys, spans, given, self._left_s(deadline), waits=True)
         self._see(keys, [isinstance(result, Loaded) for result in results])
         return results
 
@@ -206,10 +216,25 @@ class DiskWorkerClient:
             protocol.Block(b.key, b.index, b.digest, self._spans(b.pieces, "write"), b.life, b.parent, b.priority)
             for b in blocks
         ]
-        results: list[Stored] = await self._ask("write", sent, self._left_s(deadline), waits=True)
+        given = await self._given([block.key for block in blocks], deadline, made=True)
+        results: list[Stored] = await self._ask("write", sent, given, self._left_s(deadline), waits=True)
         durable = [block.key for block, result in zip(blocks, results, strict=True) if result.durable]
         self._see(durable, [True] * len(durable))
         return results
+
+    async def _given(self, keys: Sequence[BlockKey], deadline: Mono, *, made: bool = False) -> list[protocol.GivenKey]:
+        """The data keys of these blocks' tenants, for the worker; `made` where there is none. Raises TierError."""
+        if self._keys is None:
+            return []
+        scopes, left_s = {scope_of_key(key) for key in keys}, self._left_s(deadline)
+        found: Mapping[Scope, DataKey | Miss]
+        found = await obtain(self._keys, scopes, left_s) if made else await load(self._keys, scopes, left_s)
+        return [
+            protocol.GivenKey(scope, key.secret, key.created)
+            if isinstance(key, DataKey)
+            else protocol.GivenKey(scope, b"", 0.0, key)
+            for scope, key in found.items()
+        ]
 
     def _spans(self, pieces: Sequence[memoryview], verb: str) -> list[ArenaSpan]:
         self._running(verb)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.disk.worker.shared_arena import ArenaSpan
@@ -36,6 +36,19 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     namespace: dict[str, Any]
     quota: float
     write_budget: float
+    encrypted: bool = False
+
+
+class GivenKey(msgspec.Struct, array_like=True, frozen=True):
+    """A tenant's data key, for one call: the worker reads no key itself. Without a secret: why there is none."""
+
+    scope: Scope
+    secret: bytes
+    created: float
+    miss: Miss = Miss.NO_KEY
+
+    def __repr__(self) -> str:
+        return f"GivenKey({self.scope.hex()})"
 
 
 class Block(msgspec.Struct, array_like=True, frozen=True):
@@ -111,9 +124,9 @@ class Verb(NamedTuple):
 
 _OWN: Mapping[str, tuple[Any, Any]] = {
     "open": (tuple[WorkerSetup], None),
-    "lookup": (tuple[list[BlockKey], float], list[Miss | None]),
-    "read": (tuple[list[BlockKey], list[list[ArenaSpan]], float], list[Loaded | Miss]),
-    "write": (tuple[list[Block], float], list[Stored]),
+    "lookup": (tuple[list[BlockKey], list[GivenKey], float], list[Miss | None]),
+    "read": (tuple[list[BlockKey], list[list[ArenaSpan]], list[GivenKey], float], list[Loaded | Miss]),
+    "write": (tuple[list[Block], list[GivenKey], float], list[Stored]),
     "flush": (tuple[float], None),
     "close": (tuple[float], None),
 }

@@ -30,6 +30,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.trusted_clock import RelayedClock
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker import protocol
+from kvtier.tiers.disk.worker.given_keys import GivenKeys
 from kvtier.tiers.disk.worker.shared_arena import ArenaSpan, SharedArena
 from kvtier.tiers.protocol import Pieces, Sealed, Target, Usage
 
@@ -46,6 +47,7 @@ class Server:
         self._arena = arena
         self._clock = RelayedClock(SystemClock())
         self._tier: DiskTier | None = None
+        self._keys = GivenKeys()
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
     async def serve(self) -> None:
@@ -99,6 +101,8 @@ class Server:
         if verb in ("lookup", "read", "write", "flush", "close"):
             *rest, left_s = arguments
             deadline = self._clock.monotonic() + left_s
+            if rest:
+                self._keys.give(rest[-1])
             if verb == "lookup":
                 return await tier.lookup(rest[0], range(len(rest[0])), deadline)
             if verb == "read":
@@ -113,8 +117,9 @@ class Server:
         namespace = Namespace.parse(setup.namespace)
         paths = [Path(path) for path in setup.paths]
         tier = DiskTier(
-            paths, setup.capacity, namespace, clock=self._clock, quota=setup.quota, write_budget=setup.write_budget
-        )
+            paths, setup.capacity, namespace, clock=self._clock, quota=setup.quota, write_budget=setup.write_budget,
+            keys=self._keys if setup.encrypted else None,
+        )  # fmt: skip
         loop = asyncio.get_running_loop()
         tier.report_to(_Outages(lambda message: loop.call_soon_threadsafe(self._send, message)))
         await tier.open()

@@ -41,8 +41,13 @@ class Threaded:
 
     def __init__(self, files: Files, threads: int = 8) -> None:
         self._files = files
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-g4")
+        self._threads = threads
+        self._pool = self._new_pool()
         self.renewable = files.renewable
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        """Starts its threads as they are needed."""
+        return ThreadPoolExecutor(self._threads, thread_name_prefix="kvtier-g4")
 
     async def _call(self, verb: Callable[..., T], *args: Any) -> T:
         try:
@@ -89,7 +94,8 @@ class Threaded:
             yield found[start : start + LIST_PAGE]
 
     async def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        pool, self._pool = self._pool, self._new_pool()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _mapped(verb: str, error: OSError) -> TierError:

@@ -11,6 +11,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import VirtualClock, payload_of, sample_namespace, seal
+from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.disk.slab import Calls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
@@ -28,11 +29,13 @@ async def opened(
     clock: Clock | None = None,
     namespace: Namespace | None = None,
     calls: Calls | None = None,
+    keys: DataKeys | None = None,
 ) -> AsyncIterator[DiskTier]:
     """An open tier with room for `blocks` blocks; its invariants hold when it closes."""
     clock = clock or VirtualClock()
     paths = [path] if isinstance(path, Path) else list(path)
-    tier = DiskTier(paths, blocks * block_bytes, namespace or sample_namespace(block_bytes), clock=clock, calls=calls)
+    namespace = namespace or sample_namespace(block_bytes)
+    tier = DiskTier(paths, blocks * block_bytes, namespace, clock=clock, calls=calls, keys=keys)
     await tier.open()
     try:
         yield tier

@@ -1,0 +1,199 @@
+"""Data keys of tenants: one key encrypts all blocks of a tenant, below RAM and in the bucket.
+
+A key store holds them wrapped by the keyring, outside the places where the blocks lie. To destroy a key there makes
+every copy of the tenant's blocks unreadable: who has read it asks for it again after KEY_CACHE_S at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple, Protocol, TypeVar
+
+from kvtier.clock import Clock
+from kvtier.encryption import DataKey
+from kvtier.errors import CorruptError, TierError, TierTimeout
+from kvtier.identity.keys import Scope
+from kvtier.keyring import DATA_KEY_BYTES, Keyring, UnknownKey
+from kvtier.tiers.protocol import Miss
+from kvtier.times import Mono
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+KEY_CACHE_S = 60.0
+"""A key is used for so long after it was read, and then asked for again."""
+ABSENT_S = 5.0
+"""For so long nobody asks again for a key that there is not, or that cannot be read."""
+KEYS_MAX = 65536
+
+
+class WrappedKey(NamedTuple):
+    """A data key as a store has it. `created`: seconds since the epoch, part of what is authenticated."""
+
+    created: float
+    wrapped: bytes
+
+
+class KeyStore(Protocol):
+    """Wrapped keys by name. Verbs block, raise TierError, and may be called on any thread."""
+
+    def read(self, name: str) -> WrappedKey | None:
+        """The key of that name; None if there is none. Raises CorruptError for what is no key."""
+
+    def create(self, name: str, key: WrappedKey) -> WrappedKey:
+        """Store the key unless there is one. Returns the one that is there now, durably."""
+
+    def replace(self, name: str, change: Callable[[WrappedKey], WrappedKey]) -> bool:
+        """Change a key that is there; whether it was."""
+
+    def destroy(self, name: str) -> bool:
+        """Remove the key with every copy in this store, durably; whether there was one."""
+
+    def names(self) -> Iterator[str]:
+        """Of all keys."""
+
+
+class DataKeys(Protocol):
+    """The keys that a tier encrypts with. Thread-safe."""
+
+    def peek(self, scope: Scope) -> DataKey | Miss:
+        """As `find`; LATE where that would have to ask a store. Never waits."""
+
+    def find(self, scope: Scope) -> DataKey | Miss:
+        """The key of the scope's tenant; NO_KEY if there is none, or none that can be read. May wait for a store."""
+
+    def obtain(self, scope: Scope) -> DataKey:
+        """The same, made if there is none. May wait for a store. Raises TierError."""
+
+
+class StoredKeys:
+    """`DataKeys` out of a key store, unwrapped by a keyring and remembered for KEY_CACHE_S."""
+
+    def __init__(self, store: KeyStore, keyring: Keyring, clock: Clock) -> None:
+        self._store = store
+        self._keyring = keyring
+        self._clock = clock
+        self._known: dict[Scope, tuple[Mono, DataKey | Miss]] = {}  # until when; the oldest first
+        self._lock = threading.Lock()
+
+    def peek(self, scope: Scope) -> DataKey | Miss:
+        until, known = self._known.get(scope, (Mono("-inf"), Miss.LATE))
+        return known if self._clock.monotonic() < until else Miss.LATE
+
+    def find(self, scope: Scope) -> DataKey | Miss:
+        with self._lock:
+            known = self.peek(scope)
+            if known is not Miss.LATE:
+                return known
+            asked = self._clock.monotonic()
+            try:
+                found = self._store.read(self.name_of(scope))
+                key = Miss.NO_KEY if found is None else self._unwrap(scope, found)
+            except (TierError, CorruptError, UnknownKey) as error:
+                log.warning("a tenant's data key cannot be read, so its encrypted blocks are misses: %s", error)
+                key = Miss.NO_KEY
+            return self._remember(scope, key, asked)
+
+    def obtain(self, scope: Scope) -> DataKey:
+        known = self.peek(scope)
+        if isinstance(known, DataKey):
+            return known
+        with self._lock:
+            asked, name = self._clock.monotonic(), self.name_of(scope)
+            try:
+                found = self._store.read(name)
+                if found is None:
+                    created = float(self._clock.wall())
+                    wrapped = self._keyring.wrap(secrets.token_bytes(DATA_KEY_BYTES), _context(name, created))
+                    found = self._store.create(name, WrappedKey(created, wrapped))
+                key = self._remember(scope, self._unwrap(scope, found), asked)
+            except (CorruptError, UnknownKey) as error:
+                raise TierError("keys", "obtain", f"a tenant's data key cannot be read: {error}") from error
+            assert isinstance(key, DataKey)
+            return key
+
+    def name_of(self, scope: Scope) -> str:
+        """The name of a tenant's key: nobody without the keyring can test a guess of the tenant by it. Pure."""
+        return self._keyring.name("data-key", scope)
+
+    @property
+    def store(self) -> KeyStore:
+        """Where the wrapped keys lie."""
+        return self._store
+
+    def rewrap(self, name: str) -> bool:
+        """Wrap the key by the keyring's active key; whether that was another one before. Raises TierError,
+        CorruptError or UnknownKey."""
+        changed = False
+
+        def change(old: WrappedKey) -> WrappedKey:
+            nonlocal changed
+            if wrapping_key_of(old) == self._keyring.active.id:
+                return old
+            changed = True
+            context = _context(name, old.created)
+            return WrappedKey(old.created, self._keyring.wrap(self._keyring.unwrap(old.wrapped, context), context))
+
+        return self._store.replace(name, change) and changed
+
+    def unwraps(self, name: str, found: WrappedKey) -> bool:
+        """Whether the keyring can unwrap a key of the store. Pure."""
+        try:
+            self._keyring.unwrap(found.wrapped, _context(name, found.created))
+        except (CorruptError, UnknownKey):
+            return False
+        return True
+
+    def _unwrap(self, scope: Scope, found: WrappedKey) -> DataKey:
+        context = _context(self.name_of(scope), found.created)
+        return DataKey(self._keyring.unwrap(found.wrapped, context), found.created)
+
+    def _remember(self, scope: Scope, key: DataKey | Miss, asked: Mono) -> DataKey | Miss:
+        """`asked`: when the store was asked, at the latest."""
+        self._known.pop(scope, None)
+        while self._known and (len(self._known) >= KEYS_MAX or self._known[next(iter(self._known))][0] < asked):
+            del self._known[next(iter(self._known))]
+        lasts_s = KEY_CACHE_S if isinstance(key, DataKey) else ABSENT_S
+        self._known[scope] = Mono(asked + lasts_s), key
+        return key
+
+
+async def load(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey | Miss]:
+    """The keys of these scopes' tenants, on another thread if a store has to be asked; LATE where it does not answer in
+    time."""
+    known = {scope: keys.peek(scope) for scope in scopes}
+    if Miss.LATE in known.values():
+        with contextlib.suppress(TimeoutError):
+            return await _each(keys.find, scopes, timeout_s)
+    return known
+
+
+async def obtain(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey]:
+    """The same, made where there is none. Raises TierError."""
+    known = {scope: key for scope in scopes if isinstance(key := keys.peek(scope), DataKey)}
+    if len(known) == len(scopes):
+        return known
+    try:
+        return await _each(keys.obtain, scopes, timeout_s)
+    except TimeoutError:
+        raise TierTimeout("keys", "obtain", "the store of data keys does not answer") from None
+
+
+async def _each(verb: Callable[[Scope], T], scopes: Collection[Scope], timeout_s: float) -> dict[Scope, T]:
+    work = asyncio.to_thread(lambda: {scope: verb(scope) for scope in scopes})
+    return await asyncio.wait_for(work, timeout_s)
+
+
+def wrapping_key_of(key: WrappedKey) -> bytes:
+    """The id of the keyring's key that wraps it. Pure."""
+    return key.wrapped[:8]
+
+
+def _context(name: str, created: float) -> bytes:
+    return f"{name} {created!r}".encode("ascii")

@@ -1,0 +1,107 @@
+"""`kvtier keys …`, beside a cache that encrypts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.testing import payloads_of, sample_namespace
+
+NS = sample_namespace(4096)
+KEYS = """version: 1
+name_key: "{name}"
+keys:
+{rows}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    ring(tmp_path, [("11" * 8, "22" * 32, "active")])
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(
+        f"tiers: {{g2: {{capacity: 4MiB}}, g3: {{path: {tmp_path}/g3, capacity: 64MiB}}}}\n"
+        f"security: {{key_file: {tmp_path}/keys.yaml, data_keys: {tmp_path}/data-keys}}\n"
+    )
+    return file
+
+
+def ring(folder: Path, rows: list[tuple[str, str, str]]) -> None:
+    lines = (f'  - {{id: "{id}", secret: "{secret}", state: {state}}}' for id, secret, state in rows)
+    file = folder / "keys.yaml"
+    file.write_text(KEYS.format(name="33" * 32, rows="\n".join(lines)))
+    file.chmod(0o600)
+
+
+def served(config: Path, salt: str, *, stored: bool = False) -> int:
+    keys = kvtier.chain_hashes(range(64), NS, salt=salt)
+    with kvtier.open(kvtier.Config.load(config), NS) as cache:
+        if stored:
+            cache.put(keys, payloads_of(keys, 4096))
+            cache.flush()
+        with cache.get(keys) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(keys[: len(hit)], 4096)
+            return len(hit)
+
+
+def test_a_destroyed_key_takes_its_tenants_blocks_and_no_others(run: Callable[..., Any], config: Path) -> None:
+    for salt in ("a", "b"):
+        assert served(config, salt, stored=True) == 4
+    listed = run("keys", "list", config, "--json").json()
+    assert listed["keyring"] == [{"id": "11" * 8, "state": "active"}]
+    assert [row["wrapped_by"] for row in listed["data_keys"]] == ["11" * 8] * 2
+    done = run("keys", "destroy", config, "--salt", "a", "--yes", "--json")
+    assert done.status == 0 and len(done.json()["destroyed"]) == 1
+    assert (served(config, "a"), served(config, "b")) == (0, 4)
+    assert served(config, "a", stored=True) == 4, "a new key, and new blocks in the old ones' place"
+    assert served(config, "a") == 4
+    again = run("keys", "destroy", config, "--salt", "never seen", "--yes")
+    assert again.status == 1 and "nothing was changed" in again.out
+
+
+def test_a_rotation_wraps_anew_and_the_old_key_can_be_retired(
+    run: Callable[..., Any], config: Path, tmp_path: Path
+) -> None:
+    assert served(config, "a", stored=True) == 4
+    old = ("11" * 8, "22" * 32)
+    ring(tmp_path, [("44" * 8, "55" * 32, "active"), (*old, "accept")])
+    assert run("keys", "rotate", config, "--json").json() == {"rewrapped": 1, "unchanged": 0, "failed": {}}
+    assert run("keys", "rotate", config, "--json").json() == {"rewrapped": 0, "unchanged": 1, "failed": {}}
+    ring(tmp_path, [("44" * 8, "55" * 32, "active"), (*old, "retired")])
+    assert served(config, "a") == 4
+    ring(tmp_path, [("66" * 8, "77" * 32, "active")])
+    assert served(config, "a") == 0
+    failed = run("keys", "rotate", config, "--json")
+    assert failed.status == 1 and "not in the keyring" in str(failed.json()["failed"])
+    (row,) = run("keys", "list", config, "--json").json()["data_keys"]
+    assert row["note"] == "not wrapped by a key of this keyring"
+    assert run("keys", "list", config).status == 0
+
+
+def test_destruction_asks_first_and_names_exactly_one_tenant(
+    run: Callable[..., Any], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served(config, "a", stored=True) == 4
+    for answer in ("n\n", ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        assert run("keys", "destroy", config, "--salt", "a").status == 1
+    assert served(config, "a") == 4
+    for words in ([], ["--salt", "a", "--without-salt"], ["--name", "0" * 32, "--salt", "a"]):
+        wrong = run("keys", "destroy", config, *words, "--yes")
+        assert wrong.status == 2 and "--salt SALT" in wrong.err
+    assert run("keys", "destroy", config, "--name", "../x", "--yes").status == 2
+
+
+def test_without_encryption_it_says_what_is_missing(run: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "plain.yaml"
+    file.write_text(f"tiers: {{g3: {{path: {tmp_path}/g3, capacity: 64MiB}}}}\n")
+    done = run("keys", "list", file)
+    assert done.status == 2 and "security.data_keys" in done.err
+    file.write_text(f"security: {{data_keys: {tmp_path}/keys}}\n")
+    done = run("keys", "list", file)
+    assert done.status == 2 and "key_file" in done.err

@@ -1,0 +1,169 @@
+"""A store is given back whatever goes wrong while it is opened or closed: no thread, descriptor or lock is left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierError
+from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.disk import store
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.slab import SystemCalls
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.guard import Guarded
+from kvtier.tiers.protocol import Stored
+from tests.tiers.disk.support.store import BLOCK, get, opened, put
+
+NAMESPACE = sample_namespace(BLOCK)
+CHAIN = chain_of(NAMESPACE, 4)
+
+
+def tier_at(path: Path, calls: SystemCalls | None = None) -> DiskTier:
+    return DiskTier([path], 16 * BLOCK, NAMESPACE, clock=VirtualClock(), calls=calls)
+
+
+def left() -> list[str]:
+    """Threads of stores, and stores that count as open."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-g3")]
+    return threads + [str(each.parts[0]) for each in store._open_stores.values()]
+
+
+def nothing_left() -> None:
+    deadline = time.monotonic() + 5
+    while left():
+        assert time.monotonic() < deadline, left()
+        time.sleep(0.01)
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not true():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0)
+
+
+class Sticking(SystemCalls):
+    """Its files cannot be closed without an error, as those of a network file system at its quota."""
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        raise OSError(errno.EIO, "injected into close")
+
+
+async def test_a_file_whose_close_fails_keeps_nothing_open(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path, Sticking())
+    await tier.open()
+    assert set(await put(tier, CHAIN)) == {Stored.STORED}
+    await tier.close(tier._clock.monotonic() + 5)
+    nothing_left()
+    async with opened(tmp_path) as again:
+        assert await get(again, CHAIN) == [True] * len(CHAIN)
+
+
+@pytest.mark.parametrize(("owner", "verb"), [(Index, "close"), (store.RoomMaker, "stop"), (store.IOScheduler, "stop")])
+async def test_a_part_that_fails_to_close_keeps_no_other_open(
+    tmp_path: Path, owner: type, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[..., None] = getattr(owner, verb)
+
+    def failing(*arguments: object) -> None:
+        real(*arguments)
+        raise RuntimeError("injected")
+
+    tier = tier_at(tmp_path)
+    await tier.open()
+    assert set(await put(tier, CHAIN)) == {Stored.STORED}
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, verb, failing)
+        await tier.close(tier._clock.monotonic() + 5)
+        nothing_left()
+    async with opened(tmp_path) as again:
+        assert await get(again, CHAIN) == [True] * len(CHAIN)
+
+
+async def test_it_is_closed_while_all_threads_of_the_loop_are_busy(tmp_path: Path) -> None:
+    """And though its close is given up, as a guard does."""
+    over = threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    tier = tier_at(tmp_path)
+    await tier.open()
+    busy = asyncio.ensure_future(asyncio.to_thread(over.wait, 20))
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await tier.close(tier._clock.monotonic() + 5)
+        nothing_left()
+    finally:
+        over.set()
+        await busy
+
+
+async def test_a_store_that_is_out_of_use_is_not_kept_by_a_tier_that_did_not_open(tmp_path: Path) -> None:
+    async with opened(tmp_path) as first:
+        first._store.quarantine("injected", rest_s=60)
+        second = tier_at(tmp_path)
+        with pytest.raises(TierError, match="quarantined"):
+            await second.open()
+        assert first._store.users == 1
+        first._store._state._probe_at = 0.0
+        first._store._writer.wake()
+        await until(lambda: first._store.index_in_use is not None)
+    nothing_left()
+
+
+def slow_attach(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Attaching to a store takes until the second of these is set; the first: it has begun."""
+    begun, over = threading.Event(), threading.Event()
+    real = store.Store.attach.__func__  # type: ignore[attr-defined]
+
+    def attach(cls: type, *arguments: object) -> store.Store:
+        begun.set()
+        over.wait(20)
+        made: store.Store = real(cls, *arguments)
+        return made
+
+    monkeypatch.setattr(store.Store, "attach", classmethod(attach))
+    return begun, over
+
+
+def test_what_opens_after_its_loop_has_ended_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, over = slow_attach(monkeypatch)
+
+    async def given_up() -> None:
+        asyncio.get_running_loop().set_default_executor(executor)
+        opening = asyncio.ensure_future(tier_at(tmp_path).open())
+        await until(begun.is_set)
+        opening.cancel()
+        await asyncio.wait({opening})
+
+    executor = ThreadPoolExecutor(1)
+    executor_end, executor.shutdown = executor.shutdown, lambda *_, **__: None  # type: ignore[method-assign]
+    asyncio.run(given_up())
+    over.set()
+    executor_end()
+    nothing_left()
+    tier = tier_at(tmp_path)
+    asyncio.run(tier.open())
+    assert tier._store.users == 1
+    asyncio.run(tier.close(tier._clock.monotonic() + 5))
+
+
+async def test_an_opening_that_is_cancelled_as_it_ends_is_undone(tmp_path: Path) -> None:
+    """By the guard, since whoever cancelled it believes that nothing was opened."""
+    tier = tier_at(tmp_path)
+    guard = Guarded(tier, tier._clock)
+    opening = asyncio.ensure_future(guard.open())
+    await until(lambda: tier._opened is not None)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await until(lambda: not left())

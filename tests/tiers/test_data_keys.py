@@ -1,0 +1,178 @@
+"""Tenants' data keys: one per tenant, wrapped, remembered for a while, gone when destroyed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvtier.encryption import DataKey
+from kvtier.errors import ConfigError, CorruptError, TierError
+from kvtier.identity.keys import SHARED, scope_of
+from kvtier.keyring import Key, Keyring, KeyState
+from kvtier.testing import VirtualClock
+from kvtier.tiers import key_directory
+from kvtier.tiers.data_keys import ABSENT_S, KEY_CACHE_S, StoredKeys, wrapping_key_of
+from kvtier.tiers.key_directory import KeyDirectory
+from kvtier.tiers.protocol import Miss
+from tests.tiers.disk.support.keys import MemoryKeys, sample_keyring
+
+TENANT = scope_of("tenant")
+
+
+def stored(folder: Path, clock: VirtualClock | None = None, keyring: Keyring | None = None) -> StoredKeys:
+    return StoredKeys(KeyDirectory(folder), keyring or sample_keyring(), clock or VirtualClock())
+
+
+def test_all_replicas_get_the_same_key_and_each_tenant_its_own(tmp_path: Path) -> None:
+    """Whoever comes first makes it."""
+    replicas = [stored(tmp_path / "keys") for _ in range(8)]
+    assert replicas[0].find(TENANT) is Miss.NO_KEY
+    gate = threading.Barrier(8)
+
+    def obtain(replica: StoredKeys) -> bytes:
+        gate.wait()
+        return replica.obtain(TENANT).secret
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(obtain, replicas))) == 1
+    assert replicas[0].obtain(SHARED).secret != replicas[0].obtain(TENANT).secret
+    files = list((tmp_path / "keys").glob("*.key"))
+    assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    secret = replicas[0].obtain(TENANT).secret
+    found = stored(tmp_path / "keys").find(TENANT)
+    assert isinstance(found, DataKey) and found.secret == secret
+    for file in (tmp_path / "keys").iterdir():
+        assert secret not in file.read_bytes() and secret.hex().encode() not in file.read_bytes()
+        assert TENANT.hex() not in file.name, "a tenant can be told by the file's name"
+
+
+async def test_a_key_is_asked_for_again_after_its_time_and_a_missing_one_sooner() -> None:
+    clock, store = VirtualClock(), MemoryKeys()
+    keys = StoredKeys(store, sample_keyring(), clock)
+    assert (keys.peek(TENANT), keys.find(TENANT), keys.peek(TENANT)) == (Miss.LATE, Miss.NO_KEY, Miss.NO_KEY)
+    assert store.reads == 1
+    await clock.sleep(ABSENT_S + 0.1)
+    key = keys.obtain(TENANT)
+    assert keys.peek(TENANT) is key and store.reads == 2
+    await clock.sleep(KEY_CACHE_S - 0.1)
+    assert keys.find(TENANT) is key and store.reads == 2
+    store.destroy(keys.name_of(TENANT))
+    await clock.sleep(0.2)
+    assert keys.peek(TENANT) is Miss.LATE and keys.find(TENANT) is Miss.NO_KEY
+    assert keys.obtain(TENANT).secret != key.secret, "a new key, which opens nothing of the old one's"
+
+
+def test_a_destroyed_key_leaves_no_copy_in_its_directory(tmp_path: Path) -> None:
+    """Not in what a process that was killed between two steps left, either."""
+    keys = stored(tmp_path / "keys")
+    keys.obtain(TENANT)
+    name = keys.name_of(TENANT)
+    file = tmp_path / "keys" / f"{name}.key"
+    text = file.read_bytes()
+    (tmp_path / "keys" / ".draft-0123").write_bytes(text)
+    kept = file.open("rb")
+    assert keys.store.destroy(name) and not keys.store.destroy(name)
+    assert [path.name for path in (tmp_path / "keys").iterdir()] == ["LOCK"]
+    assert not kept.read().strip(b"\0"), "it was overwritten"
+    kept.close()
+
+
+def test_rotation_wraps_every_key_anew_and_leaves_them_what_they_were(tmp_path: Path) -> None:
+    old, new = Key(b"old key ", bytes(32)), Key(b"new key ", bytes([1] * 32))
+    before = stored(tmp_path / "keys", keyring=_ring(old))
+    secrets = {scope: before.obtain(scope).secret for scope in (SHARED, TENANT)}
+    both = stored(tmp_path / "keys", keyring=_ring(new, Key(b"old key ", bytes(32), KeyState.ACCEPT)))
+    names = list(both.store.names())
+    assert [both.rewrap(name) for name in names] == [True, True]
+    assert [both.rewrap(name) for name in names] == [False, False]
+    for name in names:
+        found = both.store.read(name)
+        assert found is not None and wrapping_key_of(found) == b"new key "
+    after = stored(tmp_path / "keys", keyring=_ring(new))
+    assert {scope: after.obtain(scope).secret for scope in secrets} == secrets
+    assert stored(tmp_path / "keys", keyring=_ring(old)).find(TENANT) is Miss.NO_KEY
+
+
+def test_a_key_of_another_keyring_is_a_miss_and_is_not_replaced(tmp_path: Path) -> None:
+    mine = stored(tmp_path / "keys")
+    secret = mine.obtain(TENANT).secret
+    old = Key(bytes([1] * 8), bytes([1] * 32), KeyState.RETIRED)
+    retired = Keyring([Key(b"new key ", bytes([9] * 32)), old], bytes([1] * 32))
+    other = stored(tmp_path / "keys", keyring=retired)
+    assert other.find(TENANT) is Miss.NO_KEY
+    with pytest.raises(TierError, match="retired"):
+        other.obtain(TENANT)
+    assert stored(tmp_path / "keys").obtain(TENANT).secret == secret
+
+
+def test_a_wrapped_key_does_not_open_under_another_tenants_name_or_time(tmp_path: Path) -> None:
+    keys = stored(tmp_path / "keys")
+    keys.obtain(TENANT)
+    mine, theirs = (tmp_path / "keys" / f"{keys.name_of(scope)}.key" for scope in (TENANT, SHARED))
+    theirs.write_bytes(mine.read_bytes())
+    assert keys.find(SHARED) is Miss.NO_KEY
+    found = json.loads(mine.read_text())
+    mine.write_text(json.dumps({**found, "created": found["created"] + 1}))
+    assert stored(tmp_path / "keys").find(TENANT) is Miss.NO_KEY
+
+
+NO_KEYS = (b"", b"{}", b"[" * 4000, b'{"version": 2}', b"\xff" * 5000, b'{"version":1,"created":1.0,"wrapped":"00"}')
+
+
+@pytest.mark.parametrize("text", NO_KEYS)
+def test_a_file_that_is_no_key_is_a_miss_and_stays(tmp_path: Path, text: bytes) -> None:
+    keys = stored(tmp_path / "keys")
+    file = tmp_path / "keys" / f"{keys.name_of(TENANT)}.key"
+    file.write_bytes(text)
+    assert keys.find(TENANT) is Miss.NO_KEY
+    with pytest.raises(TierError):
+        keys.obtain(TENANT)
+    with pytest.raises(CorruptError, match="no key of version 1"):
+        keys.store.read(file.stem)
+    assert file.read_bytes() == text
+
+
+def test_a_link_or_a_pipe_in_place_of_a_key_is_no_key(tmp_path: Path) -> None:
+    import os
+
+    keys = stored(tmp_path / "keys")
+    secret = keys.obtain(SHARED).secret
+    file = tmp_path / "keys" / f"{keys.name_of(TENANT)}.key"
+    file.symlink_to(tmp_path / "keys" / f"{keys.name_of(SHARED)}.key")
+    assert keys.find(TENANT) is Miss.NO_KEY
+    file.unlink()
+    os.mkfifo(file)
+    assert stored(tmp_path / "keys").find(TENANT) is Miss.NO_KEY
+    assert stored(tmp_path / "keys").obtain(SHARED).secret == secret
+
+
+def test_a_directory_that_others_may_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir(mode=0o755)
+    (tmp_path / "keys").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"security\.data_keys: .*chmod 700"):
+        KeyDirectory(tmp_path / "keys")
+    with pytest.raises(ConfigError, match=r"security\.data_keys: .*No such file"):
+        KeyDirectory(tmp_path / "none" / "keys")
+
+
+def test_a_process_that_holds_the_lock_is_not_waited_for_without_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_directory, "LOCK_S", 0.05)
+    keys = stored(tmp_path / "keys")
+    with keys.store._locked(), pytest.raises(TierError, match="another process holds"):  # type: ignore[attr-defined]
+        stored(tmp_path / "keys").obtain(TENANT)
+
+
+def test_no_path_is_made_of_a_name_that_is_none(tmp_path: Path) -> None:
+    for name in ("../secret", "", "A" * 32, "0" * 31):
+        with pytest.raises(ConfigError, match="32 hexadecimal digits"):
+            KeyDirectory(tmp_path / "keys").read(name)
+
+
+def _ring(*keys: Key) -> Keyring:
+    return Keyring(keys, bytes(32))
