@@ -63,13 +63,13 @@ async def test_a_foreign_format_is_refused_and_left_alone(tmp_path: Path, what: 
         await put(tier, CHAIN)
     if what == "STORE.json":
         marker = json.loads((path / what).read_text())
-        (path / what).write_text(json.dumps({**marker, "format": 2}))
+        (path / what).write_text(json.dumps({**marker, "format": 9}))
     else:
         size = (path / "index" / "data.mdb").stat().st_size
         with lmdb.open(str(path / "index"), map_size=size) as env, env.begin(write=True) as txn:
-            txn.put(b"mformat", (2).to_bytes(4, "little"))
+            txn.put(b"mformat", (9).to_bytes(4, "little"))
     before = {file: file.read_bytes() for file in path.rglob("*") if file.name in ("data.mdb", "STORE.json")}
-    with pytest.raises(FormatError, match="format 2"):
+    with pytest.raises(FormatError, match="format 9"):
         await DiskTier([path], 16 * BLOCK, NAMESPACE, clock=VirtualClock()).open()
     assert before == {file: file.read_bytes() for file in before}
 
