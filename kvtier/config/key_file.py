@@ -109,6 +109,8 @@ def ask_plugin(name: str) -> Keyring:
         raise ConfigError(f"security.kms: {len(found)} plug-ins are called {name!r}; installed: {known}")
     try:
         document: Any = found[0].load()()
+    except ConfigError:  # it knows what it says
+        raise
     except Exception as error:  # a plug-in may raise anything, and its text may hold a secret
         raise ConfigError(f"security.kms: the plug-in {name!r} failed: {type(error).__name__}") from None
     return parse_keys(document, f"security.kms: {name}")

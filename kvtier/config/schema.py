@@ -284,6 +284,11 @@ def config_file() -> str:
     return os.environ.get("KVTIER_CONFIG", "")
 
 
+def kms_file() -> str:
+    """Path of the key file that AWS KMS opens: the environment variable KVTIER_KMS_FILE; "" for none."""
+    return os.environ.get("KVTIER_KMS_FILE", "")
+
+
 def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """The folder for measurements of this machine's devices, below the user's cache folder (XDG base directories).
     Reads `environ` (default: the process's). None for a user without one."""
