@@ -29,7 +29,7 @@ REMEMBERED_MAX = 4096
 OWED_MAX = 65_536
 """Purges that are remembered for tiers which do not take them; beyond, one is refused before it has any effect."""
 
-_APPLIED = 1024  # tombstones that take force in one hold of the lock
+_APPLIED = 512  # tombstones that take force in one hold of the lock
 _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
 
