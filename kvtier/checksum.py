@@ -16,6 +16,21 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 
 
+class Digest:
+    """XXH3-128 of bytes that come one after another."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, piece: Buffer) -> None:
+        """Add bytes."""
+        self._state.update(piece)
+
+    def value(self) -> bytes:
+        """The digest of all bytes so far, as `digest_of` gives it."""
+        return self._state.digest()
+
+
 def digest_of(pieces: Iterable[Buffer]) -> bytes:
     """XXH3-128 (big-endian, as xxhash prints it) of the concatenation of `pieces`. Pure; 16 bytes."""
     state = xxhash.xxh3_128()

@@ -6,7 +6,7 @@
 
 The commitment says whether a key is the right one before anything is decrypted: AES-GCM alone accepts forgeries that
 two keys can open. Associated data binds a unit to the block's name and sizes, never to times, which change. One call
-encrypts one unit, into the caller's memory, without the interpreter lock.
+encrypts one unit, into other memory, without the interpreter lock. Decryption works where the ciphertext lies.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier import checksum
 from kvtier.errors import ConfigError, CorruptError
 from kvtier.keyring import COMMITMENT_BYTES, DATA_KEY_BYTES, KEY_ID_BYTES, TAG_BYTES, hkdf
 
@@ -34,6 +35,8 @@ SALT_BYTES = 16
 UNIT_BYTES_MAX = (1 << 31) - 1 - TAG_BYTES
 """The most that one call of the library takes."""
 UNITS_MAX = 1024
+STEP_BYTES = 256 << 10
+"""Of a block that is decrypted: a part of it that a processor's own cache holds."""
 
 _HEADER = struct.Struct(f"<{KEY_ID_BYTES}s{COMMITMENT_BYTES}s{SALT_BYTES}s")
 _CHECK_BYTES, _CHECKS = 4 << 20, 20
@@ -98,29 +101,44 @@ class UnitCipher:
     An instance made for encryption must not encrypt a unit twice with different bytes.
     """
 
-    __slots__ = ("_aes", "commitment", "key_id", "salt")
+    __slots__ = ("_aes", "_secret", "commitment", "key_id", "salt")
 
     def __init__(self, key: DataKey, salt: bytes) -> None:
         derived = hkdf(key.secret, salt, b"kvtier-unit-key", DATA_KEY_BYTES + COMMITMENT_BYTES)
         self.key_id = key.id
         self.salt = salt
         self.commitment = derived[DATA_KEY_BYTES:]
-        self._aes = _aesgcm()(derived[:DATA_KEY_BYTES])
+        self._secret = derived[:DATA_KEY_BYTES]
+        self._aes = _aesgcm()(self._secret)
 
     def encrypt_into(self, unit: int, plain: memoryview, bound: bytes, out: memoryview) -> None:
         """Fill `out` (16 bytes longer than `plain`, elsewhere) with the unit's ciphertext and its tag. `bound` is
         authenticated with it."""
         self._aes.encrypt_into(_nonce(unit), plain, bound, out)
 
-    def decrypt_into(self, unit: int, ciphertext: memoryview, bound: bytes, out: memoryview) -> None:
-        """Fill `out` with the plain bytes of `ciphertext`, its tag behind it. Raises CorruptError, `out` being zero
-        then: the library has written to it before it knows."""
+    def decrypt_in_place(
+        self, unit: int, pieces: Sequence[memoryview], tag: bytes, bound: bytes, digest: checksum.Digest
+    ) -> None:
+        """Replace a unit's ciphertext, which lies in these pieces one after another, by its plain bytes, and add them
+        to `digest` while they are in the processor's cache. Raises CorruptError, the pieces being zero then. Holds the
+        interpreter for STEP_BYTES at a time."""
         from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+        context = Cipher(AES(self._secret), GCM(_nonce(unit), tag)).decryptor()
+        context.authenticate_additional_data(bound)
+        for piece in pieces:
+            for start in range(0, len(piece), STEP_BYTES):
+                part = piece[start : start + STEP_BYTES]
+                context.update_into(part, part)
+                digest.update(part)
         try:
-            self._aes.decrypt_into(_nonce(unit), ciphertext, bound, out)
+            context.finalize()
         except InvalidTag:
-            wipe(out)
+            for piece in pieces:
+                wipe(piece)
             raise CorruptError(f"unit {unit} does not match its tag") from None
 
     def header(self, tags: Sequence[bytes]) -> EncryptionHeader:
@@ -142,33 +160,33 @@ def encrypt_block(key: DataKey, pieces: Sequence[memoryview], bound: bytes, out:
     return cipher.header(tags)
 
 
-def decrypt_block(
-    cipher: UnitCipher, header: EncryptionHeader, memory: memoryview, bound: bytes, into: Sequence[memoryview]
-) -> None:
-    """Fill `into` with the block whose ciphertext `memory` begins with; its last 16 bytes are free, all of it is
-    overwritten. Raises CorruptError, `into` being zero then."""
-    length, count = len(memory) - TAG_BYTES, len(header.tags)
+def decrypt_block(cipher: UnitCipher, header: EncryptionHeader, pieces: Sequence[memoryview], bound: bytes) -> bytes:
+    """Replace a block's ciphertext, which lies in these pieces one after another, by its plain bytes. Returns their
+    digest. Raises CorruptError, the pieces being zero then."""
+    length, count = sum(map(len, pieces)), len(header.tags)
     size = length // count
-    if size * count != length or length != sum(map(len, into)):
-        raise CorruptError(f"a block of {length} bytes in {count} units")
-    units = [piece[start : start + size] for piece in into for start in range(0, len(piece), size)]
-    scattered = any(len(unit) != size for unit in units)  # the reader's pieces are not the writer's
-    plain = memoryview(bytearray(length)) if scattered else memory[:0]
-    if scattered:
-        units = [plain[start : start + size] for start in range(0, length, size)]
+    digest = checksum.Digest()
     try:
-        for unit in reversed(range(count)):  # a unit's tag lies where the next one, decrypted by now, began
-            end = (unit + 1) * size
-            memory[end : end + TAG_BYTES] = header.tags[unit]
-            cipher.decrypt_into(unit, memory[end - size : end + TAG_BYTES], bound, units[unit])
+        if size * count != length:
+            raise CorruptError(f"a block of {length} bytes in {count} units")
+        for unit, tag in enumerate(header.tags):
+            cipher.decrypt_in_place(unit, _part(pieces, unit * size, (unit + 1) * size), tag, bound, digest)
     except CorruptError:
-        for piece in into:
+        for piece in pieces:
             wipe(piece)
         raise
-    start = 0
-    for piece in into if scattered else ():
-        piece[:] = plain[start : start + len(piece)]
-        start += len(piece)
+    return digest.value()
+
+
+def _part(pieces: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """The bytes [start, stop) of the pieces' concatenation, where they lie."""
+    out = []
+    for piece in pieces:
+        part = piece[max(0, start) : max(0, stop)]
+        if len(part):
+            out.append(part)
+        start, stop = start - len(piece), stop - len(piece)
+    return out
 
 
 def bound_to(purpose: bytes, name: bytes, length: int, depth: int, codec: int = 0) -> bytes:
@@ -192,12 +210,20 @@ def check_library() -> None:
     aes = _aesgcm()(bytes(range(32)))
     plain, out = memoryview(bytearray(b"k" * 64)), memoryview(bytearray(64 + TAG_BYTES))
     aes.encrypt_into(_nonce(1), plain, b"check", out)
-    back = memoryview(bytearray(64))
-    aes.decrypt_into(_nonce(1), out, b"check", back)
-    if back != plain or bytes(out) != aes.encrypt(_nonce(1), bytes(plain), b"check"):
+    if bytes(out) != aes.encrypt(_nonce(1), bytes(plain), b"check") or not _decrypts_in_place():
         raise ConfigError("the package cryptography encrypts wrongly; install it anew, in version 50 or later")
     if not releases_interpreter(aes):
         log.warning("cryptography keeps the interpreter lock while it encrypts: other threads wait for it")
+
+
+def _decrypts_in_place() -> bool:
+    """The library does not say that a buffer may be input and output; here it is seen, with pieces of odd lengths."""
+    cipher, length = DataKey(bytes(range(32))).new_cipher(), 3 * STEP_BYTES
+    plain = memoryview(bytes(range(251)) * (length // 251 + 1))[:length]
+    out, digest = memoryview(bytearray(length + TAG_BYTES)), checksum.Digest()
+    cipher.encrypt_into(2, plain, b"check", out)
+    cipher.decrypt_in_place(2, [out[:4099], out[4099:length]], bytes(out[length:]), b"check", digest)
+    return out[:length] == plain and digest.value() == checksum.digest_of([plain])
 
 
 def releases_interpreter(aes: AESGCM) -> bool:
@@ -240,6 +266,6 @@ def _aesgcm() -> type[AESGCM]:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
         raise ConfigError("encryption needs the package cryptography: pip install 'kvtier[crypto]'") from None
-    if not hasattr(AESGCM, "decrypt_into"):
+    if not hasattr(AESGCM, "encrypt_into"):
         raise ConfigError("encryption needs cryptography 50 or later: pip install -U 'kvtier[crypto]'")
     return AESGCM

@@ -1,7 +1,7 @@
 """Encryption of G3's blocks, on the threads that move them.
 
-Ciphertext lies in memory of each thread's own, never in a slot of G2, which others read. No plain byte reaches a slab
-file, and no digest of plain bytes the index.
+What is written is encrypted into memory of each thread's own, since others read the slots of G2; what is read is
+decrypted in its target. No plain byte reaches a slab file, and no digest of plain bytes the index.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import mmap
 import threading
 from collections.abc import Mapping, Sequence
 
-from kvtier import checksum
 from kvtier.encryption import DataKey, EncryptionHeader, bound_to, check_library, decrypt_block, encrypt_block
 from kvtier.identity.keys import NAMESPACE_BYTES, Scope, scope_of_key
 from kvtier.keyring import TAG_BYTES
@@ -48,15 +47,14 @@ def encrypt(key: DataKey, name: bytes, depth: int, pieces: Sequence[memoryview],
     return encrypt_block(key, pieces, _bound(name, len(out) - TAG_BYTES, depth), out)
 
 
-def decrypt(key: DataKey, name: bytes, entry: Entry, memory: memoryview, into: Sequence[memoryview]) -> bytes | Miss:
-    """Decrypt a block out of `memory`, which has TAG_BYTES more than the block. Returns the digest of its plain bytes,
-    or WRONG_KEY. Raises CorruptError, `into` being zero then."""
+def decrypt(key: DataKey, name: bytes, entry: Entry, pieces: Sequence[memoryview]) -> bytes | Miss:
+    """Decrypt a block where it lies, in `pieces`. Returns the digest of its plain bytes, or WRONG_KEY. Raises
+    CorruptError, the pieces being zero then."""
     assert entry.encryption is not None
     cipher = key.cipher_of(entry.encryption)
     if cipher is None:
         return Miss.WRONG_KEY
-    decrypt_block(cipher, entry.encryption, memory, _bound(name, entry.length, entry.depth), into)
-    return checksum.digest_of(into)
+    return decrypt_block(cipher, entry.encryption, pieces, _bound(name, entry.length, entry.depth))
 
 
 def key_miss_of(name: bytes, raw: bytes, keys: Mapping[Scope, DataKey | Miss]) -> Miss | None:

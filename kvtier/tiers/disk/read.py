@@ -15,7 +15,6 @@ from kvtier.clock import Clock
 from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierTimeout
 from kvtier.identity.keys import BlockKey, Scope
-from kvtier.keyring import TAG_BYTES
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.terms import Depth
 from kvtier.tiers.data_keys import load
@@ -126,31 +125,13 @@ class ReadBatch:
             else:
                 _set_results(run, Miss.ERROR)
 
-    def _memories(self, run: Sequence[_Wanted]) -> list[memoryview | None]:
-        """Per encrypted block, this thread's memory for its ciphertext and TAG_BYTES; None for a plain one. Each
-        overlaps the next by these bytes, so the last is to be decrypted first."""
-        if self._encryption is None:
-            return [None] * len(run)
-        lengths = [block.entry.length if block.entry and block.entry.encryption else 0 for block in run]
-        memory, out, start = self._encryption.memory(sum(lengths)), list[memoryview | None](), 0
-        for length in lengths:
-            out.append(memory[start : start + length + TAG_BYTES] if length else None)
-            start += length
-        return out
-
     def _read_slots(self, run: Sequence[_Wanted]) -> None:
         """Read neighbouring blocks by one call, and check them. Raises OSError."""
         first = run[0].entry
         assert first is not None
-        memories = self._memories(run)
-        pieces = [
-            piece
-            for block, memory in zip(run, memories, strict=True)
-            for piece in (block.target.into if memory is None else (memory[:-TAG_BYTES],))
-        ]
-        self._store.slab.read(first.segment, first.offset, pieces)
-        for block, memory in reversed([*zip(run, memories, strict=True)]):
-            self._check(block, memory)
+        self._store.slab.read(first.segment, first.offset, [piece for block in run for piece in block.target.into])
+        for block in run:
+            self._check(block)
 
     def _read_alone(self, run: Sequence[_Wanted], deadline: Mono) -> None:
         """Slot by slot, after the run failed."""
@@ -170,18 +151,18 @@ class ReadBatch:
             else:
                 block.result = Miss.LATE if isinstance(error, TimeoutError) else Miss.ERROR
 
-    def _check(self, block: _Wanted, memory: memoryview | None) -> None:
-        """Set the result of a block that was read into its target, or into `memory` if it is encrypted."""
+    def _check(self, block: _Wanted) -> None:
+        """Set the result of a block that was read, and decrypt it if it is encrypted."""
         entry, into = block.entry, block.target.into
         assert entry is not None
+        digest: bytes | Miss = entry.digest
         try:
-            if memory is None:
-                digest: bytes | Miss = entry.digest
+            if entry.encryption is None:
                 block.suspect = not checksum.matches(entry.digest, into)
             else:
                 key = self._keys[scope_in_name(block.name)]
                 assert isinstance(key, DataKey)
-                digest = decrypt(key, block.name, entry, memory, into)
+                digest = decrypt(key, block.name, entry, into)
         except CorruptError:
             block.suspect = True
         if not block.suspect:
