@@ -6,8 +6,10 @@ cache.pins.extend("docs/manual", "7d")             cache.pins.delete("docs/manua
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtier.errors import InvalidRequest
@@ -71,10 +73,14 @@ class AsyncNamedPins:
         self._chain(())
         return await self._protection.delete(name, drop=drop)
 
-    def list(self) -> list[PinInfo]:
-        """The pins that have not ended, by name."""
+    async def list(self) -> list[PinInfo]:
+        """The pins that have not ended, by name. Others have their turn between two of them."""
         self._chain(())
-        return [self._info(pin) for pin in self._protection.listed()]
+        found = []
+        for pin in self._protection.listed():
+            found.append(await aside(len(pin.chain), partial(self._info, pin)))
+            await asyncio.sleep(0)
+        return found
 
     def _info(self, pin: Pin) -> PinInfo:
         blocks = len(pin.chain)
@@ -105,7 +111,8 @@ class NamedPins:
 
     def list(self) -> list[PinInfo]:
         """See `AsyncNamedPins.list`."""
-        return self._pins.list()
+        infos: list[PinInfo] = self._run(self._pins.list())
+        return infos
 
 
 def seconds(ttl: float | str) -> float:

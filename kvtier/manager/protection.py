@@ -296,9 +296,9 @@ class Protection:
 
     def listed(self) -> list[Pin]:
         """The pins that have not ended, by name."""
-        wall_s = self._clock.wall()
         with self._lock:
-            return [pin for pin in self.pins.listed() if pin.until >= wall_s]
+            pins, wall_s = list(self.pins), self._clock.wall()
+        return sorted((pin for pin in pins if pin.until >= wall_s), key=lambda pin: pin.name)
 
     def resident(self, pin: Pin) -> int:
         """How many of a pin's blocks are in G2."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 from kvtier.errors import KVTierError, TierError
@@ -26,7 +26,10 @@ from kvtier.times import Wall
 REMEMBERED_MAX = 4096
 """Purges beyond which G2 forgets the older half."""
 
-_APPLIED = 2048  # tombstones that take force in one hold of the lock
+OWED_MAX = 65_536
+"""Purges that are remembered for tiers which do not take them; beyond, one is refused before it has any effect."""
+
+_APPLIED = 512  # tombstones that take force in one hold of the lock
 _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
 
@@ -46,29 +49,36 @@ class Purger:
     async def purge(self, scopes: Collection[Scope], before: Wall) -> int:
         """Drop what scopes stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
         tier that failed when all have been asked for all; such a tier is asked again by `sync`. TierError, too, where a
-        tier is left out: it has the purge before it is in use."""
+        tier is left out: it has the purge before it is in use. And where OWED_MAX wait: then nothing has been done."""
         purges = dict.fromkeys(scopes, before)
-        dropping = self._hierarchy.drop_slices(self.apply_tombstones(purges))
         left_out = list(self._lower.out)
-        for asked in (self.owed, self._missed) if left_out else (self.owed,):
-            asked.update((scope, max(before, asked.get(scope, before))) for scope in purges)
+        owing = (self.owed, self._missed) if left_out else (self.owed,)
+        if any(len(asked) + sum(scope not in asked for scope in purges) > OWED_MAX for asked in owing):
+            failing = [*left_out, *(name for name, tier in self._lower.items() if not tier.healthy())]
+            behind = ", ".join(failing or self._lower)
+            raise TierError(behind, "purge", f"{OWED_MAX} purges wait already; purge again when it answers")
+        dropping = self._hierarchy.drop_slices(self.apply_tombstones(purges))
+        for asked in owing:
+            _add(asked, purges.items())
         calls = (tier.purge(scope, before) for tier in self._lower.values() for scope in purges)
         count = 0
         for answer in await asyncio.gather(dropping, *calls, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
             count += answer
-        self._confirm(purges)
+        await self._confirm(purges)
         await self._protection.expire(None)
         for name in left_out:
             raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
 
-    def _confirm(self, purges: Mapping[Scope, Wall]) -> None:
+    async def _confirm(self, purges: Mapping[Scope, Wall]) -> None:
         """Every tier has these purges."""
-        for scope, before in purges.items():
-            if self.owed.get(scope) == before:
-                del self.owed[scope]
+        for part in slices(list(purges.items()), _APPLIED):
+            for scope, before in part:
+                if self.owed.get(scope) == before:
+                    del self.owed[scope]
+            await asyncio.sleep(0)
 
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
         """`purge` of G2 and of what is protected, for scope → time: in force when this returns. Returns the slices in
@@ -103,16 +113,20 @@ class Purger:
         for tier, tombstones in asked:
             known = self._seen.get(tier.name) if joining is None else None
             news, seen[tier.name] = await aside(len(tombstones), partial(_news, tombstones, known))
-            latest.update((scope, max(before, latest.get(scope, before))) for scope, before in news.items())
+            for part in slices(list(news.items()), _APPLIED):
+                _add(latest, part)
+                await asyncio.sleep(0)
         for part in slices(list(latest.items()), _APPLIED):
             await self._hierarchy.drop_slices(self.apply_tombstones(dict(part)))
         await self._protection.expire(None)
-        self.owed.update((scope, max(before, self.owed.get(scope, before))) for scope, before in latest.items())
+        for part in slices(list(latest.items()), _APPLIED):
+            _add(self.owed, part)
+            await asyncio.sleep(0)
         self._seen = seen  # what was new is owed now
         done = await asyncio.gather(*(self._spread(tier, latest, known) for tier, known in asked))
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
         if set(self._lower.values()) <= set(remember):
-            self._confirm(latest)
+            await self._confirm(latest)
         return remember
 
     async def forget(self) -> None:
@@ -146,6 +160,11 @@ class Purger:
         except KVTierError:
             return False
         return True
+
+
+def _add(purges: dict[Scope, Wall], more: Iterable[tuple[Scope, Wall]]) -> None:
+    """Of each scope the latest."""
+    purges.update((scope, max(before, purges.get(scope, before))) for scope, before in more)
 
 
 def _news(tombstones: Mapping[Scope, Wall], seen: array[int] | None) -> tuple[Mapping[Scope, Wall], array[int]]:

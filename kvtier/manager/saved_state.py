@@ -1,7 +1,9 @@
-"""State of the manager that survives a restart: the policy's statistics and the time that was trusted.
+"""State of the manager that survives a restart: the policy's statistics, the time that was trusted, and the latest that
+was stamped where that lies ahead of it.
 
-Written beside G3's index, if there is one, every WRITE_S and at the end; read at the start. Each value carries its own
-check: one that is damaged, too long or of another boot is a fresh start, never a failure.
+Written beside G3's index, if there is one, every WRITE_S, after a new time was accepted, and at the end. Read at the
+start. Each value carries its own check: one that is damaged, too long or of another boot is a fresh start, never a
+failure.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ log = logging.getLogger(__name__)
 
 WRITE_S = 300.0
 NOTE_BYTES_MAX = 1 << 20
-_CLOCK, _POLICY = "clock", "policy"
+_CLOCK, _POLICY, _STAMPED = "clock", "policy", "stamped"
 _FAILURES = (TierError, ClosedError)
 
 
@@ -42,6 +44,7 @@ class SavedState:
         self._boot = boot_id() if boot is None else boot
         self._notebook: Notebook | None = None
         self._due = 0.0
+        self._adopted = 0  # times that were accepted by the last write
         self._written: dict[str, bytes] = {}
 
     async def open(self) -> None:
@@ -51,7 +54,7 @@ class SavedState:
         if self._notebook is None:
             return
         try:
-            found = {name: await self._read(self._notebook, name) for name in (_CLOCK, _POLICY)}
+            found = {name: await self._read(self._notebook, name) for name in (_CLOCK, _POLICY, _STAMPED)}
         except _FAILURES as error:
             log.warning("saved state cannot be read: %s", error)
             return
@@ -74,21 +77,25 @@ class SavedState:
     def _take(self, name: str, raw: bytes) -> None:
         if name == _CLOCK:
             self._clock.resume(raw, self._boot)
+        elif name == _STAMPED:
+            self._clock.resume_stamped(raw)
         elif self._policy is not None:
             with self._lock:
                 self._policy.restore(raw)
 
     async def write_when_due(self) -> None:
-        """`write`, if it is long ago."""
-        if self._clock.monotonic() >= self._due:
+        """`write`, if it is long ago, or a new time was accepted."""
+        if self._clock.monotonic() >= self._due or self._clock.adopted != self._adopted:
             await self.write()
 
     async def write(self) -> None:
         """Bring the values that changed to the medium. A tier that fails costs the value."""
-        self._due = self._clock.monotonic() + WRITE_S
+        self._due, self._adopted = self._clock.monotonic() + WRITE_S, self._clock.adopted
         if self._notebook is None:
             return
         values = {_CLOCK: self._clock.anchor(self._boot)}
+        if (stamped := self._clock.stamped_ahead()) is not None:
+            values[_STAMPED] = stamped
         if self._policy is not None:
             with self._lock:
                 values[_POLICY] = self._policy.encode()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -227,9 +227,13 @@ class Pins:
         """How many pins there are."""
         return len(self._pins)
 
+    def __iter__(self) -> Iterator[Pin]:
+        """All pins, in no order that counts."""
+        return iter(self._pins.values())
+
     def listed(self) -> list[Pin]:
         """All pins, by name."""
-        return sorted(self._pins.values(), key=lambda pin: pin.name)
+        return sorted(self, key=lambda pin: pin.name)
 
     def check(self) -> None:
         """Assert that each block is covered by those pins that name it, and by ended ones."""

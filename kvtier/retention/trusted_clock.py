@@ -145,6 +145,17 @@ class TrustedClock(CheckedClock):
             with self._lock:
                 self._guard = WallClockGuard(self._clock, anchor)
 
+    def resume_stamped(self, raw: bytes) -> None:
+        """Take over the latest stamp that an earlier process stored. Raises CorruptError."""
+        stamped = decode_stamp(raw)
+        with self._lock:
+            self.stamped = max(self.stamped, stamped)
+
+    def stamped_ahead(self) -> bytes | None:
+        """The argument of `resume_stamped` in the next process; None: nothing was stamped by a time that lies ahead."""
+        ahead = self.stamped > self.read().serve
+        return encode_stamp(self.stamped) if ahead else None
+
     def anchor(self, boot: bytes) -> bytes:
         """The argument of `resume` in the next process of this boot."""
         with self._lock:
@@ -178,8 +189,8 @@ def deletion_time(clock: Clock) -> Wall | None:
     return clock.read().delete if isinstance(clock, CheckedClock) else clock.wall()
 
 
-_ANCHOR = struct.Struct("<8sdd36s")
-_MAGIC = b"KVCLOCK1"
+_ANCHOR, _STAMP = struct.Struct("<8sdd36s"), struct.Struct("<8sd")
+_MAGIC, _STAMP_MAGIC = b"KVCLOCK1", b"KVSTAMP1"
 
 
 def boot_id() -> bytes:
@@ -204,3 +215,20 @@ def decode_anchor(raw: bytes, boot: bytes) -> Anchor | None:
     if magic != _MAGIC or not (0 <= wall_s < 2**40 and 0 <= mono_s < 2**40):
         raise CorruptError("an anchor with impossible fields")
     return Anchor(wall_s, mono_s) if boot and its_boot.rstrip(b"\0") == boot else None
+
+
+def encode_stamp(stamped: Wall) -> bytes:
+    """Magic, wall f64, XXH3-128 of both. Pure."""
+    body = _STAMP.pack(_STAMP_MAGIC, stamped)
+    return body + digest_of([body])
+
+
+def decode_stamp(raw: bytes) -> Wall:
+    """The inverse of `encode_stamp`. Raises CorruptError."""
+    body = raw[:-DIGEST_BYTES]
+    if len(body) != _STAMP.size or digest_of([body]) != raw[-DIGEST_BYTES:]:
+        raise CorruptError("not a stamp")
+    magic, wall_s = _STAMP.unpack(body)
+    if magic != _STAMP_MAGIC or not 0 <= wall_s < 2**40:
+        raise CorruptError("a stamp with impossible fields")
+    return Wall(wall_s)

@@ -158,7 +158,7 @@ async def test_a_purge_between_two_slices_of_a_pin_leaves_no_pin(turns: int) -> 
                 await asyncio.sleep(0)
             await cache.purge("tenant")
             await pinning
-            assert cache.pins.list() == [] and not len(cache.manager.protection.pins)
+            assert await cache.pins.list() == [] and not len(cache.manager.protection.pins)
             await settled(cache)
 
 

@@ -153,7 +153,7 @@ async def test_pins_events_and_saved_state_reach_it() -> None:
         await until(lambda: any(name.endswith("pin/docs") for name in store.notes))
         assert await near.retained() != {}
     async with opened(clock, [MemoryTier(NS, clock, store=store)]) as cache:
-        assert [pin.name for pin in cache.pins.list()] == ["docs"]
+        assert [pin.name for pin in await cache.pins.list()] == ["docs"]
 
 
 async def test_a_mistake_in_the_configuration_still_ends_the_start() -> None:

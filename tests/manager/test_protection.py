@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import kvtier
 from kvtier.identity.keys import scope_of
+from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import (
     Fault,
@@ -248,5 +250,28 @@ async def test_the_async_face_pins_too() -> None:
         await cache.put(KEYS, payloads_of(KEYS, BLOCK))
         await cache.pins.create("a", KEYS, "1h")
         assert (await cache.pins.extend("a", "2h")).until == clock.wall() + 7200
-        assert [pin.name for pin in cache.pins.list()] == ["a"]
+        assert [pin.name for pin in await cache.pins.list()] == ["a"]
         assert await cache.pins.delete("a")
+
+
+async def test_a_list_of_many_pins_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, turns, most = VirtualClock(), 0, 0
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 4096 * 4096}}})
+    async with kvtier.aopen(config, NS, clock=clock, tiers=[]) as cache:
+        for number in range(40):
+            await cache.pins.create(f"p{number:02}", list(chain_of(NS, 4 if number else 600, seed=number)), "1h")
+        real, asked = cache.manager.protection.resident, 0
+
+        def resident(pin: Pin) -> int:
+            nonlocal asked
+            asked += asyncio._get_running_loop() is not None  # else on a thread of its own
+            return real(pin)
+
+        monkeypatch.setattr(cache.manager.protection, "resident", resident)
+        listing = asyncio.ensure_future(cache.pins.list())
+        while not listing.done():
+            before, turns = asked, turns + 1
+            await asyncio.sleep(0)
+            most = max(most, asked - before)
+        assert [pin.name for pin in listing.result()] == [f"p{number:02}" for number in range(40)]
+        assert most == 1 and asked == 39 and turns >= 40

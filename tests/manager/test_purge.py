@@ -144,3 +144,41 @@ async def test_a_purge_that_a_tier_lacks_is_not_forgotten() -> None:
         await purges(cache, clock)
         await tended(cache)
         assert remembered(cache) < MANY
+
+
+@pytest.mark.parametrize("fault", ["purge", "open"])
+async def test_more_purges_than_can_be_remembered_for_a_tier_are_refused_whole(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was taken is never forgotten; one that is refused has changed nothing, and is taken when the tier is
+    back."""
+    monkeypatch.setattr(purge_module, "OWED_MAX", 16)
+    clock = VirtualClock()
+    near, far = both(clock)
+    faulty = FaultyTier(far, [Fault(fault, "error")])
+    async with opened(clock, [near, faulty]) as cache:
+        purger = cache.manager._purger
+        taken = []
+        for number in range(40):
+            clock.advance(0.1)
+            with pytest.raises(TierError) as raised:
+                await cache.manager.purge([scope_of(f"tenant {number}")])
+            if "wait" not in str(raised.value):
+                taken.append(scope_of(f"tenant {number}"))
+        assert len(taken) == 16 and set(await near.tombstones()) == set(taken)
+        assert len(purger.owed) <= 16 and len(purger._missed) <= 16 and remembered(cache) <= 16
+        assert await cache.put(CHAIN, payloads_of(CHAIN, BLOCK)) == 4
+        with pytest.raises(TierError, match=r"g4: purge: .* wait"):
+            await cache.manager.purge([SCOPE])
+        assert await cache.match(CHAIN) == 4, "it was refused, and dropped something"
+        with pytest.raises(TierError):
+            await cache.manager.purge([taken[3]])  # anew: it takes no more memory
+        faulty.faults.clear()
+        clock.advance(100)
+        async with asyncio.timeout(10):
+            while purger.owed or purger._missed:
+                await tended(cache)
+                await asyncio.sleep(0.01)
+        assert set(taken) <= set(await far.tombstones())
+        await cache.manager.purge([SCOPE])
+        assert await cache.match(CHAIN) == 0

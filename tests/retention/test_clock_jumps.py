@@ -10,7 +10,16 @@ import pytest
 
 import kvtier
 from kvtier.errors import CorruptError
-from kvtier.retention.trusted_clock import SETTLE_S, Anchor, TrustedClock, decode_anchor, deletion_time, encode_anchor
+from kvtier.retention.trusted_clock import (
+    SETTLE_S,
+    Anchor,
+    TrustedClock,
+    decode_anchor,
+    decode_stamp,
+    deletion_time,
+    encode_anchor,
+    encode_stamp,
+)  # fmt: skip
 from kvtier.testing import VirtualClock, chain_of, payloads_of
 from tests.retention.support.requests import BLOCK, NS, served
 
@@ -153,6 +162,14 @@ def test_an_anchor_is_checked() -> None:
             decode_anchor(bad, b"boot")
 
 
+def test_a_stamp_is_checked() -> None:
+    raw = encode_stamp(1.9e9)
+    assert decode_stamp(raw) == 1.9e9
+    for bad in (b"", raw[:-1], raw[:9] + b"\xff" + raw[10:], encode_stamp(float("nan")), encode_stamp(float("inf"))):
+        with pytest.raises(CorruptError):
+            decode_stamp(bad)
+
+
 @STACKS
 @pytest.mark.parametrize("back_s", [30.0, 100.0, 250.0])
 def test_a_purge_after_an_earlier_time_was_accepted_covers_what_the_later_one_stamped(
@@ -173,3 +190,27 @@ def test_a_purge_after_an_earlier_time_was_accepted_covers_what_the_later_one_st
         assert served(cache, KEYS) == served(cache, OTHER) == 0
     with opened(tmp_path, clock, stack) as cache:
         assert served(cache, KEYS) == served(cache, OTHER) == 0, "it came back with the next process"
+
+
+@pytest.mark.parametrize("stack", ["g3", "g3 in a process", "g3+g4"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_so_does_a_purge_of_the_next_process(tmp_path: Path, stack: str, killed: bool) -> None:
+    clock, back_s = VirtualClock(), 100.0
+    with opened(tmp_path, clock, stack) as cache:
+        put(cache, KEYS)
+        clock.jump_wall(-back_s)
+        for _ in range(20):
+            assert served(cache, KEYS[:1]) == 1
+            clock.advance(SETTLE_S / 20 - 1)
+        put(cache, OTHER)
+        clock.advance(21)
+        assert served(cache, OTHER) == 8 and cache.manager.hierarchy.clock.adopted == 1
+        if killed:  # a while after it has accepted the time
+            cache.submit(cache.manager._housekeeping.run()).result(20)
+            cache.manager._saved._notebook = None
+    with opened(tmp_path, clock, stack) as cache:
+        assert served(cache, OTHER) == 8
+        cache.purge()
+        assert served(cache, KEYS) == served(cache, OTHER) == 0
+    with opened(tmp_path, clock, stack) as cache:
+        assert served(cache, KEYS) == served(cache, OTHER) == 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from kvtier.errors import ClosedError
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.policies.no_order import NoOrder
 from kvtier.policies.policy import Policy
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX, Depth
@@ -45,7 +46,7 @@ class HostTier:
         """`quota`: the share of the slots that one scope may have; 0: all."""
         self.block_bytes = arena.piece_bytes * arena.ranks
         self.arena = arena
-        self.policy = policy
+        self.policy: Policy = policy
         self._share = quota
         self._slots: list[Slot] = []
         self._free: deque[Slot] = deque()
@@ -443,7 +444,6 @@ class HostTier:
                 slot.generation, slot.pins = slot.generation + 1, 0
         self._pinned = self.quarantined = 0
         self._slots, self.index, self._filling = [], SlotIndex(), {}
-        self._retained.clear()
-        self._priorities.clear()
+        self._retained, self._priorities, self.policy = set(), Counter(), NoOrder()
         self._free.clear()
         self.arena.close()

@@ -9,6 +9,7 @@ import os
 import pytest
 
 from kvtier.errors import ClosedError, ConfigError
+from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.lru import LRU
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
@@ -182,3 +183,20 @@ def test_a_slot_whose_arena_is_being_closed_by_another_thread_is_closed() -> Non
     tier.arena._views[0].release()  # the first that `close` does
     with pytest.raises(ClosedError):
         _ = slot.pieces
+
+
+@pytest.mark.parametrize("policy", [LRU, GapDuel])
+def test_calls_that_were_under_way_when_it_closed_find_nothing(policy: type[LRU] | type[GapDuel]) -> None:
+    tier = HostTier(Arena(BLOCK, 1, 4 * BLOCK), policy(4))
+    tier.open()
+    for _ in range(2):
+        tier.policy.reference(KEYS, 4, 1.0)
+        for index in range(4):
+            if tier.peek(KEYS[index], NOW) is Miss.ABSENT:
+                store(tier, index)
+    tier.close()
+    tier.policy.reference(KEYS, 4, 2.0)  # as a get that pinned them before
+    tier.policy.chain_stored(KEYS, 4, 2.0)
+    assert tier.reserve(KEYS[5], 5, insist=True) is None and tier.pin(KEYS[0], NOW) is None
+    tier.policy.train()
+    tier.check()
