@@ -33,9 +33,9 @@ from kvtier.connectors.vllm import capabilities, compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layout_of, namespace_of
+from kvtier.connectors.vllm.log_lines import speak_as_vllm
 from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
-from kvtier.connectors.vllm.plugin import speak_as_vllm
 from kvtier.connectors.vllm.policy import recompute_failed_loads
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off

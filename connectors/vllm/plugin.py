@@ -93,14 +93,3 @@ def _arguments(transfer: Any) -> list[tuple[str, dict[str, Any]]]:
     below = [tier for _, given in connectors for tier in given.get("secondary_tiers", ()) if tier.get("type") == TIER]
     found += [(TIER, {key: tier[key] for key in tier if key not in ("type", "module_path")}) for tier in below]
     return found
-
-
-def speak_as_vllm() -> None:
-    """kvtier's log lines in vLLM's format, where nobody has given them a place."""
-    ours, engines = logging.getLogger("kvtier"), logging.getLogger("vllm")
-    if logging.getLogger().handlers or any(handler in ours.handlers for handler in engines.handlers):
-        return
-    for handler in engines.handlers:
-        ours.addHandler(handler)
-    if ours.level == logging.NOTSET and logging.NOTSET < engines.level < logging.WARNING:
-        ours.setLevel(engines.level)
