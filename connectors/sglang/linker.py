@@ -40,7 +40,7 @@ from kvtier.connectors.settings import Settings, port, recompute
 from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.hooks import LinkerListener, install
-from kvtier.connectors.sglang.identity import Ranks, namespace_of, process_number, replica_and_rank
+from kvtier.connectors.sglang.identity import Ranks, namespace_of, process_number
 from kvtier.connectors.sglang.loads import PageLoads, WantedPages
 from kvtier.connectors.sglang.metrics import EngineMetrics
 from kvtier.connectors.sglang.pool import pool_of
@@ -96,7 +96,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._events: Counter[str] = Counter()
         self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
         self._rotation.open()
-        self._metrics = EngineMetrics.of(server_args, *replica_and_rank(), self._tier_stats)
+        self._metrics = EngineMetrics.of(server_args, self._tier_stats)
         if (first := self._settings.own.get("metrics_port")) is not None:
             serve(self.stats, port=first + process_number())
 

@@ -16,6 +16,7 @@ import prometheus_client
 
 from kvtier.clock import SystemClock
 from kvtier.connectors.counters import EVENTS, TOKENS_READ, Growth
+from kvtier.connectors.sglang.identity import replica_and_rank
 from kvtier.connectors.tier_figures import TierGrowth, TierMetrics
 from kvtier.metrics import Stats
 
@@ -39,10 +40,11 @@ class EngineMetrics:
         self._tier_metrics = TierMetrics("sglang:", list(labels), registry=where)
 
     @classmethod
-    def of(cls, server_args: Any, replica: int, rank: int, stats: Callable[[], Stats]) -> EngineMetrics | None:
-        """None unless the engine shows metrics. `replica`: of data parallelism."""
+    def of(cls, server_args: Any, stats: Callable[[], Stats]) -> EngineMetrics | None:
+        """None unless the engine shows metrics."""
         if not getattr(server_args, "enable_metrics", False):
             return None
+        replica, rank = replica_and_rank()
         labels = {"model_name": str(server_args.served_model_name), "dp_rank": str(replica), "tp_rank": str(rank)}
         return cls(labels, TierGrowth(stats, SystemClock()))
 
