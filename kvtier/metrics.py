@@ -10,21 +10,29 @@ learn what somebody else's prompts share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Metric, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from kvtier.tiers.meter import Latency
+
 Stats = Mapping[str, Any]
+BOUNDS_S = Latency.BOUNDS_S
+"""Upper bounds of a histogram's buckets."""
 
 
 class Family(NamedTuple):
-    """How one entry of `stats()` is exported. `label`: the entry is a mapping, its keys are that label's values."""
+    """How one entry of `stats()` is exported. `label`: the entry is a mapping, its keys are that label's values.
+
+    A histogram's figure is a list of its buckets: how many durations each has, and their sum in seconds.
+    """
 
     name: str
     help: str
-    counter: bool = True
+    kind: type = Counter  # or Gauge, Histogram
     label: str | None = None
 
 
@@ -40,7 +48,7 @@ REQUESTS = {
     "promises": Family(
         "kvtier_promises",
         "Named pins, blocks they name, guaranteed blocks; refused and unheld blocks.",
-        counter=False,
+        kind=Gauge,
         label="kind",
     ),
 }
@@ -59,31 +67,64 @@ TASKS = {
 """Entries of `stats()["tasks"]`."""
 
 TIERS = {
-    "blocks": Family("kvtier_tier_blocks", "Blocks held.", counter=False),
-    "bytes": Family("kvtier_tier_bytes", "Bytes held.", counter=False),
-    "capacity_bytes": Family("kvtier_tier_capacity_bytes", "Bytes that may be held; 0: no bound.", counter=False),
+    "blocks": Family("kvtier_tier_blocks", "Blocks held.", kind=Gauge),
+    "bytes": Family("kvtier_tier_bytes", "Bytes held.", kind=Gauge),
+    "capacity_bytes": Family("kvtier_tier_capacity_bytes", "Bytes that may be held; 0: no bound.", kind=Gauge),
     "hits": Family("kvtier_tier_hit_blocks", "Blocks served from this tier."),
     "misses": Family("kvtier_tier_miss_blocks", "Blocks this tier was asked for and did not give.", label="reason"),
     "device_written_bytes": Family("kvtier_tier_device_written_bytes", "Bytes written to the device, index included."),
     "write_amplification": Family(
-        "kvtier_tier_write_amplification", "Bytes written to the device per byte of stored blocks.", counter=False
+        "kvtier_tier_write_amplification", "Bytes written to the device per byte of stored blocks.", kind=Gauge
     ),
     "evictions": Family("kvtier_tier_evicted_blocks", "Blocks that left for others."),
-    "latency": Family("kvtier_tier_latency_ms", "Time per call over the last calls.", counter=False, label="figure"),
-    "pinned": Family("kvtier_tier_pinned_blocks", "Blocks under a lease.", counter=False),
-    "quarantined": Family("kvtier_tier_quarantined_blocks", "Slots that wait for a late transfer.", counter=False),
+    "seconds": Family("kvtier_tier_call_seconds", "Time per call.", kind=Histogram, label="verb"),
+    "pinned": Family("kvtier_tier_pinned_blocks", "Blocks under a lease.", kind=Gauge),
+    "quarantined": Family("kvtier_tier_quarantined_blocks", "Slots that wait for a late transfer.", kind=Gauge),
     "late": Family("kvtier_tier_late_blocks", "Blocks that arrived after the deadline of whoever asked."),
     "loaded": Family("kvtier_tier_loaded_blocks", "Blocks read and verified."),
     "stored": Family("kvtier_tier_stored_blocks", "Blocks handed to this tier, by outcome.", label="outcome"),
     "refused": Family("kvtier_tier_refused_blocks", "Blocks the queue did not take, by reason.", label="reason"),
-    "pending": Family("kvtier_tier_pending_blocks", "Blocks waiting to be written.", counter=False),
+    "pending": Family("kvtier_tier_pending_blocks", "Blocks waiting to be written.", kind=Gauge),
     "read_bytes": Family("kvtier_tier_read_bytes", "Bytes read."),
     "written_bytes": Family("kvtier_tier_written_bytes", "Bytes written."),
     "counters": Family("kvtier_tier_events", "Counters of this kind of tier alone, by kind.", label="kind"),
     "unanswered": Family("kvtier_tier_unanswered_calls", "Calls without an answer in time, by verb.", label="verb"),
-    "health": Family("kvtier_tier_health", "1 for the state the tier is in.", counter=False, label="state"),
+    "health": Family("kvtier_tier_health", "1 for the state the tier is in.", kind=Gauge, label="state"),
 }
 """Entries of `stats()[tier]`."""
+
+
+TIER_LABEL = "tier"
+Figure = tuple[tuple[str, ...], Any]
+"""Values of a family's labels, and what `stats()` says of them."""
+
+
+def labels_of(family: Family) -> tuple[str, ...]:
+    """Names of its labels."""
+    of_tier = (TIER_LABEL,) if family.name.startswith("kvtier_tier_") else ()
+    return of_tier if family.label is None else (*of_tier, family.label)
+
+
+def figures_of(stats: Stats) -> Iterator[tuple[Family, list[Figure]]]:
+    """Every family, with its figures in what `stats()` returned."""
+    sections = {"requests": REQUESTS, "engine": ENGINE, "tasks": TASKS}
+    tiers = {name: entry for name, entry in stats.items() if name not in sections}
+    for section, families in sections.items():
+        for key, family in families.items():
+            yield family, _figures(family, (), stats.get(section, {}).get(key))
+    for key, family in TIERS.items():
+        yield family, [one for name, entry in tiers.items() for one in _figures(family, (name,), entry.get(key))]
+
+
+def _figures(family: Family, values: tuple[str, ...], found: Any) -> list[Figure]:
+    """`found` is a figure, or a mapping of them where the family has a label; None is left out."""
+    if found is None:
+        return []
+    if family.label is None:
+        return [(values, found)]
+    # A state's name stands for itself: the series of that name is 1.
+    each = {found: 1.0} if isinstance(found, str) else found
+    return [((*values, str(name)), figure) for name, figure in each.items() if figure is not None]
 
 
 class StatsCollector(Collector):
@@ -94,32 +135,24 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One metric family per entry. Takes as long as `stats` does; waits for no tier."""
-        stats = self._stats()
-        sections = {"requests": REQUESTS, "engine": ENGINE, "tasks": TASKS}
-        tiers = {name: entry for name, entry in stats.items() if name not in sections}
-        for section, families in sections.items():
-            for key, family in families.items():
-                yield _export(family, {(): stats.get(section, {}).get(key)}, ())
-        for key, family in TIERS.items():
-            yield _export(family, {(name,): entry.get(key) for name, entry in tiers.items()}, ("tier",))
+        for family, figures in figures_of(self._stats()):
+            yield _export(family, figures)
 
 
-def _export(family: Family, found: Mapping[tuple[str, ...], Any], labels: tuple[str, ...]) -> Metric:
-    """`found[label values]` is a figure, or a mapping of them where the family has a label; None is left out."""
-    kind = CounterMetricFamily if family.counter else GaugeMetricFamily
-    metric = kind(family.name, family.help, labels=[*labels, *([family.label] if family.label else [])])
-    for values, figure in found.items():
-        if figure is None:
-            continue
-        if family.label is None:
-            metric.add_metric(values, float(figure))
-        else:
-            # A state's name stands for itself: the series of that name is 1.
-            each = {figure: 1.0} if isinstance(figure, str) else figure
-            for name, value in each.items():
-                if value is not None:
-                    metric.add_metric((*values, str(name)), float(value))
-    return metric
+def _export(family: Family, figures: list[Figure]) -> Metric:
+    if family.kind is Histogram:
+        metric = HistogramMetricFamily(family.name, family.help, labels=labels_of(family))
+        for values, buckets in figures:
+            counts = accumulate(count for count, _ in buckets)
+            bounds = [*(str(bound) for bound in BOUNDS_S), "+Inf"]
+            total_s = sum(seconds for _, seconds in buckets)
+            metric.add_metric(values, list(zip(bounds, counts, strict=True)), total_s)
+        return metric
+    plain = CounterMetricFamily if family.kind is Counter else GaugeMetricFamily
+    other = plain(family.name, family.help, labels=labels_of(family))
+    for values, figure in figures:
+        other.add_metric(values, float(figure))
+    return other
 
 
 class Endpoint:

@@ -35,6 +35,7 @@ STATS = {
         "misses": {"corrupt": 1},
         "evictions": 0,
         "latency": {"read_p50_ms": 1.5, "read_p99_ms": None},
+        "seconds": {"read": [(0, 0.0), (2, 0.0004), *[(0, 0.0)] * 9, (1, 12.0)], "write": [(0, 0.0)] * 12},
         "health": "well",
     },
 }
@@ -54,14 +55,19 @@ def test_every_figure_is_exported() -> None:
     assert value("kvtier_miss_blocks_total", {"reason": "late"}) == 1
     assert value("kvtier_tier_bytes", {"tier": "g2"}) == 3 << 20
     assert value("kvtier_tier_miss_blocks_total", {"tier": "g3", "reason": "corrupt"}) == 1
-    assert value("kvtier_tier_latency_ms", {"tier": "g3", "figure": "read_p50_ms"}) == 1.5
-    assert value("kvtier_tier_latency_ms", {"tier": "g3", "figure": "read_p99_ms"}) is None
+    read = {"tier": "g3", "verb": "read"}
+    buckets = [
+        value("kvtier_tier_call_seconds_bucket", {**read, "le": le}) for le in ("0.0001", "0.0003", "10.0", "+Inf")
+    ]
+    assert buckets == [0, 2, 2, 3]
+    assert value("kvtier_tier_call_seconds_count", read) == 3
+    assert value("kvtier_tier_call_seconds_sum", read) == pytest.approx(12.0004)
     assert value("kvtier_tier_health", {"tier": "g3", "state": "well"}) == 1
 
 
 def test_no_label_names_a_tenant() -> None:
     labels = {family.label for family in (*REQUESTS.values(), *TASKS.values(), *TIERS.values())} - {None}
-    assert labels == {"reason", "figure", "outcome", "state", "kind", "tier", "class", "task", "verb"}
+    assert labels == {"reason", "outcome", "state", "kind", "tier", "class", "task", "verb"}
 
 
 def test_top_reads_the_endpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +98,6 @@ def test_every_entry_of_a_real_cache_is_exported(tmp_path: Path) -> None:
         stats = cache.stats()
         assert {"requests", "tasks", "g2", "g3"} == set(stats)
         assert set(stats["requests"]) <= set(REQUESTS)
-        assert set(stats["g2"]) | set(stats["g3"]) <= set(TIERS)
+        assert set(stats["g2"]) | set(stats["g3"]) <= set(TIERS) | {"latency"}
         with serve(cache.stats, 0) as endpoint:
             assert read_figures(endpoint.url)["g2"]["hit_blocks"] == 2

@@ -101,7 +101,8 @@ async def test_a_put_cancelled_while_it_waits_for_space_gives_back_its_guarantee
     clock = VirtualClock()
     tier = FaultyTier(MemoryTier(NS, clock), [Fault("write", "hang")])
     chain, more = chain_of(NS, 6, seed=1), chain_of(NS, 16, seed=2)
-    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[tier], clock=clock) as cache:
+    config = kvtier.Config.parse({**CONFIG, "deadlines": {"close": "500ms"}})  # the write never returns
+    async with kvtier.aopen(config, NS, tiers=[tier], clock=clock) as cache:
         assert await cache.put(chain, buffers_of(chain), wait=False) == 6
         putting = asyncio.create_task(cache.put(more[:8], buffers_of(more[:8]), "sure", timeout=1e6))
         await asyncio.sleep(0.2)

@@ -25,7 +25,7 @@ from kvtier.connectors.control import Controls
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.rotation import Rotation
-from kvtier.connectors.settings import Settings
+from kvtier.connectors.settings import Settings, port
 from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.hooks import WeightsListener, install
 from kvtier.connectors.sglang.identity import Ranks, engine_fields, process_number
@@ -63,8 +63,10 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
             raise ConfigError(
                 "hicache-storage-backend-extra-config: interface_v1 must be set; kvtier serves no other way of calling"
             )
-        self._settings = Settings.parse({k: v for k, v in extra.items() if k not in _SGLANG_KEYS}, ("metrics_port",))
-        self._port = extra.get("metrics_port")
+        self._settings = Settings.parse(
+            {k: v for k, v in extra.items() if k not in _SGLANG_KEYS}, {"metrics_port": port}
+        )
+        self._port = self._settings.own.get("metrics_port")
         if self._settings.config.security.salt == "deny":
             raise ConfigError("security.salt: deny cannot be kept below HiCache, which names no salts; use the linker")
         install()
@@ -82,8 +84,8 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         rotation.open()
         self._rotation = rotation
         if self._port is not None:
-            port, self._port = int(self._port) + process_number(), None
-            serve(self.stats, port=port)
+            first, self._port = self._port, None
+            serve(self.stats, port=first + process_number())
 
     def stats(self) -> dict[str, Any]:
         """The cache's `stats()`; empty while there is none."""

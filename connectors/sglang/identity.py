@@ -34,12 +34,20 @@ class Ranks:
         return {"rank": rank, "ranks": ranks, "tp": ranks, "pp": self.pp}
 
 
-def process_number() -> int:
-    """Number of this process among the engine's: replicas of data parallelism, and their ranks."""
+def replica_and_rank() -> tuple[int, int]:
+    """This process's replica of data parallelism, and its rank there."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return int((parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank)
+    return int(parallel.dp_rank or 0), int(parallel.tp_rank)
+
+
+def process_number() -> int:
+    """Number of this process among the engine's."""
+    from sglang.srt.runtime_context import get_parallel
+
+    replica, rank = replica_and_rank()
+    return int(replica * get_parallel().tp_size + rank)
 
 
 def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPools, ranks: Ranks) -> Namespace:

@@ -36,7 +36,7 @@ from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.rotation import Rotation
-from kvtier.connectors.settings import Settings, weighs_loads
+from kvtier.connectors.settings import Settings, port, recompute
 from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.hooks import LinkerListener, install
@@ -53,7 +53,7 @@ from kvtier.metrics import serve
 
 log = logging.getLogger(__name__)
 
-ARGUMENTS = ("metrics_port", "recompute")
+ARGUMENTS = {"metrics_port": port, "recompute": recompute}
 
 
 class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
@@ -73,9 +73,8 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         forward_stream: Any = None,
     ) -> None:
         install()
-        extra = extra_config or {}
-        self._settings = Settings.parse(extra, ARGUMENTS)
-        self._weighs_loads = weighs_loads(extra)  # against prefill
+        self._settings = Settings.parse(extra_config or {}, ARGUMENTS)
+        self._weighs_loads = self._settings.own.get("recompute", "auto") == "auto"  # against prefill
         self.forward_stream = forward_stream
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         _refuse(params)
@@ -97,10 +96,9 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._events: Counter[str] = Counter()
         self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
         self._rotation.open()
-        self._metrics = EngineMetrics.of(server_args, namespace.rank)
-        port = extra.get("metrics_port")
-        if port is not None:
-            serve(self.stats, port=int(port) + process_number())
+        self._metrics = EngineMetrics.of(server_args, self._tier_stats)
+        if (first := self._settings.own.get("metrics_port")) is not None:
+            serve(self.stats, port=first + process_number())
 
     def _open(self, namespace: Namespace) -> PageCopies:
         cache = self.open_cache(namespace)
@@ -130,8 +128,11 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     def stats(self) -> dict[str, Any]:
         """The cache's `stats()`, and "engine": tokens read by tier, and events. Only the latter while the cache is
         being replaced."""
+        return {**self._tier_stats(), "engine": self._engine_stats()}
+
+    def _tier_stats(self) -> dict[str, Any]:
         pages = self._pages
-        return {**(pages.cache.stats() if pages is not None else {}), "engine": self._engine_stats()}
+        return {} if pages is None else pages.cache.stats()
 
     def _engine_stats(self) -> dict[str, dict[str, int]]:
         pages = self._pages

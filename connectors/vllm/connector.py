@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,16 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.clock import SystemClock
+from kvtier.connectors import settings
 from kvtier.connectors.fallback import falls_back_to, or_fallback
-from kvtier.connectors.settings import Settings, seconds_of, weighs_loads
+from kvtier.connectors.settings import Settings
 from kvtier.connectors.startup import start_line
+from kvtier.connectors.tier_figures import TierGrowth
 from kvtier.connectors.vllm import capabilities, compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import KVEvents
-from kvtier.connectors.vllm.identity import block_tokens_of, cache_layout_of, namespace_of
+from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layout_of, namespace_of
+from kvtier.connectors.vllm.log_lines import speak_as_vllm
 from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
-from kvtier.connectors.vllm.plugin import speak_as_vllm
 from kvtier.connectors.vllm.policy import recompute_failed_loads
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off
@@ -41,14 +43,21 @@ from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.connectors.vllm.worker import WorkerHalf, host_identity
 from kvtier.errors import ConfigError, IdentityError
-from kvtier.units import parse_size
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.worker import CacheLayout
+    from kvtier.identity.namespace import Namespace
 
 log = logging.getLogger(__name__)
 
-ARGUMENTS = ("lookup_deadline", "flush_timeout", "ack_timeout", "step_bytes", "decode_blocks", "recompute")
+ARGUMENTS: Mapping[str, settings.Reader] = {
+    "lookup_deadline": settings.seconds,
+    "flush_timeout": settings.seconds,
+    "ack_timeout": settings.seconds,
+    "step_bytes": settings.size,
+    "decode_blocks": settings.flag,
+    "recompute": settings.recompute,
+}
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -63,11 +72,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         self._settings = Settings.parse(extra, ARGUMENTS)
         self._missing = capabilities.check(KVTierConnector)
-        self._extra = extra
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
         self._stored: StepMeta | None = None
+        self._tiers: TierGrowth | None = None
         speak_as_vllm()
         self._off = why_off(vllm_config, kv_cache_config)
         if self._off:
@@ -87,21 +96,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def _limits(self) -> ConnectorLimits:
-        config, extra = self._settings.config, self._extra
+        config, own = self._settings.config, self._settings.own
         tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         ahead: int | str = config.offload.spill_ahead
         if ahead == "auto":
             # Blocks that four steps can consume, at most a quarter of the pool.
             ahead = min(4 * -(-tokens // block_tokens_of(self._kv_cache_config)), self._cache_layout.blocks // 4)
         return ConnectorLimits(
-            lookup_deadline_s=seconds_of(extra, "lookup_deadline", config.deadlines.lookup),
+            lookup_deadline_s=own.get("lookup_deadline", config.deadlines.lookup),
             prefetch_s=config.deadlines.get,
-            flush_timeout_s=seconds_of(extra, "flush_timeout", 3.0),
-            ack_timeout_s=seconds_of(extra, "ack_timeout", 30.0),
-            step_bytes=parse_size(extra.get("step_bytes", "64MiB")),
+            flush_timeout_s=own.get("flush_timeout", 3.0),
+            ack_timeout_s=own.get("ack_timeout", 30.0),
+            step_bytes=own.get("step_bytes", 64 << 20),
             spill_ahead_blocks=int(ahead),
-            decode=bool(extra.get("decode_blocks", True)),
-            weighs_loads=weighs_loads(extra),
+            decode=own.get("decode_blocks", True),
+            weighs_loads=own.get("recompute", "auto") == "auto",
         )
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────
@@ -142,8 +151,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             computes=any(shake.pid == os.getpid() for shake in ranks.values()),
         )
         caches.open()
+        self._tiers = TierGrowth(lambda: {} if caches.cache is None else caches.cache.stats(), SystemClock())
         epochs = {shake.epoch for shake in ranks.values()}
-        log.info("%s", start_line(caches.cache, namespace, self._limited(ranks.values())))
+        log.info("%s", start_line(caches.cache, namespace, self._limited(namespace, ranks.values())))
         self._scheduler = SchedulerHalf(
             caches,
             RequestReader(config, names_images=compat.names_images(self._vllm_config)),
@@ -157,13 +167,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pool is not None:
             self._scheduler.bind(self._pool)
 
-    def _limited(self, shakes: Iterable[Handshake]) -> list[str]:
+    def _limited(self, namespace: Namespace, shakes: Iterable[Handshake]) -> list[str]:
         """What does not work here, and why."""
         limits = [said] if (said := capabilities.untested()) else []
         if self._missing:
             limits.append(f"this vLLM does not call {', '.join(self._missing)}")
         if not self._settings.weights and not all(shake.weights for shake in shakes):
-            limits.append("weights are named by their files, not as they were read: the plug-in was not loaded")
+            limits.append(
+                "nothing says what weights were loaded, so blocks are of this process alone: set the argument weights"
+                if namespace.weights.startswith(UNREAD)
+                else "weights are named by their files, not as they were read"
+            )
         if unwatched := sorted({name.rpartition(".")[2] for shake in shakes for name in shake.unwatched}):
             limits.append(f"changes by {', '.join(unwatched)} are not seen: this vLLM has no such hook")
         if not compat.names_images(self._vllm_config):
@@ -220,8 +234,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back_to(None)
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        counted = self._scheduler.counted() if self._scheduler is not None else {}
-        return KVTierStats(data=counted) if counted else None
+        if self._scheduler is None or self._tiers is None:
+            return None
+        counts, tiers = self._scheduler.counted(), or_fallback(self._tiers.report, fallback=list[Any]())
+        return KVTierStats.of(counts, tiers) if counts or tiers else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:

@@ -6,6 +6,7 @@ Engines whose blocks no namespace can tell apart are refused at start.
 from __future__ import annotations
 
 import platform
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,6 +83,18 @@ def _refuse_layer(name: str, spec: Any) -> None:
         raise IdentityError(f"layer {name} keeps scales computed at run time ({mode}); use a static or no scale")
 
 
+UNREAD = "unread:"
+"""Begins the name of weights of which nothing is known."""
+_READ_FILES = frozenset(
+    {
+        "auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors",
+        "instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state",
+    }
+)  # fmt: skip
+"""Loaders that read the files of the model's path. Others have the weights from a server, another process or a file of
+another name, and plug-ins add more."""
+
+
 def block_tokens_of(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
@@ -136,15 +149,24 @@ def engine_fields(vllm_config: Any, settings: Settings, *, randomised: bool, rea
 
 
 def _weights(vllm_config: Any, settings: Settings) -> str:
-    """Fingerprint of the checkpoint, and of a draft model's; of what is known of random weights."""
-    model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    if str(getattr(load, "load_format", "")).endswith("dummy") and not settings.weights:
+    """Fingerprint of the checkpoint, and of a draft model's; of what is known of random weights. Where a loader takes
+    them from elsewhere, nothing of the files says what was loaded: the name is of this process alone."""
+    model, loader = vllm_config.model_config, _loader(vllm_config)
+    if loader == "dummy" and not settings.weights:
         return random_weights(model.seed, quantized=model.quantization is not None)
+    if loader not in _READ_FILES and not settings.weights:
+        return f"{UNREAD}{secrets.token_hex(8)}"
     own = weights_of(settings, model.model, model.revision)
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is None or settings.weights or draft.model == model.model:
         return own
     return f"{own}+draft:{weights_of(settings, draft.model, draft.revision)}"
+
+
+def _loader(vllm_config: Any) -> str:
+    """`--load-format`; of older releases the name of an enumeration's member."""
+    load = getattr(vllm_config, "load_config", None)
+    return str(getattr(load, "load_format", "auto")).rpartition(".")[2].lower()
 
 
 def _algorithm(name: str) -> str:

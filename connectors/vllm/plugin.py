@@ -17,6 +17,8 @@ CONNECTORS = {
     "KVTierOffloadingConnector": "kvtier.connectors.vllm.offloading",
 }
 """Names that vLLM knows through the plug-in, and their modules."""
+TIER = "KVTierSecondaryTier"
+"""The type of kvtier's tier below vLLM's own offloading."""
 _MARK = "_kvtier_hook"
 
 
@@ -49,11 +51,17 @@ def prepare(vllm_config: Any) -> None:
     if not given:
         return
     from kvtier.connectors.settings import Settings
-    from kvtier.connectors.vllm import weights
+    from kvtier.connectors.vllm import capabilities, connector, weights
     from kvtier.tiers.disk.directory import check
 
-    for arguments in given:
-        config = Settings.parse(arguments, tuple(arguments)).config
+    for name, arguments in given:
+        if name == TIER:
+            from kvtier.connectors.vllm.offloading import tier
+
+            config = Settings.parse(arguments, tier.ARGUMENTS).config
+        else:
+            capabilities.check(connector.KVTierConnector)
+            config = Settings.parse(arguments, connector.ARGUMENTS).config
         check(config.tiers.g3.path if config.tiers.g3 is not None else ())
         _warn_of_memory(config.tiers.g2.capacity)
         if config.weights == "full":
@@ -71,28 +79,17 @@ def _warn_of_memory(wanted: int) -> None:
         )
 
 
-def _arguments(transfer: Any) -> list[dict[str, Any]]:
-    """The arguments of kvtier's connectors and tiers in an engine's configuration."""
+def _arguments(transfer: Any) -> list[tuple[str, dict[str, Any]]]:
+    """kvtier's connectors and tiers in an engine's configuration, with the arguments of each."""
     if transfer is None:
         return []
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-    if transfer.kv_connector == "KVTierConnector":
-        return [extra]
-    children = [
-        child.get("kv_connector_extra_config") or {}
-        for child in extra.get("connectors", ())
-        if child.get("kv_connector") in CONNECTORS
-    ]
-    tiers = [tier for tier in extra.get("secondary_tiers", ()) if tier.get("type") == "KVTierSecondaryTier"]
-    return [*children, *tiers]
-
-
-def speak_as_vllm() -> None:
-    """kvtier's log lines in vLLM's format, where nobody has given them a place."""
-    ours, engines = logging.getLogger("kvtier"), logging.getLogger("vllm")
-    if logging.getLogger().handlers or any(handler in ours.handlers for handler in engines.handlers):
-        return
-    for handler in engines.handlers:
-        ours.addHandler(handler)
-    if ours.level == logging.NOTSET and logging.NOTSET < engines.level < logging.WARNING:
-        ours.setLevel(engines.level)
+    connectors = [
+        (transfer.kv_connector, extra),
+        *((child.get("kv_connector"), child.get("kv_connector_extra_config") or {})
+          for child in extra.get("connectors", ())),
+    ]  # fmt: skip
+    found = [(name, given) for name, given in connectors if name == "KVTierConnector"]
+    below = [tier for _, given in connectors for tier in given.get("secondary_tiers", ()) if tier.get("type") == TIER]
+    found += [(TIER, {key: tier[key] for key in tier if key not in ("type", "module_path")}) for tier in below]
+    return found

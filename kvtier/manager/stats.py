@@ -76,6 +76,7 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
             "write_p50_ms": tier.write_latency.quantile_ms(0.5),
             "write_p99_ms": tier.write_latency.quantile_ms(0.99),
         },
+        "seconds": {"read": tier.read_latency.buckets(), "write": tier.write_latency.buckets()},
         "loaded": tier.loaded,
         "stored": {str(stored): n for stored, n in tier.stored.items()},
         "refused": dict(queue.refused),

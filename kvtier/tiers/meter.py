@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -18,15 +19,26 @@ _GONE = frozenset({Miss.ABSENT, Miss.EXPIRED, Miss.EVICTED, Miss.PURGED, Miss.CO
 
 
 class Latency:
-    """The last SAMPLES_MAX durations, in seconds."""
+    """Durations, in seconds: the last SAMPLES_MAX of them, and a histogram of all."""
 
     SAMPLES_MAX = 1024
+    BOUNDS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    """Upper bounds of the histogram's buckets; the last bucket has none."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=self.SAMPLES_MAX)
+        self._counts = [0] * (len(self.BOUNDS_S) + 1)
+        self._sums = [0.0] * (len(self.BOUNDS_S) + 1)
 
     def add(self, seconds: float) -> None:
         self._samples.append(seconds)
+        place = bisect_left(self.BOUNDS_S, seconds)
+        self._counts[place] += 1
+        self._sums[place] += seconds
+
+    def buckets(self) -> list[tuple[int, float]]:
+        """Per bucket, how many durations it has and their sum."""
+        return list(zip(self._counts, self._sums, strict=True))
 
     def quantile_ms(self, q: float) -> float:
         """Milliseconds; 0 before the first sample."""

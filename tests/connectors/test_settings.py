@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.connectors.settings import Settings, seconds_of, weighs_loads
+from kvtier.connectors.settings import Settings, flag, port, recompute, seconds, size
 
 
 def test_arguments_name_a_file_or_carry_the_configuration(tmp_path: Path) -> None:
@@ -42,9 +42,30 @@ def test_wrong_arguments_are_named(extra: dict[str, object], said: str) -> None:
         Settings.parse(extra)
 
 
-def test_times_are_seconds_or_texts_and_recompute_is_a_choice() -> None:
-    extra = {"one": 2, "other": "200ms"}
-    assert [seconds_of(extra, name, 9.0) for name in ("one", "other", "none")] == [2.0, 0.2, 9.0]
-    assert weighs_loads({}) and weighs_loads({"recompute": "auto"}) and not weighs_loads({"recompute": "never"})
-    with pytest.raises(kvtier.ConfigError, match="sometimes"):
-        weighs_loads({"recompute": "sometimes"})
+OWN = {"wait": seconds, "bytes": size, "on": flag, "at": port, "recompute": recompute}
+
+
+def test_a_connectors_own_arguments_are_read() -> None:
+    given = {"wait": "200ms", "bytes": "3MiB", "on": False, "at": 9400, "recompute": "never"}
+    assert Settings.parse(given, OWN).own == {
+        "wait": 0.2,
+        "bytes": 3 << 20,
+        "on": False,
+        "at": 9400,
+        "recompute": "never",
+    }
+    assert Settings.parse({"wait": 2, "bytes": 5}, OWN).own == {"wait": 2.0, "bytes": 5}
+    assert Settings.parse({"wait": None}, OWN).own == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("wait", "10 parsecs"), ("wait", -1), ("wait", float("inf")), ("wait", float("nan")), ("wait", True),
+        ("wait", [1]), ("bytes", "many"), ("bytes", -1), ("bytes", 1.5), ("on", "no"), ("at", "9400"), ("at", 70000),
+        ("recompute", "sometimes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_a_connectors_own_is_named(name: str, value: object) -> None:
+    with pytest.raises(kvtier.ConfigError, match=f"connector argument {name} "):
+        Settings.parse({name: value}, OWN)

@@ -9,7 +9,7 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, sample_namespace
 from kvtier.tiers.guard import Guarded, Wrapper
-from kvtier.tiers.meter import Metered
+from kvtier.tiers.meter import Latency, Metered
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Tier
 
@@ -18,6 +18,14 @@ NS = sample_namespace(4096)
 
 def metered(tier: Tier, clock: VirtualClock) -> Metered:
     return Metered(Guarded(tier, clock), clock)
+
+
+def test_a_duration_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
+    latency = Latency()
+    for seconds in (0.0001, 0.00011, 0.02, 0.03, 11.0):
+        latency.add(seconds)
+    filled = {place: bucket for place, bucket in enumerate(latency.buckets()) if bucket != (0, 0.0)}
+    assert filled == {0: (1, 0.0001), 1: (1, 0.00011), 5: (2, pytest.approx(0.05)), 11: (1, 11.0)}
 
 
 def test_optional_verbs_are_those_of_the_tier_itself(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.identity import engine_keys, namespace_of_weights
 from kvtier.connectors.runs import runs_of
-from kvtier.connectors.settings import Settings, seconds_of
+from kvtier.connectors.settings import Settings, seconds
 from kvtier.connectors.startup import start_line
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
@@ -61,7 +61,7 @@ from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 
-ARGUMENTS = ("lookup_deadline", "flush_timeout", "store_wait")
+ARGUMENTS = {"lookup_deadline": seconds, "flush_timeout": seconds, "store_wait": seconds}
 _TOKENS_READ, _EVENTS = f"vllm:{TOKENS_READ.name}", f"vllm:{EVENTS.name}"
 _SEARCHES_MAX = 4  # per request; more would mean that its blocks push each other out of vLLM's host cache
 _LOCALITY = {"g3": Locality.LOCAL, "g4": Locality.REMOTE}
@@ -97,9 +97,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
             )
         namespace = tier_namespace(offloading_spec.config, engine, settings, self.block_size_bytes)
         self._group = int(offloading_spec.config.groups[0].group_id).to_bytes(GROUP_BYTES, "big")
-        self._lookup_s = seconds_of(arguments, "lookup_deadline", config.deadlines.lookup)
-        self._flush_s = seconds_of(arguments, "flush_timeout", 3.0)
-        self._store_wait_s = seconds_of(arguments, "store_wait", 1.0)
+        self._lookup_s = settings.own.get("lookup_deadline", config.deadlines.lookup)
+        self._flush_s = settings.own.get("flush_timeout", 3.0)
+        self._store_wait_s = settings.own.get("store_wait", 1.0)
         self._get_s = config.deadlines.get
         self._reader = RequestReader(config)
         self._block_tokens = namespace.block_tokens

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -349,6 +350,16 @@ def test_the_server_as_the_readme_starts_it(model: Path, prompt: Any, ports: Any
         metrics = ask("/metrics")
         assert 'tier="g2"' in metrics and "sglang:kvtier_tokens_read_total" in metrics
         assert "sglang:kvtier_events_total" in metrics
+        time.sleep(1.1)  # the tiers' figures are asked for once a second, by a batch
+        ask("/generate", {**body, "input_ids": prompt(2)})
+        metrics = ask("/metrics")
+        for name, labels in (
+            ("kvtier_tier_blocks", 'tier="g2"'),
+            ("kvtier_tier_hit_blocks_total", 'tier="g2"'),
+            ("kvtier_tier_call_seconds_count", 'tier="g3",.*verb="write"'),
+        ):
+            found = re.search(rf"^sglang:{name}\{{(.*{labels}.*)\}} (\S+)$", metrics, re.MULTILINE)
+            assert found is not None and float(found[2]) > 0 and 'dp_rank="0"' in found[1], name
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -67,6 +67,28 @@ def test_runs_whose_blocks_have_no_name_are_refused() -> None:
             name(rope={"rope_type": kind})
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"pp_size": 2}, "pipeline"),
+        ({"attn_cp_size": 2}, "attn_cp_size is 2"),
+        ({"attn_dcp_size": 4}, "attn_dcp_size is 4"),
+    ],
+)
+def test_runs_whose_pages_are_spread_over_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, place: dict[str, int], said: str
+) -> None:
+    from sglang.srt import runtime_context
+
+    from kvtier.connectors.sglang import linker
+    from kvtier.errors import IdentityError
+
+    one = {"attn_tp_rank": 0, "attn_tp_size": 1, "pp_size": 1, "attn_cp_size": 1, "attn_dcp_size": 1}
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(**{**one, **place}))
+    with pytest.raises(IdentityError, match=said):
+        linker._namespace(None, None, None)
+
+
 def test_sglang_hashes_pages_as_the_namespace_says() -> None:
     import hashlib
     import struct

@@ -15,6 +15,7 @@ import pytest
 
 from kvtier.testing import Child
 from tests.connectors.support import adapters
+from tests.connectors.vllm.support.checkpoints import OTHERS, write_llama
 from tests.connectors.vllm.support.prompts import prompt
 
 HERE = Path(__file__).parent
@@ -62,27 +63,13 @@ def _result_of(answer: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Path of a small random Llama whose output depends on all of its prompt.
-
-    The wide initialiser matters: with the default one greedy decoding runs into a short cycle whatever the KV holds,
-    and a test that loads wrong bytes would pass.
-    """
+    """Path of the small Llama with these random weights."""
     made: dict[int, Path] = {}
 
     def make(seed: int = 0) -> Path:
         if seed not in made:
-            import torch
-            from transformers import LlamaConfig, LlamaForCausalLM
-
-            torch.manual_seed(seed)
-            config = LlamaConfig(
-                vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-                num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
-                tie_word_embeddings=False, initializer_range=0.15,
-            )  # fmt: skip
-            path = tmp_path_factory.mktemp("models") / "tiny-llama"
-            LlamaForCausalLM(config).float().eval().save_pretrained(path)
-            made[seed] = path
+            made[seed] = tmp_path_factory.mktemp("models") / "tiny-llama"
+            write_llama(made[seed], seed)
         return made[seed]
 
     return make
@@ -90,47 +77,15 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
 
 @pytest.fixture(scope="session")
 def make_other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Path of a small random model of another kind: `mla` (as DeepSeek), `sliding` (every other layer a window),
-    `prefix_lm` (tokens of a prompt attend to later ones, too), `longrope`."""
+    """Path of a small random model of another kind, one of `OTHERS`."""
+    made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
-        import torch
-        from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, HrmTextConfig, LlamaConfig
-
-        torch.manual_seed(0)
-        if kind == "mla":
-            config = DeepseekV3Config(
-                vocab_size=1024, hidden_size=256, intermediate_size=512, moe_intermediate_size=64, num_hidden_layers=3,
-                num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, n_group=1,
-                topk_group=1, num_experts_per_tok=2, first_k_dense_replace=3, q_lora_rank=None, kv_lora_rank=512,
-                qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096,
-                bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, initializer_range=0.15,
-                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            )  # fmt: skip
-        elif kind == "prefix_lm":
-            config = HrmTextConfig(
-                vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-                initializer_range=0.15, H_cycles=1, L_cycles=1, L_bp_cycles=[1], embedding_scale=1.0,
-            )  # fmt: skip
-        elif kind == "longrope":
-            config = LlamaConfig(
-                vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-                num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
-                tie_word_embeddings=False, initializer_range=0.15,
-                rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16,
-                                 "long_factor": [4.0] * 16, "original_max_position_embeddings": 1024},
-            )  # fmt: skip
-        else:
-            config = Gemma3TextConfig(
-                vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-                num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64,
-                layer_types=["sliding_attention", "full_attention"] * 2, bos_token_id=1, eos_token_id=2,
-                pad_token_id=0,
-            )  # fmt: skip
-        path = tmp_path_factory.mktemp("models") / kind
-        AutoModelForCausalLM.from_config(config).float().eval().save_pretrained(path)
-        return path
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("models") / kind
+            made[kind].mkdir()
+            OTHERS[kind](made[kind])
+        return made[kind]
 
     return make
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,32 @@ def tokens(outs: list[dict[str, Any]]) -> list[list[int]]:
 ASKED = [prompt(1), prompt(2)]
 
 
-@pytest.mark.parametrize("plugin", [True, pytest.param(False, marks=pytest.mark.long)])
+@dataclass(frozen=True)
+class Run:
+    plugin: bool = True
+    restarts: bool = False  # then come engines that start with the new weights and with the old
+    caching: bool = True  # the engine's own
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(),
+        *(
+            pytest.param(run, marks=pytest.mark.long)
+            for run in (Run(restarts=True), Run(plugin=False), Run(caching=False))
+        ),
+    ],
+    ids=str,
+)
 def test_weights_that_are_loaded_in_place_take_the_old_blocks_away(
-    start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path, plugin: bool
+    start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path, run: Run
 ) -> None:
     """vLLM tells nobody: the engine's own cache is reset, the connector's is not."""
-    engine = start(config=tiers(tmp_path), plugin=plugin)
+    engine = start(config=tiers(tmp_path), plugin=run.plugin, engine={"enable_prefix_caching": run.caching})
     old = engine.generate(prompts=ASKED)
     named = engine.namespace()
-    assert named["weights"].startswith("w1:" if plugin else "s1:")
+    assert named["weights"].startswith("w1:" if run.plugin else "s1:")
     assert engine.reset()
     assert [out["read"] for out in engine.generate(prompts=ASKED)] == [{"g2": 288}] * 2, "the control"
     engine.reload(path=str(make_checkpoint(1)))
@@ -52,7 +70,7 @@ def test_weights_that_are_loaded_in_place_take_the_old_blocks_away(
     engine.flush()
     assert engine.check()["storing"] == 0
     assert engine.stop() == 0
-    if plugin:
+    if run.restarts:
         fresh = start(seed=1, config=tiers(tmp_path))
         found = fresh.generate(prompts=[*ASKED, prompt(3)])
         assert tokens(found) == [*tokens(new), again[0]["tokens"]]
@@ -80,11 +98,13 @@ def test_another_configuration_of_the_same_weights_misses(
     assert second.stop() == 0
 
 
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_an_adapter_is_what_the_worker_loaded(
-    start: Start, write_adapter: Callable[[Path, int], Path], tmp_path: Path
+    start: Start, write_adapter: Callable[[Path, int], Path], tmp_path: Path, caching: bool
 ) -> None:
     """Its files are overwritten between the engine's loading and its first request."""
-    path, lora = tmp_path / "adapter", {"enable_lora": True, "max_lora_rank": 8, "max_loras": 4}
+    path = tmp_path / "adapter"
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 4, "enable_prefix_caching": caching}
     engine = start(config=tiers(tmp_path), engine=lora)
     assert engine.load_adapter(adapter=["tuned", 1, str(write_adapter(path, 1))])
     write_adapter(path, 2)

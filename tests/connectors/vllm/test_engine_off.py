@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.connectors.vllm.support.prompts import IDLE, prompt, tiers, tokens
+from tests.connectors.vllm.support.storms import storm
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -101,47 +101,6 @@ def test_async_scheduling_with_speculation_stores_as_much_as_without(
     assert stored == {False: 14, True: 14}
 
 
-def goes_away_before_it_has_blocks(engine: Any, name: str, chance: random.Random) -> None:
-    engine.abort(name=name)
-
-
-def goes_away_while_held(hold: str, steps: range, engine: Any, name: str, chance: random.Random) -> None:
-    """After so many steps in which the engine's method `hold` keeps its copies or stores from ending."""
-    getattr(engine, hold)()
-    engine.steps(count=chance.choice(steps))
-    engine.abort(name=name)
-    engine.steps(count=chance.randrange(0, 5))
-    engine.mend()
-
-
-def goes_away_before_its_load_fails(engine: Any, name: str, chance: random.Random) -> None:
-    engine.break_loads(how="fail", positions=[chance.randrange(9)])
-    engine.steps(count=chance.randrange(1, 3))
-    engine.abort(name=name)
-    engine.steps(count=2)
-    engine.mend()
-
-
-def goes_away_while_it_computes(engine: Any, name: str, chance: random.Random) -> None:
-    engine.steps(count=chance.randrange(1, 8))
-    engine.abort(name=name)
-
-
-def goes_away_after_its_end(engine: Any, name: str, chance: random.Random) -> None:
-    engine.run_out()
-    engine.abort(name=name)
-
-
-STAGES = [
-    goes_away_before_it_has_blocks,
-    partial(goes_away_while_held, "hold_copies", range(1, 4)),
-    goes_away_before_its_load_fails,
-    goes_away_while_it_computes,
-    partial(goes_away_while_held, "hold_stores", range(2, 8)),
-    goes_away_after_its_end,
-]
-
-
 @pytest.mark.parametrize("mode", ["eager", "auto"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_clients_that_go_away_at_every_stage(start: Start, tmp_path: Path, caching: bool, mode: str) -> None:
@@ -150,18 +109,7 @@ def test_clients_that_go_away_at_every_stage(start: Start, tmp_path: Path, cachi
     chance = random.Random(f"{caching} {mode}")
     asked = [prompt(1 + i // 2, 200) + prompt(50 + i, 100) for i in range(6)]
     right = [engine.generate(prompts=[p], control={"load": False})[0]["tokens"] for p in asked]
-    for turn in range(120):
-        if turn % 5 == 0:
-            engine.reset()
-        which = chance.randrange(len(asked))
-        engine.add(name=f"stays{turn}", prompt=asked[which])
-        engine.add(name=f"gone{turn}", prompt=chance.choice(asked))
-        STAGES[turn % len(STAGES)](engine, f"gone{turn}", chance)
-        ended = engine.run_out()
-        if STAGES[turn % len(STAGES)] is not goes_away_after_its_end:
-            assert ended[f"stays{turn}"] == right[which], turn
-    engine.settle()
-    assert engine.check() == IDLE
+    storm(engine, asked, right, chance, turns=120)
     assert engine.reset()
     warm = [engine.generate(prompts=[p])[0] for p in asked]
     assert tokens(warm) == right and all(out["read"] for out in warm)

@@ -196,6 +196,25 @@ def test_random_weights_have_a_name_of_their_own(configured: Callable[..., Any])
     assert drawn[0] != drawn[1], "some of its weights are what the memory held"
 
 
+@pytest.mark.parametrize("loader", ["tensorizer", "ipc_cache", "modelexpress", "of_a_plugin"])
+def test_weights_from_elsewhere_are_not_named_by_the_files_of_the_model(
+    configured: Callable[..., Any], tmp_path: Path, loader: str
+) -> None:
+    """They may change behind the same files, and then an engine would be served another's blocks."""
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    engine = configured()
+    engine.model_config.model = str(tmp_path)
+    settings = Settings(Config())
+
+    def named(settings: Settings = settings, **read: str) -> str:
+        return str(engine_fields(engine, settings, randomised=False, **read)["weights"])
+
+    assert named().startswith("s1:")
+    engine.load_config.load_format = loader
+    assert named().startswith("unread:") and named() != named()
+    assert named(read="w1:00") == "w1:00" and named(Settings(Config(), weights="v7")) == "id:v7"
+
+
 SPEAK = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs

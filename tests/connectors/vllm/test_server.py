@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -32,12 +33,18 @@ def serve(model: Path, config: Path, tmp_path: Path) -> Iterator[str]:
     readme = (ROOT / "README.md").read_text()
     found = re.search(r"vllm serve MODEL (.*?) --kv-transfer-config '(\{.*?\})'", readme, re.DOTALL)
     assert found is not None
-    options, transfer = found[1].split(), found[2].replace("configs/vllm.yaml", str(config))
+    options, transfer = found[1].split(), json.loads(found[2])
+    # A tiny model computes faster than any disk reads.
+    transfer["kv_connector_extra_config"] |= {
+        "kvtier_config": str(config),
+        "recompute": "never",
+        "lookup_deadline": "30s",
+    }
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1",
                "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048",
                "--block-size", "32", "--enforce-eager", "--num-gpu-blocks-override", "128",
                "--gpu-memory-utilization", "0.2", "--skip-tokenizer-init",
-               *options, "--kv-transfer-config", transfer]  # fmt: skip
+               *options, "--kv-transfer-config", json.dumps(transfer)]  # fmt: skip
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1",
                "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
     process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -100,3 +107,15 @@ def test_the_openai_server_as_the_readme_starts_it(make_checkpoint: Any, tmp_pat
             again = ask(client, seed)
             assert again["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
             assert again["kv_transfer_params"] == {"kvtier": {"tokens_read": {"g3": 480}}}
+            time.sleep(1.1)  # the tiers' figures are asked for once a second, by a step
+        ask(client, 3)
+        metrics = client.get("/metrics").text
+        for name, labels, least in (
+            ("kvtier_lookup_blocks_total", "", 30),
+            ("kvtier_tier_blocks", 'tier="g2"', 30),
+            ("kvtier_tier_hit_blocks_total", 'tier="g3"', 30),
+            ("kvtier_tier_call_seconds_bucket", 'le="\\+Inf",.*tier="g3",verb="read"', 2),
+            ("kvtier_tier_health", 'state="well",tier="g3"|tier="g3",state="well"', 1),
+        ):
+            found = re.search(rf"^vllm:{name}\{{.*(?:{labels}).*\}} (\S+)$", metrics, re.MULTILINE)
+            assert found is not None and float(found[1]) >= least, name

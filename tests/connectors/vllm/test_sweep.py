@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.connectors.vllm.support.configurations import Row, swept, with_paths
-from tests.connectors.vllm.support.prompts import prompt, tiers
+from tests.connectors.vllm.support.prompts import IDLE, prompt, tiers
+from tests.connectors.vllm.support.storms import storm
 from tests.connectors.vllm.test_engine_off import tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -43,7 +45,8 @@ def test_a_configuration_gives_the_tokens_of_a_plain_engine(
     group: str,
     caching: bool,
 ) -> None:
-    """Cold and warm. Every row reads from the tiers, so that this is no test of a cache that is off."""
+    """Cold, warm, and while clients go away. Every row reads from the tiers, so that this is no test of a cache that is
+    off."""
     makes: dict[str, Callable[[Any], object]] = {
         "checkpoint": make_checkpoint, "other": make_other, "words": lambda _: tokenizer(tmp_path / "words")
     }  # fmt: skip
@@ -53,6 +56,8 @@ def test_a_configuration_gives_the_tokens_of_a_plain_engine(
     options = {**options, "enable_prefix_caching": caching}
     plain = start(config=None, engine=options, **model)
     right = [got for got, _ in answers(plain, rows, adapter)]
+    asked = [prompt(900 + i // 2, 200) + prompt(950 + i, 100) for i in range(6)]
+    right_in_storm = [plain.generate(prompts=[one])[0]["tokens"] for one in asked]
     plain.kill()
     engine = start(config=tiers(tmp_path), engine=options, **model)
     cold = answers(engine, rows, adapter)
@@ -65,6 +70,6 @@ def test_a_configuration_gives_the_tokens_of_a_plain_engine(
         assert read.get("g2") or "beam" in row.asked, row.name
     assert engine.counters()["tokens_read_g2"] > 0
     engine.settle()
-    left = engine.check()
-    assert not any(left.values()), left
+    assert engine.check() == IDLE
+    storm(engine, asked, right_in_storm, random.Random(f"{group} {caching}"), turns=24)
     assert engine.stop() == 0

@@ -15,11 +15,12 @@ IDENTITY = "test_engine_identity.py"
 VARIANTS = "test_variants.py"
 
 WORKS = "works"
+UNTRIED = "not tried"  # no run to the end was seen
 
 
 @dataclass(frozen=True)
 class Row:
-    """`on`, `off`: what happens with prefix caching and without: `WORKS`, "off: …" or "refused: …"."""
+    """`on`, `off`: what happens with prefix caching and without: `WORKS`, "off: …", "refused: …" or `UNTRIED`."""
 
     name: str
     on: str = WORKS
@@ -35,24 +36,48 @@ def _speculation(**given: Any) -> dict[str, Any]:
     return {"speculative_config": {"num_speculative_tokens": 3, **given}}
 
 
+_WORDS = {"tokenizer": {"words": True}, "skip_tokenizer_init": False}
 _TWICE = "refused: several KV cache groups"
 
 ROWS = (
+    Row("greedy sampling", engine=_WORDS),
+    Row("cache salts", engine=_WORDS, asked={"salt": "one"}),
+    Row("log-probabilities of the answer", engine=_WORDS, asked={"sampling": {"logprobs": 2}}),
+    Row("several answers, n > 1", engine=_WORDS, asked={"sampling": {"n": 3, "temperature": 1.0, "top_k": 1}}),
+    Row("structured output", engine=_WORDS, asked={"choice": ["11 12 13", "21 22 23"]}),
+    Row("beam search", engine=_WORDS, asked={"beam": 2}),
+    Row("chunked prefill", engine=_WORDS, length=1400, count=2),
+    Row("fp8 KV", engine={"kv_cache_dtype": "fp8"}),
     Row("n-gram speculation", engine=_speculation(method="ngram", prompt_lookup_max=3)),
-    Row("latent attention (MLA)", test=f"{VARIANTS}::test_latent_attention"),
-    Row("asynchronous scheduling", test=f"{VARIANTS}::test_async_scheduling"),
-    Row("tensor parallelism", test=f"{VARIANTS}::test_two_ranks_give_the_same_tokens_and_find_each_others_halves"),
-    Row("beside other connectors, MultiConnector", test=f"{VARIANTS}::test_as_one_of_several_connectors"),
+    Row("a draft model", engine=_speculation(method="draft_model", model={"checkpoint": 1})),
+    Row("EAGLE", on=UNTRIED, off=UNTRIED, engine=_speculation(method="eagle", model={"other": "eagle"})),
+    Row(
+        "priorities with preemption",
+        engine={"scheduling_policy": "priority", "num_gpu_blocks_override": 40, "max_model_len": 1024},
+        asked={"priorities": True, "tokens": 60},
+        count=8,
+    ),
+    Row("LoRA adapters", engine={"enable_lora": True, "max_lora_rank": 8, "max_loras": 4}, asked={"adapter": True}),
+    Row("random weights, `--load-format dummy`", engine={"load_format": "dummy"}),
+    Row("LongRoPE", engine={"model": {"other": "longrope"}}),
+    Row("latent attention (MLA)", off=UNTRIED, test=f"{VARIANTS}::test_latent_attention"),
+    Row("asynchronous scheduling", off=UNTRIED, test=f"{VARIANTS}::test_async_scheduling"),
+    Row("tensor parallelism", off=UNTRIED,
+        test=f"{VARIANTS}::test_two_ranks_give_the_same_tokens_and_find_each_others_halves"),
+    Row("beside other connectors, MultiConnector", off=UNTRIED, test=f"{VARIANTS}::test_as_one_of_several_connectors"),
     Row("streaming sessions", test=f"{OFF}::test_a_streaming_session"),
-    Row("asynchronous scheduling with speculation",
+    Row("asynchronous scheduling with speculation", on=UNTRIED,
         test=f"{OFF}::test_async_scheduling_with_speculation_stores_as_much_as_without"),
-    Row("weights loaded in place",
+    Row("clients that go away at every stage", test=f"{OFF}::test_clients_that_go_away_at_every_stage"),
+    Row("weights loaded in place", off=UNTRIED,
         test=f"{IDENTITY}::test_weights_that_are_loaded_in_place_take_the_old_blocks_away"),
-    Row("an adapter overwritten on disk", test=f"{IDENTITY}::test_an_adapter_is_what_the_worker_loaded"),
+    Row("an adapter overwritten on disk", off=UNTRIED, test=f"{IDENTITY}::test_an_adapter_is_what_the_worker_loaded"),
+    Row("pause and wake (sleep)", off=UNTRIED, test="test_engine_copies.py::test_an_engine_sleeps_and_wakes"),
     Row("pooling, last token", off="off: the model runs without prefix caching",
         test=f"{OFF}::test_the_same_text_is_embedded_twice"),
     Row("pooling, mean", on="off: vLLM turns prefix caching off", off="off: the model runs without prefix caching",
         test=f"{OFF}::test_the_same_text_is_embedded_twice"),
+    Row("images", off="off: vLLM does not name them", test="test_images.py::test_each_image_has_its_own_kv"),
     Row("prefix LM", on="off: tokens attend to later ones", off="off: tokens attend to later ones",
         test=f"{OFF}::test_a_model_whose_prompts_attend_to_later_tokens_is_not_cached"),
     Row("sliding windows, hybrid models", on=_TWICE, off=_TWICE,

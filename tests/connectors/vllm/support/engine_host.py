@@ -161,7 +161,7 @@ class Host(Requests, Insides, Faults):
         for metric in self.llm.get_metrics():
             if metric.name == "vllm:prompt_tokens_cached_by_source":
                 found[metric.labels["source"]] = metric.value
-            elif metric.name.startswith("vllm:kvtier_"):
+            elif metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value"):  # a histogram has none
                 found[f"{metric.name}:{metric.labels.get('tier') or metric.labels.get('event')}"] = metric.value
             elif metric.name in ("vllm:external_prefix_cache_hits", "vllm:num_preemptions"):
                 found[metric.name] = metric.value

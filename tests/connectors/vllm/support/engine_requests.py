@@ -6,6 +6,14 @@ import time
 from typing import Any
 
 
+def image_of(seed: int) -> Any:
+    """A picture of noise."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8))
+
+
 class Requests:
     """Asks `llm`, whole or step by step; what needs the engine's `core` runs with the scheduler in this process."""
 
@@ -56,13 +64,16 @@ class Requests:
         beam: int = 0,
         priorities: bool = False,
         adapter: list[Any] | None = None,
+        images: list[int] | None = None,
     ) -> list[dict[str, Any]]:
-        """All answers to each prompt, however they are sampled."""
+        """All answers to each prompt, however they are sampled. `images`: what each prompt shows, by its seed."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        for one, seed in zip(asked, images or (), strict=False):
+            one["multi_modal_data"] = {"image": image_of(seed)}
         if beam:
             found = self.llm.beam_search(asked, BeamSearchParams(beam_width=beam, max_tokens=8, ignore_eos=True))
             return [{"all": [list(one.tokens) for one in out.sequences], "read": {}} for out in found]

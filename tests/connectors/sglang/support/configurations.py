@@ -1,0 +1,62 @@
+"""The configurations of SGLang that docs/sglang.md promises or refuses, each with the test that keeps the promise."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+WORKS = "works"
+ENGINE = "test_engine.py"
+LONG = "test_engine_long.py"
+IDENTITY = "test_identity.py"
+POOL = "test_pool.py"
+
+
+class Row(NamedTuple):
+    """`outcome`: `WORKS`, or "refused: …" with the reason."""
+
+    name: str
+    outcome: str
+    test: str
+
+
+_PART = "refused: a part of the pool would be lost"
+_POOLS = f"{POOL}::test_pools_that_would_lose_a_part_are_refused"
+_STATE = "refused: a prefix without this state would be wrong"
+_UNNAMED = f"{IDENTITY}::test_runs_whose_blocks_have_no_name_are_refused"
+_SPREAD = f"{IDENTITY}::test_runs_whose_pages_are_spread_over_ranks_are_refused"
+
+ROWS = (
+    Row("salts, extra keys", WORKS, f"{ENGINE}::test_salts_never_share"),
+    Row("aborted requests", WORKS, f"{ENGINE}::test_an_aborted_request_waits_no_more"),
+    Row("new weights in place", WORKS, f"{ENGINE}::test_new_weights_never_meet_old_blocks"),
+    Row("LoRA adapters of `--lora-paths`", WORKS,
+        "test_engine_identity.py::test_an_adapter_retrained_at_its_path_misses"),
+    Row("data parallelism", WORKS,
+        "test_engine_identity.py::test_replicas_of_data_parallelism_have_metrics_of_their_own"),
+    Row("tensor parallelism", WORKS, f"{LONG}::test_two_ranks_decide_alike"),
+    Row("both tree cores; pages of 1, 16, 64", WORKS, f"{LONG}::test_other_tree_cores_and_pages"),
+    Row("latent attention (MLA); its ranks share", WORKS, f"{IDENTITY}::test_mla_ranks_share"),
+    Row("HiCache with kvtier as its storage", WORKS,
+        "test_hicache_long.py::test_hicache_finds_its_pages_after_a_flush_and_a_restart"),
+    Row("sliding windows, Mamba, hybrid models", _STATE, f"{POOL}::test_hybrid_state_is_refused"),
+    Row("index caches (DSA)", _PART, _POOLS),
+    Row("KV scales per token", _PART, _POOLS),
+    Row("HND pools (`SGLANG_USE_HND_KVCACHE`)", "refused: unset it", _POOLS),
+    Row("packed and page-major pools", _PART, _POOLS),
+    Row("heads of K and V of unequal size", "refused: equal sizes are needed", _POOLS),
+    Row("speculative decoding", "refused: the KV of a draft model is not kept", _UNNAMED),
+    Row("dynamic RoPE, LongRoPE", "refused: the rotation depends on the prompt's length", _UNNAMED),
+    Row("pipeline parallelism", "refused: its stages cannot agree on a prefix", _SPREAD),
+    Row("context parallelism", "refused: pages are spread over ranks", _SPREAD),
+    Row("HiCache without `interface_v1`", "refused: no other way of calling is served",
+        "test_hicache.py::test_what_would_never_work_is_refused"),
+    Row("HiCache with other pools than KV", "refused: the attach fails",
+        "test_hicache.py::test_what_would_never_work_is_refused"),
+)  # fmt: skip
+
+
+def table() -> str:
+    """The table of docs/sglang.md."""
+    lines = ["| configuration | | test |", "|---|---|---|"]
+    lines += [f"| {row.name} | {row.outcome} | `{row.test.partition('::')[2]}` |" for row in ROWS]
+    return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""Small random models whose greedy tokens depend on all of the prompt.
+
+The wide initialiser matters: with the default one greedy decoding runs into a short cycle whatever the KV holds, and a
+test that loads wrong bytes would pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WORDS = 1024
+IMAGE_TOKENS = 8
+"""What an image takes in a prompt of `image`."""
+
+_TOKENS = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {
+    **_TOKENS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+}  # fmt: skip
+
+
+def write_llama(path: Path, seed: int = 0, **changed: Any) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**{**_LLAMA, **changed})).float().eval().save_pretrained(path)
+
+
+def write_longrope(path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+            "original_max_position_embeddings": 1024}  # fmt: skip
+    write_llama(path, rope_parameters=rope)
+
+
+def write_mla(path: Path) -> None:
+    """As DeepSeek has it."""
+    from transformers import DeepseekV3Config
+
+    _write_causal(path, DeepseekV3Config(
+        **_TOKENS, hidden_size=256, intermediate_size=512, moe_intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, n_group=1,
+        topk_group=1, num_experts_per_tok=2, first_k_dense_replace=3, q_lora_rank=None, kv_lora_rank=512,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096,
+        tie_word_embeddings=False, initializer_range=0.15,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ))  # fmt: skip
+
+
+def write_prefix_lm(path: Path) -> None:
+    """Tokens of a prompt attend to later ones, too."""
+    from transformers import HrmTextConfig
+
+    _write_causal(path, HrmTextConfig(
+        **_TOKENS, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+        max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.15, H_cycles=1, L_cycles=1,
+        L_bp_cycles=[1], embedding_scale=1.0,
+    ))  # fmt: skip
+
+
+def write_sliding(path: Path) -> None:
+    """Every other layer has a window."""
+    from transformers import Gemma3TextConfig
+
+    _write_causal(path, Gemma3TextConfig(
+        **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0,
+    ))  # fmt: skip
+
+
+def write_eagle(path: Path) -> None:
+    """An EAGLE head for the small Llama: one layer over its embeddings and last hidden states."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(**{**_LLAMA, "num_hidden_layers": 1})
+    config.architectures = ["LlamaForCausalLM"]
+    layers = LlamaForCausalLM(config).float().state_dict()
+    kept = {
+        name.removeprefix("model."): one
+        for name, one in layers.items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    kept["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.05
+    config.save_pretrained(path)
+    save_file({name: one.contiguous() for name, one in kept.items()}, path / "model.safetensors")
+
+
+def write_image(path: Path) -> None:
+    """A model that sees, as BLIP-2: an image is IMAGE_TOKENS in front of the prompt."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import (
+        Blip2Config,
+        Blip2ForConditionalGeneration,
+        Blip2Processor,
+        BlipImageProcessorPil,
+        PreTrainedTokenizerFast,
+    )
+
+    torch.manual_seed(0)
+    words = {str(number): number for number in range(WORDS - 2)} | {"<image>": WORDS - 2, "<pad>": WORDS - 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), unk_token="0", pad_token="<pad>",
+        additional_special_tokens=["<image>"],
+    )  # fmt: skip
+    side = {"height": 56, "width": 56}
+    Blip2Processor(BlipImageProcessorPil(size=side), tokenizer, num_query_tokens=IMAGE_TOKENS).save_pretrained(path)
+    wide = {"intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "initializer_range": 0.15}
+    config = Blip2Config(
+        vision_config={**wide, "hidden_size": 64, "image_size": 56, "patch_size": 14},
+        qformer_config={**wide, "hidden_size": 64, "encoder_hidden_size": 64, "vocab_size": 8},
+        text_config={
+            **_TOKENS, "model_type": "opt", "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048, "init_std": 0.15,
+        },
+        num_query_tokens=IMAGE_TOKENS, image_token_index=WORDS - 2,
+    )  # fmt: skip
+    model = Blip2ForConditionalGeneration(config).float().eval()
+    torch.nn.init.normal_(model.query_tokens)
+    model.save_pretrained(path)
+
+
+def _write_causal(path: Path, config: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).float().eval().save_pretrained(path)
+
+
+OTHERS: dict[str, Callable[[Path], None]] = {
+    "mla": write_mla,
+    "sliding": write_sliding,
+    "prefix_lm": write_prefix_lm,
+    "longrope": write_longrope,
+    "eagle": write_eagle,
+    "image": write_image,
+}
+"""By kind: the models that are not the small Llama."""
