@@ -184,6 +184,13 @@ def abandon(call: asyncio.Future[Any]) -> None:
     call._log_destroy_pending = False  # type: ignore[attr-defined]  # else asyncio reports it as forgotten
 
 
+def soon(loop: asyncio.AbstractEventLoop | None, work: Callable[..., object], *arguments: object) -> None:
+    """Call `work` on that loop, unless there is none, or it has ended. Thread-safe."""
+    if loop is not None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(work, *arguments)
+
+
 class LoopOnThread:
     """An event loop on a daemon thread, for callers on other threads. Whoever waits for it when it ends gets
     ClosedError. Thread-safe."""

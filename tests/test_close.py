@@ -257,3 +257,25 @@ async def test_a_closed_cache_is_not_opened_again() -> None:
     with pytest.raises(ClosedError, match="another"):
         await cache.__aenter__()
     assert not arena(cache)._maps
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("verb", ["demote_pinned", "stored_again"])
+def test_a_put_whose_cache_closes_before_it_queues_its_blocks_finds_it_closed(
+    stride: int, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop has ended by then; the blocks are dropped."""
+    cache = kvtier.open(config(), NS, tiers=[MemoryTier(NS, SystemClock(), stride=stride)])
+    cache.put(KEYS, payloads_of(KEYS, BLOCK), "5m")
+    demoter = cache.manager.demoter
+    real = getattr(demoter, verb)
+
+    def late(*arguments: Any) -> Any:
+        cache.close()
+        return real(*arguments)
+
+    keys = KEYS if verb == "stored_again" else list(chain_of(NS, 8, seed=1))
+    monkeypatch.setattr(demoter, verb, late)
+    with pytest.raises(ClosedError):
+        cache.put(keys, payloads_of(keys, BLOCK), "24h")
+        cache.put(keys, payloads_of(keys, BLOCK))

@@ -21,7 +21,7 @@ from kvtier.manager.lease import Hold
 from kvtier.manager.promote import Promoter
 from kvtier.manager.slices import slices
 from kvtier.manager.write_behind import ChainBatch, WriteBehind
-from kvtier.supervisor import Service
+from kvtier.supervisor import Service, soon
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Tier
 from kvtier.times import Mono
@@ -68,19 +68,17 @@ class StrideCoalescer:
     def add(self, chain: Sequence[BlockKey], stop: int, holds: Sequence[Hold] = ()) -> None:
         """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which are the coalescer's now.
         Under the lock if there are pins; never blocks."""
-        assert self._loop is not None
         pinned = [chain[slot.index] for slot, _ in holds]
         self._pinned.update(pinned)
         self._pins += len(pinned)
-        self._loop.call_soon_threadsafe(self._enqueue, _Chain(chain[:stop], holds, pinned))
+        soon(self._loop, self._enqueue, _Chain(chain[:stop], holds, pinned))
 
     def widen(self, chain: Sequence[BlockKey], depths: Sequence[int]) -> None:
         """Blocks at these depths have longer terms than before: when the chain is added again, their strides are
         written though the tier has them. Thread-safe."""
-        assert self._loop is not None
         stride, stop = self._tier.stride, len(chain)
         ends = {min((depth // stride + 1) * stride, stop) for depth in depths}
-        self._loop.call_soon_threadsafe(self._widen, [chain[end - 1] for end in sorted(ends)])
+        soon(self._loop, self._widen, [chain[end - 1] for end in sorted(ends)])
 
     def _widen(self, lasts: Sequence[BlockKey]) -> None:
         self._wider.update(dict.fromkeys(lasts))

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtier.clock import Clock
+from kvtier.supervisor import soon
 from kvtier.times import Mono
 
 
@@ -32,8 +33,8 @@ class SpaceSignal:
     def notify(self) -> None:
         """Space may have been freed. Thread-safe, does not wait."""
         self.version = next(self._versions)  # one step: `+= 1` on two threads may leave the number that a waiter has
-        if self._waiters and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake)
+        if self._waiters:
+            soon(self._loop, self._wake)
 
     async def wait(self, deadline: Mono, version: int) -> bool:
         """Wait until space may have been freed after `version` was read. False at the deadline, and at once when

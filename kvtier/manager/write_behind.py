@@ -19,7 +19,7 @@ from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Hold
 from kvtier.manager.slices import SLICE_BLOCKS
-from kvtier.supervisor import Service, Supervisor
+from kvtier.supervisor import Service, Supervisor, soon
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
@@ -143,8 +143,7 @@ class WriteBehind:
             self._queue.append(accepted)
             self._queued += taken
             self._names.update(accepted.keys)
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._stir)
+            soon(self._loop, self._stir)
         return taken
 
     def _stir(self) -> None:

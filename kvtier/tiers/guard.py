@@ -18,7 +18,7 @@ from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, FormatError, InvalidRequest, TierError, TierTimeout
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
-from kvtier.supervisor import Service, abandon
+from kvtier.supervisor import Service, abandon, soon
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
 from kvtier.times import Mono, Wall
@@ -326,9 +326,7 @@ class Guarded(Wrapper):
 
     def soon(self, work: Callable[[], None]) -> None:
         """Run `work` on the loop that the tier was opened on, unless that has ended. Thread-safe."""
-        with suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(work)
+        soon(self._loop, work)
 
     def _left_s(self, deadline: Mono) -> float:
         return max(0.0, deadline - self._clock.monotonic())
