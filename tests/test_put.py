@@ -172,3 +172,21 @@ async def test_a_put_that_waits_does_not_look_again_at_its_whole_chain() -> None
 
     few, many = await looks(128), await looks(1024)
     assert many < 12 * few, f"{few} → {many}"
+
+
+async def test_a_block_that_is_put_again_is_renewed_in_every_tier_and_counts_as_written_once() -> None:
+    clock, chain = VirtualClock(), chain_of(NS, 6)
+    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[MemoryTier(NS, clock)], clock=clock) as cache:
+        assert await cache.put(chain, buffers_of(chain), "1h") == 6
+        assert (await cache.flush()).durable == {"g3": 6}
+        for again in range(3):
+            clock.advance(3000)
+            assert await cache.put(chain, buffers_of(chain), "1h") == 6
+            assert (await cache.flush()).durable == {"g3": 6}, "it was there"
+            if again == 1:
+                await cache.evict("g2")
+        await cache.evict("g2")
+        clock.advance(3000)
+        assert await cache.match(chain) == 6, "renewed at each of 0, 3000, 6000 and 9000 s"
+        clock.advance(601)
+        assert await cache.match(chain) == 0
