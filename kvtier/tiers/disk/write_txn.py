@@ -40,6 +40,7 @@ from kvtier.tiers.disk.records import (
     FreeSlot,
     NewBlock,
     SlotReservation,
+    number_key,
     order_parts,
     priority_in,
     rank_of,
@@ -55,6 +56,8 @@ from kvtier.times import Wall
 
 SCOPE_EVICTIONS_MAX = 64
 """Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
+GUESTS_MAX = 8
+"""Blocks evicted for one slot: those in another class's segments leave none for their own."""
 
 
 class WriteTxn:
@@ -102,6 +105,8 @@ class WriteTxn:
     def save(self) -> None:
         """Write what is cached."""
         self.segments.save()
+        if self.segments.returned:
+            self._memory.floors.clear()
         self.worths.save()
         self._shares.save()
         self.budget.save()
@@ -296,11 +301,6 @@ class WriteTxn:
             self._memory.floors.clear()  # they may leave now, however far a search has got
             self._memory.demand.retry()
 
-    def keep(self, segment: int) -> None:
-        """Let a draining segment's class use it again."""
-        self.segments.keep(segment)
-        self._memory.floors.clear()  # its blocks are victims again
-
     def must_stay(self, name: bytes, wall_s: Wall) -> bool:
         """Whether the block is exempt from eviction at that time."""
         return self._retained.until(name) > wall_s
@@ -324,10 +324,14 @@ class WriteTxn:
 
     # The whole store.
 
+    def reservations(self, segment: int | None = None) -> list[SlotReservation]:
+        """Those of all processes, in one segment or in all."""
+        prefix = RESERVED if segment is None else number_key(RESERVED, segment)
+        return [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, prefix)]
+
     def reclaim(self) -> int:
         """Free the slots of owners that are dead. Returns how many."""
-        found = [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, RESERVED)]
-        dead = [one for one in found if not one.owner.alive(self._owner)]
+        dead = [one for one in self.reservations() if not one.owner.alive(self._owner)]
         for reservation in dead:
             self.release(reservation)
         return len(dead)
@@ -368,6 +372,7 @@ class WriteTxn:
         ours = raw is not None and SlotReservation.serial_of(raw) == reservation.serial
         if ours:
             self._txn.delete(reservation.key)
+            self.segments.offer_number(reservation)
         return ours
 
     def _gives_way(self, block: NewBlock) -> bool:
@@ -401,8 +406,13 @@ class WriteTxn:
     # Eviction.
 
     def _take_from_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
-        """The slot of the class's coldest block, which is evicted."""
-        victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
+        """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
+        for _ in range(GUESTS_MAX):
+            victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
+            if victim is None or self.segments.is_own(victim):
+                break
+            self.segments.give(victim)
+            victim = None
         self._want(slot_cls, priority, must=victim is None)
         return None if victim is None else (victim.segment, victim.slot)
 

@@ -113,10 +113,16 @@ class ClassStore:
         with self.index.reading() as txn:
             return Segment.decode(txn.get(number_key(SEGMENTS, segment))).slot_class
 
+    def place_of(self, access: Access) -> tuple[int, int]:
+        """(segment, slot) of a block that is here."""
+        ((raw, _),) = self.index.find([name_of(access)])
+        assert raw is not None
+        entry = Entry.decode(name_of(access), raw)
+        return entry.segment, entry.slot
+
     def segment_of(self, access: Access) -> int | None:
         """Where the block lies, if it is here."""
-        ((raw, _),) = self.index.find([name_of(access)])
-        return None if raw is None else Entry.decode(name_of(access), raw).segment
+        return self.place_of(access)[0] if self.resident(access[0], [access[1]]) else None
 
     def _run(self, batch: Sequence[Access]) -> None:
         def use(txn: WriteTxn) -> list[Access]:
