@@ -329,9 +329,11 @@ class WriteTxn:
         prefix = RESERVED if segment is None else number_key(RESERVED, segment)
         return [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, prefix)]
 
-    def reclaim(self) -> int:
-        """Free the slots of owners that are dead. Returns how many."""
-        dead = [one for one in self.reservations() if not one.owner.alive(self._owner)]
+    def reclaim(self, limit: int | None = None) -> int:
+        """Free the slots of owners that are dead, up to `limit`. Returns how many."""
+        found = self.reservations()
+        alive = {owner: owner.alive(self._owner) for owner in {one.owner for one in found}}
+        dead = [one for one in found if not alive[one.owner]][:limit]
         for reservation in dead:
             self.release(reservation)
         return len(dead)
