@@ -257,6 +257,7 @@ class Segments:
         self.returned |= used > 0
         if self._assign(segment, promise.slot_class, used) or (used and self._assign(segment, own, used)):
             self._remember_fresh(segment)
+            self._demand.answered(promise.slot_class)
         else:
             self._clear(segment)
 

@@ -213,6 +213,7 @@ class Drain:
             self._survey = None
             return lambda txn: evict_guests(txn, survey.guests, survey.priority, wall_s)
         promised = promises_in(txn)
+        self._takers = {promise.slot_class for promise in promised.values()}
         gift, picked = survey.gifts[0], self._segments_to_drain(txn, survey, promised)
         if not picked and len(survey.gifts) > 1:
             survey.go_on()
@@ -225,7 +226,8 @@ class Drain:
                 index.demand.refuse(survey.taker, until, must=survey.must)
             return None
         promise = Promise(survey.taker, survey.priority)
-        self._sweeps, self._next, self._found, self._takers = [gift.giver], b"", 0, {survey.taker}
+        self._sweeps, self._next, self._found = [gift.giver], b"", 0
+        self._takers.add(survey.taker)
         self._patience = LOOKS_AT_WRITES
 
         def begin(txn: WriteTxn) -> None:

@@ -245,6 +245,18 @@ def test_a_write_that_does_not_end_costs_its_slot(tmp_path: Path, end: str) -> N
     check(store)
 
 
+def test_a_class_that_needs_one_segment_gets_one(tmp_path: Path) -> None:
+    """Its wants of before it had space are answered by that space."""
+    store = ClassStore(tmp_path / "index", 8, 256 * SLOT_ALIGN)
+    store.run((64, number) for number in range(8 * 4))
+    store.run((SMALL, number) for number in range(8 * BATCH))
+    for _ in range(100):
+        store.transact(lambda txn: None)
+    assert [store.class_of(segment) for segment in range(8)].count(SMALL) == 1
+    assert store.resident(64, range(8 * 4)) == 7 * 4
+    check(store)
+
+
 def test_no_transaction_evicts_more_than_a_slice(tmp_path: Path) -> None:
     """A segment of 4096 blocks is emptied in as many transactions as that takes."""
     blocks, store = 4096, ClassStore(tmp_path / "index", 2, 4096 * SLOT_ALIGN)

@@ -24,6 +24,9 @@ from kvtier.times import Wall
 NOW = Wall(1_000_000.0)
 LIFE = Lifetime.of(BUILTIN["24h"], NOW)
 BATCH = 16
+STEPS_BETWEEN = 8
+"""Steps of the drain between two batches, where it has something to do: while the device writes BATCH blocks, which
+takes it longer than so many commits of a slice, the writer thread goes on."""
 TRIES_MAX = 10_000
 
 T = TypeVar("T")
@@ -139,6 +142,9 @@ class ClassStore:
 
         for access in self.transact(use):
             self.put(access)
+        for _ in range(STEPS_BETWEEN):
+            if self.drain.busy:
+                self.transact(lambda txn: None)
 
     def try_put(self, txn: WriteTxn, access: Access, priority: int = PRIORITY) -> Stored | None:
         """Store one block; None if room for it may come."""
