@@ -67,8 +67,10 @@ class Life:
         self.writes: list[tuple[SlotReservation, int]] = []
         self.trials: list[Trial] = []
         self.number = 0
+        self.drains = [Drain(), Drain()]  # of two processes
 
     def step(self) -> None:
+        self.store.drain = self.rng.choice(self.drains)
         todo = (self.put, self.put, self.put, self.retain, self.release, self.begin, self.end, self.drop, self.trial)
         self.rng.choice((*todo, self.restart))()
 
@@ -129,7 +131,7 @@ class Life:
     def restart(self) -> None:
         """As after a kill: what was under way is taken back, and what was known is forgotten."""
         if self.rng.random() < 0.2:
-            self.store.drain = Drain()
+            self.drains[0] = Drain()
             held = [slot for slot, _number in self.writes] + [
                 one for trial in self.trials for one in trial.reservations
             ]

@@ -1,10 +1,10 @@
 """As `crash`, with all that a store does: two sizes of blocks that take space from one another, retained blocks in the
-way, purges, bad places and their trials, a store that is opened anew, a budget, a neighbour that goes on.
+way, purges, bad places and their trials, a store that is opened anew, a budget, neighbours that go on.
 
-    python -m tests.tiers.disk.support.crash_mixed DIRECTORY CYCLES SEED
+    python -m tests.tiers.disk.support.crash_mixed DIRECTORY CYCLES SEED [WORKERS]
 
 A worker kills itself at one of all the points that it passes: before or after a write, half of a write, a sync, a
-commit, a purge's record, a trial. In some cycles another worker uses the store meanwhile, which is not killed.
+commit, a purge's record, a trial. In every third cycle other workers use the store meanwhile, WORKERS (2) in all.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ SEGMENTS = 32
 CAPACITY = SEGMENTS * SEGMENT
 FAR = Wall(3_000_000_000.0)
 KEPT_MAX = 8
-"""Chains of small blocks that are retained, by each worker."""
+"""Chains of small blocks that are retained, by each of two workers; further ones retain none."""
+WORKERS_MAX = 10
+CHAINS_MAX = 64
+"""Of a worker."""
 
-_REPORT = struct.Struct("<BBB")
+_REPORT = struct.Struct("<BH")
 TRIED, DURABLE, GOING, PURGED, KEPT = range(5)
 """Of a chain: a put began; it is durable; it may go from now on; it is gone; it is durable and retained."""
 
 
 class Chain(NamedTuple):
-    """By the worker that uses it (0 or 1), its size (an index of SIZES) and its number."""
+    """By the worker that uses it, its size (an index of SIZES) and its number."""
 
     worker: int
     size: int
@@ -66,7 +69,9 @@ class Chain(NamedTuple):
         return list(chain_of(namespace, (8, 2)[self.size], self.number, self.scope))
 
 
-CHAINS = [Chain(worker, size, number) for worker in (0, 1) for size in (0, 1) for number in range(32)]
+CHAINS = [
+    Chain(worker, size, number) for worker in range(WORKERS_MAX) for size in (0, 1) for number in range(CHAINS_MAX // 2)
+]
 
 
 def medium(seed: int) -> BadMedium:
@@ -91,14 +96,15 @@ async def work(path: Path, worker: int, cycle: int, seed: int, report: int, step
     mine = [chain for chain in CHAINS if chain.worker == worker]
 
     def say(verb: int, chain: Chain) -> None:
-        os.write(report, _REPORT.pack(verb, worker, CHAINS.index(chain)))
+        os.write(report, _REPORT.pack(verb, CHAINS.index(chain)))
 
     async def one(tiers: list[DiskTier], chain: Chain) -> None:
         tier, keys, dice = tiers[chain.size], chain.keys(), rng.random()
         if dice < 0.7:
             say(TRIED, chain)
             if all(one.durable for one in await put(tier, keys, parents=True)):
-                if chain.size == 0 and chain.number < KEPT_MAX and all(await tier.retain(keys, FAR)):
+                keep = worker < 2 and chain.size == 0 and chain.number < KEPT_MAX
+                if keep and all(await tier.retain(keys, FAR)):
                     say(KEPT, chain)
                 else:
                     say(DURABLE, chain)
@@ -143,7 +149,7 @@ class Known:
         self.purged: set[Chain] = set()
 
     def learn(self, reports: bytes) -> None:
-        for verb, _worker, number in _REPORT.iter_unpack(reports[: len(reports) // _REPORT.size * _REPORT.size]):
+        for verb, number in _REPORT.iter_unpack(reports[: len(reports) // _REPORT.size * _REPORT.size]):
             chain = CHAINS[number]
             if verb in (TRIED, DURABLE):
                 self.purged.discard(chain)
@@ -155,7 +161,7 @@ class Known:
                 self.kept.add(chain)
 
 
-async def inspect(path: Path, cycle: int, seed: int, known: Known) -> dict[str, int]:
+async def inspect(path: Path, cycle: int, seed: int, known: Known, workers: int = 2) -> dict[str, int]:
     """Raise AssertionError unless the store is whole and has what it must have. Returns what was seen in it."""
     calls = medium(seed)
     async with both(path, VirtualClock(1_800_000_000.5 + cycle), calls) as tiers:
@@ -164,7 +170,7 @@ async def inspect(path: Path, cycle: int, seed: int, known: Known) -> dict[str, 
         with store.index.reading() as txn:
             seen = {"guests": len(guests_in(txn)), "places": len(bad_places(txn))}
         assert not store.index.has_reservations(), "a dead owner's slots were not taken back"
-        for chain in CHAINS:
+        for chain in CHAINS[: workers * CHAINS_MAX]:
             found = await get(tiers[chain.size], chain.keys())
             allowed = {True, Miss.ABSENT, Miss.PURGED, *([Miss.CORRUPT] if calls.unreadable else [])}
             assert set(found) <= allowed, f"{chain}: {found}"
@@ -186,11 +192,11 @@ def _read_all(reader: int) -> bytes:
     return said
 
 
-def main(path: Path, cycles: int, seed: int) -> int:
+def main(path: Path, cycles: int, seed: int, workers: int = 2) -> int:
     rng, known, total = random.Random(seed), Known(), Counter[str]()
     for cycle in range(cycles):
         hit, readers, pids = rng.randrange(1, 1200), [], []
-        for worker in (0, 1) if cycle % 3 == 2 else (0,):
+        for worker in range(workers if cycle % 3 == 2 else 1):
             reader, writer = os.pipe()
 
             def run(worker: int = worker, writer: int = writer, hit: int = hit, cycle: int = cycle) -> None:
@@ -212,7 +218,7 @@ def main(path: Path, cycles: int, seed: int) -> int:
         reader, writer = os.pipe()
 
         def look(writer: int = writer, cycle: int = cycle) -> None:
-            os.write(writer, json.dumps(asyncio.run(inspect(path, cycle, seed, known))).encode())
+            os.write(writer, json.dumps(asyncio.run(inspect(path, cycle, seed, known, workers))).encode())
 
         pid = fork(look)
         os.close(writer)
@@ -228,4 +234,4 @@ def main(path: Path, cycles: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
