@@ -117,13 +117,11 @@ def test_swings_cost_little_against_the_best_static_split(
 
 
 BELOW = {
-    ("half", "loop", 0.3): 0.81, ("loop", "half", 0.3): 0.87, ("loop", "skewed", 0.0): 0.89,
-    ("loop", "skewed", 0.1): 0.93, ("skewed", "half", 0.1): 0.93, ("skewed", "loop", 0.3): 0.94,
-    ("loop", "once", 0.0): 0.83, ("uniform", "once", 0.0): 0.89, ("uniform", "once", 0.1): 0.94,
-    ("uniform", "once", 0.3): 0.93, ("once", "uniform", 0.1): 0.91, ("once", "uniform", 0.3): 0.93,
+    ("half", "loop", 0.3): 0.91, ("loop", "half", 0.3): 0.93, ("loop", "skewed", 0.1): 0.94,
+    ("skewed", "loop", 0.3): 0.94,
 }  # fmt: skip
-"""Demands that do not reach 0.95, with the hundredths that they do: a scan beside blocks that are used steadily, and a
-loop, of which nothing is hit until nearly all of it is there."""
+"""Demands that do not reach 0.95, with the hundredths that they do: each has a loop, of which nothing is hit until
+nearly all of it is there, so that what it is worth shows only after it has got its space."""
 
 
 @pytest.mark.long
