@@ -114,8 +114,6 @@ class WriteTxn:
         counters = Counters(self._serial, self.tick, entries.blocks, entries.slot_bytes, segments.count)
         self._txn.put(COUNTERS_KEY, counters.encode())
 
-    # Blocks.
-
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
         return self._entries.find(name)
@@ -279,8 +277,6 @@ class WriteTxn:
             self.drop(name)
         return same
 
-    # Retained blocks and saved state.
-
     def retain(self, names: Sequence[bytes], until: Wall, served: Wall | None, wall_s: Wall) -> list[bool]:
         """Exempt blocks from eviction before `until`; let them live until `served`. Per name, whether it is here."""
         return [self._retain(name, until, served, wall_s) for name in names]
@@ -312,8 +308,6 @@ class WriteTxn:
         else:
             self._txn.put(NOTE_KEY + name, value)
 
-    # Namespaces and scopes.
-
     def register(self, namespace: bytes, fields: bytes) -> None:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
@@ -321,8 +315,6 @@ class WriteTxn:
     def is_servable(self, name: bytes, life: Lifetime, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
         return life.servable(Depth.G3, wall_s) and not self.purged.covers(name, life)
-
-    # The whole store.
 
     def reservations(self, segment: int | None = None) -> list[SlotReservation]:
         """Those of all processes, in one segment or in all."""
@@ -349,8 +341,6 @@ class WriteTxn:
         self.segments.resize(geometry)
         self._txn.put(GEOMETRY_KEY, geometry.encode())
         self.geometry = geometry
-
-    # Inside.
 
     def _reserve_slot(self, slot_cls: int, priority: int) -> SlotReservation | None:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
@@ -404,8 +394,6 @@ class WriteTxn:
         above = warm if block.parent is None else self._entries.rank_of(block.parent)
         self._entries.update(block.name, entry, entry.life.join(block.life, self._wall_s), min(above or 0, warm))
         return True
-
-    # Eviction.
 
     def _take_from_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
         """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
