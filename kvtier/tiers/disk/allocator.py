@@ -2,7 +2,7 @@
 
 A segment is cut into slots of one class when a class first needs it, hands out its never-used slots in order, and goes
 back to all classes once none of its slots is used. Classes take free slots before never-used ones. A *draining* segment
-hands out no slot; once none is used it goes to the class that it was promised to.
+hands out no slot; once only guests (`kvtier.tiers.disk.guests`) use it, it goes to the class that it was promised to.
 
     meta key, after the "m"                        value
     "unfilled" ‖ class (u32 be) ‖ segment (u32 be) empty: has never-used slots, and is not the one that the class fills
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from kvtier.tiers.disk.bad_places import BadPlace, BadPlaces
 from kvtier.tiers.disk.demand import Demand
+from kvtier.tiers.disk.extents import Extent
+from kvtier.tiers.disk.guests import Guests, Held, extent_of
 from kvtier.tiers.disk.records import (
     FILL,
     FREE,
@@ -26,7 +28,6 @@ from kvtier.tiers.disk.records import (
     SEGMENTS,
     SLOT_ALIGN,
     SPARE,
-    Entry,
     FreeSlot,
     Segment,
     SlotReservation,
@@ -114,8 +115,10 @@ class Segments:
         self._geometry = geometry
         self._demand = demand
         self._may_grow = may_grow
-        self.bad = BadPlaces(txn)
-        self._changed: dict[int, Segment] = {}
+        self.bad, self.guests = BadPlaces(txn), Guests(txn)
+        self.returned = False  # whether blocks that were no victims are again: their segment was drained
+        self._known: dict[int, Segment] = {}
+        self._changed: set[int] = set()
         self.draining = promises_in(txn)
         self.short: set[int] = set()  # classes that will soon need a segment, where none is left
         # Cached for this transaction: every call of LMDB gives up the interpreter lock.
@@ -126,41 +129,66 @@ class Segments:
     def save(self) -> None:
         """Write the changed segments; `count` is the caller's to write. Hands over drained ones, in slices."""
         for number in list(self.draining):
-            if self._record(number).used == 0:
+            if self._record(number).used <= self.guests.of(number):
                 self._hand_over(number)
-        for number, segment in self._changed.items():
-            self._txn.put(number_key(SEGMENTS, number), segment.encode())
+        for number in self._changed:
+            self._txn.put(number_key(SEGMENTS, number), self._known[number].encode())
 
     def take(self, slot_cls: int) -> tuple[int, int] | None:
         """A slot of the class that is not in use, as (segment, slot); None if there is none."""
         return self._take_free(slot_cls) or self._take_fresh(slot_cls)
 
-    def give(self, held: FreeSlot | Entry | SlotReservation) -> None:
+    def give(self, held: Held) -> None:
         """The slot of these is free again, or set aside; a segment without any use goes back to all classes."""
         self._demand.retry()
+        self.guests.remove(held)
         record = self._record(held.segment)
-        self._changed[held.segment] = replace(record, used=record.used - 1)
-        if not self.bad.spoil(held.segment, held.slot_class, held.slot):
-            self._txn.put(free_key(held.slot_class, held.segment, held.slot), b"")
-            self._without_free.discard(held.slot_class)
+        self._set(held.segment, replace(record, used=record.used - 1))
+        for slot in extent_of(held).slots(record.slot_class):
+            self._offer(held.segment, slot)
         if record.used == 1 and held.segment not in self.draining:
             self._retire(held.segment)
 
+    def offer_number(self, ended: SlotReservation) -> None:
+        """The slot of its segment that has the same number, where that is another one, can be reserved now."""
+        if self.guests.has(ended):
+            self._offer(ended.segment, ended.slot)
+
+    def _offer(self, segment: int, slot: int) -> None:
+        """A slot that nobody holds is free, unless it was never used or is set aside."""
+        record = self._record(segment)
+        if slot < record.fresh and not self._is_set_aside(segment, slot):
+            self._txn.put(free_key(record.slot_class, segment, slot), b"")
+            self._without_free.discard(record.slot_class)
+
+    def _is_set_aside(self, segment: int, slot: int) -> bool:
+        """Whether a bad place or a guest lies on the slot. A guest's reservation takes the slot of its number, too:
+        reservations are found by number."""
+        slot_cls = self._record(segment).slot_class
+        if self.bad.spoil(segment, slot_cls, slot):
+            return True
+        if not self.guests.of(segment):
+            return False
+        reserved = self._txn.get(reserved_key(segment, slot)) is not None
+        return reserved or self.guests.overlap(segment, Extent(slot * slot_cls, slot_cls))
+
     def hold(self, place: BadPlace) -> list[FreeSlot]:
-        """The slots on a bad place, in use from now on; none unless all of them are set aside, or while their segment
-        is draining: it is cut anew soon."""
+        """The slots on a bad place, in use from now on; none unless all of them are set aside and no guest lies on one,
+        or while their segment is draining: it is cut anew soon."""
         record = self._record(place.segment) if place.segment < self.count else None
         if record is None or not record.slot_class or place.segment in self.draining:
             return []
-        slots = place.slots(record.slot_class)
+        slots = place.extent.slots(record.slot_class)
         if slots.stop > record.fresh or any(self._txn.get(reserved_key(place.segment, slot)) for slot in slots):
             return []
-        self._changed[place.segment] = replace(record, used=record.used + len(slots))
+        if self.guests.overlap(place.segment, Extent(slots.start * record.slot_class, len(slots) * record.slot_class)):
+            return []
+        self._set(place.segment, replace(record, used=record.used + len(slots)))
         return [FreeSlot(record.slot_class, place.segment, slot) for slot in slots]
 
     def drain(self, segment: int, slot_cls: int, promise: Promise) -> bool:
-        """Hand out no more slots of a segment of `slot_cls`; once none is used it is given as promised. False: it is
-        another class's by now, or draining."""
+        """Hand out no more slots of a segment of `slot_cls`; once only guests use it, it is given as promised. False:
+        it is another class's by now, or draining."""
         if segment in self.draining or segment >= self.count or self._record(segment).slot_class != slot_cls:
             return False
         self.draining[segment] = promise
@@ -168,12 +196,9 @@ class Segments:
         self._forget_fresh(slot_cls, segment)
         return True
 
-    def keep(self, segment: int) -> None:
-        """Let a draining segment's class use it again."""
-        if self.draining.pop(segment, None) is not None:
-            self._txn.delete(DRAINING_KEY + _U32.pack(segment))
-            self._without_free.discard(self._record(segment).slot_class)
-            self._remember_fresh(segment)
+    def is_own(self, held: Held) -> bool:
+        """Whether its slot is one of its segment's class, which may be used again."""
+        return self._record(held.segment).slot_class == held.slot_class
 
     def resize(self, geometry: Geometry) -> None:
         """Cut the segments to another capacity. No slot beyond it may be held."""
@@ -185,13 +210,13 @@ class Segments:
             record = self._record(number)
             if record.slot_class:
                 slots = geometry.slots_of(number, record.slot_class)
-                self._changed[number] = replace(record, slots=slots, fresh=min(record.fresh, slots))
+                self._set(number, replace(record, slots=slots, fresh=min(record.fresh, slots)))
                 self._remember_fresh(number)
         for number in range(geometry.segments, self.count):
-            self._forget_fresh(self._changed[number].slot_class, number)
+            self._forget_fresh(self._record(number).slot_class, number)
             self._txn.delete(DRAINING_KEY + _U32.pack(number))
             self.draining.pop(number, None)
-            del self._changed[number]
+            self._changed.discard(number)
             self._txn.delete(number_key(SEGMENTS, number))
             self._txn.delete(number_key(SPARE, number))
         for place in self.bad.all():
@@ -201,17 +226,25 @@ class Segments:
         self._geometry = geometry
 
     def _record(self, number: int) -> Segment:
-        if number not in self._changed:
-            self._changed[number] = Segment.decode(self._txn.get(number_key(SEGMENTS, number)))
-        return self._changed[number]
+        if number not in self._known:
+            self._known[number] = Segment.decode(self._txn.get(number_key(SEGMENTS, number)))
+        return self._known[number]
+
+    def _set(self, number: int, record: Segment) -> None:
+        self._known[number] = record
+        self._changed.add(number)
+
+    def _clear(self, number: int) -> None:
+        """No class has the segment any more."""
+        self._set(number, Segment(number % self._geometry.parts, 0, 0, 0, 0))
+        self._txn.put(number_key(SPARE, number), b"")
 
     def _retire(self, segment: int) -> None:
         """Give an unused segment back to all classes; its own class keeps one with more free slots than one transaction
         should delete, until another class wants it."""
         if self._delete_free(segment):
-            self._forget_fresh(self._changed[segment].slot_class, segment)
-            self._changed[segment] = Segment(segment % self._geometry.parts, 0, 0, 0, 0)
-            self._txn.put(number_key(SPARE, segment), b"")
+            self._forget_fresh(self._record(segment).slot_class, segment)
+            self._clear(segment)
             self._exhausted = False
 
     def _hand_over(self, segment: int) -> None:
@@ -220,16 +253,18 @@ class Segments:
             return
         promise = self.draining.pop(segment)
         self._txn.delete(DRAINING_KEY + _U32.pack(segment))
-        if self._assign(segment, promise.slot_class):
+        own, used = self._record(segment).slot_class, self._record(segment).used
+        self.returned |= used > 0
+        if self._assign(segment, promise.slot_class, used) or (used and self._assign(segment, own, used)):
             self._remember_fresh(segment)
+            self._demand.answered(promise.slot_class)
         else:
-            self._changed[segment] = Segment(segment % self._geometry.parts, 0, 0, 0, 0)
-            self._txn.put(number_key(SPARE, segment), b"")
+            self._clear(segment)
 
     def _delete_free(self, segment: int, *, whole: bool = True) -> bool:
         """Delete the rows of a segment's free slots: all or, where they are too many, none if `whole`, else some.
         Whether none is left."""
-        found = rows(self._txn, free_prefix(self._changed[segment].slot_class, segment))
+        found = rows(self._txn, free_prefix(self._record(segment).slot_class, segment))
         keys = [key for key, _ in islice(found, FREE_ROWS_PER_TXN + 1)]
         if whole and len(keys) > FREE_ROWS_PER_TXN:
             return False
@@ -246,7 +281,7 @@ class Segments:
 
     def _remember_fresh(self, segment: int) -> None:
         """The segment's never-used slots are its class's to take."""
-        record = self._changed[segment]
+        record = self._record(segment)
         waits = segment not in self.draining and self._filling(record.slot_class) != segment
         if record.fresh < record.slots and waits:
             self._txn.put(_unfilled_prefix(record.slot_class) + _U32.pack(segment), b"")
@@ -264,7 +299,7 @@ class Segments:
         self._txn.delete(key)
         free = free_slot(key)
         record = self._record(free.segment)
-        self._changed[free.segment] = replace(record, used=record.used + 1)
+        self._set(free.segment, replace(record, used=record.used + 1))
         return free.segment, free.slot
 
     def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
@@ -279,10 +314,10 @@ class Segments:
                 self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
                 self._fill[slot_cls] = number
             record = self._record(number)
-            self._changed[number] = replace(record, fresh=record.fresh + 1)  # from now on a bad one is set aside
-            if not self.bad.spoil(number, slot_cls, record.fresh):
+            self._set(number, replace(record, fresh=record.fresh + 1))  # from now on a bad one is set aside
+            if not self._is_set_aside(number, record.fresh):
                 break
-        self._changed[number] = replace(self._changed[number], used=record.used + 1)
+        self._set(number, replace(record, fresh=record.fresh + 1, used=record.used + 1))
         if 2 * record.fresh >= record.slots:
             if self.count < self._geometry.segments:
                 self.next = self.count
@@ -319,15 +354,14 @@ class Segments:
         number = next((one for one in following if self._may_grow(one % parts)), None)
         if number is not None and self._assign(number, slot_cls):
             for skipped in range(self.count, number):
-                self._changed[skipped] = Segment(skipped % parts, 0, 0, 0, 0)
-                self._txn.put(number_key(SPARE, skipped), b"")
+                self._clear(skipped)
             self.count = number + 1
             return number
         self._exhausted = next(rows(self._txn, SPARE), None) is None and not following
         return None
 
-    def _assign(self, number: int, slot_cls: int) -> bool:
+    def _assign(self, number: int, slot_cls: int, used: int = 0) -> bool:
         slots = self._geometry.slots_of(number, slot_cls)
         if slots:
-            self._changed[number] = Segment(number % self._geometry.parts, slot_cls, slots, 0, 0)
+            self._set(number, Segment(number % self._geometry.parts, slot_cls, slots, 0, used))
         return slots > 0

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from kvtier.errors import CorruptError
 from kvtier.tiers.disk.allocator import UNFILLED_KEY, Geometry, promises_in, unfilled_in
 from kvtier.tiers.disk.bad_places import BadPlaces, bad_places
+from kvtier.tiers.disk.extents import Extent
+from kvtier.tiers.disk.guests import Guests, extent_of, guests_in
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -51,8 +53,9 @@ def audit(index: Sliced) -> None:
 
     - an entry has one row in `order`, and a row in `order` one entry
     - no slot is held by two of: entries, reservations, the free list, the never-used rest of its segment
-    - every slot handed out once is held by one of them or set aside for a bad place: none is lost, but free ones of a
-      draining segment; a segment that is draining has a class
+    - every slot handed out once is held by one of them or set aside for a bad place or a guest: none is lost, but free
+      ones of a draining segment; a segment that is draining has a class
+    - a guest is an entry or a reservation, and no other one overlaps it
     - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
 
     Reads in slices, each a transaction of its own, so that it neither keeps pages from being used again nor readers
@@ -73,20 +76,26 @@ class _Pass:
 
     def __init__(self, index: Sliced) -> None:
         self.wrong: set[str] = set()
-        self._holders: dict[tuple[int, int], str] = {}  # of each slot, as (segment, slot)
+        self._holders: dict[tuple[int, int], str] = {}  # of each slot of its segment's class, as (segment, slot)
+        self._guests: dict[tuple[int, Extent], str] = {}  # by place, what holds it; "" until that is known
         self._segments: dict[int, Segment] = {}
         self._spare: set[int] = set()
         self._scopes = Counter[bytes]()
         self._blocks = self._ordered = 0
         tables = {SEGMENTS: self._see_segments, SPARE: self._see_spare, BLOCKS: self._see_entries}
         seen: set[int] = set()
+        with index.reading() as txn:
+            seen.add(txn.id())
+            self._guests = dict.fromkeys(guests_in(txn), "")
+            self._expect(Guests(txn).count == len(self._guests), "guests are counted wrong")
         for table, look in (tables | {ORDER: self._see_order, RESERVED: self._see_reserved}).items():
             seen |= index.slices(table, look)
-        used = Counter(segment for segment, _slot in self._holders)
+        used = Counter(segment for segment, _place in (*self._holders, *self._guests))
         for table, look in {FREE: self._see_free, PURGED_KEY: self._see_times, RETAINED_KEY: self._see_times}.items():
             seen |= index.slices(table, look)
         with index.reading() as txn:
             seen.add(txn.id())
+            self._see_guests()
             self._see_bad_places(txn)
             counters, geometry = Counters.decode(txn.get(COUNTERS_KEY)), Geometry.decode(txn.get(GEOMETRY_KEY))
             shares = shares_of(txn)
@@ -139,7 +148,11 @@ class _Pass:
             self._hold(free_slot(key), "the free list")
 
     def _hold(self, held: FreeSlot | Entry | SlotReservation, holder: str) -> None:
-        place = (held.segment, held.slot)
+        guest, place = (held.segment, extent_of(held)), (held.segment, held.slot)
+        if guest in self._guests and holder != "the free list":
+            self._expect(not self._guests[guest], f"guest {guest} is {self._guests[guest]} and {holder}")
+            self._guests[guest] = holder
+            return
         self._expect(place not in self._holders, f"slot {place} is held by {self._holders.get(place)} and {holder}")
         self._holders[place] = holder
         record = self._segments.get(held.segment)
@@ -147,15 +160,34 @@ class _Pass:
         self._expect(right, f"slot {place} of {holder} has the wrong class")
         self._expect(record is None or held.slot < record.fresh, f"slot {place} of {holder} was never handed out")
 
+    def _see_guests(self) -> None:
+        """The slots that they overlap are set aside, and so are those of a reservation's number."""
+        for (segment, place), holder in self._guests.items():
+            self._expect(bool(holder), f"guest {place} of segment {segment} is no entry and no reservation")
+            slot_cls, fresh = self._cut(segment)
+            overlapped = place.slots(slot_cls) if slot_cls else ()
+            for slot in overlapped:
+                by = self._holders.get((segment, slot), "a guest")
+                self._expect(by == "a guest", f"slot {(segment, slot)} of {by} overlaps a guest")
+            number = [place.first // place.units] if holder == "a reservation" else []
+            for slot in (*overlapped, *number):
+                if slot < fresh:
+                    self._holders.setdefault((segment, slot), "a guest")
+
+    def _cut(self, segment: int) -> tuple[int, int]:
+        """(class, fresh) of a segment."""
+        record = self._segments.get(segment)
+        return (0, 0) if record is None else (record.slot_class, record.fresh)
+
     def _see_bad_places(self, txn: Any) -> None:
         """The slots on them, as far as they were handed out and nothing holds them, are set aside."""
         places = bad_places(txn)
         counted = BadPlaces(txn).units
         self._expect(sum(place.units for place in places) == counted, "bad places are counted wrong")
         for place in places:
-            record = self._segments.get(place.segment)
-            for slot in place.slots(record.slot_class) if record is not None and record.slot_class else ():
-                if record is not None and slot < record.fresh:
+            slot_cls, fresh = self._cut(place.segment)
+            for slot in place.extent.slots(slot_cls) if slot_cls else ():
+                if slot < fresh:
                     self._holders.setdefault((place.segment, slot), "a bad place")
 
     def _see_times(self, _txn: Any, some: Rows) -> None:

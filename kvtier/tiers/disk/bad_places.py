@@ -12,9 +12,9 @@ which the place's other slots, other processes and a crash respect like any othe
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvtier.tiers.disk.extents import Extent
 from kvtier.tiers.disk.records import META, SLOT_ALIGN, rows
 from kvtier.times import Wall
 
@@ -62,20 +62,15 @@ class BadPlace(NamedTuple):
             return self._replace(tries=self.tries + count)
         return self._replace(tries=count, since=wall_s)
 
-    def slots(self, slot_cls: int) -> range:
-        """The slots of a class that it overlaps. Pure."""
-        return range(self.first // slot_cls, (self.first + self.units - 1) // slot_cls + 1)
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.first, self.units)
 
 
 def bad_places(txn: Any, segment: int | None = None) -> list[BadPlace]:
     """The recorded places, of one segment or of all."""
     prefix = BAD_KEY if segment is None else _PLACE.pack(BAD_KEY, segment, 0)[:-4]
     return [BadPlace.decode(key, raw) for key, raw in rows(txn, prefix) if len(key) == _PLACE.size]
-
-
-def sound_slots(places: Sequence[BadPlace], slot_cls: int, slots: int) -> int:
-    """How many of a segment's first `slots` slots of a class overlap none of its places. Pure."""
-    return slots - len({slot for place in places for slot in place.slots(slot_cls) if slot < slots})
 
 
 class BadPlaces:
@@ -101,7 +96,7 @@ class BadPlaces:
 
     def spoil(self, segment: int, slot_cls: int, slot: int) -> bool:
         """Whether a slot overlaps one of them."""
-        return any(slot in place.slots(slot_cls) for place in self.of(segment))
+        return any(slot in place.extent.slots(slot_cls) for place in self.of(segment))
 
     def add(self, segment: int, slot_cls: int, slot: int, tries: int, wall_s: Wall) -> BadPlace:
         """Record a slot, or that it failed again."""

@@ -145,11 +145,14 @@ class ClassWorths:
             self._ghosts.add(name, slot_cls, self._blocks(slot_cls), worth.left)
 
     def answered(self, slot_cls: int, level: int) -> None:
-        """The class gets the LEVELS[level] steps that it gained by."""
+        """The class gets the LEVELS[level] steps that it gained by: it is expected to be hit there as often, until the
+        hits show it or the expectation has faded."""
         if self.counted:
             worth = self._get(slot_cls)
-            served = worth.gain[level]
+            served, steps = worth.gain[level], LEVELS[level]
             worth.gain = [max(0.0, one - served) for one in worth.gain]
+            shares = (min(1.0, one / steps) for one in LEVELS)
+            worth.loss = [one + served * share for one, share in zip(worth.loss, shares, strict=True)]
 
     def save(self) -> None:
         """Write what changed."""

@@ -32,6 +32,11 @@ class Demand:
         wants, self._wants = self._wants, {}
         return sorted(((cls, *want) for cls, want in wants.items()), key=lambda want: (not want[2], want[0]))
 
+    def answered(self, slot_cls: int) -> None:
+        """The class has got space: it may want more, but what it must have it has."""
+        if slot_cls in self._wants:
+            self._wants[slot_cls] = self._wants[slot_cls][0], False
+
     def refuse(self, slot_cls: int, until: int, *, must: bool) -> None:
         """Pass over the wants of the class before that tick, those that `must` only if this one did: finding out that
         none can be answered costs time."""

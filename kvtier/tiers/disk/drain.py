@@ -1,8 +1,10 @@
 """Empties segments for a class that is worth more there: chosen and searched in short reads, emptied in slices.
 
     choose    from whom and how much (`kvtier.tiers.disk.gifts`), when a transaction marked a demand
-    survey    which segments of that class can be emptied, and which of them hold the least: its rows in `order`
-    sweep     blocks of the chosen segments, ROWS_PER_STEP rows at a time; each find is evicted by the next transaction
+    survey    which segments of that class have room beside what must stay, and which of them hold the least
+    sweep     blocks of the chosen segments, ROWS_PER_STEP rows at a time; each find is evicted by the next transaction,
+              or becomes a guest (`kvtier.tiers.disk.guests`) if it must stay
+    lodge     writes that do not end become guests, too; guests that need not stay leave where their place is wanted
 
 Below the write lock there is one bounded slice of evictions per transaction. A draining segment is marked in the index,
 so its free slots do not go back to its class; the next sweep takes up what another one left.
@@ -10,8 +12,9 @@ so its free slots do not go back to its class; the next sweep takes up what anot
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -19,9 +22,11 @@ from typing import Any
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.allocator import Geometry, Promise, promises_in
-from kvtier.tiers.disk.bad_places import BadPlaces, sound_slots
+from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.class_worth import ClassWorth, step_of, worths_in
+from kvtier.tiers.disk.extents import Extent, clear_slots
 from kvtier.tiers.disk.gifts import Gift, gifts
+from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -34,7 +39,9 @@ from kvtier.tiers.disk.records import (
     TIME,
     Counters,
     Entry,
+    FreeSlot,
     Segment,
+    SlotReservation,
     number_key,
     number_of,
     order_parts,
@@ -42,6 +49,7 @@ from kvtier.tiers.disk.records import (
     rows,
     segment_in,
     tick_in,
+    time_at,
 )
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
@@ -51,6 +59,8 @@ ROWS_PER_STEP = 1024
 EVICTIONS_PER_TXN = 64
 STEPS_PER_LOOK = 256
 """Steps without a demand between two looks for segments that another process left draining."""
+LOOKS_AT_WRITES = 32
+"""Looks for which a drain waits for writes in its segments to end: some hundredths of a second."""
 ROWS_PER_TXN_REFUSED = 64
 """After a survey found nothing, demands are passed over in one transaction for every so many rows that it read."""
 
@@ -65,14 +75,25 @@ class _Survey:
     priority: int
     must: bool
     gifts: list[Gift]
+    classes: dict[int, int]
+    """Of all segments."""
     next: bytes = RETAINED_KEY
     rows: int = 0
-    busy: set[int] = field(default_factory=set)  # hold a block that must stay
+    stays: dict[int, array[int]] = field(default_factory=lambda: defaultdict(lambda: array("I")))
+    """By segment, first unit and units of each block that must stay."""
     warmth: Counter[int] = field(default_factory=Counter)
+    guests: list[bytes] = field(default_factory=list)
+    """The coldest blocks that lie in the taker's segments and need not stay, EVICTIONS_PER_TXN at most."""
 
     @property
     def giver(self) -> int:
         return self.gifts[0].giver
+
+    def go_on(self) -> None:
+        """Read the rows of the next giver."""
+        del self.gifts[0]
+        self.next = number_key(ORDER, self.giver)
+        self.warmth.clear()
 
 
 class Drain:
@@ -85,6 +106,7 @@ class Drain:
         self._takers: set[int] = set()  # classes that the draining segments are promised to
         self._look_in = 0  # steps
         self._found = 0  # blocks, by this sweep
+        self._patience = LOOKS_AT_WRITES
         self._stopped = False
         self.stuck = False
         """Whether the last sweep found nothing to evict in segments that are in use all the same: by writes."""
@@ -101,7 +123,7 @@ class Drain:
     def serves(self, index: Index, slot_cls: int) -> bool:
         """Whether space for the class may come: its demand was not looked at, or segments are drained for it."""
         surveyed = self._survey is not None and self._survey.taker == slot_cls
-        return surveyed or index.demand.must(slot_cls) or (bool(self._sweeps) and slot_cls in self._takers)
+        return surveyed or index.demand.must(slot_cls) or slot_cls in self._takers
 
     def step(self, index: Index, wall_s: Wall) -> Work | None:
         """One short read, and what the next transaction has to do by it. Raises what reading a damaged index raises."""
@@ -114,30 +136,39 @@ class Drain:
         self._look_in -= 1
         if index.demand.waits or self._look_in < 0:
             self._look_in = STEPS_PER_LOOK
-            self._choose(index)
+            return self._look(index)
         return None
 
     # Choosing.
 
-    def _choose(self, index: Index) -> None:
+    def _look(self, index: Index) -> Work | None:
+        """Sweep what is draining, wait for writes there, or answer a demand."""
+        waits, stuck, self.stuck = index.demand.waits, self.stuck, False
         with index.reading() as txn:
-            if not (index.demand.waits and self.stuck):
-                self._begin_sweep(txn)
-            self.stuck = False
-            if self._sweeps:
-                return
+            promises = promises_in(txn)
+            self._takers = {promise.slot_class for promise in promises.values()}
+            if promises and not (waits and stuck):
+                self._begin_sweep(txn, promises)
+                return None
             geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
             now = Counters.decode(txn.get(COUNTERS_KEY)).tick
             worths = worths_in(txn, geometry.capacity)
+            classes = {number_of(key): Segment.decode(raw).slot_class for key, raw in rows(txn, SEGMENTS)}
+        if promises:
+            self._patience -= 1
+            if self._patience < 0:
+                self._patience = LOOKS_AT_WRITES
+                return lodge_writes
         for slot_cls, priority, must in index.demand.take() if worths else ():  # the next transaction begins to count
             taker = worths.pop(slot_cls, ClassWorth(slot_cls))
             found = gifts(taker, list(worths.values()), step_of(geometry), geometry.capacity, now, must=must)
             worths[slot_cls] = taker
             if found:
-                self._survey = _Survey(slot_cls, priority, must, found)
-                return
+                self._survey = _Survey(slot_cls, priority, must, found, classes)
+                return None
             if must:
                 index.demand.refuse(slot_cls, now + 2, must=True)
+        return None
 
     # Surveying.
 
@@ -152,52 +183,52 @@ class Drain:
             chunk = list(islice(rows(txn, prefix, survey.next), ROWS_PER_STEP))
             survey.rows += len(chunk)
             for key, name in chunk:
-                _class, rank, segment, _slot = order_parts(key)
+                slot_cls, rank, segment, slot = order_parts(key)
                 survey.warmth[segment] += 1 + tick_in(rank)
                 if priority_in(rank) > survey.priority and _is_live(txn, name, wall_s):
-                    survey.busy.add(segment)
+                    survey.stays[segment].extend((slot * slot_cls, slot_cls))
+                elif (
+                    len(survey.guests) < EVICTIONS_PER_TXN
+                    and survey.classes.get(segment) == survey.taker
+                    and time_at(txn, RETAINED_KEY + name) <= wall_s
+                ):
+                    survey.guests.append(name)
             if len(chunk) == ROWS_PER_STEP:
                 survey.next = chunk[-1][0] + b"\0"
                 return None
-            return self._pick(index, txn, survey)
+            return self._pick(index, txn, survey, wall_s)
 
     def _read_retained(self, txn: Any, survey: _Survey, wall_s: Wall) -> None:
         chunk = list(islice(rows(txn, RETAINED_KEY, survey.next), ROWS_PER_STEP))
         for key, until in chunk:
             if TIME.unpack(until)[0] > wall_s and (entry := _entry(txn, key[len(RETAINED_KEY) :])) is not None:
-                survey.busy.add(entry.segment)
+                survey.stays[entry.segment].extend(extent_of(entry))
         survey.next = chunk[-1][0] + b"\0" if len(chunk) == ROWS_PER_STEP else number_key(ORDER, survey.giver)
 
-    def _pick(self, index: Index, txn: Any, survey: _Survey) -> Work | None:
-        """The segments that hold the least among those that can be emptied and have a sound slot for the taker. One
-        that writes or trials have slots in is taken only where there is no other, and one at a time: who knows when
-        they end."""
-        geometry, bad = Geometry.decode(txn.get(GEOMETRY_KEY)), BadPlaces(txn)
-        written = {number_of(key[:5]) for key, _ in rows(txn, RESERVED)}
-        promised = promises_in(txn).keys()
-        busy = survey.busy | promised
-        free = [
-            number
-            for number, record in ((number_of(key), Segment.decode(raw)) for key, raw in rows(txn, SEGMENTS))
-            if record.slot_class == survey.giver and number not in busy
-            if sound_slots(bad.of(number), survey.taker, geometry.slots_of(number, survey.taker))
-        ]
-        free.sort(key=lambda number: survey.warmth[number])
-        gift = survey.gifts.pop(0)
-        idle = [number for number in free if number not in written]
-        picked = idle[: max(1, gift.size // geometry.segment_bytes)] or ([] if promised else free[:1])
-        if not picked and survey.gifts:
-            survey.next = number_key(ORDER, survey.giver)
-            survey.warmth.clear()
+    def _pick(self, index: Index, txn: Any, survey: _Survey, wall_s: Wall) -> Work | None:
+        """The segments that hold the least among those that have room for the taker beside what must stay. One that
+        writes or trials have slots in is taken only where there is no other, and one at a time: who knows when they
+        end."""
+        if survey.must and survey.guests:
+            self._survey = None
+            return lambda txn: evict_guests(txn, survey.guests, survey.priority, wall_s)
+        promised = promises_in(txn)
+        self._takers = {promise.slot_class for promise in promised.values()}
+        gift, picked = survey.gifts[0], self._segments_to_drain(txn, survey, promised)
+        if not picked and len(survey.gifts) > 1:
+            survey.go_on()
             return None
         self._survey = None
         if not picked:
-            now = Counters.decode(txn.get(COUNTERS_KEY)).tick
-            until = now + 2 + survey.rows // ROWS_PER_TXN_REFUSED
-            index.demand.refuse(survey.taker, until, must=survey.must)
+            if not promised:
+                now = Counters.decode(txn.get(COUNTERS_KEY)).tick
+                until = now + 2 + survey.rows // ROWS_PER_TXN_REFUSED
+                index.demand.refuse(survey.taker, until, must=survey.must)
             return None
         promise = Promise(survey.taker, survey.priority)
-        self._sweeps, self._next, self._found, self._takers = [gift.giver], b"", 0, {survey.taker}
+        self._sweeps, self._next, self._found = [gift.giver], b"", 0
+        self._takers.add(survey.taker)
+        self._patience = LOOKS_AT_WRITES
 
         def begin(txn: WriteTxn) -> None:
             for segment in picked:
@@ -207,25 +238,47 @@ class Drain:
 
         return begin
 
+    def _segments_to_drain(self, txn: Any, survey: _Survey, promised: Container[int]) -> list[int]:
+        geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
+        written = defaultdict[int, list[Extent]](list)
+        for key, raw in rows(txn, RESERVED):
+            reserved = SlotReservation.decode(key, raw)
+            written[reserved.segment].append(extent_of(reserved))
+
+        def has_room(segment: int) -> bool:
+            stays = iter(survey.stays.get(segment, ()))
+            extents = [Extent(first, units) for first, units in zip(stays, stays, strict=True)]
+            extents += [place.extent for place in bad_places(txn, segment)]
+            extents += [extent for _segment, extent in guests_in(txn, segment)] + written.get(segment, [])
+            return clear_slots(extents, survey.taker, geometry.slots_of(segment, survey.taker)) > 0
+
+        mine = [one for one, slot_cls in survey.classes.items() if slot_cls == survey.giver and one not in promised]
+        mine.sort(key=lambda segment: survey.warmth[segment])
+        wanted = max(1, survey.gifts[0].size // geometry.segment_bytes)
+        idle = (segment for segment in mine if segment not in written and has_room(segment))
+        picked = list(islice(idle, wanted))
+        if not picked and not promised:
+            picked = list(islice((segment for segment in mine if segment in written and has_room(segment)), 1))
+        return picked
+
     # Sweeping.
 
-    def _begin_sweep(self, txn: Any) -> None:
+    def _begin_sweep(self, txn: Any, promises: Iterable[int]) -> None:
         """Search the classes of the draining segments from their coldest rows on."""
-        promises = promises_in(txn)
         classes = {Segment.decode(txn.get(number_key(SEGMENTS, number))).slot_class for number in promises}
         self._sweeps, self._next, self._found = sorted(classes), b"", 0
-        self._takers = {promise.slot_class for promise in promises.values()}
 
     def _sweep(self, index: Index, wall_s: Wall) -> Work | None:
         found: list[bytes] = []
         with index.reading() as txn:
             draining = set(promises_in(txn))
-            prefix = number_key(ORDER, self._sweeps[0])
+            slot_cls = self._sweeps[0]
+            prefix = number_key(ORDER, slot_cls)
             for seen, (key, name) in enumerate(rows(txn, prefix, self._next)):
                 if seen == ROWS_PER_STEP or len(found) == EVICTIONS_PER_TXN:
                     break
                 self._next = key + b"\0"
-                if segment_in(key) in draining:
+                if segment_in(key) in draining and not is_guest(txn, FreeSlot(slot_cls, *order_parts(key)[2:])):
                     found.append(name)
             else:
                 self._sweeps, self._next = self._sweeps[1:], b""
@@ -238,17 +291,39 @@ class Drain:
 
 
 def evict(txn: WriteTxn, names: Iterable[bytes], wall_s: Wall) -> None:
-    """Evict those of `names` that lie in draining segments. A segment with a block that must stay is kept whole."""
+    """Evict those of `names` that lie in draining segments; those that must stay become guests."""
     draining = txn.segments.draining
     for name in names:
         entry = txn.find(name)
         if entry is None or entry.segment not in draining:
             continue
-        dear = priority_in(entry.rank) > draining[entry.segment].priority and txn.is_servable(name, entry.life, wall_s)
-        if dear or txn.must_stay(name, wall_s):
-            txn.keep(entry.segment)
+        if _must_stay(txn, name, entry, draining[entry.segment].priority, wall_s):
+            txn.segments.guests.add(entry)
         elif txn.drop(name):
             txn.left(name, entry)
+
+
+def evict_guests(txn: WriteTxn, names: Iterable[bytes], priority: int, wall_s: Wall) -> None:
+    """Evict those of `names` that are guests and need not stay."""
+    for name in names:
+        entry = txn.find(name)
+        if entry is None or not txn.segments.guests.has(entry) or _must_stay(txn, name, entry, priority, wall_s):
+            continue
+        if txn.drop(name):
+            txn.left(name, entry)
+
+
+def lodge_writes(txn: WriteTxn) -> None:
+    """The writes in draining segments become guests."""
+    for segment in txn.segments.draining:
+        for reservation in txn.reservations(segment):
+            txn.segments.guests.add(reservation)
+
+
+def _must_stay(txn: WriteTxn, name: bytes, entry: Entry, priority: int, wall_s: Wall) -> bool:
+    """Whether a block does not leave for one of that priority."""
+    dear = priority_in(entry.rank) > priority and txn.is_servable(name, entry.life, wall_s)
+    return dear or txn.must_stay(name, wall_s)
 
 
 def _entry(txn: Any, name: bytes) -> Entry | None:

@@ -1,7 +1,8 @@
 """Which class of G3 gives space to which: by worth, and by age where nothing is known of a class yet.
 
 A class takes from another what it gained by there, less what the other would lose, if that exceeds a price: blocks that
-leave must be stored anew when their class is used again, so space moves only for hits that pay for it soon. A class of
+leave must be stored anew when they are used again, so space moves only for hits that pay for it soon. Blocks of a class
+that nobody asks for a second time, as in a scan, have no price. A class of
 which little was stored so far is on trial: from a class that is hardly hit it takes what is older than its own oldest,
 as one common order would have it. A class that can store nothing at all takes from the one that loses least.
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from kvtier.tiers.disk.class_worth import LEVELS, ClassWorth
 
 PRICE = 0.125
-"""Hits per byte moved, within the time in which counts fade, that a move must be worth."""
+"""Hits per byte moved, within the time in which counts fade, that a move must be worth, up to all uses of the giver."""
 TRIAL = 0.5
 """Of the capacity, that a class stores before it must be worth the space it takes."""
 CERTAINTY = 1.0
@@ -61,4 +62,5 @@ def _age(giver: ClassWorth, size: int, now: int) -> int:
 def _surplus(taker: ClassWorth, giver: ClassWorth, level: int, size: int) -> float:
     gain, loss = taker.gain[level], giver.loss[level]
     doubt = CERTAINTY * math.sqrt(taker.slot_bytes * gain + giver.slot_bytes * loss)
-    return gain - loss - PRICE * size - doubt
+    price = min(PRICE * size, giver.loss[-1] + giver.gain[-1])
+    return gain - loss - price - doubt

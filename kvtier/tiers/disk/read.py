@@ -130,6 +130,7 @@ class ReadBatch:
         first = run[0].entry
         assert first is not None
         self._store.slab.read(first.segment, first.offset, [piece for block in run for piece in block.target.into])
+        self._store.health.moved(len(run))
         for block in run:
             self._check(block)
 

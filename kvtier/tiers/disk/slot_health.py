@@ -1,8 +1,8 @@
 """Judges failed reads and writes: is a place of a slab file at fault, or the device?
 
 A place is to blame if it fails twice, the second time alone, while a page that is written, synced and read back beside
-it is right before and after. Many places within a minute are the device's fault. Nothing is recorded then, and the
-store is out of use for a while.
+it is right before and after. Many places within a minute, beside few that were read or written well, are the device's
+fault. Nothing is recorded then, and the store is out of use for a while.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 TRIES = 2
 """Of a place, together with others and alone, before it is set aside."""
 FAILURES_PER_MINUTE_MAX = 64
+FAILURES_SHARE = 0.01
+"""Of the blocks that were read and written in that minute: so many may fail in any case."""
 REST_S = 60.0
 PROBE = "PROBE"
 
@@ -51,9 +53,15 @@ class SlotHealth:
         self._parts = parts
         self._calls = calls
         self._lock = threading.Lock()
-        self._failed_at: deque[Mono] = deque()
+        self._moved = 0  # blocks, in all
+        self._failures: deque[tuple[Mono, int]] = deque()  # of the last minute: when, and how many had moved by then
         self.counts: Counter[str] = Counter()
         """Since it was opened: `set_aside_slots`, `restored_slots`, `unreadable_blocks`."""
+
+    def moved(self, count: int) -> None:
+        """So many blocks were read or written well."""
+        with self._lock:
+            self._moved += count
 
     def alone(
         self, segment: int, works: Sequence[Callable[[], None]], mono_s: Callable[[], Mono]
@@ -77,11 +85,11 @@ class SlotHealth:
 
     def _limit(self, count: int, mono_s: Mono) -> None:
         with self._lock:
-            while self._failed_at and self._failed_at[0] < mono_s - 60:
-                self._failed_at.popleft()
-            self._failed_at.extend([mono_s] * count)
-            many = len(self._failed_at)
-        if many > FAILURES_PER_MINUTE_MAX:
+            while self._failures and self._failures[0][0] < mono_s - 60:
+                self._failures.popleft()
+            self._failures.extend([(mono_s, self._moved)] * count)
+            many, beside = len(self._failures), self._moved - self._failures[0][1]
+        if many > max(FAILURES_PER_MINUTE_MAX, FAILURES_SHARE * beside):
             raise DeviceFault(f"{many} places failed within a minute", REST_S)
 
     def try_place(self, slab: Slab, place: BadPlace) -> bool:

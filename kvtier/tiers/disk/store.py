@@ -25,6 +25,7 @@ from kvtier.supervisor import Failures, Service, Together
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.damage_mark import MarkWatch
+from kvtier.tiers.disk.dead_owners import DeadOwners
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, GroupCommit
@@ -55,7 +56,6 @@ WRITERS_MAX = 3  # of them at once; see WRITE_BYTES_MAX
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 HOLD_S = 10.0  # slots are held for writes that may follow
-RECLAIM_EVERY_S = 5.0
 GROWTH_PAUSE_S = 30.0
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
@@ -103,7 +103,7 @@ class Store:
         if maintained:
             index.on_damage = self._reader_failed
         self._mark = MarkWatch(self.parts[0])
-        self._reclaim_at = 0.0
+        self._dead_owners = DeadOwners()
         self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self.room = RoomMaker(self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self._grow_at = [0.0] * len(self.parts)  # by part
@@ -298,8 +298,11 @@ class Store:
 
     def _work(self, jobs: Sequence[CommitJob[Any]]) -> bool:
         """Commit jobs. Whether `_rest` has something to do, soon."""
-        room = self.room.due_jobs(self._state.index)
-        return self._commit([*jobs, *room]) and (self.room.busy or self.touches.overdue)
+        index = self._state.index
+        more = self.room.due_jobs(index)
+        if self._maintained and index is not None:
+            more += self._dead_owners.due_jobs(index)
+        return self._commit([*jobs, *more]) and (self.room.busy or self.touches.overdue)
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
         """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
@@ -403,15 +406,11 @@ class Store:
         if index is None:
             self._probe()
             return False
-        due = time.monotonic() >= self._reclaim_at
-        if due:
-            self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S
-            index.clear_dead_readers()
         jobs = [*self._removals.due_jobs(index), *self.room.due_jobs(index)]
-        jobs += self._idle.trials.due_jobs(index, self._wall)
+        jobs += [*self._dead_owners.due_jobs(index), *self._idle.trials.due_jobs(index, self._wall)]
         touches = self.touches and self.may_write(COMMIT_BYTES)
-        wanted = jobs or touches or self.reserved.has_returned or (due and index.has_reservations())
-        if wanted and not self._commit([*jobs, CommitJob(lambda txn: txn.reclaim() if due else 0)]):
+        wanted = jobs or touches or self.reserved.has_returned
+        if wanted and not self._commit(jobs or [CommitJob(lambda txn: None)]):
             return False
         return self.room.busy or bool(touches and self.touches)
 

@@ -265,6 +265,7 @@ class WriteBatch:
         first = self._reserved[run[0]]
         try:
             self._store.slab.write(first.segment, first.offset, self._bytes_of(run))
+            self._store.health.moved(len(run))
         except OSError as error:
             if is_place_fault(error):
                 self._write_alone(run, deadline)

@@ -40,6 +40,7 @@ from kvtier.tiers.disk.records import (
     FreeSlot,
     NewBlock,
     SlotReservation,
+    number_key,
     order_parts,
     priority_in,
     rank_of,
@@ -55,6 +56,8 @@ from kvtier.times import Wall
 
 SCOPE_EVICTIONS_MAX = 64
 """Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
+GUESTS_MAX = 8
+"""Blocks evicted for one slot: those in another class's segments leave none for their own."""
 
 
 class WriteTxn:
@@ -102,14 +105,14 @@ class WriteTxn:
     def save(self) -> None:
         """Write what is cached."""
         self.segments.save()
+        if self.segments.returned:
+            self._memory.floors.clear()
         self.worths.save()
         self._shares.save()
         self.budget.save()
         entries, segments = self._entries, self.segments
         counters = Counters(self._serial, self.tick, entries.blocks, entries.slot_bytes, segments.count)
         self._txn.put(COUNTERS_KEY, counters.encode())
-
-    # Blocks.
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
@@ -274,8 +277,6 @@ class WriteTxn:
             self.drop(name)
         return same
 
-    # Retained blocks and saved state.
-
     def retain(self, names: Sequence[bytes], until: Wall, served: Wall | None, wall_s: Wall) -> list[bool]:
         """Exempt blocks from eviction before `until`; let them live until `served`. Per name, whether it is here."""
         return [self._retain(name, until, served, wall_s) for name in names]
@@ -296,11 +297,6 @@ class WriteTxn:
             self._memory.floors.clear()  # they may leave now, however far a search has got
             self._memory.demand.retry()
 
-    def keep(self, segment: int) -> None:
-        """Let a draining segment's class use it again."""
-        self.segments.keep(segment)
-        self._memory.floors.clear()  # its blocks are victims again
-
     def must_stay(self, name: bytes, wall_s: Wall) -> bool:
         """Whether the block is exempt from eviction at that time."""
         return self._retained.until(name) > wall_s
@@ -312,8 +308,6 @@ class WriteTxn:
         else:
             self._txn.put(NOTE_KEY + name, value)
 
-    # Namespaces and scopes.
-
     def register(self, namespace: bytes, fields: bytes) -> None:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
@@ -322,12 +316,16 @@ class WriteTxn:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
         return life.servable(Depth.G3, wall_s) and not self.purged.covers(name, life)
 
-    # The whole store.
+    def reservations(self, segment: int | None = None) -> list[SlotReservation]:
+        """Those of all processes, in one segment or in all."""
+        prefix = RESERVED if segment is None else number_key(RESERVED, segment)
+        return [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, prefix)]
 
-    def reclaim(self) -> int:
-        """Free the slots of owners that are dead. Returns how many."""
-        found = [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, RESERVED)]
-        dead = [one for one in found if not one.owner.alive(self._owner)]
+    def reclaim(self, limit: int | None = None) -> int:
+        """Free the slots of owners that are dead, up to `limit`. Returns how many."""
+        found = self.reservations()
+        alive = {owner: owner.alive(self._owner) for owner in {one.owner for one in found}}
+        dead = [one for one in found if not alive[one.owner]][:limit]
         for reservation in dead:
             self.release(reservation)
         return len(dead)
@@ -343,8 +341,6 @@ class WriteTxn:
         self.segments.resize(geometry)
         self._txn.put(GEOMETRY_KEY, geometry.encode())
         self.geometry = geometry
-
-    # Inside.
 
     def _reserve_slot(self, slot_cls: int, priority: int) -> SlotReservation | None:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
@@ -368,6 +364,7 @@ class WriteTxn:
         ours = raw is not None and SlotReservation.serial_of(raw) == reservation.serial
         if ours:
             self._txn.delete(reservation.key)
+            self.segments.offer_number(reservation)
         return ours
 
     def _gives_way(self, block: NewBlock) -> bool:
@@ -398,11 +395,14 @@ class WriteTxn:
         self._entries.update(block.name, entry, entry.life.join(block.life, self._wall_s), min(above or 0, warm))
         return True
 
-    # Eviction.
-
     def _take_from_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
-        """The slot of the class's coldest block, which is evicted."""
-        victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
+        """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
+        for _ in range(GUESTS_MAX):
+            victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
+            if victim is None or self.segments.is_own(victim):
+                break
+            self.segments.give(victim)
+            victim = None
         self._want(slot_cls, priority, must=victim is None)
         return None if victim is None else (victim.segment, victim.slot)
 

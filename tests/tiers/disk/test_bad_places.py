@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from kvtier.tiers.disk import quarantine, store, trial_queue
 from kvtier.tiers.disk.bad_places import DAY_S, BadPlace, bad_places
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.maintenance import looking_after
-from kvtier.tiers.disk.slot_health import TRIES, SlotHealth
+from kvtier.tiers.disk.slab import SystemCalls
+from kvtier.tiers.disk.slot_health import TRIES, DeviceFault, SlotHealth
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -290,6 +292,20 @@ def test_a_store_that_is_out_of_use_rests_as_long_as_the_longest_reason_asks(tmp
     assert not state.probe_due()
 
 
+def test_places_that_are_few_beside_what_is_well_are_not_the_device(tmp_path: Path) -> None:
+    health, now = SlotHealth([tmp_path], SystemCalls()), VirtualClock().monotonic
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "a bad place")
+
+    for _ in range(200):
+        health.moved(1000)
+        assert health.alone(0, [fail], now) != [None]
+    with pytest.raises(DeviceFault, match="within a minute"):
+        for _ in range(2000):
+            health.alone(0, [fail], now)
+
+
 async def test_more_than_a_hundredth_are_the_device(tmp_path: Path) -> None:
     medium = BadMedium()
     medium.unwritable = {(FILE, page) for page in range(0, 20, 2)}
@@ -326,7 +342,7 @@ async def test_a_class_of_another_size_leaves_the_place_out(tmp_path: Path) -> N
     ("slots", "segments"), [(4096, 1), pytest.param(65_536, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
 async def test_one_page_in_a_thousand_costs_one_page_in_a_thousand(tmp_path: Path, slots: int, segments: int) -> None:
-    """Fixed places fail, a fifth of what may be set aside: the rest is filled and served."""
+    """Fixed places fail, a fifth of what may be set aside, all within a minute: the rest is filled and served."""
     medium, clock = BadMedium(), VirtualClock()
     medium.spoil(0.001, segments, slots // segments, seed=5)
     bad = len(medium.unwritable) + len(medium.unreadable)
@@ -338,9 +354,7 @@ async def test_one_page_in_a_thousand_costs_one_page_in_a_thousand(tmp_path: Pat
             places = range(start, min(len(chain), start + 256))
             written = await guard.write(seal(chain, places, BLOCK, clock.wall()), deadline)
             assert set(written) == {Stored.STORED}, start
-            clock.advance(1.0)
         found = await get(tier, chain)
-        clock.advance(60.0)
         assert set(found) <= {True, Miss.ABSENT, Miss.CORRUPT}
         lost = [n for n, one in enumerate(found) if one is Miss.CORRUPT]
         assert set(await put(tier, chain, lost)) <= {Stored.STORED}

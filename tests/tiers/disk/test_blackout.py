@@ -35,3 +35,19 @@ def test_without_a_sync_the_loss_would_be_noticed(tmp_path: Path, left_out: str)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_place(tmp_path: Path, seed: int) -> None:
     assert result(blackout(tmp_path, 0, 20 + seed))["images"] > 1000
+
+
+@pytest.mark.timeout(300)
+def test_10_places_of_a_store_in_full_use(tmp_path: Path) -> None:
+    """Sizes in turns, retained blocks, purges, a store opened anew."""
+    said = result(blackout(tmp_path, 10, 3, "mixed"))
+    assert said["images"] >= 40
+    assert said["durable_checked"] > 40, "hardly a block was retained when the power went"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", [30, 31, 32])
+def test_300_places_of_a_store_in_full_use(tmp_path: Path, seed: int) -> None:
+    """A page cannot be written, or not read, in two of three."""
+    assert result(blackout(tmp_path, 300, seed, "mixed"))["images"] > 1000

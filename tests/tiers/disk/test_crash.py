@@ -28,3 +28,35 @@ def test_publishing_before_writing_would_be_noticed(tmp_path: Path) -> None:
 @pytest.mark.timeout(7200)
 def test_10000_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path) -> None:
     survive(tmp_path / "g3", 10_000, seed=3)
+
+
+def survive_mixed(path: Path, cycles: int, seed: int, workers: int = 2) -> dict[str, int]:
+    said = result(program("crash_mixed", path, cycles, seed, workers))
+    assert said["killed"] > cycles / 2, "most workers ended before they were killed"
+    assert said["blocks"] > 50 * cycles, "hardly a block was there"
+    return said
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("medium", ["sound", "a page cannot be written", "a page cannot be read"])
+def test_kills_at_any_write_of_a_store_in_full_use(tmp_path: Path, medium: str) -> None:
+    """Sizes in turns, retained blocks, purges, bad places, a store opened anew, a neighbour."""
+    seed = ["sound", "a page cannot be written", "a page cannot be read"].index(medium)
+    said = survive_mixed(tmp_path / "g3", 10, seed)
+    assert said["kept"] > 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(3, 6))
+def test_600_kills_at_any_write_of_a_store_in_full_use(tmp_path: Path, seed: int) -> None:
+    said = survive_mixed(tmp_path / "g3", 200, seed)
+    assert said["guests"] > 200 and said["kept"] > 1000
+    assert said["places"] > 20 or seed % 3 == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_ten_processes_with_two_sizes(tmp_path: Path) -> None:
+    """They drain segments for one another at the same time, and one of them is killed."""
+    assert survive_mixed(tmp_path / "g3", 24, 3, workers=10)["guests"] > 20

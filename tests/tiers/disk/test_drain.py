@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import lmdb
 import pytest
 
+from kvtier.tiers.disk import gifts
 from kvtier.tiers.disk.allocator import promises_in
 from kvtier.tiers.disk.bad_places import DAY_S
 from kvtier.tiers.disk.class_worth import worths_in
@@ -19,7 +20,7 @@ from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials, drop_unreadab
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
-from tests.tiers.disk.support.classes import BATCH, NOW, Access, ClassStore, best_split, name_of
+from tests.tiers.disk.support.classes import BATCH, NOW, Access, ClassStore, best_split, name_of, new_block
 
 SMALL = 1
 SEGMENTS = 32
@@ -117,13 +118,11 @@ def test_swings_cost_little_against_the_best_static_split(
 
 
 BELOW = {
-    ("half", "loop", 0.3): 0.81, ("loop", "half", 0.3): 0.87, ("loop", "skewed", 0.0): 0.89,
-    ("loop", "skewed", 0.1): 0.93, ("skewed", "half", 0.1): 0.93, ("skewed", "loop", 0.3): 0.94,
-    ("loop", "once", 0.0): 0.83, ("uniform", "once", 0.0): 0.89, ("uniform", "once", 0.1): 0.94,
-    ("uniform", "once", 0.3): 0.93, ("once", "uniform", 0.1): 0.91, ("once", "uniform", 0.3): 0.93,
+    ("half", "loop", 0.3): 0.91, ("loop", "half", 0.3): 0.93, ("loop", "skewed", 0.1): 0.94,
+    ("skewed", "loop", 0.3): 0.94,
 }  # fmt: skip
-"""Demands that do not reach 0.95, with the hundredths that they do: a scan beside blocks that are used steadily, and a
-loop, of which nothing is hit until nearly all of it is there."""
+"""Demands that do not reach 0.95, with the hundredths that they do: each has a loop, of which nothing is hit until
+nearly all of it is there, so that what it is worth shows only after it has got its space."""
 
 
 @pytest.mark.long
@@ -152,6 +151,21 @@ def half_drained(path: Path) -> ClassStore:
     return store
 
 
+def retain(store: ClassStore, access: Access) -> None:
+    store.transact(lambda txn: txn.retain([name_of(access)], Wall(NOW + 3600), None, NOW), drain=False)
+
+
+def release_retained(store: ClassStore, blocks: Iterable[Access]) -> None:
+    store.transact(lambda txn: txn.release_retained([name_of(one) for one in blocks]), drain=False)
+
+
+def put_to_stay(store: ClassStore, numbers: Iterable[int]) -> None:
+    """Large blocks, none of which makes room for the next one."""
+    for number in numbers:
+        assert store.put((64, number)) is Stored.STORED
+        retain(store, (64, number))
+
+
 def test_another_process_goes_on_with_what_was_left(tmp_path: Path) -> None:
     store = half_drained(tmp_path / "index")
     (segment,) = store.draining()
@@ -166,17 +180,81 @@ def test_another_process_goes_on_with_what_was_left(tmp_path: Path) -> None:
     check(store)
 
 
-def test_a_block_retained_meanwhile_stays_and_so_does_its_segment(tmp_path: Path) -> None:
+def test_a_block_retained_meanwhile_stays_and_costs_its_slot(tmp_path: Path) -> None:
     store = half_drained(tmp_path / "index")
     (segment,) = store.draining()
     kept = [(SMALL, number) for number in range(8 * 256) if store.segment_of((SMALL, number)) == segment][-1]
-    store.transact(lambda txn: txn.retain([name_of(kept)], NOW + 3600, None, NOW), drain=False)
-    assert store.put((64, 0)) is Stored.STORED, "from another segment"
-    assert store.resident(SMALL, [kept[1]]) == 1
-    assert store.class_of(segment) == SMALL
+    retain(store, kept)
+    put_to_stay(store, range(3))
+    assert store.class_of(segment) == 64
+    assert store.resident(SMALL, range(8 * 256)) == 7 * 256 + 1, "one segment has left, but for the block"
     store.run((SMALL, number) for number in range(10_000, 10_000 + 7 * 256))
     check(store)
     assert store.resident(SMALL, [kept[1]]) == 1
+    release_retained(store, [kept])
+    store.run((SMALL, number) for number in range(20_000, 20_000 + 7 * 256))
+    assert store.resident(SMALL, [kept[1]]) == 0
+    put_to_stay(store, [3])
+    assert store.segment_of((64, 3)) == segment, "in the place that was its"
+    check(store)
+
+
+def test_a_class_whose_blocks_are_all_guests_gives_their_place_back(tmp_path: Path) -> None:
+    """They were retained when their segments went to another class, and are not any more."""
+    store = full_of_small(tmp_path / "index")
+    last = [(SMALL, number) for number in range(8 * 256) if number % 256 >= 192]  # of four places for large blocks
+    for one in last:
+        retain(store, one)
+    put_to_stay(store, range(24))
+    assert [store.class_of(segment) for segment in range(8)] == [64] * 8
+    assert store.resident(SMALL, range(8 * 256)) == len(last)
+    check(store)
+    release_retained(store, last)
+    put_to_stay(store, range(24, 32))
+    assert store.resident(SMALL, range(8 * 256)) == 0
+    check(store)
+
+
+@pytest.mark.parametrize("end", ["published", "given back"])
+def test_a_write_that_does_not_end_costs_its_slot(tmp_path: Path, end: str) -> None:
+    """It ends when its segment has another class. Until then the slot of that class which has its number is not used,
+    since a reservation is known by segment and number."""
+    store, held = full_of_small(tmp_path / "index"), []
+    for segment in range(8):
+        name = name_of((SMALL, 256 * segment + 3))
+        store.transact(lambda txn, name=name: txn.drop(name), drain=False)
+        held += store.transact(lambda txn: txn.reserve_slots(SMALL, 1), drain=False)
+    assert [(slot.segment, slot.slot) for slot in held] == [(segment, 3) for segment in range(8)]
+    put_to_stay(store, range(16))
+    assert sorted(store.place_of((64, number)) for number in range(16)) == [
+        (n, slot) for n in range(8) for slot in (1, 2)
+    ]
+    check(store)
+    for number, slot in enumerate(held):
+        if end == "given back":
+            store.transact(lambda txn, slot=slot: txn.release(slot))
+        else:
+            block = new_block((SMALL, 5000 + number))
+            result = store.transact(lambda txn, slot=slot, block=block: txn.publish(slot, block, NOW))
+            assert result is Stored.STORED
+    check(store)
+    free = 8 if end == "published" else 16
+    put_to_stay(store, range(100, 100 + free))
+    assert store.resident(SMALL, range(5000, 5008)) == (8 if end == "published" else 0)
+    check(store)
+
+
+def test_a_class_that_needs_one_segment_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had to have before it had space is answered by that space. Nothing is on trial."""
+    monkeypatch.setattr(gifts, "TRIAL", 0.0)
+    store = ClassStore(tmp_path / "index", 8, 256 * SLOT_ALIGN)
+    store.run((64, number) for number in range(8 * 4))
+    store.run((SMALL, number) for number in range(8 * BATCH))
+    for _ in range(100):
+        store.transact(lambda txn: None)
+    assert [store.class_of(segment) for segment in range(8)].count(SMALL) == 1
+    assert store.resident(64, range(8 * 4)) == 7 * 4
+    check(store)
 
 
 def test_no_transaction_evicts_more_than_a_slice(tmp_path: Path) -> None:
@@ -232,8 +310,8 @@ def test_a_bad_place_of_a_drained_segment_stays_out_of_use(tmp_path: Path) -> No
     (trial,) = try_again(store)
     assert trial.reservations[0].slot_class == 64
     end(store, trial, sound=True)
-    store.run((64, number) for number in range(10, 14))
-    assert sum(store.segment_of((64, number)) == segment for number in range(10, 14)) == 4
+    store.run((64, number) for number in range(10, 42))
+    assert sum(store.segment_of((64, number)) == segment for number in range(10, 42)) == 4
     check(store)
 
 

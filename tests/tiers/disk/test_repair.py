@@ -15,7 +15,7 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError, TierUnavailable
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import damage_mark, quarantine, store
+from kvtier.tiers.disk import damage_mark, dead_owners, quarantine, store
 from kvtier.tiers.disk.damage_mark import is_marked, mark
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
@@ -44,7 +44,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.05)
     monkeypatch.setattr(store, "IDLE_S", 0.05)
     monkeypatch.setattr(damage_mark, "MARK_EVERY_S", 0.05)
-    monkeypatch.setattr(store, "RECLAIM_EVERY_S", 0.1)
+    monkeypatch.setattr(dead_owners, "RECLAIM_EVERY_S", 0.1)
 
 
 def damage(tier: DiskTier, key: bytes, value: bytes) -> None:

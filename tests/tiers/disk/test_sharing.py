@@ -7,6 +7,8 @@ import random
 import signal
 import subprocess
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
+from kvtier.tiers.disk import dead_owners
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss, Stored
 from tests.tiers.disk.support.concurrent_writer import CAPACITY, CHAINS
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
@@ -108,6 +112,34 @@ async def test_a_frozen_writer_stalls_neither_readers_nor_flush_nor_close(tmp_pa
     finally:
         frozen.kill()
         frozen.communicate()
+
+
+async def test_slots_of_the_dead_come_back_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer thread never rests. A commit frees a bounded number of them."""
+    monkeypatch.setattr(dead_owners, "RECLAIM_EVERY_S", 0.05)
+    monkeypatch.setattr(dead_owners, "SLOTS_PER_COMMIT_MAX", 8)
+    async with opened(tmp_path / "g3", 64) as tier:
+        store = tier._store
+        dead = replace(store.owner, pid=1, started=0)
+
+        def die(txn: WriteTxn) -> None:
+            txn._owner, mine = dead, txn._owner
+            txn.reserve_slots(1, 20)
+            txn._owner = mine
+
+        await store.submit(die).result()
+        counts = [20]
+        monkeypatch.setattr(store, "_rest", lambda: pytest.fail("it rested"))
+        monkeypatch.setattr(store._writer, "_idle", lambda: pytest.fail("it rested"))
+        end = time.monotonic() + 10
+        pending = store.submit(lambda txn: txn.reservations())
+        while counts[-1] and time.monotonic() < end:
+            following = store.submit(lambda txn: txn.reservations())
+            counts.append(sum(one.owner == dead for one in await pending.result()))
+            pending = following
+        monkeypatch.undo()
+        assert counts[-1] == 0
+        assert {before - after for before, after in pairwise(counts)} <= {0, 4, 8}
 
 
 async def test_two_tiers_of_one_process_share_a_store(tmp_path: Path) -> None:

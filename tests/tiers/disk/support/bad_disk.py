@@ -3,7 +3,8 @@
     python -m tests.tiers.disk.support.bad_disk MOUNTPOINT IMAGE PAGES
 
 Prints "mounted", then serves IMAGE as MOUNTPOINT/disk until unmounted. PAGES, read again when it changes, names
-the pages of 4096 bytes that cannot be read or written. Needs pyfuse3 and the right to mount.
+the pages of 4096 bytes that cannot be read or written. Needs pyfuse3 and the right to mount, and no device mapper, as
+dm-error and dm-flakey do.
 """
 
 from __future__ import annotations

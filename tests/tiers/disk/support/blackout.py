@@ -1,6 +1,6 @@
 """Power loss from the first call on, on a file system that logs what it may forget.
 
-    python -m tests.tiers.disk.support.blackout DIRECTORY POINTS SEED [blocks|names]
+    python -m tests.tiers.disk.support.blackout DIRECTORY POINTS SEED [blocks|names|mixed]
 
 A worker makes a store on a `forgetting_fs` mount and does 200 operations on it. At POINTS places (0: at every
 sync, and at every change of a name) images of the disk are made and opened:
@@ -10,7 +10,8 @@ sync, and at every change of a name) images of the disk are made and opened:
     torn      of what was not synced: of each directory the first so many changes, of each file any sectors of any
               writes, in any order, and any of its changes of length
 
-`blocks` and `names` leave out the worker's syncs of slab files, or of the directory they are in: the controls.
+`blocks` and `names` leave out the worker's syncs of slab files, or of the directory they are in: the controls. `mixed`:
+the worker is that of `crash_mixed`, which does all that a store can do.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.tiers.disk.support import crash_mixed
 from tests.tiers.disk.support.crash import inspect, recent, work
 
 SECTOR = 512
@@ -190,14 +192,22 @@ def run(scratch: Path, points: int, seed: int, sabotage: str) -> dict[str, int]:
     images = durable_checked = 0
     for number, op in enumerate(log):
         if number in chosen:
-            durable = recent(said)
+            known = crash_mixed.Known()
+            if sabotage == "mixed":
+                known.learn(said)
+                durable = [*known.kept]
+            else:
+                durable = recent(said)
             for how in HOWS:
                 image = scratch / "image"
                 shutil.rmtree(image, ignore_errors=True)
                 disk.image(image, how, rng)
                 try:
                     (image / "g3").mkdir(exist_ok=True)
-                    asyncio.run(inspect(image / "g3", durable))
+                    if sabotage == "mixed":
+                        asyncio.run(crash_mixed.inspect(image / "g3", 0, seed, known))
+                    else:
+                        asyncio.run(inspect(image / "g3", durable))
                 except BaseException:
                     print(f"seed {seed}, before line {number} of the log, {op[:3]}: {how}", file=sys.stderr)
                     raise
@@ -219,7 +229,10 @@ def work_on(mountpoint: Path, seed: int, sabotage: str) -> None:
     if sabotage == "names":
         slab.sync_directory = lambda path: None  # type: ignore[attr-defined]
     report = os.open(mountpoint / REPORTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    asyncio.run(work(mountpoint / "g3", seed, report, 100))
+    if sabotage == "mixed":
+        asyncio.run(crash_mixed.work(mountpoint / "g3", 0, 0, seed, report, 150))
+    else:
+        asyncio.run(work(mountpoint / "g3", seed, report, 100))
     os.close(report)
 
 

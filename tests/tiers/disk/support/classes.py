@@ -24,6 +24,9 @@ from kvtier.times import Wall
 NOW = Wall(1_000_000.0)
 LIFE = Lifetime.of(BUILTIN["24h"], NOW)
 BATCH = 16
+STEPS_BETWEEN = 8
+"""Steps of the drain between two batches, where it has something to do: while the device writes BATCH blocks, which
+takes it longer than so many commits of a slice, the writer thread goes on."""
 TRIES_MAX = 10_000
 
 T = TypeVar("T")
@@ -113,10 +116,16 @@ class ClassStore:
         with self.index.reading() as txn:
             return Segment.decode(txn.get(number_key(SEGMENTS, segment))).slot_class
 
+    def place_of(self, access: Access) -> tuple[int, int]:
+        """(segment, slot) of a block that is here."""
+        ((raw, _),) = self.index.find([name_of(access)])
+        assert raw is not None
+        entry = Entry.decode(name_of(access), raw)
+        return entry.segment, entry.slot
+
     def segment_of(self, access: Access) -> int | None:
         """Where the block lies, if it is here."""
-        ((raw, _),) = self.index.find([name_of(access)])
-        return None if raw is None else Entry.decode(name_of(access), raw).segment
+        return self.place_of(access)[0] if self.resident(access[0], [access[1]]) else None
 
     def _run(self, batch: Sequence[Access]) -> None:
         def use(txn: WriteTxn) -> list[Access]:
@@ -133,6 +142,9 @@ class ClassStore:
 
         for access in self.transact(use):
             self.put(access)
+        for _ in range(STEPS_BETWEEN):
+            if self.drain.busy:
+                self.transact(lambda txn: None)
 
     def try_put(self, txn: WriteTxn, access: Access, priority: int = PRIORITY) -> Stored | None:
         """Store one block; None if room for it may come."""

@@ -29,7 +29,9 @@ import numpy  # noqa: F401  (before the forks, so that no worker has to)
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import recovery, write
 from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.purge_log import PurgeLog
 from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.slot_health import SlotHealth
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
@@ -52,11 +54,11 @@ def die() -> None:
 
 
 def plant(point: str, hit: int) -> None:
-    """Make this process kill itself at the `hit`-th passing of `point`."""
+    """Make this process kill itself at the `hit`-th passing of `point`, or of any if it is "any"."""
     left = [hit]
 
     def pass_by(name: str) -> None:
-        if name == point:
+        if point in ("any", name):
             left[0] -= 1
             if left[0] == 0:
                 die()
@@ -76,6 +78,10 @@ def plant(point: str, hit: int) -> None:
     around(Slab, "sync", "sync")
     around(Slab, "_attach", "attach")
     around(recovery, "open_index", "open")
+    around(recovery, "rejoin", "rejoin")
+    around(PurgeLog, "record", "purge")
+    around(PurgeLog, "settle", "settle")
+    around(SlotHealth, "try_place", "trial")
     save = WriteTxn.save
 
     def save_then_pass(self: WriteTxn) -> None:
@@ -87,7 +93,7 @@ def plant(point: str, hit: int) -> None:
 
     def write_in_halves(self: Slab, segment: int, offset: int, pieces: Any) -> None:
         pass_by("write:begin")
-        if point == "write:half":
+        if point in ("any", "write:half"):
             write_slab(self, segment, offset, [pieces[0][: len(pieces[0]) // 2]])
             pass_by("write:half")
         write_slab(self, segment, offset, pieces)
