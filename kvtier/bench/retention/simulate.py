@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
 
 from kvtier.bench.policies import COMPARED
 from kvtier.bench.retention.byteless import EmptyArena, EmptyTier
@@ -295,12 +294,11 @@ def policy_cost(trace: Trace, policy: Policy, capacity: int) -> PolicyCost:
 
 def drive(trace: Trace, policy: Policy, capacity: int) -> int:
     """Prefix hits of a policy alone, without manager, slots or terms: fast enough to compare many."""
-    chains = cast(
-        "Sequence[list[BlockKey]]", [request.blocks for request in trace.requests]
-    )  # any hashable key will do
+    names = keys_of(trace)
     resident: set[BlockKey] = set()
     hits = 0
-    for request, chain in zip(trace.requests, chains, strict=True):
+    for request in trace.requests:
+        chain = [names[block] for block in request.blocks]
         hit = _resident(chain, resident)
         hits += hit
         _reference(policy, chain, hit, Mono(request.at), resident, capacity)
