@@ -15,12 +15,12 @@ from kvtier.identity.keys import BlockKey
 from kvtier.manager.admission import Admission
 from kvtier.manager.coalesce import StrideCoalescer
 from kvtier.manager.hierarchy import Hierarchy
-from kvtier.manager.lease import Hold
 from kvtier.manager.promote import Promoter
 from kvtier.manager.protection import Protection
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.retention.terms import Depth
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss, Stored

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
-from kvtier.manager.lease import Hold
 from kvtier.manager.plan import Costs, Plan, Planning, Where
 from kvtier.manager.slices import SLICE_BLOCKS, in_strides, slices
 from kvtier.retention.trusted_clock import Reading
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Loaded, Miss, Target
@@ -410,6 +410,7 @@ class Promoter:
                         outcomes[index] = slot
                     else:
                         outcomes[index] = Miss.PURGED
+                self._host.tell([slot for slot in outcomes.values() if isinstance(slot, Slot)])
         return outcomes
 
     def _abandon(self, load: _Load, blocks: int) -> None:
