@@ -15,7 +15,7 @@ Hold = tuple[Slot, int]
 """A pinned slot and the generation it was pinned in."""
 
 
-class Pins:
+class SlotPins:
     """Counts the slots that have a pin. Used under the lock of its tier's owner."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX, Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.index import SlotIndex
-from kvtier.tiers.host.pins import Hold, Pins
+from kvtier.tiers.host.pins import Hold, SlotPins
 from kvtier.tiers.host.quota import Quota
 from kvtier.tiers.host.scope_marks import ScopeMarks
 from kvtier.tiers.host.slot import Slot, SlotState
@@ -66,7 +66,7 @@ class HostTier:
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
-        self._pins = Pins()
+        self._pins = SlotPins()
         self._ended = False  # closed, after it was open
         policy.attach(lambda key: self.index[key].priority, scoped=bool(quota))
 
