@@ -88,7 +88,7 @@ class Demoter:
             with self._lock:
                 here = [slot for index in part if (slot := self._host.index.get(chain[index])) is not None]
                 for slot in here:
-                    self._host.pin_slot(slot)
+                    self._host.pins.add(slot)
             slots += here
         return self.demote_pinned(chain, slots)
 
@@ -246,7 +246,7 @@ class Demoter:
             with self._lock:
                 slot = self._host.index.get(chain[index])
                 if slot is not None:
-                    self._host.pin_slot(slot)
+                    self._host.pins.add(slot)
                     slots.append(slot)
             if slot is None and miss is Miss.LATE:
                 break

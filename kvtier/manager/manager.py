@@ -314,7 +314,7 @@ class Manager:
                 published += (part := [slot for slot, generation in filled if self.host.commit(slot, generation)])
                 self.host.tell(part)
                 for slot in part:
-                    self.host.pin_slot(slot)  # at once: nobody may evict it before it is queued
+                    self.host.pins.add(slot)  # at once: nobody may evict it before it is queued
                 if self.protection.busy:
                     self.protection.arrived(part)
                 self.accounts.record_written([slot.kind for slot in part], request_id)

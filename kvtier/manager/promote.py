@@ -406,7 +406,7 @@ class Promoter:
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
                     elif self._host.commit(slot, generation, result.life, result.digest, result.priority):
-                        self._host.pin_slot(slot)
+                        self._host.pins.add(slot)
                         outcomes[index] = slot
                     else:
                         outcomes[index] = Miss.PURGED

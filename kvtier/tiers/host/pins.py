@@ -22,7 +22,7 @@ class SlotPins:
         self.slots = 0  # with a pin, in any state
 
     def add(self, slot: Slot) -> None:
-        """Pin a slot that was just found, or committed, under the lock."""
+        """`HostTier.pin` for a slot that was just found, or committed, under the lock."""
         if not slot.pins:
             self.slots += 1
         slot.pins += 1
@@ -59,7 +59,7 @@ class SlotPins:
 
     def drop(self, holds: Iterable[Hold]) -> tuple[list[Slot], int]:
         """Undo one pin of each. Returns the slots that lost their last one and wait for that, since they were dropped
-        meanwhile or the policy leaves them out, and how many holds were stale: of another block, or without a pin."""
+        meanwhile or the policy left them out, and how many holds were stale: of another block, or without a pin."""
         waiting, stale = list[Slot](), 0
         for slot, generation in holds:
             pins = slot.pins
@@ -70,5 +70,6 @@ class SlotPins:
             if pins == 1:
                 self.slots -= 1
                 if slot.suspended or slot.state is SlotState.QUARANTINED:
+                    slot.suspended = False
                     waiting.append(slot)
         return waiting, stale

@@ -66,7 +66,7 @@ class HostTier:
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
-        self._pins = SlotPins()
+        self.pins = SlotPins()
         self._ended = False  # closed, after it was open
         policy.attach(lambda key: self.index[key].priority, scoped=bool(quota))
 
@@ -100,12 +100,12 @@ class HostTier:
 
     def busy(self) -> bool:
         """Whether some slot is pinned, being filled or quarantined, and so becomes evictable by itself."""
-        return bool(self._pins.slots or self._filling)
+        return bool(self.pins.slots or self._filling)
 
     @property
     def pinned(self) -> int:
         """How many READY blocks are pinned."""
-        return self._pins.slots - self.quarantined
+        return self.pins.slots - self.quarantined
 
     def prefix(self, chain: Sequence[BlockKey], wall_s: Wall) -> int:
         """How many leading blocks of `chain` are READY and alive at `wall_s`. Changes nothing."""
@@ -126,7 +126,7 @@ class HostTier:
         slot = self.index.parts[key[-1]].get(key)
         if slot is None or slot.expires_at < wall_s or (self._dropping and self._is_gone(slot)):
             return None
-        self._pins.add(slot)
+        self.pins.add(slot)
         if used_wall_s is not None:
             slot.use(used_wall_s)
         return slot
@@ -134,11 +134,7 @@ class HostTier:
     def pin_leading(self, keys: Iterable[BlockKey], wall_s: Wall, used_wall_s: Wall) -> list[Hold]:
         """`pin` for the leading `keys`, up to the first that has no such block."""
         gone = self._is_gone if self._dropping else None
-        return self._pins.add_leading(self.index.parts, keys, wall_s, used_wall_s, gone)
-
-    def pin_slot(self, slot: Slot) -> None:
-        """`pin` for a slot that the caller has just found, or committed, under the lock."""
-        self._pins.add(slot)
+        return self.pins.add_leading(self.index.parts, keys, wall_s, used_wall_s, gone)
 
     def unpin(self, slot: Slot, generation: int) -> None:
         """`unpin_all` for one."""
@@ -146,14 +142,13 @@ class HostTier:
 
     def unpin_all(self, holds: Iterable[Hold]) -> None:
         """Undo one `pin` of each. A slot that was dropped meanwhile is freed with its last. Stale: counted, ignored."""
-        waiting, stale = self._pins.drop(holds)
+        waiting, stale = self.pins.drop(holds)
         self.stale_messages += stale
         for slot in waiting:
             if slot.state is SlotState.QUARANTINED:
                 self.quarantined -= 1
                 self._release(slot)
             elif slot.key is not None:
-                slot.suspended = False
                 self.policy.resume(slot.key)
 
     def reserve(
@@ -285,7 +280,7 @@ class HostTier:
         del self._filling[slot.key]
         if in_flight:
             slot.state = SlotState.QUARANTINED
-            self._pins.add(slot)  # the writer's
+            self.pins.add(slot)  # the writer's
             self.quarantined += 1
         else:
             self._release(slot)
@@ -432,7 +427,7 @@ class HostTier:
         assert self.quarantined == len(by_state[SlotState.QUARANTINED]), "quarantine count is off"
         assert all(self.index[s.key] is s for s in by_state[SlotState.READY] if s.key is not None)
         assert all(s.pins == 0 and s.key is None for s in by_state[SlotState.FREE]), "a free slot is pinned or named"
-        assert self._pins.slots == sum(s.pins > 0 for s in self._slots), "pinned slots are miscounted"
+        assert self.pins.slots == sum(s.pins > 0 for s in self._slots), "pinned slots are miscounted"
         assert all(s.pins >= 1 for s in by_state[SlotState.QUARANTINED]), "a quarantined slot without a pin"
         assert self._retained <= self.index.keys(), "a block is retained that is not here"
         self.policy.check(set(self.index) - self._retained)
@@ -448,7 +443,7 @@ class HostTier:
         for slot in self._slots:
             if slot.pins:
                 slot.generation, slot.pins = slot.generation + 1, 0
-        self._pins.slots = self.quarantined = 0
+        self.pins.slots = self.quarantined = 0
         self._slots, self.index, self._filling = [], SlotIndex(), {}
         self._retained, self._priorities, self.policy = set(), Counter(), NoOrder()
         self._free.clear()
