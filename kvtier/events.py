@@ -17,6 +17,11 @@ Notify = Callable[[Sequence[BlockKey], bool], None]
 """Called with keys and whether they are resident from now on. Must not block, take another lock, or raise."""
 
 
+_MERGED_KEYS = 1024
+"""A change that waits takes in the next one of its kind until it has so many keys: bounds what moves when one is
+dropped."""
+
+
 class Change(NamedTuple):
     """Blocks that are resident in a tier from now on, or not any more."""
 
@@ -31,7 +36,7 @@ class Events:
     def __init__(self, keys_max: int = 1 << 16) -> None:
         self._keys_max = keys_max
         self._lock = threading.Lock()
-        self._changes: deque[Change] = deque()
+        self._changes: deque[tuple[str, list[BlockKey], bool]] = deque()
         self._waiting = 0
         self.dropped = 0  # keys whose change was never taken
 
@@ -42,10 +47,18 @@ class Events:
             if not keys:
                 return
             with self._lock:
-                self._changes.append(Change(tier, tuple(keys), stored))
+                latest = self._changes[-1] if self._changes else None
+                if latest is not None and latest[2] is stored and latest[0] == tier and len(latest[1]) < _MERGED_KEYS:
+                    latest[1].extend(keys)
+                else:
+                    self._changes.append((tier, list(keys), stored))
                 self._waiting += len(keys)
-                while self._waiting > self._keys_max:
-                    lost = len(self._changes.popleft().keys)
+                while (excess := self._waiting - self._keys_max) > 0:
+                    oldest = self._changes[0][1]
+                    lost = min(excess, len(oldest))
+                    del oldest[:lost]
+                    if not oldest:
+                        self._changes.popleft()
                     self._waiting -= lost
                     self.dropped += lost
 
@@ -60,5 +73,5 @@ class Events:
             if merged and (merged[-1][0], merged[-1][2]) == (tier, stored):
                 merged[-1][1].extend(keys)
             else:
-                merged.append((tier, list(keys), stored))
+                merged.append((tier, keys, stored))
         return [Change(tier, tuple(keys), stored) for tier, keys, stored in merged]

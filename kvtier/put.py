@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.lease import Hold
 from kvtier.manager.manager import Manager
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot, SlotState, copy_in
 from kvtier.tiers.protocol import Miss
 

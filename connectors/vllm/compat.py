@@ -17,11 +17,11 @@ from kvtier.identity.keys import BlockKey
 _GROUP = 0  # one KV cache group is served
 
 
-def going_on(output: Any) -> Iterable[tuple[str, Any, int]]:
-    """Requests of a SchedulerOutput that the workers know: name, blocks appended to the table (None for none; all of
-    it where `resumed`), and the first token that is computed."""
+def going_on(output: Any) -> tuple[Sequence[str], Sequence[Any], Sequence[int]]:
+    """Requests of a SchedulerOutput that the workers know, as columns: names, blocks appended to the tables (None for
+    none; all of a table where `resumed`), and the first tokens that are computed."""
     cached = output.scheduled_cached_reqs
-    return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    return cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
 
 
 def resumed(output: Any) -> Collection[str]:

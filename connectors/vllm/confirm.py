@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -136,6 +137,8 @@ class Confirmer:
             return []
         track.table.extend(blocks)
         known = [block for block in blocks if block in self._tokens]
+        if not known:
+            return []
         lasting = self.lasting(known, [self._tokens[block] for block in known])
         stale = [block for block, lasts in zip(known, lasting, strict=True) if not lasts]
         for block in stale:
@@ -166,21 +169,20 @@ class Confirmer:
         return others
 
     def passing(
-        self, scheduled: Iterable[tuple[str, Any, int]], tokens: Mapping[str, int]
+        self, names: Sequence[str], blocks: Sequence[Any], begins: Sequence[int], tokens: Mapping[str, int]
     ) -> Iterator[tuple[Track, Any, int, int]]:
-        """Cover requests (name, new blocks or none, first token) that go on computing inside a block. Yields all
-        others, which the caller covers: the track, its new blocks, begin and end. In every step this is called for
+        """Cover requests (columns: name, new blocks or none, first token) that go on computing inside a block. Yields
+        all others, which the caller covers: the track, its new blocks, begin and end. In every step this is called for
         every request, so it does no more than it must."""
-        find, count = self._tracks.get, tokens.get
-        for name, blocks, begin in scheduled:
-            track = find(name)
+        tracks, counts = map(self._tracks.get, names), map(tokens.get, names, repeat(0))
+        for track, new, begin, count in zip(tracks, blocks, begins, counts, strict=True):
             if track is None:
                 continue
-            end = begin + count(name, 0)
-            if blocks is None and end < track.due and track.open <= begin <= track.planned:
+            end = begin + count
+            if new is None and end < track.due and track.open <= begin <= track.planned:
                 track.planned = end
             else:
-                yield track, blocks, begin, end
+                yield track, new, begin, end
 
     def cover(self, track: Track, begin: int, end: int) -> None:
         """The step that is being planned computes tokens begin … end-1 of a request.

@@ -8,12 +8,13 @@ their request lately; else only a hash, with `block_size` 0, as vLLM's offloadin
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -23,61 +24,78 @@ from kvtier.identity.keys import BlockKey
 
 OWNERSHIP = "kvtier"
 MEDIA = {"g2": ("CPU", "LOCAL"), "g3": ("STORAGE", "LOCAL"), "g4": ("STORAGE", "REMOTE")}
-_KNOWN_MAX = 1 << 16
+_KNOWN_MAX = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Consecutive blocks of one request: their keys, the hash before them, and their tokens."""
+    """Consecutive blocks of one request: their keys, the hash before them, and their tokens. `first` is the number of
+    the first block among all that were remembered."""
 
+    first: int
     keys: list[BlockKey]
     parent: bytes | None
-    tokens: list[int]
+    tokens: Sequence[int]
     lora_id: int | None
     lora_name: str | None
+
+
+class _Known:
+    """Runs by the numbers of their blocks."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[BlockKey, int] = {}
+        self.runs: list[_Run] = []
+
+    def find(self, key: BlockKey) -> tuple[_Run, int] | None:
+        """The run of a block, and its place in it."""
+        number = self.numbers.get(key)
+        if number is None:
+            return None
+        run = self.runs[bisect_right(self.runs, number, key=_first) - 1]
+        return run, number - run.first
+
+
+_first = attrgetter("first")
 
 
 class KVEvents:
     """Turns tiers' changes into vLLM's events. Used on the engine's thread; `events` may be written to on any."""
 
     def __init__(self, block_tokens: int, kind: str | None = None, known_max: int = _KNOWN_MAX) -> None:
-        """`kind`: vLLM's name of the KV cache group's kind. The last `known_max` blocks' content is remembered."""
+        """`kind`: vLLM's name of the KV cache group's kind. What they hold is remembered of at most `known_max` blocks
+        or the latest request's, and of the last half as many at least."""
         self.events = Events()
         self._block_tokens = block_tokens
         self._kind = kind
         self._known_max = known_max
-        self._known: dict[BlockKey, tuple[_Run, int]] = {}  # and the place in it
-        self._runs: deque[_Run] = deque()
-        self._held = 0  # blocks in them
+        self._count = 0  # blocks ever remembered
+        self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
         self._cleared = False
 
     def remember(self, request: Any, chain: Sequence[BlockKey], start: int) -> None:
         """Remember what the request's blocks from `start` on hold."""
         size, lora = self._block_tokens, getattr(request, "lora_request", None)
         keys = list(chain[start:])
+        if 2 * (len(self._recent.numbers) + len(keys)) > self._known_max and self._recent.runs:
+            longest = 2 * len(self._recent.numbers) > self._known_max
+            self._recent, self._older = _Known(), _Known() if longest else self._recent
         run = _Run(
+            self._count,
             keys,
             chain[start - 1][-HASH_BYTES:] if start else None,
-            list(request.all_token_ids[start * size : len(chain) * size]),
+            request.all_token_ids[start * size : len(chain) * size],
             None if lora is None else lora.lora_int_id,
             None if lora is None else lora.lora_name,
         )
-        self._runs.append(run)
-        self._known.update(zip(keys, zip(repeat(run, len(keys)), range(len(keys)), strict=True), strict=True))
-        self._held += len(keys)
-        while self._held > self._known_max:
-            oldest = self._runs.popleft()
-            self._held -= len(oldest.keys)
-            for key in oldest.keys:
-                if self._known[key][0] is oldest:
-                    del self._known[key]
+        self._recent.runs.append(run)
+        self._recent.numbers.update(zip(keys, range(self._count, self._count + len(keys)), strict=True))
+        self._count += len(keys)
 
     def clear(self) -> None:
         """The engine has new weights: no block reported until now can be found any more."""
         self.events.take()
-        self._known.clear()
-        self._runs.clear()
-        self._held = 0
+        self._recent, self._older = _Known(), _Known()
         self._cleared = True
 
     def take(self) -> Iterable[Any]:
@@ -99,9 +117,9 @@ class KVEvents:
     def _stored(self, change: Change, medium: str, locality: str) -> Iterable[Any]:
         """One event per stretch of consecutive blocks of one request."""
         where = {"medium": medium, "group_idx": 0, "locality": locality, "ownership": OWNERSHIP}
-        keys, begin = change.keys, 0
+        keys, begin = list(change.keys), 0
         while begin < len(keys):
-            found = self._known.get(keys[begin])
+            found = self._recent.find(keys[begin]) or self._older.find(keys[begin])
             if found is None:
                 names = _names(keys[begin : begin + 1])
                 unknown = {"block_hashes": names, "parent_block_hash": None, "token_ids": [], "block_size": 0}
@@ -109,9 +127,8 @@ class KVEvents:
                 begin += 1
                 continue
             run, first = found
-            stop = first
-            while begin < len(keys) and stop < len(run.keys) and keys[begin] == run.keys[stop]:
-                begin, stop = begin + 1, stop + 1
+            count = _equal(keys, begin, run.keys, first)
+            begin, stop = begin + count, first + count
             parent = run.keys[first - 1][-HASH_BYTES:] if first else run.parent
             yield _made(
                 BlockStored,
@@ -126,12 +143,25 @@ class KVEvents:
             )
 
 
+def _equal(keys: list[BlockKey], begin: int, others: list[BlockKey], first: int) -> int:
+    """How many keys are equal one by one, from these places on."""
+    count = min(len(keys) - begin, len(others) - first)
+    if keys[begin : begin + count] == others[first : first + count]:  # mostly
+        return count
+    return next(at for at in range(count) if keys[begin + at] != others[first + at])
+
+
 def _names(keys: Sequence[BlockKey]) -> list[Any]:
-    """vLLM's names in events: the hashes, unless its environment asks for numbers, which is looked up once."""
+    """vLLM's names in events: the hashes or, where its environment asks for numbers, their last eight bytes. It looks
+    at the environment for each."""
     hashes = [key[-HASH_BYTES:] for key in keys]
-    if not hashes or maybe_convert_block_hash(hashes[0]) is hashes[0]:
+    if not hashes:
+        return []
+    name = maybe_convert_block_hash(hashes[0])
+    if name is hashes[0]:
         return list(hashes)
-    return [maybe_convert_block_hash(digest) for digest in hashes]
+    numbers: list[int] = np.frombuffer(b"".join(hashes), ">u8")[HASH_BYTES // 8 - 1 :: HASH_BYTES // 8].tolist()
+    return numbers if numbers[0] == name else [maybe_convert_block_hash(digest) for digest in hashes]
 
 
 def _made(kind: Any, **fields: Any) -> Any:

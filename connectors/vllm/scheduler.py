@@ -259,7 +259,7 @@ class SchedulerHalf:
                 if (track := confirmer.get(name)) is not None:
                     track.drafts = True
             tokens, resumed = compat.tokens_of(output), compat.resumed(output)
-            for track, blocks, begin, end in confirmer.passing(compat.going_on(output), tokens):
+            for track, blocks, begin, end in confirmer.passing(*compat.going_on(output), tokens):
                 self._cover(track, compat.appended(blocks), bool(resumed) and track.name in resumed, begin, end)
             for name, table, begin in compat.starting(output):
                 if (track := confirmer.get(name)) is not None:

@@ -17,11 +17,11 @@ from typing import Literal
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
-from kvtier.manager.lease import Hold
 from kvtier.manager.promote import Promoter
 from kvtier.manager.slices import slices
 from kvtier.manager.write_behind import ChainBatch, WriteBehind
 from kvtier.supervisor import Service, soon
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss, Tier
 from kvtier.times import Mono

@@ -15,12 +15,12 @@ from kvtier.identity.keys import BlockKey
 from kvtier.manager.admission import Admission
 from kvtier.manager.coalesce import StrideCoalescer
 from kvtier.manager.hierarchy import Hierarchy
-from kvtier.manager.lease import Hold
 from kvtier.manager.promote import Promoter
 from kvtier.manager.protection import Protection
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.retention.terms import Depth
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss, Stored
@@ -88,7 +88,7 @@ class Demoter:
             with self._lock:
                 here = [slot for index in part if (slot := self._host.index.get(chain[index])) is not None]
                 for slot in here:
-                    self._host.pin_slot(slot)
+                    self._host.pins.add(slot)
             slots += here
         return self.demote_pinned(chain, slots)
 
@@ -246,7 +246,7 @@ class Demoter:
             with self._lock:
                 slot = self._host.index.get(chain[index])
                 if slot is not None:
-                    self._host.pin_slot(slot)
+                    self._host.pins.add(slot)
                     slots.append(slot)
             if slot is None and miss is Miss.LATE:
                 break

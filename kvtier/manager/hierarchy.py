@@ -12,7 +12,6 @@ from itertools import islice
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.lease import Hold
 from kvtier.manager.lower import LowerTiers
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.space import SpaceSignal
@@ -21,6 +20,7 @@ from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
 from kvtier.supervisor import Supervisor
 from kvtier.tiers.breaker import Breaker, Health
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Notebook, Tier
@@ -158,8 +158,7 @@ class Hierarchy:
         while done < most and (part := list(islice(holds, min(SLICE_BLOCKS, most - done)))):
             done += len(part)
             with self.lock:
-                for slot, generation in part:
-                    self.host.unpin(slot, generation)
+                self.host.unpin_all(part)
         if done:
             self.space.notify()
         return done == most

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
-from kvtier.manager.lease import Hold
 from kvtier.manager.protection import Protection
 from kvtier.manager.purge import Purger
 from kvtier.manager.saved_state import SavedState
 from kvtier.manager.slices import SLICE_BLOCKS, slices
+from kvtier.tiers.host.pins import Hold
 from kvtier.times import Wall
 
 

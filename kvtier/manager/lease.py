@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
 
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
-
-Hold = tuple[Slot, int]
-"""A pinned slot and the generation it was pinned in."""
 
 
 class Lease:

@@ -29,7 +29,7 @@ from kvtier.manager.divergence import tails_of
 from kvtier.manager.hierarchy import Hierarchy, ManagerLimits
 from kvtier.manager.housekeeping import Housekeeping
 from kvtier.manager.joining import Joining
-from kvtier.manager.lease import Hold, Lease
+from kvtier.manager.lease import Lease
 from kvtier.manager.promote import Promoter
 from kvtier.manager.protection import Protection
 from kvtier.manager.purge import Purger
@@ -40,6 +40,7 @@ from kvtier.manager.stats import stats_of
 from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms, uniform
 from kvtier.retention.terms import Terms
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
@@ -155,14 +156,11 @@ class Manager:
         holds, miss = list[Hold](), None
         for part in slices(chain[start:]):
             with self.lock:
-                for key in part:
-                    slot = self.host.pin(key, time.serve, time.stamp)
-                    if slot is None:
-                        miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
-                        break
-                    holds.append((slot, slot.generation))
-            if miss is not None:
-                break
+                holds += (pinned := self.host.pin_leading(part, time.serve, time.stamp))
+                if len(pinned) < len(part):
+                    key = part[len(pinned)]
+                    miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
+                    break
         with self.lock:
             self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
         self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
@@ -314,8 +312,9 @@ class Manager:
         for filled in slices(list(zip(slots, generations, strict=True)), MOVED_BLOCKS):
             with self.lock:
                 published += (part := [slot for slot, generation in filled if self.host.commit(slot, generation)])
+                self.host.tell(part)
                 for slot in part:
-                    self.host.pin_slot(slot)  # at once: nobody may evict it before it is queued
+                    self.host.pins.add(slot)  # at once: nobody may evict it before it is queued
                 if self.protection.busy:
                     self.protection.arrived(part)
                 self.accounts.record_written([slot.kind for slot in part], request_id)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
-from kvtier.manager.lease import Hold
 from kvtier.manager.plan import Costs, Plan, Planning, Where
 from kvtier.manager.slices import SLICE_BLOCKS, in_strides, slices
 from kvtier.retention.trusted_clock import Reading
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Loaded, Miss, Target
@@ -406,10 +406,11 @@ class Promoter:
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
                     elif self._host.commit(slot, generation, result.life, result.digest, result.priority):
-                        self._host.pin_slot(slot)
+                        self._host.pins.add(slot)
                         outcomes[index] = slot
                     else:
                         outcomes[index] = Miss.PURGED
+                self._host.tell([slot for slot in outcomes.values() if isinstance(slot, Slot)])
         return outcomes
 
     def _abandon(self, load: _Load, blocks: int) -> None:

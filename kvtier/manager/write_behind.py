@@ -17,9 +17,9 @@ from typing import TypeVar
 from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
-from kvtier.manager.lease import Hold
 from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.supervisor import Service, Supervisor, soon
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket

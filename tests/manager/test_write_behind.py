@@ -11,12 +11,12 @@ import pytest
 from kvtier.clock import Clock, SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import ManagerLimits
-from kvtier.manager.lease import Hold
 from kvtier.manager.manager import Manager
 from kvtier.policies.policy import make_policy
 from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Sealed, Stored, Tier
 from kvtier.times import Mono

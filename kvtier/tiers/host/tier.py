@@ -19,6 +19,7 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX, Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.index import SlotIndex
+from kvtier.tiers.host.pins import Hold, SlotPins
 from kvtier.tiers.host.quota import Quota
 from kvtier.tiers.host.scope_marks import ScopeMarks
 from kvtier.tiers.host.slot import Slot, SlotState
@@ -65,7 +66,7 @@ class HostTier:
         self.evictions = 0
         self.stale_messages = 0
         self.quarantined = 0
-        self._pinned = 0  # slots with a pin, in any state
+        self.pins = SlotPins()
         self._ended = False  # closed, after it was open
         policy.attach(lambda key: self.index[key].priority, scoped=bool(quota))
 
@@ -99,12 +100,12 @@ class HostTier:
 
     def busy(self) -> bool:
         """Whether some slot is pinned, being filled or quarantined, and so becomes evictable by itself."""
-        return bool(self._pinned or self._filling)
+        return bool(self.pins.slots or self._filling)
 
     @property
     def pinned(self) -> int:
         """How many READY blocks are pinned."""
-        return self._pinned - self.quarantined
+        return self.pins.slots - self.quarantined
 
     def prefix(self, chain: Sequence[BlockKey], wall_s: Wall) -> int:
         """How many leading blocks of `chain` are READY and alive at `wall_s`. Changes nothing."""
@@ -125,33 +126,30 @@ class HostTier:
         slot = self.index.parts[key[-1]].get(key)
         if slot is None or slot.expires_at < wall_s or (self._dropping and self._is_gone(slot)):
             return None
-        self.pin_slot(slot)
+        self.pins.add(slot)
         if used_wall_s is not None:
             slot.use(used_wall_s)
         return slot
 
-    def pin_slot(self, slot: Slot) -> None:
-        """`pin` for a slot that the caller has just found, or committed, under the lock."""
-        if not slot.pins:
-            self._pinned += 1
-        slot.pins += 1
+    def pin_leading(self, keys: Iterable[BlockKey], wall_s: Wall, used_wall_s: Wall) -> list[Hold]:
+        """`pin` for the leading `keys`, up to the first that has no such block."""
+        gone = self._is_gone if self._dropping else None
+        return self.pins.add_leading(self.index.parts, keys, wall_s, used_wall_s, gone)
 
     def unpin(self, slot: Slot, generation: int) -> None:
-        """Undo one `pin`. A slot that was dropped meanwhile is freed with its last pin. Stale: counted, ignored."""
-        if slot.generation != generation or slot.pins < 1:
-            self.stale_messages += 1
-            return
-        slot.pins -= 1
-        if slot.pins:
-            return
-        self._pinned -= 1
-        if slot.state is SlotState.QUARANTINED:
-            self.quarantined -= 1
-            self._release(slot)
-        elif slot.suspended:
-            slot.suspended = False
-            assert slot.key is not None
-            self.policy.resume(slot.key)
+        """`unpin_all` for one."""
+        self.unpin_all(((slot, generation),))
+
+    def unpin_all(self, holds: Iterable[Hold]) -> None:
+        """Undo one `pin` of each. A slot that was dropped meanwhile is freed with its last. Stale: counted, ignored."""
+        waiting, stale = self.pins.drop(holds)
+        self.stale_messages += stale
+        for slot in waiting:
+            if slot.state is SlotState.QUARANTINED:
+                self.quarantined -= 1
+                self._release(slot)
+            elif slot.key is not None:
+                self.policy.resume(slot.key)
 
     def reserve(
         self,
@@ -247,7 +245,7 @@ class HostTier:
         """Publish a FILLING slot's block; `life` None: the one it was stamped with; `priority` None: that of `reserve`.
 
         False if it must not be seen: the generation is stale (counted), or its scope was purged since the block was
-        made (the slot is free again). There is no other way to become visible in G2.
+        made (the slot is free again). There is no other way to become visible in G2. `tell` follows.
         """
         if slot.generation != generation or slot.state is not SlotState.FILLING or slot.key is None:
             self.stale_messages += 1
@@ -266,9 +264,12 @@ class HostTier:
         self.policy.insert(slot.key, slot.index)
         if slot.priority != PRIORITY:
             self.policy.regrade(slot.key)
-        if self.notify is not None:
-            self.notify((slot.key,), True)
         return True
+
+    def tell(self, slots: Sequence[Slot]) -> None:
+        """Notify of blocks that were just committed, under the same lock."""
+        if self.notify is not None:
+            self.notify([slot.key for slot in slots if slot.key is not None], True)
 
     def abort(self, slot: Slot, generation: int, *, in_flight: bool = False) -> None:
         """Give up a FILLING slot. With `in_flight` a copy may still write to it: it is quarantined until `unpin`.
@@ -279,7 +280,7 @@ class HostTier:
         del self._filling[slot.key]
         if in_flight:
             slot.state = SlotState.QUARANTINED
-            self.pin_slot(slot)  # the writer's
+            self.pins.add(slot)  # the writer's
             self.quarantined += 1
         else:
             self._release(slot)
@@ -426,7 +427,7 @@ class HostTier:
         assert self.quarantined == len(by_state[SlotState.QUARANTINED]), "quarantine count is off"
         assert all(self.index[s.key] is s for s in by_state[SlotState.READY] if s.key is not None)
         assert all(s.pins == 0 and s.key is None for s in by_state[SlotState.FREE]), "a free slot is pinned or named"
-        assert self._pinned == sum(s.pins > 0 for s in self._slots), "pinned slots are miscounted"
+        assert self.pins.slots == sum(s.pins > 0 for s in self._slots), "pinned slots are miscounted"
         assert all(s.pins >= 1 for s in by_state[SlotState.QUARANTINED]), "a quarantined slot without a pin"
         assert self._retained <= self.index.keys(), "a block is retained that is not here"
         self.policy.check(set(self.index) - self._retained)
@@ -442,7 +443,7 @@ class HostTier:
         for slot in self._slots:
             if slot.pins:
                 slot.generation, slot.pins = slot.generation + 1, 0
-        self._pinned = self.quarantined = 0
+        self.pins.slots = self.quarantined = 0
         self._slots, self.index, self._filling = [], SlotIndex(), {}
         self._retained, self._priorities, self.policy = set(), Counter(), NoOrder()
         self._free.clear()

@@ -66,3 +66,39 @@ def test_new_weights_clear_what_was_reported() -> None:
     events.events.of("g2")(CHAIN, True)
     events.clear()
     assert [type(event) for event in events.take()] == [AllBlocksCleared]
+
+
+def test_what_requests_hold_is_remembered_of_the_last_ones() -> None:
+    """Of at least half of `known_max` blocks, and of no more than all of them."""
+    events, size = KVEvents(SIZE, "full_attention", known_max=16), 4
+    chains = [chain_of(sample_namespace(), size, seed) for seed in range(9)]
+    for number, chain in enumerate(chains):
+        request = SimpleNamespace(all_token_ids=[number] * SIZE * size, lora_request=None)
+        events.remember(request, chain, 0)
+        for earlier in chains[: number + 1]:
+            events.events.of("g2")(earlier, True)
+        tokens = [event.token_ids for event in events.take()]
+        known = [number for number in range(number + 1) if [number] * SIZE * size in tokens]
+        assert known == list(range(known[0], number + 1)) and min(number + 1, 2) <= len(known) <= 4
+
+
+def test_blocks_of_two_requests_are_told_apart_in_one_change() -> None:
+    events = learnt()
+    other = chain_of(sample_namespace(), 3, 7)
+    events.remember(SimpleNamespace(all_token_ids=[7] * 3 * SIZE, lora_request=None), other, 0)
+    events.events.of("g2")([*CHAIN[:2], other[0], other[2], CHAIN[3]], True)
+    told = [(event.block_hashes, event.token_ids[:1]) for event in events.take()]
+    names = [maybe_convert_block_hash(BlockHash(key[-32:])) for key in (other[0], other[2])]
+    assert told == [
+        ([reported(0), reported(1)], [0]), ([names[0]], [7]), ([names[1]], [7]), ([reported(3)], [3 * SIZE])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", ["0", "1"])
+def test_names_are_those_of_the_engine(numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
+    events = learnt()
+    events.events.of("g2")(CHAIN, True)
+    hashes = [name for event in events.take() for name in event.block_hashes]
+    assert hashes == [reported(depth) for depth in range(4)]
+    assert isinstance(hashes[0], int) == (numbers == "1")
