@@ -18,6 +18,7 @@ from typing import TypeVar
 from kvtier.clock import Clock
 from kvtier.encryption import EncryptionHeader
 from kvtier.keyring import TAG_BYTES
+from kvtier.retention.marks import mark_of
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.data_keys import obtain
 from kvtier.tiers.disk.encryption import Encryption, encrypt, scope_in_name
@@ -61,7 +62,11 @@ class WriteBatch:
         self._blocks = []
         for block in blocks:
             name, parent = namespace + block.key, None if block.parent is None else namespace + block.parent
-            self._blocks.append(NewBlock(name, length, block.life, block.index, block.digest, parent, block.priority))
+            self._blocks.append(
+                NewBlock(
+                    name, length, block.life, block.index, block.digest, parent, block.priority, position=block.position
+                )
+            )
         self._reserved: dict[int, SlotReservation] = {}  # by place in the batch
         self._results: dict[int, Stored] = {}  # the same
         self._began = sys.maxsize  # tick of the first transaction
@@ -158,7 +163,7 @@ class WriteBatch:
             purged[name[:SCOPED_BYTES]] = purged_until
         for block in self._blocks:
             purged_until = purged.get(block.name[:SCOPED_BYTES], Wall("inf"))
-            if not block.life.servable(Depth.G3, wall_s) or block.life.born <= purged_until:
+            if not block.life.servable(Depth.G3, wall_s) or mark_of(block.life, block.position) <= purged_until:
                 return []
         return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
 

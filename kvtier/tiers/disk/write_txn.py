@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import CorruptError
-from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.marks import mark_of
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.allocator import Geometry, Segments
 from kvtier.tiers.disk.budget import Allowance, WriteBudget
@@ -138,7 +138,7 @@ class WriteTxn:
         of a higher priority leaves for none of a lower.
         """
         self._wall_s = wall_s
-        if not self.is_servable(block.name, block.life, wall_s):
+        if not self.is_servable(block.name, block, wall_s):
             return Stored.REFUSED
         above = None if block.parent is None else self._entries.rank_of(block.parent)
         if block.parent is not None and above is None and block.parent not in self._reserved:
@@ -189,7 +189,7 @@ class WriteTxn:
             above = self._entries.rank_of(block.parent)
         else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
-        if above is None or self.purged.covers(block.name, block.life):
+        if above is None or self.purged.covers(block.name, mark_of(block.life, block.position)):
             return Stored.REFUSED
         if not self._gives_way(block):
             return Stored.REFUSED
@@ -199,7 +199,9 @@ class WriteTxn:
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
         place = (reservation.serial, reservation.segment, reservation.slot)
-        entry = Entry(*place, block.length, block.depth, rank, block.digest, block.life, block.encryption)
+        entry = Entry(
+            *place, block.length, block.depth, rank, block.digest, block.life, block.encryption, block.position
+        )
         if block.encryption is not None:  # earlier releases would take its entry for damage
             self._txn.put(FORMAT_KEY, ENCRYPTED_FORMAT.to_bytes(4, "little"))
         self._entries.add(block.name, entry)
@@ -222,7 +224,7 @@ class WriteTxn:
         """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
         Unknown, dead and purged blocks are left alone."""
         entry = self.find(name)
-        if entry is not None and self.is_servable(name, entry.life, uses[0]):
+        if entry is not None and self.is_servable(name, entry, uses[0]):
             self._entries.update(name, entry, life_after(entry.life, uses), rank_of(priority_in(entry.rank), tick))
 
     def drop(self, name: bytes) -> bool:
@@ -261,7 +263,7 @@ class WriteTxn:
         for name in names:
             entry = self.find(name)
             if entry is not None and self._retained.until(name) <= wall_s:
-                count += not self.is_servable(name, entry.life, wall_s) and self.drop(name)
+                count += not self.is_servable(name, entry, wall_s) and self.drop(name)
         return count
 
     def is_same(self, name: bytes, raw: bytes) -> bool:
@@ -283,7 +285,7 @@ class WriteTxn:
 
     def _retain(self, name: bytes, until: Wall, served: Wall | None, wall_s: Wall) -> bool:
         entry = self.find(name)
-        if entry is None or not self.is_servable(name, entry.life, wall_s):
+        if entry is None or not self.is_servable(name, entry, wall_s):
             return False
         if served is not None:
             life = entry.life.extend_until(served, Depth.G3, wall_s)
@@ -312,9 +314,10 @@ class WriteTxn:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
 
-    def is_servable(self, name: bytes, life: Lifetime, wall_s: Wall) -> bool:
+    def is_servable(self, name: bytes, block: NewBlock | Entry, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
-        return life.servable(Depth.G3, wall_s) and not self.purged.covers(name, life)
+        mark = mark_of(block.life, block.position)
+        return block.life.servable(Depth.G3, wall_s) and not self.purged.covers(name, mark)
 
     def reservations(self, segment: int | None = None) -> list[SlotReservation]:
         """Those of all processes, in one segment or in all."""
@@ -387,7 +390,7 @@ class WriteTxn:
         entry = self.find(block.name)
         if entry is None:
             return False
-        if entry.length != block.length or self.purged.covers(block.name, entry.life):
+        if entry.length != block.length or self.purged.covers(block.name, mark_of(entry.life, entry.position)):
             self.drop(block.name)
             return False
         warm = rank_of(max(block.priority, priority_in(entry.rank)), self._since)
