@@ -164,7 +164,7 @@ async def test_more_purges_than_can_be_remembered_for_a_tier_are_refused_whole(
             with pytest.raises(TierError) as raised:
                 await cache.manager.purge([scope_of(f"tenant {number}")])
             if "wait" not in str(raised.value):
-                taken.append(scope_of(f"tenant {number}"))
+                taken.append(tenant_of(scope_of(f"tenant {number}")))
         assert len(taken) == 16 and set(await near.tombstones()) == set(taken)
         assert len(purger.owed) <= 16 and len(purger._missed) <= 16 and remembered(cache) <= 16
         assert await cache.put(CHAIN, payloads_of(CHAIN, BLOCK)) == 4

@@ -152,6 +152,18 @@ class NewBlock(NamedTuple):
     encryption: EncryptionHeader | None = None
     position: int = 0
 
+    @property
+    def mark(self) -> Wall:
+        """What tombstones are compared with."""
+        return mark_of(self.life, self.position)
+
+    def entry(self, at: SlotReservation, rank: int) -> Entry:
+        """The block as it is durable in the slot `at`."""
+        return Entry(
+            at.serial, at.segment, at.slot, self.length, self.depth, rank, self.digest, self.life, self.encryption,
+            self.position,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -174,6 +186,11 @@ class Entry:
     position: int = 0
 
     @property
+    def mark(self) -> Wall:
+        """What tombstones are compared with."""
+        return mark_of(self.life, self.position)
+
+    @property
     def slot_class(self) -> int:
         return slot_class(self.length)
 
@@ -189,7 +206,7 @@ class Entry:
     def encode(self, name: bytes) -> bytes:
         """ENTRY_BYTES bytes, and those of its `encryption`, the last 8 of them XXH3-64 over `name` and the rest."""
         body = _BODY.pack(
-            self.life.ends(Depth.G3), mark_of(self.life, self.position), self.serial, self.segment, self.slot,
+            self.life.ends(Depth.G3), self.mark, self.serial, self.segment, self.slot,
             self.length, self.depth, self.rank, self.digest, self.life.encode(),
         )  # fmt: skip
         if self.encryption is not None:

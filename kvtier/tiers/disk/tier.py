@@ -24,7 +24,6 @@ from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTim
 from kvtier.events import Notify
 from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, tenant_of
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.marks import mark_of
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
@@ -242,7 +241,7 @@ class DiskTier:
         try:
             await store.submit(lambda txn: None, Use.PURGE).result()
             prefix = scoped[: len(self._prefix) + TENANT_BYTES]
-            return await self._drop_all(store, prefix, lambda entry: mark_of(entry.life, entry.position) <= before)
+            return await self._drop_all(store, prefix, lambda entry: entry.mark <= before)
         except TierFull:  # they are misses; the background removes them when the index has space again
             return 0
 

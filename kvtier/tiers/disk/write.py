@@ -18,7 +18,6 @@ from typing import TypeVar
 from kvtier.clock import Clock
 from kvtier.encryption import EncryptionHeader
 from kvtier.keyring import TAG_BYTES
-from kvtier.retention.marks import mark_of
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.data_keys import obtain
 from kvtier.tiers.disk.encryption import Encryption, encrypt, scope_in_name
@@ -163,7 +162,7 @@ class WriteBatch:
             purged[name[:SCOPED_BYTES]] = purged_until
         for block in self._blocks:
             purged_until = purged.get(block.name[:SCOPED_BYTES], Wall("inf"))
-            if not block.life.servable(Depth.G3, wall_s) or mark_of(block.life, block.position) <= purged_until:
+            if not block.life.servable(Depth.G3, wall_s) or block.mark <= purged_until:
                 return []
         return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
 

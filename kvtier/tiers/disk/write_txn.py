@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import CorruptError
-from kvtier.retention.marks import mark_of
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.allocator import Geometry, Segments
 from kvtier.tiers.disk.budget import Allowance, WriteBudget
@@ -189,7 +188,7 @@ class WriteTxn:
             above = self._entries.rank_of(block.parent)
         else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
-        if above is None or self.purged.covers(block.name, mark_of(block.life, block.position)):
+        if above is None or self.purged.covers(block.name, block.mark):
             return Stored.REFUSED
         if not self._gives_way(block):
             return Stored.REFUSED
@@ -198,10 +197,7 @@ class WriteTxn:
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
-        place = (reservation.serial, reservation.segment, reservation.slot)
-        entry = Entry(
-            *place, block.length, block.depth, rank, block.digest, block.life, block.encryption, block.position
-        )
+        entry = block.entry(reservation, rank)
         if block.encryption is not None:  # earlier releases would take its entry for damage
             self._txn.put(FORMAT_KEY, ENCRYPTED_FORMAT.to_bytes(4, "little"))
         self._entries.add(block.name, entry)
@@ -316,8 +312,7 @@ class WriteTxn:
 
     def is_servable(self, name: bytes, block: NewBlock | Entry, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
-        mark = mark_of(block.life, block.position)
-        return block.life.servable(Depth.G3, wall_s) and not self.purged.covers(name, mark)
+        return block.life.servable(Depth.G3, wall_s) and not self.purged.covers(name, block.mark)
 
     def reservations(self, segment: int | None = None) -> list[SlotReservation]:
         """Those of all processes, in one segment or in all."""
@@ -390,7 +385,7 @@ class WriteTxn:
         entry = self.find(block.name)
         if entry is None:
             return False
-        if entry.length != block.length or self.purged.covers(block.name, mark_of(entry.life, entry.position)):
+        if entry.length != block.length or self.purged.covers(block.name, entry.mark):
             self.drop(block.name)
             return False
         warm = rank_of(max(block.priority, priority_in(entry.rank)), self._since)

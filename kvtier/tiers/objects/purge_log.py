@@ -81,6 +81,7 @@ class TenantLog:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self.position = 0
         """Number of the last entry that was read."""
+        self._held: dict[Scope, int] = {}  # tenant → number that its purge is to have, where the log lacks it yet
         self.floor = 0
         """What was written at a position below is purged, whosesoever it is."""
         self.faults = 0
@@ -90,7 +91,8 @@ class TenantLog:
 
     def covers(self, scope: Scope, position: int) -> bool:
         """Whether blocks of the scope that were written at this position are purged."""
-        return position < max(self.floor, self._last.get(tenant_of(scope), 0))
+        tenant = tenant_of(scope)
+        return position < max(self.floor, self._last.get(tenant, 0), self._held.get(tenant, 0))
 
     def mark(self, scope: Scope) -> Wall:
         """The mark up to which the scope's tenant is purged; -inf where it never was."""
@@ -217,13 +219,19 @@ class TenantLog:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
+    def hold(self, scope: Scope) -> None:
+        """What the scope's tenant wrote until now is purged for this replica, whether or not `append` succeeds."""
+        self._held[tenant_of(scope)] = self.position + 1
+
     async def append(self, scope: Scope) -> int:
         """Purge the scope's tenant: what was written until now is gone for every replica that reads the log on. Returns
         the number of the entry. Raises TierError, and then nothing is known to be purged."""
         async with self._turn():
             if self.position - self._snapshot >= SNAPSHOT_EVERY:
                 await self._write_snapshot()
-            return await self._create(self.floor, {tenant_of(scope): 0})
+            number = await self._create(self.floor, {tenant_of(scope): 0})
+            self._held.pop(tenant_of(scope), None)
+            return number
 
     async def _create(self, floor: int, tenants: Mapping[Scope, int]) -> int:
         """The next entry; a tenant at 0 is purged by it."""

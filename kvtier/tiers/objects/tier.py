@@ -365,10 +365,12 @@ class ObjectTier:
 
     async def purge(self, scope: Scope, before: Wall) -> int:
         """Write the purge of the scope's tenant to the log, unless the log has a later one than `before` says, then
-        delete the objects that it covers. Raises TierError: where the log could not be written, nobody is told."""
+        delete the objects that it covers. Raises TierError: where the log could not be written, this replica alone
+        keeps to it."""
         self._usable()
         if before < self._store.purges.mark(scope):
             return 0  # a purge of the log, which another tier has learned
+        self._store.purges.hold(scope)
         return await self._ready_then(self._remover.purge(scope))
 
     async def tombstones(self) -> Mapping[Scope, Wall]:
