@@ -123,10 +123,8 @@ class _Face:
         return _keys(tokens, self.namespace, scope)
 
     async def _purge(self, salt: str | bytes | None) -> int:
-        # Keys may have been made without the secret (`kvtier.chain_hashes`), or for an isolated class.
-        classes = ["", *(terms.name for terms in self._classes if terms.isolate)]
-        scopes = {scope_of(salt, isolated=name, secret=secret) for name in classes for secret in (self._secret, b"")}
-        return await self.manager.purge(scopes)
+        # All scopes of the tenant go; keys may have been made without the secret (`kvtier.chain_hashes`).
+        return await self.manager.purge({scope_of(salt, secret=secret) for secret in (self._secret, b"")})
 
     def _tier_name(self, tier: str) -> str:
         names = (self.manager.host.name, *self.manager.lower)
@@ -365,7 +363,8 @@ class Cache(_Face):
         return self._run(self.manager.evict(self._tier_name(tier)))
 
     def purge(self, salt: str | bytes | None = None) -> int:
-        """Drop all blocks of a salt (None: of requests without one) from every tier and replica, for good."""
+        """Drop all blocks of a salt (None: of requests without one), whatever adapters and classes they were made with,
+        from every tier and replica, for good."""
         self._chain((), distinct=False)
         return self._run(self._purge(salt))
 

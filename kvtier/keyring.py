@@ -100,6 +100,10 @@ class Key:
         derived: bytes = self.__derived(purpose, context, length)
         return derived
 
+    def derive_once(self, purpose: str, context: bytes) -> bytes:
+        """`derive` for a context that hardly comes again, such as a salt: it is not remembered. Pure."""
+        return self._derive(purpose, context, 32)
+
     def _derive(self, purpose: str, context: bytes, length: int) -> bytes:
         return hkdf(self.__secret, _SALT, purpose.encode("ascii") + b"\0" + context, length)
 
@@ -159,6 +163,10 @@ class Keyring:
     def tag(self, purpose: str, *parts: bytes | bytearray | memoryview) -> tuple[bytes, bytes]:
         """(id of the active key, tag of `parts`): keyed BLAKE2b over each part's length and bytes. Pure."""
         return self.active.id, _tag(self.active, purpose, parts)
+
+    def tag_by(self, id: bytes, purpose: str, *parts: bytes | bytearray | memoryview) -> bytes:
+        """The tag of `parts` by the key `id`, active or accepted. Raises UnknownKey."""
+        return _tag(self.accepted(id), purpose, parts)
 
     def check(self, id: bytes, tag: bytes, purpose: str, *parts: bytes | bytearray | memoryview) -> None:
         """Raises UnknownKey, or Forged unless `tag` was made over `parts` for this purpose by the key `id`."""

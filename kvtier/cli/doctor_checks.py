@@ -14,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from kvtier.cli.g4 import findings
+from kvtier.cli.g4_checks import trust_findings
 from kvtier.config import G3, Config
 from kvtier.tiers.disk.directory import NETWORK_FILE_SYSTEMS, file_system_of
 from kvtier.tiers.host.arena import available_bytes
@@ -146,7 +147,8 @@ def _objects(config: Config) -> Iterator[Finding]:
         yield Finding("g4", Level.OK, f"{scheme}:// with client {g4.client}")
     else:
         yield Finding("g4", Level.FAIL, f"no client for {scheme}:// is installed", "pip install 'kvtier[s3]'")
-    yield from (Finding(what, Level[level.upper()], found, advice) for what, level, found, advice in findings(g4))
+    asked = (*trust_findings(config), *findings(g4))
+    yield from (Finding(what, Level[level.upper()], found, advice) for what, level, found, advice in asked)
     if config.security.scope_secret is None and scheme not in ("file", "memory"):
         advice = "set security.scope_secret, the same on every replica"
         yield Finding(

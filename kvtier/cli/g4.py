@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +20,6 @@ from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 
 RULE = "kvtier-backstop"
-NAMESPACES_MAX = 60
-"""A bucket has at most 1000 rules."""
-
-_NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _DAY_S = 86400.0
 _BYTES_PER_TOKEN_8B = 128 << 10
 _PREFILL_8B = 10_000
@@ -36,9 +31,6 @@ _GRANT = "grant get, put, delete and list below the prefix, or see why the serve
 
 File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="CONFIG")]
 Apply = Annotated[bool, typer.Option("--apply", help="Add the rules to the bucket and keep its other rules.")]
-Namespaces = Annotated[
-    list[str] | None, typer.Option("--namespace", help="64 digits; again for more. Without: those in the bucket.")
-]
 
 
 def probe_bucket(g4: G4) -> ConformanceReport:
@@ -92,9 +84,9 @@ def findings(g4: G4) -> Iterator[tuple[str, str, str, str]]:
         yield "g4 break-even", "ok", detail, slow if pays < _PREFILL_8B else ""
 
 
-def backstop(config: Config, namespaces: Sequence[str]) -> list[dict[str, Any]]:
-    """The lifecycle rules that delete objects that every sweeper missed, in S3's form: sixteen for each namespace, by
-    the first digit of a scope, since a rule cannot leave out the pins and tombstones beside them.
+def backstop(config: Config) -> list[dict[str, Any]]:
+    """The lifecycle rules that delete units that every sweeper missed, in S3's form: they leave out what lies below
+    `ctl/`, purges and pins.
 
     A renewal makes a new version of the object, so its age by the server's stamp is the time since its last recorded
     use: at most the longest ttl, or the longest max_age, plus half a ttl of uses not yet recorded.
@@ -113,23 +105,16 @@ def backstop(config: Config, namespaces: Sequence[str]) -> list[dict[str, Any]]:
         raise ConfigError(
             f"retention.classes.{endless[0]} has neither ttl nor max_age, so no age makes its blocks garbage; set one"
         )
-    if len(namespaces) > NAMESPACES_MAX:
-        raise ConfigError(f"{len(namespaces)} namespaces below {prefix}/: S3 takes rules for {NAMESPACES_MAX}")
     days = math.ceil(max(_longest(terms) for terms in deep) / _DAY_S) + 1
     uploads = {
         "ID": RULE, "Status": "Enabled", "Filter": {"Prefix": f"{prefix}/"},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
     }  # fmt: skip
-    return [uploads] + [
-        {
-            "ID": f"{RULE}-{namespace[:16]}-{digit}",
-            "Status": "Enabled",
-            "Filter": {"Prefix": f"{prefix}/{namespace}/{digit}"},
-            "Expiration": {"Days": days},
-        }
-        for namespace in namespaces
-        for digit in "0123456789abcdef"
-    ]
+    units = {
+        "ID": f"{RULE}-units", "Status": "Enabled", "Filter": {"Prefix": f"{prefix}/units/"},
+        "Expiration": {"Days": days},
+    }  # fmt: skip
+    return [uploads, units]
 
 
 def _place(g4: G4) -> tuple[str, str]:
@@ -143,15 +128,11 @@ def _longest(terms: Terms) -> float:
     return min(ttl, math.inf if terms.max_age is None else terms.max_age)
 
 
-def lifecycle(file: File, apply: Apply = False, json: Json = False, namespace: Namespaces = None) -> None:
-    """Print the lifecycle rules that delete objects that every sweeper missed; `--apply` puts them into the bucket."""
+def lifecycle(file: File, apply: Apply = False, json: Json = False) -> None:
+    """Print the lifecycle rules that delete units that every sweeper missed; `--apply` puts them into the bucket."""
     config = Config.load(file)
-    backstop(config, [])  # its errors, before anything is asked
+    rules = backstop(config)
     assert config.tiers.g4 is not None
-    found = namespace or _namespaces(config.tiers.g4)
-    if not found:
-        raise ConfigError("tiers.g4.url: no namespace there yet; start a replica first, or name one by --namespace")
-    rules = backstop(config, found)
     if apply:
         _put_rules(config.tiers.g4, rules)
     if json:
@@ -167,20 +148,6 @@ def lifecycle(file: File, apply: Apply = False, json: Json = False, namespace: N
         else "not applied; use --apply, which keeps the bucket's other rules. put-bucket-lifecycle-configuration "
         f"replaces them all: to use it, add these to what get-bucket-lifecycle-configuration --bucket {bucket} prints"
     )
-
-
-def _namespaces(g4: G4) -> list[str]:
-    """The namespaces below the URL's prefix. Raises TierError."""
-    import s3fs
-
-    try:
-        fs = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **g4.options)
-        names = [path.rpartition("/")[2] for path in fs.ls("/".join(_place(g4)), detail=False)]
-    except FileNotFoundError:
-        return []
-    except Exception as error:
-        raise TierError("g4", "list", type(error).__name__) from None
-    return [name for name in names if _NAMESPACE.fullmatch(name)]
 
 
 def _put_rules(g4: G4, ours: Sequence[dict[str, Any]]) -> None:

@@ -31,6 +31,9 @@ NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
 KEY_PARTS = 256
 """Dictionaries that share many blocks, by the last byte of the key, a hash's: none of them is large when it grows."""
 
+TENANT_BYTES = 8
+"""The first bytes of a scope name the tenant, the others the variant: adapter and isolated class."""
+
 SHARED = Scope(bytes(SCOPE_BYTES))
 """The scope of requests without salt, adapter or isolated class."""
 
@@ -38,17 +41,30 @@ SHARED = Scope(bytes(SCOPE_BYTES))
 def scope_of(salt: str | bytes | None, adapter: bytes = b"", isolated: str = "", *, secret: bytes = b"") -> Scope:
     """The scope that a tenant's `salt`, an `adapter` fingerprint and an isolated retention class name.
 
-    Keyed BLAKE2b over the three length-prefixed parts; `secret` (0-64 bytes, from the configuration, the
-    same on every replica) keeps a reader of the store from guessing salts. All parts absent gives
-    `SHARED`, whatever the secret. Pure.
+        digest(salt, adapter, isolated)                                       without adapter and isolated class
+        the tenant's first 8 bytes ‖ digest(salt, adapter, isolated)[8:16]    with one of them
+
+    The digest is keyed BLAKE2b over the three length-prefixed parts; `secret` (0-64 bytes, from the configuration, the
+    same on every replica) keeps a reader of the store from guessing salts. All parts absent gives `SHARED`, whatever
+    the secret. All scopes of a tenant begin with the same 8 bytes, those of requests without a salt with zeros. Pure.
     """
-    if salt is None and not adapter and not isolated:
-        return SHARED
+    if not adapter and not isolated:
+        return SHARED if salt is None else Scope(_scope_digest(salt, b"", "", secret))
+    tenant = bytes(TENANT_BYTES) if salt is None else _scope_digest(salt, b"", "", secret)[:TENANT_BYTES]
+    return Scope(tenant + _scope_digest(salt, adapter, isolated, secret)[TENANT_BYTES:])
+
+
+def _scope_digest(salt: str | bytes | None, adapter: bytes, isolated: str, secret: bytes) -> bytes:
     digest = hashlib.blake2b(digest_size=SCOPE_BYTES, key=secret, person=b"kvtier-scope-1")
     for part in (_salt_bytes(salt), adapter, isolated.encode()):
         digest.update(len(part).to_bytes(4, "little"))
         digest.update(part)
-    return Scope(digest.digest())
+    return digest.digest()
+
+
+def tenant_of(scope: bytes) -> Scope:
+    """The tenant of a scope, or of a key, as a scope without a variant: what a purge names. Pure."""
+    return Scope(scope[:TENANT_BYTES] + bytes(SCOPE_BYTES - TENANT_BYTES))
 
 
 def _salt_bytes(salt: str | bytes | None) -> bytes:

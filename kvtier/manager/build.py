@@ -96,6 +96,7 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena
                     read_rate=float(g4.read_rate or 0),
                     write_rate=float(g4.write_rate or 0),
                 ),
+                keyring=config.keyring(),
             )
         )
     return out

@@ -75,6 +75,7 @@ class Demoter:
             lock=self._lock,
             rate=TokenBucket(self._clock, rate, max(rate, tier.block_bytes)),
             finished=lambda batch, results: self._finished(tier, batch, results),
+            position=lambda batch: self._hierarchy.position_of(batch.chain, batch.holds),
         )
 
     # ── into the queues ─────────────────────────────────────────────────────────────────────────────────────

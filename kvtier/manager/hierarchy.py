@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.manager.lower import LowerTiers
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.space import SpaceSignal
@@ -23,7 +23,7 @@ from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
-from kvtier.tiers.protocol import Notebook, Tier
+from kvtier.tiers.protocol import Notebook, PurgeLogging, Tier
 from kvtier.times import Mono, Wall
 
 _UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
@@ -73,6 +73,8 @@ class Hierarchy:
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
+        self.position = 0
+        """Number of the last entry of the purge log that is in force in G2; 0: there is none. Under the lock."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._later: list[Iterator[int]] = []  # slices that drop what an earlier time stamped
         self._adopted = 0  # jumps of the wall clock that were accepted
@@ -125,6 +127,16 @@ class Hierarchy:
     def notebook(self) -> Notebook | None:
         """Where small values of the manager's survive a restart: the nearest tier that can remember some."""
         return next((found for tier in self.lower.values() if (found := tier.notebook()) is not None), None)
+
+    def purge_log(self) -> PurgeLogging | None:
+        """The tier whose purges are a log, if there is one."""
+        return next((found for tier in self.lower.values() if (found := tier.purge_log()) is not None), None)
+
+    def position_of(self, chain: Sequence[BlockKey], holds: Iterable[Hold]) -> int | None:
+        """The position of the purge log at which pinned blocks of a chain are taken for writing; None if one of them
+        was purged since. Under the lock."""
+        until = self.host.purged_until(scope_of_key(chain[0]))
+        return None if any(slot.life.born <= until for slot, _ in holds) else self.position
 
     # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────
 

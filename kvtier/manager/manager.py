@@ -78,8 +78,8 @@ class Manager:
         hierarchy = self.hierarchy
         await hierarchy.open()
         try:
+            await self._saved.open()  # first: how far the purge log was read
             await self._purger.sync()
-            await self._saved.open()
             await self.protection.open()
             self.demoter.open()
         except BaseException:

@@ -384,7 +384,7 @@ class Promoter:
         self, tier: Metered, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
     ) -> dict[int, LoadOutcome]:
         """Fill reserved slots; every one of them is READY and pinned, or free again, when this returns."""
-        generations = [slot.generation for _, slot in reserved]
+        generations, began = [slot.generation for _, slot in reserved], self._hierarchy.now().stamp
         results: Sequence[Loaded | Miss] = [Miss.ERROR] * len(reserved)
         in_flight = False
         try:
@@ -405,7 +405,9 @@ class Promoter:
                     if not isinstance(result, Loaded):
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
-                    elif self._host.commit(slot, generation, result.life, result.digest, result.priority):
+                    elif self._host.commit(
+                        slot, generation, result.life.dated_by(began), result.digest, result.priority
+                    ):
                         self._host.pins.add(slot)
                         outcomes[index] = slot
                     else:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import BlockKey, Scope, scope_of_key, tenant_of
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.pin_sync import CALL_S, FAILURES, PinSync
 from kvtier.manager.retain import Retainer, Times
@@ -210,7 +210,7 @@ class Protection:
         blocks are misses meanwhile. Under the lock; O(pins)."""
         self._sync.unwritten.update(self.pins.end_scopes(scopes))
         if self._terms:
-            self._purged.update(scopes)
+            self._purged.update((tenant_of(scope), before) for scope, before in scopes.items())
 
     def _withdraw(self, key: BlockKey) -> None:
         """End a guarantee."""
@@ -379,7 +379,7 @@ class Protection:
                     with self._lock:
                         for key in part:
                             terms = self._terms.get(key)
-                            if terms is not None and terms.made <= scopes.get(scope_of_key(key), _NEVER):
+                            if terms is not None and terms.made <= scopes.get(tenant_of(key), _NEVER):
                                 self._withdraw(key)
                     yield
             except GeneratorExit:  # the caller was cancelled: begin again

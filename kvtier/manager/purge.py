@@ -1,8 +1,9 @@
-"""Scopes dropped for good, in every tier.
+"""Tenants dropped for good, in every tier.
 
-A purge is remembered in three places: G2's tombstones (this process), G3's index (every process of the machine) and
-tombstones in the bucket (every replica). Each tier learns here of the purges that the others remember. G2 applies one
-at once; a tier that fails is asked again until it has it.
+A purge is remembered in three places: G2's tombstones (this process, by its clock), G3's index (every process of the
+machine) and the purge log in the bucket (every replica); the last two by marks (`kvtier.retention.marks`). Each tier
+learns here of the purges that the others remember. G2 applies one at once; a tier that fails is asked again until it
+has it.
 
 G2 may forget a purge that every tier has: none of them gives back what it covers, and a verb that began before it
 stores nothing more (`kvtier.manager.work`).
@@ -16,10 +17,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 from kvtier.errors import KVTierError, TierError
-from kvtier.identity.keys import Scope, scope_of_key
+from kvtier.identity.keys import Scope, tenant_of
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
 from kvtier.manager.slices import aside, slices
+from kvtier.retention.marks import POSITIONS, number_of
 from kvtier.tiers.meter import Metered
 from kvtier.times import Wall
 
@@ -42,25 +44,32 @@ class Purger:
         self._host, self._lower = hierarchy.host, hierarchy.lower
         self._protection = protection
         self.owed: dict[Scope, Wall] = {}
-        """Purges that some tier in use has not confirmed: scope → time."""
+        """Purges that some tier in use has not confirmed: tenant → mark."""
         self._missed: dict[Scope, Wall] = {}  # those that a tier has missed which is left out
+        self._in_force: dict[Scope, Wall] = {}  # those of `owed` that were purged here: G2 has dropped what they cover
+        self._synced = False  # whether `sync` has learned what is new before anything was stored here
         self._seen: dict[str, array[int]] = {}  # tier → hashes of the tombstones that `sync` has learned from it
 
     async def purge(self, scopes: Collection[Scope], before: Wall) -> int:
-        """Drop what scopes stored before a wall-clock time; returns how many blocks. Raises the error of the nearest
-        tier that failed when all have been asked for all; such a tier is asked again by `sync`. TierError, too, where a
-        tier is left out: it has the purge before it is in use. And where OWED_MAX wait: then nothing has been done."""
-        purges = dict.fromkeys(scopes, before)
+        """Drop what the scopes' tenants stored before a wall-clock time; returns how many blocks. Raises the error of
+        the nearest tier that failed when all have been asked for all; such a tier is asked again by `sync`. TierError,
+        too, where a tier is left out: it has the purge before it is in use. And where OWED_MAX wait: then nothing has
+        been done."""
+        tenants = sorted({tenant_of(scope) for scope in scopes})
+        position = self._hierarchy.position
+        mark = Wall(POSITIONS + position) if position else before  # of all that was taken in until now
+        purges = dict.fromkeys(tenants, mark)
         left_out = list(self._lower.out)
         owing = (self.owed, self._missed) if left_out else (self.owed,)
-        if any(len(asked) + sum(scope not in asked for scope in purges) > OWED_MAX for asked in owing):
+        if any(len(asked) + sum(tenant not in asked for tenant in tenants) > OWED_MAX for asked in owing):
             failing = [*left_out, *(name for name, tier in self._lower.items() if not tier.healthy())]
             behind = ", ".join(failing or self._lower)
             raise TierError(behind, "purge", f"{OWED_MAX} purges wait already; purge again when it answers")
-        dropping = self._hierarchy.drop_slices(self.apply_tombstones(purges))
+        dropping = self._hierarchy.drop_slices(self.apply_tombstones(dict.fromkeys(tenants, before)))
+        self._in_force.update(purges)
         for asked in owing:
             _add(asked, purges.items())
-        calls = (tier.purge(scope, before) for tier in self._lower.values() for scope in purges)
+        calls = (tier.purge(tenant, mark) for tier in self._lower.values() for tenant in tenants)
         count = 0
         for answer in await asyncio.gather(dropping, *calls, return_exceptions=True):
             if isinstance(answer, BaseException):
@@ -68,6 +77,8 @@ class Purger:
             count += answer
         await self._confirm(purges)
         await self._protection.expire(None)
+        if self._hierarchy.purge_log() is not None:
+            await self.sync()  # new blocks are stored behind its entry
         for name in left_out:
             raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
@@ -78,6 +89,7 @@ class Purger:
             for scope, before in part:
                 if self.owed.get(scope) == before:
                     del self.owed[scope]
+                    self._in_force.pop(scope, None)
             await asyncio.sleep(0)
 
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
@@ -116,8 +128,13 @@ class Purger:
             for part in slices(list(news.items()), _APPLIED):
                 _add(latest, part)
                 await asyncio.sleep(0)
-        for part in slices(list(latest.items()), _APPLIED):
+        first, self._synced = not self._synced and not self._hierarchy.position, True
+        await self._drop_below_floor()
+        for part in slices(list(self._local(latest, first).items()), _APPLIED):
             await self._hierarchy.drop_slices(self.apply_tombstones(dict(part)))
+        with self._hierarchy.lock:
+            last = max(map(number_of, latest.values()), default=0)
+            self._hierarchy.position = max(last, self._hierarchy.position)
         await self._protection.expire(None)
         for part in slices(list(latest.items()), _APPLIED):
             _add(self.owed, part)
@@ -128,6 +145,32 @@ class Purger:
         if set(self._lower.values()) <= set(remember):
             await self._confirm(latest)
         return remember
+
+    async def _drop_below_floor(self) -> None:
+        """Where the log was shortened beyond what is in force here, purges of tenants that it does not name any more
+        may have been missed: nothing that is stored on this machine counts. Raises TierError."""
+        log, hierarchy = self._hierarchy.purge_log(), self._hierarchy
+        if log is None or log.floor <= hierarchy.position:
+            return
+        floor = log.floor
+        await hierarchy.drop_slices(self._host.drop_where(lambda slot: True))
+        await asyncio.gather(*(tier.evict(None) for tier in self._lower.values() if tier.purge_log() is None))
+        with hierarchy.lock:
+            hierarchy.position = max(floor, hierarchy.position)
+
+    def _local(self, latest: Mapping[Scope, Wall], first: bool) -> dict[Scope, Wall]:
+        """These tombstones as times of this process. An entry of the purge log that is not in force here yet covers
+        whatever is in G2 and under way: that was taken in before it, whatever clock stamped it. At the `first` look of
+        a process without memory of the log there is nothing."""
+        made_by, position = self._hierarchy.made_by(), self._hierarchy.position
+        times: dict[Scope, Wall] = {}
+        for tenant, before in latest.items():
+            number = number_of(before)
+            if number == 0:
+                times[tenant] = before
+            elif number > position and not first and self._in_force.get(tenant) != before:
+                times[tenant] = made_by
+        return times
 
     async def forget(self) -> None:
         """Forget the older half of many purges, as far as every tier has them and no slot is being filled that may hold
@@ -140,7 +183,7 @@ class Purger:
         kept = set(self.owed)
 
         def old() -> list[tuple[Scope, Wall]]:
-            busy = {scope_of_key(key) for key in filling}
+            busy = {tenant_of(key) for key in filling}
             half = sorted(known, key=known.__getitem__)[: len(known) // 2]
             return [(scope, known[scope]) for scope in half if scope not in kept and scope not in busy]
 

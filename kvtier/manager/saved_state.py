@@ -1,5 +1,5 @@
-"""State of the manager that survives a restart: the policy's statistics, the time that was trusted, and the latest that
-was stamped where that lies ahead of it.
+"""State of the manager that survives a restart: the policy's statistics, the time that was trusted, the latest that
+was stamped where that lies ahead of it, and how far the replicas' purge log was read.
 
 Written beside G3's index, if there is one, every WRITE_S, after a new time was accepted, and at the end. Read at the
 start. Each value carries its own check: one that is damaged, too long or of another boot is a fresh start, never a
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 WRITE_S = 300.0
 NOTE_BYTES_MAX = 1 << 20
-_CLOCK, _POLICY, _STAMPED = "clock", "policy", "stamped"
+_CLOCK, _POLICY, _STAMPED, _PURGE_LOG = "clock", "policy", "stamped", "purge-log"
 _FAILURES = (TierError, ClosedError)
 
 
@@ -54,7 +54,8 @@ class SavedState:
         if self._notebook is None:
             return
         try:
-            found = {name: await self._read(self._notebook, name) for name in (_CLOCK, _POLICY, _STAMPED)}
+            names = (_CLOCK, _POLICY, _STAMPED, _PURGE_LOG)
+            found = {name: await self._read(self._notebook, name) for name in names}
         except _FAILURES as error:
             log.warning("saved state cannot be read: %s", error)
             return
@@ -79,13 +80,25 @@ class SavedState:
             self._clock.resume(raw, self._boot)
         elif name == _STAMPED:
             self._clock.resume_stamped(raw)
+        elif name == _PURGE_LOG:
+            self._take_purge_log(raw)
         elif self._policy is not None:
             with self._lock:
                 self._policy.restore(raw)
 
+    def _take_purge_log(self, raw: bytes) -> None:
+        """The log must go on from where an earlier process read it; until it can be read, that is the position."""
+        purges = self._hierarchy.purge_log()
+        position = purges.remember(raw) if purges is not None else 0
+        with self._lock:
+            self._hierarchy.position = max(position, self._hierarchy.position)
+
     async def write_when_due(self) -> None:
-        """`write`, if it is long ago, or a new time was accepted."""
-        if self._clock.monotonic() >= self._due or self._clock.adopted != self._adopted:
+        """`write`, if it is long ago, a new time was accepted, or a purge was read since."""
+        purges = self._hierarchy.purge_log()
+        read = purges is not None and purges.position and purges.memory() != self._written.get(_PURGE_LOG)
+        accepted = self._clock.adopted != self._adopted
+        if self._clock.monotonic() >= self._due or accepted or (read and self._notebook is not None):
             await self.write()
 
     async def write(self) -> None:
@@ -99,6 +112,9 @@ class SavedState:
         if self._policy is not None:
             with self._lock:
                 values[_POLICY] = self._policy.encode()
+        purges = self._hierarchy.purge_log()
+        if purges is not None and purges.position:
+            values[_PURGE_LOG] = purges.memory()
         try:
             for name, raw in values.items():
                 if self._written.get(name) != raw:

@@ -83,6 +83,7 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
         "pending": queue.pending(),
         "read_bytes": tier.read_bytes,
         "written_bytes": tier.written_bytes,
+        "counters": dict(tier.counters()),
         "unanswered": dict(tier.unanswered),
         "health": tier.health.value,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from weakref import WeakSet
 
-from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.times import Wall
 
 
@@ -25,12 +25,12 @@ class Work:
         self._purges: dict[Scope, Wall] = {}
 
     def purge(self, scopes: Mapping[Scope, Wall]) -> None:
-        """What these scopes made until then is purged. Under the lock."""
-        self._purges.update((scope, before) for scope, before in scopes.items() if before >= self.made)
+        """What these scopes' tenants made until then is purged. Under the lock."""
+        self._purges.update((tenant_of(scope), before) for scope, before in scopes.items() if before >= self.made)
 
     def lost(self, keys: Iterable[BlockKey]) -> bool:
         """Whether one of these blocks has been purged since the beginning: the verb leaves it alone. Under the lock."""
-        return bool(self._purges) and any(scope_of_key(key) in self._purges for key in keys)
+        return bool(self._purges) and any(tenant_of(key) in self._purges for key in keys)
 
 
 class WorkUnderWay:

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvtier.checksum import digest_of
@@ -87,8 +88,11 @@ class WriteBehind:
         lock: threading.Lock,
         rate: TokenBucket,
         finished: Callable[[ChainBatch, list[Stored]], None],
+        position: Callable[[ChainBatch], int | None] = lambda batch: 0,
     ) -> None:
-        """`finished` is called on the event loop, without the lock, once per batch; it unpins."""
+        """`finished` is called on the event loop, without the lock, once per batch; it unpins. `position` says, under
+        the lock, at which position of the purge log a batch is taken for writing; None: it was purged meanwhile."""
+        self._position = position
         self.tier = tier
         self.refused: Counter[str] = Counter()
         self._clock = clock
@@ -221,7 +225,12 @@ class WriteBehind:
             self.refused["orphan"] += len(batch)
             return [Stored.REFUSED] * len(batch)
         await self._rate.take(size)
-        sealed = await to_the_end(seal, batch)
+        with self._lock:
+            position = self._position(batch)
+        if position is None:
+            self.refused["purged"] += len(batch)
+            return [Stored.REFUSED] * len(batch)
+        sealed = await to_the_end(partial(seal, position=position), batch)
         results = await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
         if over := results.count(Stored.BUDGET):
             self.refused["budget"] += over
@@ -254,7 +263,7 @@ async def to_the_end(work: Callable[[ChainBatch], T], batch: ChainBatch) -> T:
     return running.result()
 
 
-def seal(batch: ChainBatch) -> list[Sealed]:
+def seal(batch: ChainBatch, position: int = 0) -> list[Sealed]:
     """Digest each block that has none yet, and describe it. Reads every byte; call it off the event loop."""
     out = []
     for depth, (slot, _) in zip(batch.depths, batch.holds, strict=True):
@@ -262,5 +271,5 @@ def seal(batch: ChainBatch) -> list[Sealed]:
             slot.digest = digest_of(slot.pieces)
         pieces = tuple(piece.toreadonly() for piece in slot.pieces)
         parent = batch.chain[depth - 1] if depth else None
-        out.append(Sealed(batch.chain[depth], depth, slot.digest, pieces, slot.life, parent, slot.priority))
+        out.append(Sealed(batch.chain[depth], depth, slot.digest, pieces, slot.life, parent, slot.priority, position))
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import Depth, Terms
@@ -126,6 +126,15 @@ class Lifetime:
         alive = [stamp for stamp in self.stamps if stamp.alive(self.last_use, wall_s)]
         longest = max(alive, key=lambda stamp: stamp.ends(self.last_use), default=None)
         return Wall(math.inf) if longest is None or longest.ttl is None else renewed + longest.ttl / 2
+
+    def dated_by(self, wall_s: Wall) -> Lifetime:
+        """As a machine dates it whose time is `wall_s`: a stamp or use later than that was made by a clock that is
+        ahead, and counts as made FUTURE_S before, which may only shorten the life. Pure."""
+        if self.last_use <= wall_s and all(stamp.created <= wall_s for stamp in self.stamps):
+            return self
+        earlier = Wall(wall_s - FUTURE_S)
+        stamps = (replace(s, created=earlier) if s.created > wall_s else s for s in self.stamps)
+        return Lifetime(min(self.last_use, wall_s), tuple(stamps))
 
     def used(self, wall_s: Wall) -> Lifetime:
         """After a use at `wall_s`. Stamps that died before are dropped: a use renews, it does not revive."""

@@ -16,7 +16,7 @@ import msgspec
 
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError, InvalidRequest
-from kvtier.identity.keys import KEY_BYTES, BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import KEY_BYTES, BlockKey, Scope, tenant_of
 from kvtier.times import Wall
 
 PINS_MAX = 4096
@@ -27,13 +27,14 @@ _FOREVER, _NEVER = Wall(math.inf), Wall(-math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A named prefix; `until` is when it ends by itself."""
+    """A named prefix; `until` is when it ends by itself. `position`: of the replicas' purge log when it was made."""
 
     name: str
     chain: tuple[BlockKey, ...]
     created: Wall
     until: Wall
     tokens: int = 0
+    position: int = 0
 
 
 def check_name(name: str) -> None:
@@ -42,9 +43,20 @@ def check_name(name: str) -> None:
         raise InvalidRequest(f"pin {name[:40]!r}: a name has 1 … 128 of A-Z a-z 0-9 _ . : / -")
 
 
+class _PinRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    name: str
+    chain: list[bytes]
+    created: float
+    until: float
+    tokens: int
+    position: int = 0
+
+
 def encode(pins: Sequence[Pin]) -> bytes:
-    """Pins as bytes: magic, msgpack of (name, keys, created, until, tokens) each, XXH3-128 of both. Pure."""
-    body = _MAGIC + msgspec.msgpack.encode([(p.name, list(p.chain), p.created, p.until, p.tokens) for p in pins])
+    """Pins as bytes: magic, msgpack of (name, keys, created, until, tokens) each, then the position if there is one,
+    XXH3-128 of both. Pure."""
+    rows = [(p.name, list(p.chain), p.created, p.until, p.tokens, *([p.position] if p.position else [])) for p in pins]
+    body = _MAGIC + msgspec.msgpack.encode(rows)
     return body + digest_of([body])
 
 
@@ -54,16 +66,17 @@ def decode(raw: bytes) -> list[Pin]:
     if not raw.startswith(_MAGIC) or digest_of([body]) != raw[-DIGEST_BYTES:]:
         raise CorruptError("not a list of pins")
     try:
-        rows = msgspec.msgpack.decode(body[len(_MAGIC) :], type=list[tuple[str, list[bytes], Wall, Wall, int]])
+        rows = msgspec.msgpack.decode(body[len(_MAGIC) :], type=list[_PinRow])
     except msgspec.MsgspecError as wrong:
         raise CorruptError(f"not a list of pins: {wrong}") from None
     pins = []
-    for name, chain, created, until, tokens in rows:
+    for row in rows:
+        name, chain, created, until = row.name, row.chain, Wall(row.created), Wall(row.until)
         if not _NAME.fullmatch(name) or not chain or any(len(key) != KEY_BYTES for key in chain):
             raise CorruptError("a pin with impossible fields")
         if not (math.isfinite(created) and math.isfinite(until)):
             raise CorruptError("a pin with impossible times")
-        pins.append(Pin(name, tuple(map(BlockKey, chain)), created, until, tokens))
+        pins.append(Pin(name, tuple(map(BlockKey, chain)), created, until, row.tokens, row.position))
     return pins
 
 
@@ -174,9 +187,11 @@ class Pins:
         return [name for name in names if self.end(name)]
 
     def end_scopes(self, scopes: Mapping[Scope, Wall]) -> list[str]:
-        """End the pins that these scopes made until then: a purge is stronger than a pin. Returns as `end_due`."""
+        """End the pins that these scopes' tenants made until then: a purge is stronger than a pin. Returns as
+        `end_due`."""
         pins = self._pins.values() if scopes else ()
-        names = [pin.name for pin in pins if pin.created <= scopes.get(scope_of_key(pin.chain[0]), _NEVER)]
+        tenants = {tenant_of(scope): before for scope, before in scopes.items()}
+        names = [pin.name for pin in pins if pin.created <= tenants.get(tenant_of(pin.chain[0]), _NEVER)]
         return [name for name in names if self.end(name)]
 
     @property

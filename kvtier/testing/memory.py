@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
-from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES, BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import NAMESPACE_BYTES, TENANT_BYTES, BlockKey, Scope, tenant_of
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.marks import mark_of
 from kvtier.retention.terms import Depth
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
@@ -22,6 +23,7 @@ class _Entry:
     digest: bytes
     life: Lifetime
     index: int
+    position: int = 0
 
 
 @dataclass
@@ -107,9 +109,10 @@ class MemoryTier:
 
     async def purge(self, scope: Scope, before: Wall) -> int:
         self._usable()
-        prefix = self._namespace + scope
+        prefix = self._namespace + tenant_of(scope)
         self.store.tombstones[prefix] = max(before, self.store.tombstones.get(prefix, before))
-        matching = [name for name in self.store.entries if name.startswith(prefix) and self._purged(name)]
+        start = prefix[: len(self._namespace) + TENANT_BYTES]
+        matching = [name for name in self.store.entries if name.startswith(start) and self._purged(name)]
         for name in matching:
             del self.store.entries[name]
         return len(matching)
@@ -185,14 +188,12 @@ class MemoryTier:
         if not self._opened:
             raise ClosedError(f"{self.name} is closed")
 
-    def _purged(self, name: bytes, created: Wall | None = None) -> bool:
-        before = self.store.tombstones.get(name[: NAMESPACE_BYTES + SCOPE_BYTES])
-        if before is None:
-            return False
+    def _purged(self, name: bytes) -> bool:
         entry = self.store.entries.get(name)
-        stamps = entry.life.stamps if entry is not None else ()
-        born = created if created is not None else max((s.created for s in stamps), default=0.0)
-        return born <= before
+        return entry is not None and mark_of(entry.life, entry.position) <= self._purged_until(name[NAMESPACE_BYTES:])
+
+    def _purged_until(self, scope: bytes) -> Wall:
+        return self.store.tombstones.get(self._namespace + tenant_of(scope), Wall("-inf"))
 
     def _why_not(self, key: BlockKey) -> Miss | None:
         entry = self.store.entries.get(self._namespace + key)
@@ -218,9 +219,8 @@ class MemoryTier:
 
     def _write_one(self, block: Sealed) -> Stored:
         name = self._namespace + block.key
-        created = max(stamp.created for stamp in block.life.stamps)
-        tombstone = self.store.tombstones.get(self._namespace + scope_of_key(block.key), -1.0)
-        if created <= tombstone or not block.life.servable(self.depth, self._clock.wall()):
+        purged = mark_of(block.life, block.position) <= self._purged_until(block.key)
+        if purged or not block.life.servable(self.depth, self._clock.wall()):
             return Stored.REFUSED
         entry = self.store.entries.get(name)
         if entry is not None and not self._purged(name):
@@ -232,7 +232,8 @@ class MemoryTier:
             if not loose:
                 return Stored.FULL
             del self.store.entries[min(loose, key=lambda n: self._coldness(self.store.entries[n]))]
-        self.store.entries[name] = _Entry(b"".join(block.pieces), block.digest, block.life, block.index)
+        payload = b"".join(block.pieces)
+        self.store.entries[name] = _Entry(payload, block.digest, block.life, block.index, block.position)
         return Stored.STORED
 
     @staticmethod

@@ -50,9 +50,10 @@ def seal(
     ranks: int = 1,
     *,
     parents: bool = False,
+    position: int = 0,
 ) -> list[Sealed]:
     """Sealed blocks of a chain with their `payload_of` bytes, cut into `ranks` pieces; with `parents`, tiers that care
-    take each only under its parent."""
+    take each only under its parent. `position`: of the purge log."""
     out = []
     for index in indices:
         payload = memoryview(payload_of(chain[index], block_bytes))
@@ -60,5 +61,5 @@ def seal(
         pieces = tuple(payload[r * step : (r + 1) * step] for r in range(ranks))
         parent = chain[index - 1] if parents and index else None
         life = Lifetime.of(terms, now)
-        out.append(Sealed(chain[index], index, digest_of(pieces), pieces, life, parent, terms.priority))
+        out.append(Sealed(chain[index], index, digest_of(pieces), pieces, life, parent, terms.priority, position))
     return out

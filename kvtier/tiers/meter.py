@@ -12,7 +12,7 @@ from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey
 from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
-from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, Retaining, Sealed, Stored, Target
+from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, PurgeLogging, Retaining, Sealed, Stored, Target
 from kvtier.times import Mono
 
 _GONE = frozenset({Miss.ABSENT, Miss.EXPIRED, Miss.EVICTED, Miss.PURGED, Miss.CORRUPT, Miss.MISMATCH})
@@ -105,6 +105,10 @@ class Metered(Wrapper):
     def notebook(self) -> Notebook | None:
         """The tier, if it stores notes."""
         return cast(Notebook, OptionalVerbs(self.inner)) if self._can(Notebook) else None
+
+    def purge_log(self) -> PurgeLogging | None:
+        """The tier, if its purges are a log: asked without the guard, since it does no I/O."""
+        return cast(PurgeLogging, self.inner.inner) if self._can(PurgeLogging) else None
 
     def _can(self, protocol: type) -> bool:
         """Whether the tier has every verb of an optional protocol. By `hasattr`, so that a wrapper may offer them."""

@@ -35,6 +35,8 @@ class Miss(StrEnum):
     CORRUPT = "corrupt"  # failed its check; the entry was deleted
     RACED = "raced"  # another process replaced it between lookup and read
     FOREIGN = "foreign"  # another version's object, or another layout's, has its name; it is left alone
+    UNKNOWN_KEY = "unknown_key"  # authenticated by a key that is not accepted here; it is left alone
+    FORGED = "forged"  # its tag does not fit: damage or forgery; it is left alone
     MISMATCH = "mismatch"  # well-formed, but of another name, size or version
     LATE = "late"  # not there within the deadline
     BREAKER = "breaker"  # the tier is taken out of use after errors
@@ -88,7 +90,8 @@ class Sealed:
 
     `pieces` is read-only and stays unchanged until `write` returns (the caller has it pinned). Where `parent` is
     given, a tier of single blocks takes the block only if the parent is there, or stored by the same write, and
-    evicts it no later than the parent.
+    evicts it no later than the parent. `position`: number of the last entry of the replicas' purge log that was in
+    force when the block was taken for writing (`kvtier.retention.marks`); 0: none.
     """
 
     key: BlockKey
@@ -98,6 +101,7 @@ class Sealed:
     life: Lifetime
     parent: BlockKey | None = None
     priority: int = PRIORITY
+    position: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +162,12 @@ class Tier(Protocol):
         """Delete this tier's copies of `keys` (None: of the whole namespace). Returns how many it had."""
 
     async def purge(self, scope: Scope, before: Wall) -> int:
-        """Delete the scope's blocks created before wall time `before`; for every process that shares the store they are
-        misses from now on. Returns how many were deleted."""
+        """Delete the blocks of the scope's tenant (`kvtier.identity.keys.tenant_of`), all its variants, whose marks
+        (`kvtier.retention.marks`) are at most `before`; for every process that shares the store they are misses from
+        now on. Returns how many were deleted."""
 
     async def tombstones(self) -> Mapping[Scope, Wall]:
-        """Every purge of this namespace that the store still remembers: scope → latest `before`."""
+        """Every purge of this namespace that the store still remembers: tenant → latest `before`."""
 
     async def flush(self, deadline: Mono) -> None:
         """Write all that is buffered, touches included, to the medium."""
@@ -186,6 +191,22 @@ class Supervised(Protocol):
 
     def restarts(self) -> Mapping[str, int]:
         """How often each task failed and was restarted. Thread-safe."""
+
+
+class PurgeLogging(Protocol):
+    """Optional verbs of a shared tier whose purges are a log. Thread-safe; no I/O."""
+
+    position: int
+    """Number of the last entry that was read; `tombstones` returned those until then. 0: there is none."""
+
+    floor: int
+    """What was written at a position below is purged, whosesoever it is: `tombstones` does not name it."""
+
+    def remember(self, raw: bytes) -> int:
+        """`memory` of an earlier process: the log must go on from there. Returns its position. Before `open`."""
+
+    def memory(self) -> bytes:
+        """How far the log was read, for `remember` in the next process."""
 
 
 class Retaining(Protocol):

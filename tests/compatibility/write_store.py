@@ -210,11 +210,11 @@ class Writer:
 
     def _purge(self, salt: str) -> None:
         """Purge a tenant, and remember its objects. A second later it may store again."""
-        scope = self._keys["purged"][0][:16].hex()
-        for path in self._folder.glob(f"g4/*/{scope}/*/*"):
-            self._purged[path] = (path.read_bytes(), path.stat().st_mtime_ns)
+        units = [path for path in self._folder.glob("g4/units/**/*") if path.is_file()]
+        there = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in units}
         with self._session() as cache:
             assert cache.purge(salt) >= len(self._keys["purged"])
+        self._purged = {path: it for path, it in there.items() if not path.exists()}
         self._clock.advance(1)
 
     def _put_back(self) -> None:
@@ -242,7 +242,7 @@ class Writer:
         namespaces = {name: namespace.fields() for name, namespace in NAMESPACES.items()}
         return {
             "start": START, "moments": MOMENTS, "tiers": tiers, "sections": SECTIONS, "namespaces": namespaces,
-            "pins": pins, "chains": chains,
+            "pins": pins, "chains": chains, "bucket": 2,
         }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvtier
 from kvtier.errors import TierError
-from kvtier.identity.keys import Scope, scope_of
+from kvtier.identity.keys import Scope, scope_of, tenant_of
 from kvtier.manager import purge as purge_module
 from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms
@@ -89,7 +89,7 @@ async def test_a_purge_of_elsewhere_is_still_learned() -> None:
         await deep.purge(SCOPE, at)  # older than all that is forgotten
         await tended(cache)
         assert await cache.match(CHAIN) == 0
-        assert (await near.tombstones())[SCOPE] == at, "every tier has it"
+        assert (await near.tombstones())[tenant_of(SCOPE)] == at, "every tier has it"
 
 
 async def test_what_was_begun_before_a_forgotten_purge_is_not_stored() -> None:
@@ -105,8 +105,8 @@ async def test_what_was_begun_before_a_forgotten_purge_is_not_stored() -> None:
         for _ in range(3):
             await purges(cache, clock)
             await tended(cache)
-        assert SCOPE not in manager.host._tombstones
-        assert scope_of("another") in manager.host._tombstones, "some of its slots are being filled"
+        assert tenant_of(SCOPE) not in manager.host._tombstones
+        assert tenant_of(scope_of("another")) in manager.host._tombstones, "some of its slots are being filled"
         assert await asyncio.to_thread(put.step) is None
         manager.commit(fresh, slots, [slot.generation for slot in slots])
         assert await cache.match(CHAIN) == await cache.match(fresh) == 0
@@ -114,7 +114,7 @@ async def test_what_was_begun_before_a_forgotten_purge_is_not_stored() -> None:
         for chain in (CHAIN, fresh):
             assert await cache.put(chain, payloads_of(chain, BLOCK)) == 4 == await cache.match(chain)
         await tended(cache)
-        assert scope_of("another") not in manager.host._tombstones
+        assert tenant_of(scope_of("another")) not in manager.host._tombstones
 
 
 async def test_a_purge_that_a_tier_lacks_is_not_forgotten() -> None:
@@ -164,7 +164,7 @@ async def test_more_purges_than_can_be_remembered_for_a_tier_are_refused_whole(
             with pytest.raises(TierError) as raised:
                 await cache.manager.purge([scope_of(f"tenant {number}")])
             if "wait" not in str(raised.value):
-                taken.append(scope_of(f"tenant {number}"))
+                taken.append(tenant_of(scope_of(f"tenant {number}")))
         assert len(taken) == 16 and set(await near.tombstones()) == set(taken)
         assert len(purger.owed) <= 16 and len(purger._missed) <= 16 and remembered(cache) <= 16
         assert await cache.put(CHAIN, payloads_of(CHAIN, BLOCK)) == 4

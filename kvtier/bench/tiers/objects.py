@@ -25,6 +25,7 @@ from kvtier.bench.record import summary
 from kvtier.clock import SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
+from kvtier.keyring import Keyring
 from kvtier.testing.payload import chain_of, sample_namespace, seal
 from kvtier.testing.servers import SeaweedFS
 from kvtier.tiers.objects.bucket.obstore import translated
@@ -101,7 +102,8 @@ async def _measure(place: ServerPlace, client: Literal["s3fs", "obstore"], round
     bare, close_bare = await _bare(place, client)
     try:
         writes = await _fill(tiers[8], chains, namespace)
-        names = [ObjectNames(_prefix(place.url), namespace.digest).stride(chain[-1]) for chain in chains]
+        objects = ObjectNames(_prefix(place.url), namespace.digest, Keyring.public())
+        names = [objects.unit(chain[-1]) for chain in chains]
         for tier in tiers.values():
             for chain in chains:
                 await tier.lookup(chain, range(STRIDE), clock.monotonic() + _DEADLINE_S)

@@ -322,7 +322,7 @@ def lodge_writes(txn: WriteTxn) -> None:
 
 def _must_stay(txn: WriteTxn, name: bytes, entry: Entry, priority: int, wall_s: Wall) -> bool:
     """Whether a block does not leave for one of that priority."""
-    dear = priority_in(entry.rank) > priority and txn.is_servable(name, entry.life, wall_s)
+    dear = priority_in(entry.rank) > priority and txn.is_servable(name, entry, wall_s)
     return dear or txn.must_stay(name, wall_s)
 
 

@@ -34,7 +34,7 @@ class ExpiredScan:
                     purged[scoped] = purged_until(txn, scoped)
                 if len(raw) < SPAN.size:
                     continue  # damaged: left to the next read of it
-                ends, born = SPAN.unpack_from(raw)
-                if ends < wall_s - EXPIRED_FOR_S or born <= purged[scoped]:
+                ends, mark = SPAN.unpack_from(raw)
+                if ends < wall_s - EXPIRED_FOR_S or mark <= purged[scoped]:
                     found.append(key[len(BLOCKS) :])
         return found

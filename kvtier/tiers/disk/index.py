@@ -34,7 +34,7 @@ from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.meta_pages import check_length
 from kvtier.tiers.disk.owner import Owner, boot_offset_ns
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
-from kvtier.tiers.disk.purged import purged_until
+from kvtier.tiers.disk.purged import covering, purged_until
 from kvtier.tiers.disk.records import (
     BLOCKS,
     COUNTERS_KEY,
@@ -209,7 +209,7 @@ class Index:
                         scoped = name[:SCOPED_BYTES]
                         until = purged_until(txn, scoped)
                         if pending:
-                            until = max(until, *(pending.get(one, until) for one in (scoped, ALL)))
+                            until = max(until, *(pending.get(one, until) for one in (*covering(scoped), ALL)))
                     found.append((get(BLOCKS + name), until))
         return found
 
@@ -279,7 +279,7 @@ class Index:
             return len(bad_places(txn))
 
     def tombstones(self, namespace: bytes) -> list[tuple[bytes, Wall]]:
-        """(scope, time) of every purge in the namespace."""
+        """(tenant, mark) of every purge in the namespace."""
         found = {scoped: until for scoped, until in self._pending_purges().items() if scoped != ALL}
         for key, raw in self.rows(PURGED_KEY + namespace):
             scoped = key[len(PURGED_KEY) :]
@@ -288,7 +288,7 @@ class Index:
         return [(scoped[size:], until) for scoped, until in found.items() if scoped.startswith(namespace)]
 
     def is_purged(self, scoped: bytes, until: Wall) -> bool:
-        """Whether blocks of namespace ‖ scope that were born until then are dead, by what is in the index."""
+        """Whether blocks of namespace ‖ scope with that mark are dead, by what is in the index."""
         with self.reading() as txn:
             return purged_until(txn, scoped) >= until
 

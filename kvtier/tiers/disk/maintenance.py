@@ -164,7 +164,7 @@ class Maintenance:
 
         def delete(txn: WriteTxn) -> tuple[int, bytes | None]:
             return txn.drop_range(
-                start, b"", BLOCKS_PER_JOB_MAX, lambda name, entry: not txn.is_servable(name, entry.life, wall_s)
+                start, b"", BLOCKS_PER_JOB_MAX, lambda name, entry: not txn.is_servable(name, entry, wall_s)
             )
 
         counts = {"reclaimed_slots": self._transact(WriteTxn.reclaim), "deleted_blocks": 0}

@@ -1,12 +1,14 @@
-"""Purged scopes of a G3 store: per scope the time until which its blocks are dead.
+"""Purged tenants of a G3 store: per tenant the mark (`kvtier.retention.marks`) up to which its blocks are dead.
 
-There are up to TOMBSTONES_MAX of them. Where more come, the older half gives way to one time for the whole store, the
-latest of theirs: what was born until then is dead, whatever its scope.
+There are up to TOMBSTONES_MAX of them. Where more come, the older half gives way to one mark for the whole store, the
+latest of theirs: what has that one or an earlier one is dead, whosesoever it is.
 
-    meta key, after the "m"     value
-    "purged" ‖ digest ‖ scope   f64: blocks of the scope that were born until then are misses for ever
-    "purged"                    f64: the same for every block of the store
-    "purges"                    u32: how many scopes there are
+    meta key, after the "m"      value
+    "purged" ‖ digest ‖ tenant   f64: blocks of the tenant with that mark or an earlier one are misses for ever
+    "purged"                     f64: the same for every block of the store
+    "purges"                     u32: how many tenants there are
+
+A tenant is written as a scope without a variant. Earlier releases wrote the scope: such a tombstone covers that alone.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from kvtier.retention.lifetime import Lifetime
+from kvtier.identity.keys import NAMESPACE_BYTES, tenant_of
 from kvtier.tiers.disk.purge_log import ALL
 from kvtier.tiers.disk.records import META, PURGED_KEY, SCOPED_BYTES, TIME, rows, time_at
 from kvtier.times import Wall
@@ -33,8 +35,14 @@ class PurgeRows(Protocol):
 
 
 def purged_until(txn: Any, scoped: bytes) -> Wall:
-    """Until when blocks of namespace ‖ scope must have been born to be dead; -inf where it was never purged."""
-    return max(time_at(txn, PURGED_KEY), time_at(txn, PURGED_KEY + scoped))
+    """The latest mark at which blocks of namespace ‖ scope are dead; -inf where its tenant was never purged."""
+    return max(time_at(txn, PURGED_KEY), *(time_at(txn, PURGED_KEY + each) for each in covering(scoped)))
+
+
+def covering(scoped: bytes) -> tuple[bytes, ...]:
+    """Whose tombstones cover namespace ‖ scope: its tenant's, and those that earlier releases wrote for the scope."""
+    tenant = scoped[:NAMESPACE_BYTES] + tenant_of(scoped[NAMESPACE_BYTES:])
+    return (tenant,) if tenant == scoped else (tenant, scoped)
 
 
 def count_in(txn: Any) -> int:
@@ -65,7 +73,7 @@ class Purged:
             if new:
                 self._txn.put(COUNT_KEY, (count_in(self._txn) + 1).to_bytes(4, "little"))
             self._txn.put(PURGED_KEY + scoped, TIME.pack(before))
-            self._until[scoped] = before
+            self._until.clear()
 
     def fold(self, until: Wall, scopes: Sequence[bytes]) -> None:
         """Every block born until then is dead. Those of `scopes` (namespace ‖ scope) whose tombstones say no more than
@@ -80,14 +88,14 @@ class Purged:
                 left -= self._txn.delete(PURGED_KEY + scoped)
         self._txn.put(COUNT_KEY, left.to_bytes(4, "little"))
 
-    def covers(self, name: bytes, life: Lifetime) -> bool:
-        """Whether a tombstone covers the block: it was born no later."""
-        return life.born <= self.until(name[:SCOPED_BYTES])
+    def covers(self, name: bytes, mark: Wall) -> bool:
+        """Whether a tombstone covers the block of this mark."""
+        return mark <= self.until(name[:SCOPED_BYTES])
 
     def until(self, scoped: bytes) -> Wall:
-        """The time of the tombstone that counts for namespace ‖ scope; -inf where there is none."""
+        """The mark of the tombstone that counts for namespace ‖ scope; -inf where there is none."""
         if scoped not in self._until:
-            self._until[scoped] = max(self._everything, time_at(self._txn, PURGED_KEY + scoped))
+            self._until[scoped] = max(self._everything, purged_until(self._txn, scoped))
         return self._until[scoped]
 
 

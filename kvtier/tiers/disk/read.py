@@ -16,6 +16,7 @@ from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierTimeout
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import FUTURE_S
+from kvtier.retention.marks import POSITIONS
 from kvtier.retention.terms import Depth
 from kvtier.tiers.data_keys import load
 from kvtier.tiers.disk.encryption import Encryption, decrypt, key_miss_of, scope_in_name
@@ -208,13 +209,14 @@ class ReadBatch:
 
 
 def miss_of(name: bytes, raw: bytes | None, purged_until: Wall, touches: Touches, wall_s: Wall) -> Miss | None:
-    """Why a block with the entry `raw` may not be served; None if it may. Its scope is purged until `purged_until`."""
+    """Why a block with the entry `raw` may not be served; None if it may. `purged_until`: the mark of its tenant's
+    purge."""
     if raw is None or len(raw) < SPAN.size:
         return Miss.ABSENT
-    ends, born = SPAN.unpack_from(raw)
-    if born <= purged_until:
+    ends, mark = SPAN.unpack_from(raw)
+    if mark <= purged_until:
         return Miss.PURGED
-    if wall_s <= ends and born <= wall_s + FUTURE_S:
+    if wall_s <= ends and (mark <= wall_s + FUTURE_S or mark >= POSITIONS):
         return None
     try:  # it looks expired; but it may have uses that are not in the index yet
         alive = life_after(Entry.decode(name, raw).life, touches.of(name)).servable(Depth.G3, wall_s)

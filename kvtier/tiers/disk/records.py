@@ -45,6 +45,7 @@ from kvtier.errors import CorruptError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.keyring import KEY_ID_BYTES
 from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
+from kvtier.retention.marks import mark_of, position_of
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.owner import OWNER_BYTES, Owner
 from kvtier.times import Wall
@@ -71,7 +72,7 @@ _COUNTERS = struct.Struct("<QQQQI")
 TIME = struct.Struct("<d")
 
 SPAN = struct.Struct("<dd")
-"""The first two fields of an entry, (ends, born): all that a lookup needs."""
+"""The first two fields of an entry, (ends, mark): all that a lookup needs."""
 
 ENTRY_BYTES = _BODY.size + _CHECK.size
 
@@ -149,6 +150,19 @@ class NewBlock(NamedTuple):
     priority: int = PRIORITY
     key: DataKey | None = None
     encryption: EncryptionHeader | None = None
+    position: int = 0
+
+    @property
+    def mark(self) -> Wall:
+        """What tombstones are compared with."""
+        return mark_of(self.life, self.position)
+
+    def entry(self, at: SlotReservation, rank: int) -> Entry:
+        """The block as it is durable in the slot `at`."""
+        return Entry(
+            at.serial, at.segment, at.slot, self.length, self.depth, rank, self.digest, self.life, self.encryption,
+            self.position,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +171,7 @@ class Entry:
     digest, which would tell about its plain bytes.
 
     `serial` is unique within a store: two entries are the same write if and only if it is equal.
-    `born` is the creation of its youngest stamp (what tombstones are compared with), `ends` when it dies unused.
+    `mark` is what tombstones are compared with (`kvtier.retention.marks`), `ends` when it dies unused.
     """
 
     serial: int
@@ -169,6 +183,12 @@ class Entry:
     digest: bytes
     life: Lifetime
     encryption: EncryptionHeader | None = None
+    position: int = 0
+
+    @property
+    def mark(self) -> Wall:
+        """What tombstones are compared with."""
+        return mark_of(self.life, self.position)
 
     @property
     def slot_class(self) -> int:
@@ -186,8 +206,8 @@ class Entry:
     def encode(self, name: bytes) -> bytes:
         """ENTRY_BYTES bytes, and those of its `encryption`, the last 8 of them XXH3-64 over `name` and the rest."""
         body = _BODY.pack(
-            self.life.ends(Depth.G3), self.life.born, self.serial, self.segment, self.slot, self.length, self.depth,
-            self.rank, self.digest, self.life.encode(),
+            self.life.ends(Depth.G3), self.mark, self.serial, self.segment, self.slot,
+            self.length, self.depth, self.rank, self.digest, self.life.encode(),
         )  # fmt: skip
         if self.encryption is not None:
             body += self.encryption.encode()
@@ -201,9 +221,10 @@ class Entry:
         body = raw[: -_CHECK.size]
         if _CHECK.unpack_from(raw, len(body))[0] != xxhash.xxh3_64_intdigest(name + body):
             raise CorruptError("an index entry does not match its check")
-        _ends, _born, serial, segment, slot, length, depth, rank, digest, life = _BODY.unpack_from(body)
+        _ends, mark, serial, segment, slot, length, depth, rank, digest, life = _BODY.unpack_from(body)
         header = EncryptionHeader.decode(body[_BODY.size :]) if is_encrypted(raw) else None
-        return cls(serial, segment, slot, length, depth, rank, digest, Lifetime.decode(life), header)
+        position = position_of(mark)
+        return cls(serial, segment, slot, length, depth, rank, digest, Lifetime.decode(life), header, position)
 
     def order_key(self) -> bytes:
         """The key of its row in `order`."""

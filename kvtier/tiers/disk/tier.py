@@ -22,9 +22,8 @@ from kvtier.clock import Clock
 from kvtier.encryption import DataKey
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTimeout
 from kvtier.events import Notify
-from kvtier.identity.keys import BlockKey, Scope
+from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, tenant_of
 from kvtier.identity.namespace import Namespace
-from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
@@ -35,7 +34,7 @@ from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.own_thread import on_own_thread, outcome
 from kvtier.tiers.disk.read import ReadBatch, miss_of
-from kvtier.tiers.disk.records import SLOT_ALIGN, is_encrypted, slot_class
+from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, is_encrypted, slot_class
 from kvtier.tiers.disk.slab import Calls, SystemCalls
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.touches import NAMES_MAX, NAMES_PER_COMMIT_MAX
@@ -231,7 +230,7 @@ class DiskTier:
 
     async def purge(self, scope: Scope, before: Wall) -> int:
         store = self._store
-        scoped = self._prefix + scope
+        scoped = self._prefix + tenant_of(scope)
         index = store.index
         if index.is_purged(scoped, before):
             return 0
@@ -241,18 +240,21 @@ class DiskTier:
             raise TierError("g3", "purge", str(error)) from error
         try:
             await store.submit(lambda txn: None, Use.PURGE).result()
-            return await self._drop_all(store, scoped, lambda life: life.born <= before)
+            prefix = scoped[: len(self._prefix) + TENANT_BYTES]
+            return await self._drop_all(store, prefix, lambda entry: entry.mark <= before)
         except TierFull:  # they are misses; the background removes them when the index has space again
             return 0
 
     async def drop_made_after(self, time: Wall) -> int:
-        return await self._drop_all(self._store, self._prefix, lambda life: max(life.born, life.last_use) > time)
+        return await self._drop_all(
+            self._store, self._prefix, lambda entry: max(entry.life.born, entry.life.last_use) > time
+        )
 
-    async def _drop_all(self, store: Store, prefix: bytes, matching: Callable[[Lifetime], bool]) -> int:
-        """Drop the blocks whose names begin with `prefix` and whose lives are `matching`. Returns how many."""
+    async def _drop_all(self, store: Store, prefix: bytes, matching: Callable[[Entry], bool]) -> int:
+        """Drop the blocks whose names begin with `prefix` and that are `matching`. Returns how many."""
 
         def drop(txn: WriteTxn) -> tuple[int, bytes | None]:
-            return txn.drop_range(start, prefix, BLOCKS_PER_JOB_MAX, lambda _name, entry: matching(entry.life))
+            return txn.drop_range(start, prefix, BLOCKS_PER_JOB_MAX, lambda _name, entry: matching(entry))
 
         count = 0
         following: bytes | None = prefix

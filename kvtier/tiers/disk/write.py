@@ -61,7 +61,11 @@ class WriteBatch:
         self._blocks = []
         for block in blocks:
             name, parent = namespace + block.key, None if block.parent is None else namespace + block.parent
-            self._blocks.append(NewBlock(name, length, block.life, block.index, block.digest, parent, block.priority))
+            self._blocks.append(
+                NewBlock(
+                    name, length, block.life, block.index, block.digest, parent, block.priority, position=block.position
+                )
+            )
         self._reserved: dict[int, SlotReservation] = {}  # by place in the batch
         self._results: dict[int, Stored] = {}  # the same
         self._began = sys.maxsize  # tick of the first transaction
@@ -158,7 +162,7 @@ class WriteBatch:
             purged[name[:SCOPED_BYTES]] = purged_until
         for block in self._blocks:
             purged_until = purged.get(block.name[:SCOPED_BYTES], Wall("inf"))
-            if not block.life.servable(Depth.G3, wall_s) or block.life.born <= purged_until:
+            if not block.life.servable(Depth.G3, wall_s) or block.mark <= purged_until:
                 return []
         return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import CorruptError
-from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.allocator import Geometry, Segments
 from kvtier.tiers.disk.budget import Allowance, WriteBudget
@@ -138,7 +137,7 @@ class WriteTxn:
         of a higher priority leaves for none of a lower.
         """
         self._wall_s = wall_s
-        if not self.is_servable(block.name, block.life, wall_s):
+        if not self.is_servable(block.name, block, wall_s):
             return Stored.REFUSED
         above = None if block.parent is None else self._entries.rank_of(block.parent)
         if block.parent is not None and above is None and block.parent not in self._reserved:
@@ -189,7 +188,7 @@ class WriteTxn:
             above = self._entries.rank_of(block.parent)
         else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
-        if above is None or self.purged.covers(block.name, block.life):
+        if above is None or self.purged.covers(block.name, block.mark):
             return Stored.REFUSED
         if not self._gives_way(block):
             return Stored.REFUSED
@@ -198,8 +197,7 @@ class WriteTxn:
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
-        place = (reservation.serial, reservation.segment, reservation.slot)
-        entry = Entry(*place, block.length, block.depth, rank, block.digest, block.life, block.encryption)
+        entry = block.entry(reservation, rank)
         if block.encryption is not None:  # earlier releases would take its entry for damage
             self._txn.put(FORMAT_KEY, ENCRYPTED_FORMAT.to_bytes(4, "little"))
         self._entries.add(block.name, entry)
@@ -222,7 +220,7 @@ class WriteTxn:
         """`name` was used at these times, in order, the last before `tick`, which blocks of a chain must share.
         Unknown, dead and purged blocks are left alone."""
         entry = self.find(name)
-        if entry is not None and self.is_servable(name, entry.life, uses[0]):
+        if entry is not None and self.is_servable(name, entry, uses[0]):
             self._entries.update(name, entry, life_after(entry.life, uses), rank_of(priority_in(entry.rank), tick))
 
     def drop(self, name: bytes) -> bool:
@@ -261,7 +259,7 @@ class WriteTxn:
         for name in names:
             entry = self.find(name)
             if entry is not None and self._retained.until(name) <= wall_s:
-                count += not self.is_servable(name, entry.life, wall_s) and self.drop(name)
+                count += not self.is_servable(name, entry, wall_s) and self.drop(name)
         return count
 
     def is_same(self, name: bytes, raw: bytes) -> bool:
@@ -283,7 +281,7 @@ class WriteTxn:
 
     def _retain(self, name: bytes, until: Wall, served: Wall | None, wall_s: Wall) -> bool:
         entry = self.find(name)
-        if entry is None or not self.is_servable(name, entry.life, wall_s):
+        if entry is None or not self.is_servable(name, entry, wall_s):
             return False
         if served is not None:
             life = entry.life.extend_until(served, Depth.G3, wall_s)
@@ -312,9 +310,9 @@ class WriteTxn:
         """Record the fields of a namespace digest."""
         self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
 
-    def is_servable(self, name: bytes, life: Lifetime, wall_s: Wall) -> bool:
+    def is_servable(self, name: bytes, block: NewBlock | Entry, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
-        return life.servable(Depth.G3, wall_s) and not self.purged.covers(name, life)
+        return block.life.servable(Depth.G3, wall_s) and not self.purged.covers(name, block.mark)
 
     def reservations(self, segment: int | None = None) -> list[SlotReservation]:
         """Those of all processes, in one segment or in all."""
@@ -387,7 +385,7 @@ class WriteTxn:
         entry = self.find(block.name)
         if entry is None:
             return False
-        if entry.length != block.length or self.purged.covers(block.name, entry.life):
+        if entry.length != block.length or self.purged.covers(block.name, entry.mark):
             self.drop(block.name)
             return False
         warm = rank_of(max(block.priority, priority_in(entry.rank)), self._since)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from kvtier.errors import ClosedError
 from kvtier.events import Notify
-from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import BlockKey, Scope, scope_of_key, tenant_of
 from kvtier.policies.no_order import NoOrder
 from kvtier.policies.policy import Policy
 from kvtier.retention.lifetime import Lifetime
@@ -369,9 +369,9 @@ class HostTier:
             self._made_max, self._dropping = _ANY_TIME, bool(self._purging)
 
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
-        """Blocks of these scopes that were made until the given times are misses from now on, and none is admitted
-        again. Returns the slices in which they are dropped, which the owner has to run to the end."""
-        news = {scope: before for scope, before in tombstones.items() if before > self.purged_until(scope)}
+        """Blocks of these scopes' tenants that were made until the given times are misses from now on, and none is
+        admitted again. Returns the slices in which they are dropped, which the owner has to run to the end."""
+        news = {tenant_of(scope): before for scope, before in tombstones.items() if before > self.purged_until(scope)}
         self._tombstones.update(news)
         if not news or not self.index:
             return iter(())
@@ -404,12 +404,12 @@ class HostTier:
                 del self._tombstones[scope]
 
     def purged_until(self, scope: Scope) -> Wall:
-        """The time of the scope's tombstone; -inf: none is known."""
-        return self._tombstones.get(scope, _NEVER)
+        """The time of the tombstone of the scope's tenant; -inf: none is known."""
+        return self._tombstones.get(tenant_of(scope), _NEVER)
 
     def _is_purged(self, slot: Slot) -> bool:
         assert slot.key is not None
-        return slot.life.born <= self._tombstones.get(scope_of_key(slot.key), _NEVER)
+        return slot.life.born <= self._tombstones.get(tenant_of(slot.key), _NEVER)
 
     def _release(self, slot: Slot) -> None:
         assert slot.key is not None

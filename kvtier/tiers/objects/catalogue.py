@@ -1,7 +1,7 @@
 """The catalogue: deltas merged by windows of time, so that a reader asks for one object per window.
 
-    {prefix}/{namespace hex}/merged/{level}/{window hex}-{digits}     the deltas of one window by writers whose names
-                                                                      begin with `digits`; `level` is their number
+    {prefix}/ctl/{ns}/catalogue/{level}/{window hex}-{digits}     the deltas of one window by writers whose names
+                                                                  begin with `digits`; `level` is their number
 
 A window is WINDOW_S long. Where it has more deltas than FAN_IN, those of writers with the same first digit are merged
 first, then these; so nobody reads more than some FAN_IN objects for one merge. The object at level 0 has the whole
@@ -19,6 +19,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.tiers.objects.signed import Signer
 
 WINDOW_S = 30.0
 CLOSE_S = 10.0
@@ -73,10 +74,12 @@ class Catalogue:
     """One replica's view of the tail of deltas and of merged windows. Lives on the tier's event loop."""
 
     def __init__(
-        self, bucket: Bucket, names: ObjectNames, clock: Clock, replica: str, join: Callable[[list[bytes]], bytearray]
-    ) -> None:
-        """`join`: several deltas as one."""
+        self, bucket: Bucket, names: ObjectNames, signer: Signer, clock: Clock, replica: str,
+        join: Callable[[list[bytes]], bytearray],
+    ) -> None:  # fmt: skip
+        """`join`: the bodies of several deltas as one."""
         self._bucket = bucket
+        self._signer = signer
         self._names = names
         self._clock = clock
         self._replica = replica
@@ -200,12 +203,13 @@ class Catalogue:
                     bodies.append(body)
                     total += len(body)
         if bodies:
-            await self._bucket.create(name, self._join(bodies), self._clock.wall())
+            await self._bucket.create(name, self._signer.sign(name, self._join(bodies)), self._clock.wall())
 
     async def _body(self, stat: Stat) -> bytes:
         raw = bytearray(min(stat.size, MERGED_BYTES_MAX))
         try:
-            return bytes(raw) if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is not None else b""
+            there = await self._bucket.read(stat.name, 0, [memoryview(raw)])
+            return self._signer.open(stat.name, raw) if there is not None else b""
         except CorruptError:
             return b""
 

@@ -1,4 +1,4 @@
-"""Deleting objects for good: by key, by scope, or all of a namespace."""
+"""Deleting objects for good: by key, by tenant, or all of a namespace."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
-from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.tiers.objects.bucket.protocol import Stat, first_page
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
-from kvtier.times import Wall
 
 
 class Remover:
@@ -29,8 +28,8 @@ class Remover:
         gone = await self._delete_holding(self._store.index.holding(keys), wanted)
         for scope in {scope_of_key(key) for key in wanted - gone}:
             async for page in self._list(self._store.names.scope(scope)):
-                unknown = [(last, stat.size) for last, stat in page if self._store.index.get(last) is None]
-                found = await asyncio.gather(*(self._store.inspect(last, size) for last, size in unknown))
+                unknown = [stat for stat in page if self._store.named(stat.name) is None]
+                found = await asyncio.gather(*(self._store.inspect(stat.name, stat.size) for stat in unknown))
                 gone |= await self._delete_holding([entry for entry in found if entry is not None], wanted)
         return len(gone)
 
@@ -43,30 +42,36 @@ class Remover:
     async def everything(self) -> int:
         """Delete all blocks of the namespace, and its deltas."""
         blocks = 0
-        for hints in (self._store.names.deltas, self._store.names.merged):
+        names = self._store.names
+        for hints in (names.deltas, names.merged):
             async for page in self._store.bucket.list(hints):
                 await self._store.bucket.delete_many([stat.name for stat in page])
-        async for strides in self._list(self._store.names.root):
-            blocks += await self._delete(strides)
+        cursor: str = ""
+        while page := await first_page(self._store.bucket, names.units, cursor):
+            blocks += await self._delete([stat for stat in page if names.is_unit(stat.name)])
+            cursor = names.behind(page[-1].name)
         self._store.index.clear()
         return blocks
 
-    async def purge(self, scope: Scope, before: Wall) -> int:
-        """Store a tombstone, end the scope's pins, then delete the objects that the tombstone covers."""
-        await self._store.tombstones.put(scope, before)
-        await self._store.pins.purge(scope, before)
+    async def purge(self, scope: Scope) -> int:
+        """Write the purge of the scope's tenant to the log, end the tenant's pins, then delete all that lies under its
+        prefix but what this replica knows to be newer."""
+        await self._store.purges.append(scope)
+        await self._store.pins.purge()
         blocks = 0
-        async for page in self._list(self._store.names.scope(scope)):
-            purged = await asyncio.gather(*(self._store.is_purged(last, stat.size) for last, stat in page))
-            blocks += await self._delete([each for each, gone in zip(page, purged, strict=True) if gone])
-        await self._store.tombstones.drop_older(scope, before)
+        async for page in self._list(self._store.names.tenant(scope)):
+            blocks += await self._delete([stat for stat in page if not self._is_newer(stat.name)])
         return blocks
 
-    async def _delete(self, strides: Sequence[tuple[BlockKey, Stat]]) -> int:
-        await self._store.delete([last for last, _ in strides])
-        return sum(self._store.blocks_in(stat.size) for _, stat in strides)
+    def _is_newer(self, name: str) -> bool:
+        known = self._store.named(name)
+        return known is not None and not self._store.purges.covers(known.frame.scope, known.frame.position)
 
-    async def _list(self, prefix: str) -> AsyncIterator[list[tuple[BlockKey, Stat]]]:
-        """The strides below `prefix`, page by page: last block, and the listing's description of the object."""
+    async def _delete(self, units: Sequence[Stat]) -> int:
+        await self._store.delete_named([stat.name for stat in units])
+        return sum(self._store.blocks_in(stat.size) for stat in units)
+
+    async def _list(self, prefix: str) -> AsyncIterator[list[Stat]]:
+        """The units below `prefix`, page by page."""
         async for page in self._store.bucket.list(prefix):
-            yield [(last, stat) for stat in page if (last := self._store.names.parse_stride(stat.name)) is not None]
+            yield [stat for stat in page if self._store.names.is_unit(stat.name)]

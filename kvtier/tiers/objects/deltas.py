@@ -1,14 +1,14 @@
 """Deltas: small objects in which each replica lists the objects it wrote, so that the rest find them without probes.
 
-    {prefix}/{namespace hex}/delta/{µs hex}-{replica hex}     named by its writer's wall time
+    {prefix}/ctl/{ns}/delta/{µs hex}-{replica hex}     named by its writer's wall time
 
     offset size
     0      8     magic "KVTDELTA"
-    8      2     version (1)
+    8      2     version (2)
     10     2     zero
     12     4     count of entries
     …            per object: header length u32 ‖ etag length u16 ‖ last use f64 ‖ header without its zero end ‖ etag
-    …      16    XXH3-128 of everything before
+    …      24    signature (kvtier.tiers.objects.signed)
 
 All integers little-endian. Hints only: a read verifies. They are listed with start-after, from OVERLAP_S before the
 youngest name seen, since writers' clocks differ, and deleted after KEEP_S. Names further in the future than OVERLAP_S
@@ -18,14 +18,16 @@ are not believed. A delta may be empty: the server's stamp on it tells its write
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from kvtier.checksum import DIGEST_BYTES, digest_of
+from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
+from kvtier.keyring import Keyring, UnknownKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat
@@ -33,10 +35,11 @@ from kvtier.tiers.objects.catalogue import Catalogue, stamp_us, window_of
 from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.tiers.objects.signed import Signer
 from kvtier.times import Mono
 
 MAGIC = b"KVTDELTA"
-VERSION = 1
+VERSION = 2
 ENTRIES_MAX = 1024
 ENTRIES_MERGED_MAX = 16 << 10
 DELTA_BYTES_MAX = 8 << 20
@@ -84,24 +87,27 @@ _HEAD = struct.Struct("<8sHHI")
 _ENTRY = struct.Struct("<IHd")
 
 
-def encode(entries: Sequence[ObjectEntry]) -> bytearray:
-    """At most ENTRIES_MAX entries as one delta. Pure."""
-    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(entries)))
+def encode(entries: Sequence[ObjectEntry], keyring: Keyring) -> bytearray:
+    """At most ENTRIES_MAX entries as the body of one delta; those whose key is not accepted any more are left out."""
+    rows = []
     for entry in entries:
-        header, etag = entry.frame.encode().rstrip(b"\0"), entry.etag.encode()
+        with contextlib.suppress(UnknownKey):
+            rows.append((entry, entry.frame.encode(keyring).rstrip(b"\0"), entry.etag.encode()))
+    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(rows)))
+    for entry, header, etag in rows:
         out += _ENTRY.pack(len(header), len(etag), entry.life.last_use) + header + etag
-    return out + digest_of([out])
+    return out
 
 
-def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
+def parse(raw: bytes | bytearray, namespace: bytes, keyring: Keyring) -> Iterator[ObjectEntry]:
     """The inverse, for objects of `namespace`, lazily: some ten microseconds each. Raises CorruptError for anything
     `encode` cannot have written."""
-    if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
-        raise CorruptError("a delta that does not match its checksum")
+    if len(raw) < _HEAD.size:
+        raise CorruptError("a delta without a head")
     magic, version, zero, count = _HEAD.unpack_from(raw)
     if magic != MAGIC or version != VERSION or zero or count > ENTRIES_MERGED_MAX:
         raise CorruptError("no delta of this version")
-    view, offset = memoryview(raw)[:-DIGEST_BYTES], _HEAD.size
+    view, offset = memoryview(raw), _HEAD.size
     for _ in range(count):
         if offset + _ENTRY.size > len(view):
             raise CorruptError("a delta that ends inside an entry")
@@ -112,7 +118,7 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
         header = bytes(view[start : start + header_length])
         # Restores the zeros that were cut off: the header has a count of its blocks, which fixes its length.
         blocks = int.from_bytes(header[10:12], "little")
-        frame = decode(header.ljust(header_bytes_of(min(blocks, 1024)), b"\0"))
+        frame = decode(header.ljust(header_bytes_of(min(blocks, 1024)), b"\0"), keyring)
         if frame.namespace != namespace:
             raise CorruptError("a delta of another namespace")
         etag = bytes(view[start + header_length : offset]).decode("ascii", "replace")
@@ -121,13 +127,11 @@ def parse(raw: bytes | bytearray, namespace: bytes) -> Iterator[ObjectEntry]:
 
 
 def join(deltas: Sequence[bytes]) -> bytearray:
-    """The entries of several deltas as one, in their order, each object's last; a delta that is damaged is left out. Of
-    more than ENTRIES_MERGED_MAX the last are kept. Nothing in the entries is parsed. Pure."""
+    """The bodies of several deltas as one, in their order, each object's last. Of more than ENTRIES_MERGED_MAX entries
+    the last are kept. Nothing in the entries is parsed. Pure."""
     entries: dict[bytes, bytes] = {}
     for raw in deltas:
-        view = raw[_HEAD.size : -DIGEST_BYTES]
-        if len(raw) < _HEAD.size + DIGEST_BYTES or digest_of([raw[:-DIGEST_BYTES]]) != raw[-DIGEST_BYTES:]:
-            continue
+        view = raw[_HEAD.size :]
         offset = 0
         while offset + _ENTRY.size <= len(view):
             header_length, etag_length, _ = _ENTRY.unpack_from(view, offset)
@@ -137,16 +141,19 @@ def join(deltas: Sequence[bytes]) -> bytearray:
             header = view[start : start + header_length]
             entries[digest_of([header])] = view[start - _ENTRY.size : offset]
     kept = list(entries.values())[-ENTRIES_MERGED_MAX:]
-    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(kept)) + b"".join(kept))
-    return out + digest_of([out])
+    return bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(kept)) + b"".join(kept))
 
 
 class Deltas:
     """One replica's deltas: collects and publishes its own, and reads those of the rest into the index."""
 
-    def __init__(self, bucket: Bucket, names: ObjectNames, index: ObjectIndex, stride: int, clock: Clock) -> None:
+    def __init__(
+        self, bucket: Bucket, names: ObjectNames, keyring: Keyring, index: ObjectIndex, stride: int, clock: Clock
+    ) -> None:
         """`stride`: entries of another one are ignored."""
         self._bucket = bucket
+        self._keyring = keyring
+        self._signer = Signer(keyring, names.root)
         self._names = names
         self._index = index
         self._stride = stride
@@ -162,7 +169,7 @@ class Deltas:
         self._windows: deque[Stat] = deque()  # merged, to be read
         self._poll_s = POLL_S
         self._replicas = 1
-        self._catalogue = Catalogue(bucket, names, clock, self._replica, join)
+        self._catalogue = Catalogue(bucket, names, self._signer, clock, self._replica, join)
         self.received = 0  # entries indexed from deltas
 
     def add(self, entry: ObjectEntry) -> None:
@@ -192,7 +199,8 @@ class Deltas:
         name = f"{self._names.deltas}{round(self._clock.wall() * 1e6):016x}-{self._replica}"
         try:
             self._remember(name)
-            await self._bucket.create(name, encode(entries), self._clock.wall())
+            body = encode(entries, self._keyring)
+            await self._bucket.create(name, self._signer.sign(name, body), self._clock.wall())
             self._last_published = (name, self._published)
         except BaseException:
             self._pending = [*entries, *self._pending][-ENTRIES_MAX:]
@@ -287,7 +295,8 @@ class Deltas:
         try:
             if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
                 return
-            for count, entry in enumerate(parse(raw, self._names.namespace)):
+            body = self._signer.open(stat.name, raw)
+            for count, entry in enumerate(parse(body, self._names.namespace, self._keyring)):
                 fits = entry.frame.depth % self._stride == 0 and entry.blocks <= self._stride
                 if fits and self._index.get(entry.last) is None:
                     self._index.put(entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -52,9 +52,12 @@ class ObjectEntry:
 
 
 class ObjectIndex:
-    """Entries by first and by last block. Thread-safe; every verb takes microseconds."""
+    """Entries by first and by last block, and by name. Thread-safe; every verb takes microseconds."""
 
-    def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
+    def __init__(self, entries_max: int = ENTRIES_MAX, fingerprint: Callable[[BlockKey], int] = hash) -> None:
+        """`fingerprint`: eight bytes of the name of the object with this last block."""
+        self._fingerprint = fingerprint
+        self._by_name: dict[int, BlockKey] = {}
         self._lock = threading.Lock()
         self._entries_max = entries_max
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
@@ -75,6 +78,7 @@ class ObjectIndex:
                     entry = replace(entry, life=Lifetime(newer, entry.life.stamps))
                 self._remove(last)
             self._by_last[last] = entry
+            self._by_name[self._fingerprint(last)] = last
             self._by_first.setdefault(entry.first, []).append(last)
             self._blocks += entry.blocks
             self._bytes += entry.size
@@ -98,6 +102,7 @@ class ObjectIndex:
         lasts.remove(last)
         if not lasts:
             del self._by_first[entry.first]
+        self._by_name.pop(self._fingerprint(last), None)
         self._blocks -= entry.blocks
         self._bytes -= entry.size
 
@@ -105,6 +110,12 @@ class ObjectIndex:
         """The object whose last block is `last`."""
         with self._lock:
             return self._by_last.get(last)
+
+    def named(self, fingerprint: int) -> ObjectEntry | None:
+        """The object whose name has this fingerprint."""
+        with self._lock:
+            last = self._by_name.get(fingerprint)
+            return None if last is None else self._by_last[last]
 
     def find(self, first: BlockKey, key: BlockKey, depth: int) -> ObjectEntry | None:
         """The longest known object that begins with the block `first` and holds `key` at `depth` of the chain."""
@@ -169,6 +180,7 @@ class ObjectIndex:
         with self._lock:
             self._by_last.clear()
             self._by_first.clear()
+            self._by_name.clear()
             self._absent.clear()
             self._unrecorded.clear()
             self._blocks = self._bytes = 0
@@ -183,6 +195,7 @@ class ObjectIndex:
             entries = list(self._by_last.values())
             assert self._blocks == sum(entry.blocks for entry in entries), "block count drifted"
             assert self._bytes == sum(entry.size for entry in entries), "byte count drifted"
+            assert {*self._by_name.values()} == {*self._by_last}, "names and entries disagree"
             assert sum(len(lasts) for lasts in self._by_first.values()) == len(entries), "index halves disagree"
             for last, entry in self._by_last.items():
                 assert entry.last == last and last in self._by_first[entry.first], "entry under another's name"

@@ -1,91 +1,90 @@
 """Names of the objects in a bucket.
 
-{prefix}/{namespace hex}/{scope hex}/{hh}/{hash hex}     a stride, named by the hash of its last block;
-                                                         hh = the first two digits of that hash
-{prefix}/{namespace hex}/delta/{µs hex}-{replica hex}    a list of objects written (kvtier.tiers.objects.deltas)
-{prefix}/{namespace hex}/merged/…                        deltas merged by time (kvtier.tiers.objects.catalogue)
-{prefix}/{namespace hex}/pins/{hash of the name}         a pin (kvtier.tiers.objects.pins)
-{prefix}/{namespace hex}/purged/{scope hex}-{µs hex}     a tombstone: blocks of the scope made until then are purged
+{prefix}/units/{tenant}/{ns}/{variant}/{hh}/{unit}      a unit, named by its last block; hh = its first two digits
+{prefix}/ctl/{ns}/catalogue/…                           deltas merged by time (kvtier.tiers.objects.catalogue)
+{prefix}/ctl/{ns}/delta/{µs hex}-{replica hex}          a list of objects written (kvtier.tiers.objects.deltas)
+{prefix}/ctl/{ns}/log/{number, 16 digits}               an entry of the purge log (kvtier.tiers.objects.purge_log)
+{prefix}/ctl/{ns}/pins/{hash of the name}               a pin (kvtier.tiers.objects.pins)
+
+Tenant, namespace, variant and unit are keyed by the keyring's name key (`Keyring.name`): whoever lists the bucket sees
+counts, sizes and times, and can test no guess of a prompt or a salt. Without a keyring the key is one that everybody
+knows. A tenant is the first half of a scope, so all that a tenant stored in a namespace has one prefix, whatever
+adapters it used. Releases that wrote `{prefix}/{namespace}/…` neither see these objects nor are theirs seen.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import re
+from functools import lru_cache
 
-from kvtier.identity.hashing import HASH_BYTES
-from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
-from kvtier.times import Wall
+from kvtier.identity.keys import BlockKey, Scope, scope_of_key, tenant_of
+from kvtier.keyring import Keyring
+
+_UNIT = re.compile(r"[0-9a-f]{32}/([0-9a-f]{32})/[0-9a-f]{32}/([0-9a-f]{2})/(?=\2)[0-9a-f]{64}")
+_NUMBER = re.compile(r"[0-9a-f]{16}")
 
 
-@dataclass(frozen=True, slots=True)
 class ObjectNames:
-    """The names of one namespace below `prefix` ("" or without slashes at its ends)."""
+    """The names of one namespace below `prefix` ("" or without slashes at its ends). Immutable."""
 
-    prefix: str
-    namespace: bytes
+    def __init__(self, prefix: str, namespace: bytes, keyring: Keyring) -> None:
+        self.namespace = namespace
+        self._keyring = keyring
+        self.root = f"{prefix}/" if prefix else ""
+        self.units = f"{self.root}units/"
+        self._namespace = keyring.name("namespace", namespace)
+        control = f"{self.root}ctl/{self._namespace}/"
+        self.control = control
+        self.merged = f"{control}catalogue/"
+        self.deltas = f"{control}delta/"
+        self.log = f"{control}log/"
+        self.pins = f"{control}pins/"
+        self.scope = lru_cache(maxsize=4096)(self._scope)
 
-    @property
-    def root(self) -> str:
-        """Common start of all names of the namespace, slash included."""
-        return f"{self.prefix}/{self.namespace.hex()}/" if self.prefix else f"{self.namespace.hex()}/"
+    def tenant(self, scope: Scope) -> str:
+        """Common start of the names of all units of the scope's tenant in this namespace, slash included."""
+        return f"{self.units}{self._keyring.name('tenant', tenant_of(scope))}/{self._namespace}/"
 
-    def scope(self, scope: Scope) -> str:
-        """Common start of the names of the scope's strides, slash included."""
-        return f"{self.root}{scope.hex()}/"
+    def _scope(self, scope: Scope) -> str:
+        """Common start of the names of the scope's units, slash included."""
+        return f"{self.tenant(scope)}{self._keyring.name('variant', scope)}/"
 
-    def stride(self, last: BlockKey) -> str:
+    def unit(self, last: BlockKey) -> str:
         """The object whose last block is `last`."""
-        digest = last[SCOPE_BYTES:].hex()
-        return f"{self.scope(scope_of_key(last))}{digest[:2]}/{digest}"
+        digits = self._keyring.name("unit", self.namespace + last, 32)
+        return f"{self.scope(scope_of_key(last))}{digits[:2]}/{digits}"
 
-    def parse_stride(self, name: str) -> BlockKey | None:
-        """The last block of the object called `name`; None if `stride` cannot have made the name."""
-        parts = name.removeprefix(self.root).split("/")
-        if len(parts) != 3 or len(parts[0]) != 2 * SCOPE_BYTES or len(parts[2]) != 2 * HASH_BYTES:
-            return None
-        try:
-            return BlockKey(bytes.fromhex(parts[0]) + bytes.fromhex(parts[2])) if parts[2][:2] == parts[1] else None
-        except ValueError:
-            return None
+    def fingerprint(self, last: BlockKey) -> int:
+        """Eight bytes of the unit's name; `fingerprint_of` finds them in the name."""
+        return int(self._keyring.name("unit", self.namespace + last, 32)[:16], 16)
 
-    @property
-    def deltas(self) -> str:
-        return f"{self.root}delta/"
-
-    @property
-    def merged(self) -> str:
-        return f"{self.root}merged/"
-
-    @property
-    def control(self) -> str:
-        """Every name of a pin or tombstone sorts behind this, and no name of the namespace behind those."""
-        return f"{self.root}p"
+    def is_unit(self, name: str) -> bool:
+        """Whether `unit` can have made the name, for some block of this namespace."""
+        match = _UNIT.fullmatch(name.removeprefix(self.units)) if name.startswith(self.units) else None
+        return match is not None and match[1] == self._namespace
 
     def behind(self, name: str) -> str:
-        """Where a walk over strides goes on after `name`: behind the deltas if it is one, "" if no stride follows."""
-        if name.startswith(self.deltas):
-            return f"{self.deltas[:-1]}0"  # "0" is the character behind the slash
-        return "" if name > f"{self.root}g" else name
+        """Where a walk over this namespace's units goes on after `name`: units of other namespaces are passed over."""
+        tenant, _, rest = name.removeprefix(self.units).partition("/")
+        namespace = rest.partition("/")[0]
+        if namespace < self._namespace:
+            return f"{self.units}{tenant}/{self._namespace}/"
+        return name if namespace == self._namespace else f"{self.units}{tenant}0"  # "0" is the character behind "/"
 
-    @property
-    def pins(self) -> str:
-        return f"{self.root}pins/"
+    def pin(self, name: str) -> str:
+        """The pin of that name."""
+        return f"{self.pins}{self._keyring.name('pin', self.namespace + name.encode())}"
 
-    @property
-    def tombstones(self) -> str:
-        return f"{self.root}purged/"
+    def entry(self, number: int) -> str:
+        """An entry of the purge log."""
+        return f"{self.log}{number:016x}"
 
-    def tombstone(self, scope: Scope, before: Wall) -> str:
-        """The tombstone of blocks that `scope` made until wall time `before`, rounded up to a microsecond."""
-        return f"{self.tombstones}{scope.hex()}-{math.ceil(before * 1e6):016x}"
+    def parse_entry(self, name: str) -> int | None:
+        """The inverse; None if `entry` cannot have made the name."""
+        digits = name.removeprefix(self.log)
+        return int(digits, 16) if name.startswith(self.log) and _NUMBER.fullmatch(digits) else None
 
-    def parse_tombstone(self, name: str) -> tuple[Scope, Wall] | None:
-        """The inverse; None if `tombstone` cannot have made the name."""
-        scope, _, stamp = name.removeprefix(self.tombstones).partition("-")
-        try:
-            if len(scope) != 2 * SCOPE_BYTES or len(stamp) != 16:
-                return None
-            return Scope(bytes.fromhex(scope)), Wall(int(stamp, 16) / 1e6)
-        except ValueError:
-            return None
+
+def fingerprint_of(name: str) -> int:
+    """`ObjectNames.fingerprint` by the name of a unit. Pure."""
+    return int(name.rpartition("/")[2][:16], 16)

@@ -1,21 +1,21 @@
 """Named pins as objects: pinned blocks are served and kept until their pin ends, whatever their other terms.
 
-    {prefix}/{namespace hex}/pins/{first 32 hex digits of SHA-256 of the name}
+    {prefix}/ctl/{ns}/pins/{keyed digest of the name, 32 digits}
 
-One object per pin, the bytes of `kvtier.retention.pins.encode`. They are listed with the tombstones, and those that
+One object per pin, the bytes of `kvtier.retention.pins.encode`, signed. They are listed with the purges, and those that
 are new are read beside the callers: only who finds an object expired waits for them. A purge ends the pins of its
-scope.
+tenant.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, InvalidRequest
-from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.retention import pins as codec
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.pins import PINS_MAX, Pin
@@ -23,6 +23,8 @@ from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.tiers.objects.purge_log import TenantLog
+from kvtier.tiers.objects.signed import Signer
 from kvtier.times import Wall
 
 PIN_BYTES_MAX = 16 << 20
@@ -40,8 +42,10 @@ READS_AT_ONCE = 16
 class SharedPins:
     """The namespace's pins, as last read."""
 
-    def __init__(self, bucket: Bucket, names: ObjectNames, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, names: ObjectNames, signer: Signer, purges: TenantLog, clock: Clock) -> None:
         self._bucket = bucket
+        self._purges = purges
+        self._signer = signer
         self._names = names
         self._clock = clock
         self._known: dict[str, tuple[str, Pin]] = {}
@@ -68,7 +72,8 @@ class SharedPins:
     def list(self) -> list[Pin]:
         """The pins that have not ended, by name."""
         now = self._clock.wall()
-        return sorted((pin for _, pin in self._known.values() if pin.until > now), key=lambda pin: pin.name)
+        alive = (pin for _, pin in self._known.values() if pin.until > now and not self._is_purged(pin))
+        return sorted(alive, key=lambda pin: pin.name)
 
     def take(self, listed: Sequence[Stat]) -> None:
         """The pins that are among the listed objects, and no others, are in the bucket: those that are new or changed
@@ -119,7 +124,7 @@ class SharedPins:
         try:
             if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
                 return None
-            pins = codec.decode(bytes(raw))
+            pins = codec.decode(self._signer.open(stat.name, raw))
         except CorruptError:
             return None
         right = len(pins) == 1 and self._name(pins[0].name) == stat.name
@@ -142,12 +147,13 @@ class SharedPins:
     async def put(self, pin: Pin) -> None:
         """Create a pin, or replace the one of that name. Raises InvalidRequest or TierError."""
         codec.check_name(pin.name)
-        raw = bytearray(codec.encode([pin]))
+        pin = replace(pin, position=self._purges.position)
+        name = self._name(pin.name)
+        raw = self._signer.sign(name, codec.encode([pin]))
         if not pin.chain or len(raw) > PIN_BYTES_MAX:
             raise InvalidRequest(f"pin {pin.name!r}: {len(pin.chain)} blocks; one pin has 1 … {PIN_BYTES_MAX // 50}")
         if not pin.until - pin.created <= PIN_S_MAX:
             raise InvalidRequest(f"pin {pin.name!r}: ttl must be at most {PIN_S_MAX:.0f} s")
-        name = self._name(pin.name)
         stat = await self._bucket.replace(name, raw, self._clock.wall(), None)
         self._unread.pop(name, None)
         self._set({**self._known, name: (stat.etag if stat is not None else "", pin)})
@@ -161,20 +167,20 @@ class SharedPins:
         self._set({at: known for at, known in self._known.items() if at != place})
         return there
 
-    async def purge(self, scope: Scope, before: Wall) -> None:
-        """End the scope's pins that were made until wall time `before`. Raises TierError."""
+    async def purge(self) -> None:
+        """Delete the pins of purged tenants that were made before the purge. Raises TierError."""
         await self.settle()
-        ended = [
-            at for at, (_, pin) in self._known.items() if scope_of_key(pin.chain[0]) == scope and pin.created <= before
-        ]
-        await self._drop(ended)
+        await self._drop([at for at, (_, pin) in self._known.items() if self._is_purged(pin)])
+
+    def _is_purged(self, pin: Pin) -> bool:
+        return self._purges.covers(scope_of_key(pin.chain[0]), pin.position)
 
     async def sweep(self) -> int:
         """Delete pins that have ended; returns how many."""
         now = deletion_time(self._clock)
         if now is None:
             return 0
-        ended = [at for at, (_, pin) in self._known.items() if pin.until <= now]
+        ended = [at for at, (_, pin) in self._known.items() if pin.until <= now or self._is_purged(pin)]
         await self._drop(ended)
         return len(ended)
 
@@ -183,4 +189,4 @@ class SharedPins:
         self._set({at: known for at, known in self._known.items() if at not in objects})
 
     def _name(self, name: str) -> str:
-        return f"{self._names.pins}{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        return self._names.pin(name)

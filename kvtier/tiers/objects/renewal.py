@@ -7,13 +7,15 @@ import contextlib
 import math
 from dataclasses import replace
 
-from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
+from kvtier.keyring import Keyring, UnknownKey
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.tiers.objects.payload import is_right
+from kvtier.tiers.objects.uses import UseProofs
 from kvtier.times import Wall
 
 RENEWALS = 4
@@ -25,8 +27,13 @@ _SLICE = 500
 class Renewer:
     """Renews objects of one namespace. `renewed`: how many. Lives on the tier's event loop."""
 
-    def __init__(self, bucket: RetryingBucket, names: ObjectNames, index: ObjectIndex, clock: Clock) -> None:
+    def __init__(
+        self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, index: ObjectIndex, clock: Clock
+    ) -> None:
         self._bucket = bucket
+        self._keyring = keyring
+        self._proofs = UseProofs(keyring, names.root)
+        self._copies = bucket.renewable and (bucket.keeps_proof or not keyring.trusted)
         self._names = names
         self._index = index
         self.renewed = 0
@@ -60,10 +67,10 @@ class Renewer:
     async def renew(self, entry: ObjectEntry, used: Wall) -> None:
         """Record a use: by a copy of the object onto itself, or by rewriting it. Raises TierError."""
         async with self._renewals:
-            if self._bucket.renewable:
-                stat = await self._bucket.renew(self._names.stride(entry.last), entry.etag, used)
-            else:
-                stat = await self._rewrite(entry, used)
+            try:
+                stat = await (self._copy(entry, used) if self._copies else self._rewrite(entry, used))
+            except UnknownKey:
+                stat = None
         if stat is None or stat.size != entry.size:
             self._index.drop(entry.last)
             return
@@ -71,9 +78,13 @@ class Renewer:
         self._index.put(replace(entry, etag=stat.etag, renewed=used))
         self._index.mark_recorded(entry.last, used)
 
+    async def _copy(self, entry: ObjectEntry, used: Wall) -> Stat | None:
+        name = self._names.unit(entry.last)
+        return await self._bucket.renew(name, entry.etag, self._proofs.prove(name, entry.frame, used))
+
     async def _rewrite(self, entry: ObjectEntry, used: Wall) -> Stat | None:
         """Replace the header by one with the entry's life; None if this version is not there, or damaged."""
-        name, data = self._names.stride(entry.last), bytearray(entry.size)
+        name, data = self._names.unit(entry.last), bytearray(entry.size)
         view = memoryview(data)
         try:
             there = await self._bucket.read(name, 0, [view])
@@ -81,9 +92,9 @@ class Renewer:
             return None
         if there is None or there.etag != entry.etag:
             return None
-        for index, digest in enumerate(entry.frame.digests):
-            if not checksum.matches(digest, [view[slice(*entry.frame.span(index, index + 1))]]):
+        for index in range(entry.blocks):
+            if not is_right(entry.frame, self._keyring, index, [view[slice(*entry.frame.span(index, index + 1))]]):
                 return None
-        header = replace(entry.frame, life=entry.life).encode()
+        header = replace(entry.frame, life=entry.life).encode(self._keyring)
         data[: len(header)] = header
         return await self._bucket.replace(name, data, used, entry.etag)

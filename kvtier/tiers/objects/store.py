@@ -1,8 +1,8 @@
 """Single objects in a bucket: read and verify, create or extend, delete. Chains are known above this.
 
 An object that fails its check is read a second time before it counts as damaged, and then deleted in exactly the
-version that was read, if it is a frame of this version. Any other object is foreign: a miss, and left as it is. Every
-object seen goes into the index.
+version that was read, if its header is authentic. Any other object is foreign: a miss with its reason, and left as it
+is. Every object seen goes into the index.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvtier import checksum
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, scope_of_key
+from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import FUTURE_S, Lifetime
 from kvtier.retention.pins import PINS_MAX
 from kvtier.retention.terms import Depth
@@ -34,11 +34,14 @@ from kvtier.tiers.objects.frame import (
     header_bytes_of,
 )
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
-from kvtier.tiers.objects.names import ObjectNames
+from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
+from kvtier.tiers.objects.payload import is_right, make_unit
 from kvtier.tiers.objects.pins import SharedPins
+from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.renewal import Renewer
+from kvtier.tiers.objects.signed import Signer
 from kvtier.tiers.objects.strides import runs
-from kvtier.tiers.objects.tombstones import Tombstones
+from kvtier.tiers.objects.uses import UseProofs
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Wall
@@ -56,20 +59,23 @@ REWRITES_MAX = 3
 
 class ObjectStore:
     """The objects of one namespace, on one event loop and within `limits`; probes may be four times as many as
-    transfers. `deltas`, `pins` and `tombstones` are kept fresh by the tier."""
+    transfers. `deltas`, `pins` and `purges` are kept fresh by the tier."""
 
     def __init__(
-        self, bucket: RetryingBucket, names: ObjectNames, block_bytes: int, stride: int, clock: Clock,
-        limits: BucketLimits,
+        self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, block_bytes: int, stride: int,
+        clock: Clock, limits: BucketLimits,
     ) -> None:  # fmt: skip
         self.bucket = bucket
         self.names = names
         self.stride = stride
-        self.index = ObjectIndex()
-        self.deltas = Deltas(bucket, names, self.index, stride, clock)
-        self.pins = SharedPins(bucket, names, clock)
-        self.tombstones = Tombstones(bucket, names, clock)
-        self.renewer = Renewer(bucket, names, self.index, clock)
+        self.index = ObjectIndex(fingerprint=names.fingerprint)
+        signer = Signer(keyring, names.root)
+        self.deltas = Deltas(bucket, names, keyring, self.index, stride, clock)
+        self.purges = TenantLog(bucket, names, signer, clock)
+        self.pins = SharedPins(bucket, names, signer, self.purges, clock)
+        self.renewer = Renewer(bucket, names, keyring, self.index, clock)
+        self._keyring = keyring
+        self._proofs = UseProofs(keyring, names.root)
         self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
         self.foreign = 0  # times that a foreign object was met
         self._block_bytes = block_bytes
@@ -83,18 +89,21 @@ class ObjectStore:
 
     def miss_of(self, entry: ObjectEntry, wall_s: Wall) -> Miss | None:
         """Why the object may not be served at `wall_s`; None if it may. Pure."""
-        if self.tombstones.cover(entry.frame.scope, entry.frame.life.born):
+        if self.purges.covers(entry.frame.scope, entry.frame.position):
             return Miss.PURGED
         alive = entry.life.servable(Depth.G4, wall_s) or self.pins.cover(entry, wall_s)
         return None if alive else Miss.EXPIRED
 
     async def refresh(self) -> None:
-        """List tombstones and pins, in one listing; `pins.settle` reads the pins. Raises TierError."""
-        listed: list[Stat] = []
-        async for page in self.bucket.list(self.names.control, self.names.control):
-            self.tombstones.take(page)
-            listed += [stat for stat in page if stat.name.startswith(self.names.pins)][: PINS_MAX - len(listed)]
-        self.pins.take(listed)
+        """List purges and pins, in one listing, and read new purges; `pins.settle` reads the pins. Raises TierError."""
+        purges: list[Stat] = []
+        pins: list[Stat] = []
+        known = self.purges.position
+        async for page in self.bucket.list(self.names.control, self.purges.after):
+            purges += [stat for stat in page if stat.name.startswith(self.names.log)]
+            pins += [stat for stat in page if stat.name.startswith(self.names.pins)][: PINS_MAX - len(pins)]
+        await self.purges.take(purges, known)
+        self.pins.take(pins)
 
     async def settled_miss_of(self, entry: ObjectEntry) -> Miss | None:
         """`miss_of` now; an object that seems expired waits for the pins that are not read yet."""
@@ -107,7 +116,7 @@ class ObjectStore:
 
     def dead_at(self, entry: ObjectEntry, wall_s: Wall) -> bool:
         """Whether the object was purged, or had ended for good by `wall_s`. Pure."""
-        if self.tombstones.cover(entry.frame.scope, entry.frame.life.born):
+        if self.purges.covers(entry.frame.scope, entry.frame.position):
             return True
         return entry.life.ends(Depth.G4) < wall_s and not self.pins.cover(entry, wall_s)
 
@@ -118,14 +127,14 @@ class ObjectStore:
         foreign, or was damaged twice in a row, and then it is deleted. Raises TierError."""
         try:
             return await self._header(keys, depth)
-        except ForeignFrame:
-            self._note_foreign(keys[-1])
+        except ForeignFrame as other:
+            self._note_foreign(keys[-1], other)
             return None
 
-    def _note_foreign(self, last: BlockKey) -> None:
+    def _note_foreign(self, last: BlockKey, other: ForeignFrame) -> None:
         self.foreign += 1
         self.index.drop(last)
-        self.index.put_absent(last, self._clock.monotonic() + ABSENT_S, Miss.FOREIGN)
+        self.index.put_absent(last, self._clock.monotonic() + ABSENT_S, other.miss)
 
     async def _header(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
         """`probe`, which raises ForeignFrame for a foreign object."""
@@ -134,11 +143,11 @@ class ObjectStore:
             raw = bytearray(header_bytes_of(len(keys)))
             try:
                 async with self._probes:
-                    stat = await self.bucket.read(self.names.stride(keys[-1]), 0, [memoryview(raw)])
+                    stat = await self.bucket.read(self.names.unit(keys[-1]), 0, [memoryview(raw)])
                 if stat is None:
                     self.index.drop(keys[-1])
                     return None
-                entry = self._checked(decode(memoryview(raw)), stat, keys, depth)
+                entry = self._checked(decode(memoryview(raw), self._keyring), stat, keys, depth)
             except ForeignFrame as other:
                 other.etag = stat.etag if stat is not None else ""
                 raise
@@ -149,33 +158,23 @@ class ObjectStore:
         await self._condemn(keys, depth, stat.etag if stat is not None else None)
         return None
 
-    async def inspect(self, last: BlockKey, size: int) -> ObjectEntry | None:
-        """The object named by `last`, of which a listing gave the size, by its header; None if it is gone or damaged.
-        Changes neither bucket nor index. Raises TierError."""
+    async def inspect(self, name: str, size: int) -> ObjectEntry | None:
+        """The object of this name, of which a listing gave the size, by its header; None if it is gone, damaged or not
+        ours. Changes neither bucket nor index. Raises TierError."""
+        raw = bytearray(min(size, header_bytes_of(self.stride)))
         with contextlib.suppress(CorruptError):
-            return await self._inspect(last, size)
+            async with self._probes:
+                stat = await self.bucket.read(name, 0, [memoryview(raw)])
+            if stat is None:
+                return None
+            frame = decode(memoryview(raw), self._keyring)
+            if self.names.unit(frame.keys[-1]) == name:
+                return self._checked(frame, stat, frame.keys, frame.depth)
         return None
 
-    async def _inspect(self, last: BlockKey, size: int) -> ObjectEntry | None:
-        raw = bytearray(min(size, header_bytes_of(self.stride)))
-        async with self._probes:
-            stat = await self.bucket.read(self.names.stride(last), 0, [memoryview(raw)])
-        if stat is None:
-            return None
-        frame = decode(memoryview(raw))
-        keys = frame.keys
-        if keys[-1] != last:
-            raise ForeignFrame("another object's frame under this name")
-        return self._checked(frame, stat, keys, frame.depth)
-
-    async def is_purged(self, last: BlockKey, size: int) -> bool:
-        """Whether a tombstone covers the object; one that cannot be read counts as covered."""
-        known = self.index.get(last)
-        try:
-            entry = known if known is not None else await self._inspect(last, size)
-        except CorruptError:
-            return True
-        return entry is not None and self.tombstones.cover(entry.frame.scope, entry.frame.life.born)
+    def named(self, name: str) -> ObjectEntry | None:
+        """The object of this name in the index."""
+        return self.index.named(fingerprint_of(name))
 
     def _checked(self, frame: Frame, stat: Stat, keys: Sequence[BlockKey], depth: int) -> ObjectEntry:
         """The entry of an object with this header. Raises ForeignFrame unless it holds just `keys` from `depth` on, and
@@ -186,8 +185,9 @@ class ObjectStore:
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
         # A use from the future was recorded by a clock that is wrong, or forged: it would keep the object for ever.
-        recorded = stat.used is not None and stat.used <= self._clock.wall() + FUTURE_S
-        used = stat.used if recorded and stat.used is not None else frame.life.last_use
+        used = frame.life.last_use
+        if stat.used is not None and stat.used <= self._clock.wall() + FUTURE_S:
+            used = max(stat.used, used) if self._proofs.believes(stat.name, frame, stat.used) else used
         life = Lifetime(used, frame.life.stamps)
         return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())
 
@@ -214,9 +214,9 @@ class ObjectStore:
             known, entry = None if attempt else entry, None
             try:
                 entry = await self._fill(keys, depth, known, pending)
-            except ForeignFrame:
-                self._note_foreign(keys[-1])
-                miss = Miss.FOREIGN
+            except ForeignFrame as other:
+                self._note_foreign(keys[-1], other)
+                miss = other.miss
                 break
             except CorruptError:
                 miss = Miss.CORRUPT
@@ -230,15 +230,15 @@ class ObjectStore:
                 continue  # another replica may have renewed it
             if entry is None or miss is not None:
                 break
-            results |= _verified(entry, pending)
+            results |= self._verified(entry, pending)
             if Miss.CORRUPT not in results.values():
                 return results
         else:
             try:
                 await self._condemn(keys, depth, entry.etag if entry is not None else None)
-            except ForeignFrame:
-                self._note_foreign(keys[-1])
-                miss = Miss.FOREIGN
+            except ForeignFrame as other:
+                self._note_foreign(keys[-1], other)
+                miss = other.miss
         return {target.index: miss for target in targets} if miss is not None else results
 
     async def _fill(
@@ -249,7 +249,7 @@ class ObjectStore:
 
         Neighbours are read in one request, all from the version of the header; CorruptError if another has replaced it.
         """
-        name = self.names.stride(keys[-1])
+        name = self.names.unit(keys[-1])
         into = {target.index: target.into for target in targets}
         reads = [(span[0], [view for at in range(*span) for view in into[at]]) for span in runs(sorted(into))]
         if entry is None:
@@ -259,7 +259,7 @@ class ObjectStore:
             if stat is None:
                 self.index.drop(keys[-1])
                 return None
-            entry = self._checked(decode(memoryview(raw)), stat, keys, depth)
+            entry = self._checked(decode(memoryview(raw), self._keyring), stat, keys, depth)
             self.index.put(entry)
         if await self.settled_miss_of(entry) is not None:
             return entry
@@ -292,12 +292,12 @@ class ObjectStore:
         while len(self._overwrite) > LIST_PAGE:
             del self._overwrite[next(iter(self._overwrite))]
         with contextlib.suppress(TierError):
-            await self.bucket.delete(self.names.stride(last), etag)
+            await self.bucket.delete(self.names.unit(last), etag)
 
     async def _damaged_version(self, keys: Sequence[BlockKey], depth: int) -> str | None:
         """The ETag of the object that is to hold `keys`, of which only the head is looked at; None if there is none.
         Raises ForeignFrame for a foreign one."""
-        name = self.names.stride(keys[-1])
+        name = self.names.unit(keys[-1])
         there = await self.bucket.head(name)
         if there is None:
             return None
@@ -306,8 +306,8 @@ class ObjectStore:
             if raw and await self.bucket.read(name, 0, [memoryview(raw)]) is None:
                 return None
             check_version(memoryview(raw))
-            if there.size >= HEADER_ALIGN:  # less is no whole frame of any stride
-                self._checked(decode(memoryview(raw)), there, keys, depth)
+            if there.size >= HEADER_ALIGN or self._keyring.trusted:  # less is no whole frame of any stride
+                self._checked(decode(memoryview(raw), self._keyring), there, keys, depth)
         except ForeignFrame as other:
             other.etag = there.etag
             raise
@@ -321,7 +321,7 @@ class ObjectStore:
         """The leading blocks that may lie in this tier: those behind one that may not would have no parent. Pure."""
         wall_s = self._clock.wall()
         for count, block in enumerate(blocks):
-            purged = self.tombstones.cover(scope_of_key(block.key), block.life.born)
+            purged = self.purges.covers(scope_of_key(block.key), block.position)
             if purged or not block.life.servable(Depth.G4, wall_s):
                 return blocks[:count]
         return blocks
@@ -352,11 +352,9 @@ class ObjectStore:
 
     async def _put(self, blocks: Sequence[Sealed], keys: Sequence[BlockKey], life: Lifetime) -> Stored:
         """Create the object, or replace the one that is there unless its life covers `life`."""
-        name, last = self.names.stride(keys[-1]), keys[-1]
-        hashes, digests = tuple(key[SCOPE_BYTES:] for key in keys), tuple(block.digest for block in blocks)
+        name, last = self.names.unit(keys[-1]), keys[-1]
         scope, depth = scope_of_key(last), blocks[0].index
-        frame = Frame(self.names.namespace, scope, depth, self._block_bytes, hashes, digests, life)
-        data = _encode(frame, blocks)
+        frame, data = make_unit(self.names.namespace, blocks, life, self._keyring)
         outcome = Stored.STORED
         for _ in range(REWRITES_MAX):
             if last in self._overwrite:
@@ -369,7 +367,7 @@ class ObjectStore:
                     there = await self._header(keys, depth)
                 except ForeignFrame as other:
                     self.foreign += 1
-                    if not other.junk:
+                    if not other.junk or self._keyring.trusted:
                         return Stored.REFUSED
                     stat = await self.bucket.replace(name, data, life.last_use, other.etag)
                     if stat is not None:
@@ -384,7 +382,7 @@ class ObjectStore:
                     # Both lives apply; the bytes become ours, since a frame holds one writer's.
                     life = there.life.join(life, self._clock.wall())
                     frame, outcome = replace(frame, life=life), Stored.PRESENT
-                    data = _encode(frame, blocks)
+                    data[: frame.header_bytes] = frame.encode(self._keyring)
                 elif self.ahead_s > FUTURE_S and not self.dead_at(there, Wall(self._clock.wall() - self.ahead_s)):
                     return Stored.REFUSED  # our clock is wrong: what we write instead would be dead to the others
                 stat = await self.bucket.replace(name, data, life.last_use, there.etag)
@@ -392,7 +390,7 @@ class ObjectStore:
                 break
         else:
             return Stored.FAILED
-        if self.tombstones.cover(scope, life.born):
+        if self.purges.covers(scope, frame.position):  # since it was taken for writing
             await self.bucket.delete(name, stat.etag)
             return Stored.REFUSED
         entry = ObjectEntry(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
@@ -408,39 +406,36 @@ class ObjectStore:
             some = lasts[start : start + LIST_PAGE]
             for last in some:
                 self.index.drop(last)
-            await self.bucket.delete_many([self.names.stride(last) for last in some])
+            await self.bucket.delete_many([self.names.unit(last) for last in some])
 
     async def delete_version(self, entry: ObjectEntry) -> bool:
         """Delete an object in this very version; whether it was there. Raises TierError."""
         known = self.index.get(entry.last)
         if known is not None and known.etag == entry.etag:
             self.index.drop(entry.last)
-        return await self.bucket.delete(self.names.stride(entry.last), entry.etag)
+        return await self.bucket.delete(self.names.unit(entry.last), entry.etag)
 
+    async def delete_named(self, names: Sequence[str]) -> None:
+        """Delete the units of these names, at most LIST_PAGE, whatever they hold. Raises TierError."""
+        for name in names:
+            known = self.named(name)
+            if known is not None:
+                self.index.drop(known.last)
+        await self.bucket.delete_many(names)
 
-def _verified(entry: ObjectEntry, targets: Sequence[Target]) -> dict[int, Loaded | Miss]:
-    """Compare the targets' bytes with the header's digests: Loaded or CORRUPT by depth."""
-    results: dict[int, Loaded | Miss] = {}
-    for target in targets:
-        digest = entry.frame.digests[target.index - entry.frame.depth]
-        matches = checksum.matches(digest, target.into)
-        results[target.index] = Loaded(digest, entry.life) if matches else Miss.CORRUPT
-    return results
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def _verified(self, entry: ObjectEntry, targets: Sequence[Target]) -> dict[int, Loaded | Miss]:
+        """Check the targets' bytes against the header: Loaded or CORRUPT by depth."""
+        results: dict[int, Loaded | Miss] = {}
+        for target in targets:
+            index = target.index - entry.frame.depth
+            right = is_right(entry.frame, self._keyring, index, target.into)
+            loaded = Loaded(entry.frame.digests[index], entry.life)
+            results[target.index] = loaded if right else Miss.CORRUPT
+        return results
 
 
 def _covers(entry: ObjectEntry, life: Lifetime) -> bool:
     """Whether the object's stamps allow every use that `life` allows."""
     return all(any(old.covers(new) for old in entry.life.stamps) for new in life.stamps)
-
-
-def _encode(frame: Frame, blocks: Sequence[Sealed]) -> bytearray:
-    """The frame's bytes, in memory of their own: a request that outlives its caller must not read the caller's."""
-    data = bytearray(frame.total_bytes)
-    header = frame.encode()
-    data[: len(header)] = header
-    offset = len(header)
-    for block in blocks:
-        for piece in block.pieces:
-            data[offset : offset + len(piece)] = piece
-            offset += len(piece)
-    return data

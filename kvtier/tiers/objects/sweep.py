@@ -1,6 +1,6 @@
 """Deletes expired and purged objects: a page at a time, from a random place, without any lock.
 
-Every replica walks the names of strides in their order, slowly and from a place of its own; together they see
+Every replica walks the names of units in their order, slowly and from a place of its own; together they see
 everything. Deltas and other control objects are no part of the walk: new ones cannot make it longer. Deleting twice is
 harmless. Only the version that was found dead is deleted, so that an object which is being rewritten stays.
 
@@ -15,7 +15,6 @@ import random
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
-from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
@@ -79,15 +78,14 @@ class Sweeper:
         if self._cursor is None:
             self._cursor = self._random_start()
         names = self._store.names
-        page = await first_page(self._store.bucket, names.root, self._cursor)
-        found = [(last, stat) for stat in page if (last := names.parse_stride(stat.name)) is not None]
-        work = [(last, stat) for last, stat in found if self._doubtful(last, stat)]
+        page = await first_page(self._store.bucket, names.units, self._cursor)
+        work = [stat for stat in page if names.is_unit(stat.name) and self._doubtful(stat)]
         before = self.swept.objects
         now = await self._deletion_time() if work else None
         for start in range(0, min(len(work), headers_max), AT_ONCE):
             some = work[start : min(start + AT_ONCE, headers_max)]
-            await asyncio.gather(*(self._look(last, stat, now) for last, stat in some))
-            self._cursor = some[-1][1].name
+            await asyncio.gather(*(self._look(stat, now) for stat in some))
+            self._cursor = some[-1].name
         if self.swept.objects - before > headers_max // 2:
             self._rest(FRUITFUL_S)
         if len(work) > headers_max:
@@ -119,10 +117,10 @@ class Sweeper:
             self._measured = self._clock.monotonic()
         return Wall(now - self._store.ahead_s - GRACE_S)
 
-    def _doubtful(self, last: BlockKey, stat: Stat) -> bool:
+    def _doubtful(self, stat: Stat) -> bool:
         """Whether the object has to be looked at: the index does not show it to be alive by its own terms, or a pin may
         keep it and the bucket's own rule may find it old."""
-        known = self._store.index.get(last)
+        known = self._store.named(stat.name)
         if known is None or self._store.miss_of(known, self._clock.wall()) is not None:
             return True
         return self._old(stat) and self._pinned_only(known)
@@ -134,10 +132,11 @@ class Sweeper:
     def _old(self, stat: Stat) -> bool:
         return bool(self._store.pins) and stat.modified is not None and stat.modified <= self._clock.wall() - RENEW_S
 
-    async def _look(self, last: BlockKey, stat: Stat, now: Wall | None) -> None:
-        """Delete an object that its present header shows to be dead, in that very version; renew one that only a pin
-        keeps, by a copy onto itself. One that cannot be read is left to the next read of its name."""
-        entry = await self._store.inspect(last, stat.size)
+    async def _look(self, stat: Stat, now: Wall | None) -> None:
+        """Delete an object that its present header, if it is authentic, shows to be dead, in that very version; renew
+        one that only a pin keeps, by a copy onto itself. One that cannot be read is left to the next read of its
+        name."""
+        entry = await self._store.inspect(stat.name, stat.size)
         if entry is None:
             return
         if now is not None and self._store.dead_at(entry, now):

@@ -6,14 +6,15 @@ leaves it, renews it, or replaces exactly the version it read. A replica's knowl
 a read decides.
 
 Idle expiry counts from the last use that is recorded with the object (S3 metadata or a file's time, believed no
-further ahead than the server's own stamp allows), hard expiry from the header. Tombstones are listed at most
-FRESH_S before anything is served, so a purge takes effect everywhere within that time.
+further ahead than the server's own stamp allows, and with a keyring only with its proof), hard expiry from the header.
+The purge log is read at most FRESH_S before anything is served, so a purge takes effect everywhere within that time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 from collections.abc import Coroutine, Mapping, Sequence
@@ -23,6 +24,7 @@ from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
+from kvtier.keyring import Keyring
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth
 from kvtier.supervisor import Service, Unwatched
@@ -34,6 +36,7 @@ from kvtier.tiers.objects.delete import Remover
 from kvtier.tiers.objects.frame import COUNT_MAX
 from kvtier.tiers.objects.loop_thread import LoopThread
 from kvtier.tiers.objects.names import ObjectNames
+from kvtier.tiers.objects.payload import require_library
 from kvtier.tiers.objects.probe import Prober
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.strides import default_stride
@@ -41,8 +44,10 @@ from kvtier.tiers.objects.sweep import Sweeper
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
 
+log = logging.getLogger(__name__)
+
 FRESH_S = 45.0
-"""Age at which the list of tombstones must be read again before anything is served."""
+"""Age at which the purge log must be read again before anything is served."""
 
 RETRY_S = 2.0
 """After the server could not be reached, calls fail at once for about this long."""
@@ -73,21 +78,25 @@ class ObjectTier:
         client: Client = "auto",
         stride: int | None = None,
         limits: BucketLimits | None = None,
+        keyring: Keyring | None = None,
         attempts: int = 4,
         seed: int | None = None,
     ) -> None:
+        limits, keyring = limits or BucketLimits(), keyring or Keyring.public()
+        if keyring.trusted:
+            require_library()
         self.block_bytes = namespace.block_bytes
         self.stride = default_stride(namespace.block_bytes) if stride is None else stride
         if not 1 <= self.stride <= COUNT_MAX:
             raise ConfigError(f"tiers.g4.stride must lie in 1 … {COUNT_MAX} blocks, got {self.stride}")
         self._url = url
+        self._trusted = keyring.trusted
         self._clock = clock
         self._random = random.Random(seed)
-        limits = limits or BucketLimits()
         bucket, prefix = open_bucket(url, options or {}, client, clock, limits)
         self._store = ObjectStore(
-            RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest),
-            self.block_bytes, self.stride, clock, limits,
+            RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest, keyring),
+            keyring, self.block_bytes, self.stride, clock, limits,
         )  # fmt: skip
         self._prober = Prober(self._store, clock)
         self._remover = Remover(self._store)
@@ -110,6 +119,8 @@ class ObjectTier:
         """Start the loop thread and try the server once, for at most OPEN_S. Raises ConfigError."""
         if self._pid == os.getpid():
             return
+        if not self._trusted:
+            log.info("g4: no keys are configured (security.key_file): whoever may write to the bucket is believed")
         self._loop.start()
         self._pid = os.getpid()
         self._sync_lock = asyncio.Lock()
@@ -186,7 +197,7 @@ class ObjectTier:
             work.close()  # in case it was cancelled before it began
 
     async def _ready(self) -> None:
-        """Make sure that the server was reached and that the list of tombstones and pins is fresh. Raises TierError."""
+        """Make sure that the server was reached and that the lists of purges and pins are fresh. Raises TierError."""
         if self._clock.monotonic() - self._synced <= FRESH_S:
             return
         async with self._sync_lock:
@@ -353,11 +364,14 @@ class ObjectTier:
         return await self._ready_then(self._remover.everything() if keys is None else self._remover.blocks(keys))
 
     async def purge(self, scope: Scope, before: Wall) -> int:
-        """Store a tombstone, then delete the objects that it covers. Raises TierError if either failed: the scope is
-        then purged for this replica only."""
+        """Write the purge of the scope's tenant to the log, unless the log has a later one than `before` says, then
+        delete the objects that it covers. Raises TierError: where the log could not be written, this replica alone
+        keeps to it."""
         self._usable()
-        self._store.tombstones.apply(scope, before)
-        return await self._ready_then(self._remover.purge(scope, before))
+        if before < self._store.purges.mark(scope):
+            return 0  # a purge of the log, which another tier has learned
+        self._store.purges.hold(scope)
+        return await self._ready_then(self._remover.purge(scope))
 
     async def tombstones(self) -> Mapping[Scope, Wall]:
         """As the server has them now, one listing. Raises TierError."""
@@ -369,7 +383,26 @@ class ObjectTier:
             self._background.start_due()
 
         await self._loop.run(listed(), OPEN_S)
-        return self._store.tombstones.all()
+        return self._store.purges.all()
+
+    @property
+    def position(self) -> int:
+        """Number of the last entry of the purge log that was read: all that `tombstones` returns is older."""
+        return self._store.purges.position
+
+    @property
+    def floor(self) -> int:
+        """What was written at a position of the purge log below is purged, whosesoever it is."""
+        return self._store.purges.floor
+
+    def remember(self, raw: bytes) -> int:
+        """`memory` of an earlier process: the log must go on from there. Returns its position."""
+        self._synced = float("-inf")  # to be checked before anything is served
+        return self._store.purges.remember(raw)
+
+    def memory(self) -> bytes:
+        """How far the log was read, for `remember` in the next process."""
+        return self._store.purges.memory()
 
     # -- pins -----------------------------------------------------------------------------------------------------
 
@@ -404,6 +437,7 @@ class ObjectTier:
             "retries": self._store.bucket.retries,
             "renewed_units": self._store.renewer.renewed,
             "foreign_units": self._store.foreign,
+            "purge_log_faults": self._store.purges.faults,
             "learnt_units": self._store.deltas.received,
             "swept_units": swept.objects,
             "swept_blocks": swept.blocks,

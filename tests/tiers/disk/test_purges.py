@@ -10,7 +10,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvtier.identity.keys import Scope, scope_of
+from kvtier.identity.keys import Scope, scope_of, tenant_of
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import purge_log, purged, removals
 from kvtier.tiers.disk.index import Index
@@ -22,7 +22,7 @@ from tests.tiers.disk.support.damage import flip
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
 NAMESPACE = sample_namespace(BLOCK)
-TENANT = scope_of("tenant")
+TENANT = tenant_of(scope_of("tenant"))
 CHAIN = chain_of(NAMESPACE, 4, scope=TENANT)
 PURGED = ([Miss.PURGED] * 4, [Miss.ABSENT] * 4)
 
@@ -142,7 +142,7 @@ async def test_tombstones_are_bounded_and_what_they_covered_stays_dead(
         assert await put(tier, young) == [Stored.STORED] * 2
         left = await tier.tombstones()
         assert 0 < len(left) <= 16, "tombstones grow for ever"
-        assert set(left) == set(scopes[-len(left) :]), "the older ones go first"
+        assert set(left) == set(map(tenant_of, scopes[-len(left) :])), "the older ones go first"
         index = tier._store.index
         assert index.is_purged(tier._prefix + scopes[0], Wall(clock.wall() - 79)), "a purge was forgotten"
         assert not index.is_purged(tier._prefix + scope_of("never"), clock.wall())

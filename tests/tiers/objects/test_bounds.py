@@ -6,9 +6,11 @@ import math
 
 import pytest
 
+from kvtier.keyring import Keyring
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import deltas
 from kvtier.tiers.objects.bucket.protocol import USED, recorded_use
+from kvtier.tiers.objects.signed import Signer
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
@@ -25,7 +27,7 @@ async def test_a_use_in_the_future_does_not_keep_an_object_for_ever() -> None:
     one, two = Replica(server), Replica(server, seed=1)
     chain = chain_of(NS, S)
     await one.write(chain, ttl=300)
-    server.objects[one.store.names.stride(chain[-1])].used = 2.0**39
+    server.objects[one.store.names.unit(chain[-1])].used = 2.0**39
     server.clock.advance(1000)
     entry = await two.store.probe(chain, 0)
     assert entry is not None and math.isfinite(entry.life.last_use)
@@ -36,7 +38,8 @@ async def test_a_delta_named_in_the_future_blinds_nobody() -> None:
     server = VirtualServer()
     one, two = Replica(server), Replica(server, seed=1)
     for stamp in ("00ffffffffffffff", "ffffffffffffffff"):
-        server.put(f"{one.store.names.deltas}{stamp}-00000000", deltas.encode([]))
+        name = f"{one.store.names.deltas}{stamp}-00000000"
+        server.put(name, Signer(Keyring.public(), "p/").sign(name, deltas.encode([], Keyring.public())))
     for number in range(3):
         await one.write(chain_of(NS, S, seed=number))
         server.clock.advance(300)

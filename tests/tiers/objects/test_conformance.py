@@ -12,6 +12,7 @@ from kvtier.cli.g4 import RULE, _put_rules, backstop, findings, probe_bucket
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import Scope
+from kvtier.keyring import Keyring
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.testing.servers import S3Server
 from kvtier.tiers.objects.names import ObjectNames
@@ -82,33 +83,30 @@ def test_what_is_not_granted_is_named() -> None:
 
 
 def test_the_backstop_outlives_every_class() -> None:
-    uploads, *rules = backstop(
-        config("s3://bucket/some/prefix", retention={"classes": {"week": {"ttl": "7d"}}}), [NAME]
-    )
+    uploads, *rules = backstop(config("s3://bucket/some/prefix", retention={"classes": {"week": {"ttl": "7d"}}}))
     assert uploads["Filter"] == {"Prefix": "some/prefix/"} and "Expiration" not in uploads
-    assert {rule["Filter"]["Prefix"][:-1] for rule in rules} == {f"some/prefix/{NAME}/"}
+    assert {rule["Filter"]["Prefix"] for rule in rules} == {"some/prefix/units/"}
     days = {rule["Expiration"]["Days"] for rule in rules}
     assert days == {12}, "a week, half of it for uses not yet recorded, and a day"
     with pytest.raises(ConfigError, match=r"retention\.classes\.ever"):
-        backstop(config("s3://bucket/p", retention={"classes": {"ever": {"priority": 9}}}), [NAME])
+        backstop(config("s3://bucket/p", retention={"classes": {"ever": {"priority": 9}}}))
     with pytest.raises(ConfigError, match=r"tiers\.g4\.url"):
-        backstop(config("file:///tmp/g4"), [NAME])
+        backstop(config("file:///tmp/g4"))
 
 
-def test_the_backstop_covers_strides_and_no_pin_or_tombstone() -> None:
-    rules = backstop(config("s3://bucket/p", retention={"classes": {"week": {"ttl": "7d"}}}), [NAME])
-    names = ObjectNames("p", bytes.fromhex(NAME))
+def test_the_backstop_covers_units_and_no_control_object() -> None:
+    rules = backstop(config("s3://bucket/p", retention={"classes": {"week": {"ttl": "7d"}}}))
+    names = ObjectNames("p", bytes.fromhex(NAME), Keyring.public())
     expiring = tuple(rule["Filter"]["Prefix"] for rule in rules if "Expiration" in rule)
     for byte in range(256):
         assert names.scope(Scope(bytes([byte]) * 16)).startswith(expiring)
-    assert names.deltas.startswith(expiring)
-    assert not names.pins.startswith(expiring) and not names.tombstones.startswith(expiring)
+    assert not any(name.startswith(expiring) for name in (names.deltas, names.merged, names.log, names.pins))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/"])
 def test_no_rule_covers_a_whole_bucket(url: str) -> None:
     with pytest.raises(ConfigError, match=r"tiers\.g4\.url has no prefix"):
-        backstop(config(url, retention={"classes": {"week": {"ttl": "7d"}}}), [NAME])
+        backstop(config(url, retention={"classes": {"week": {"ttl": "7d"}}}))
 
 
 def test_the_rule_is_put_beside_others(seaweedfs: S3Server) -> None:
@@ -121,7 +119,7 @@ def test_the_rule_is_put_beside_others(seaweedfs: S3Server) -> None:
     other = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 3}}
     fs.call_s3("put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration={"Rules": [other]})
     for _ in range(2):
-        _put_rules(there.tiers.g4, backstop(there, [NAME]))
+        _put_rules(there.tiers.g4, backstop(there))
     rules = fs.call_s3("get_bucket_lifecycle_configuration", Bucket=bucket)["Rules"]
     names = [rule["ID"] for rule in rules]
-    assert names.count(RULE) == 1 and names.count("theirs") == 1 and len(names) == 18
+    assert names.count(RULE) == 1 and names.count("theirs") == 1 and len(names) == 3

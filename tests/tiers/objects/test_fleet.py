@@ -121,19 +121,19 @@ async def test_who_is_gone_is_stood_in_for() -> None:
     fleet._next = fleet._next[5:]
     await fleet.run(600)
     windows = {catalogue.window_of(name) for name in fleet.server.under("delta")}
-    top = {name.rpartition("/")[2].partition("-")[0] for name in fleet.server.under("merged/0")}
+    top = {name.rpartition("/")[2].partition("-")[0] for name in fleet.server.under("catalogue/0")}
     closed = {w for w in windows if (w + 1) * catalogue.WINDOW_S < fleet.server.clock.wall() - 60}
     missing = [window for window in closed if f"{window:010x}" not in top]
     assert len(missing) <= 1, f"{len(missing)} of {len(closed)} windows are not merged"
     assert all(fleet.known(replica, 0) >= 0.95 for replica in fleet.replicas) and len(gone) == 5
 
 
-async def test_merged_windows_are_swept_and_old_releases_do_not_see_them() -> None:
+async def test_merged_windows_are_swept_and_are_no_units() -> None:
     fleet = Fleet(3, every_s=20)
     await fleet.run(600)
     names = fleet.replicas[0].store.names
-    assert (merged := fleet.server.under("merged"))
-    assert not any(name.startswith(names.deltas) or names.parse_stride(name) is not None for name in merged)
+    assert (merged := fleet.server.under("catalogue"))
+    assert not any(name.startswith(names.deltas) or names.is_unit(name) for name in merged)
     fleet.server.clock.advance(3 * deltas.KEEP_S)
     await fleet.replicas[0].store.deltas.sweep()
-    assert not fleet.server.under("merged") and not fleet.server.under("delta")
+    assert not fleet.server.under("catalogue") and not fleet.server.under("delta")

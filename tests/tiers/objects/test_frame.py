@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import Scope
+from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime, Stamp
 from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import sample_namespace
 from kvtier.tiers.objects.frame import COUNT_MAX, HEADER_BYTES_MAX, Frame, decode
 
 NOW = 1.8e9
-GOLDEN_SHA256 = "9061068ebed94329a959da932368737a2270c9521b91c8337590b8c2adb9e822"
+PUBLIC = Keyring.public()
+GOLDEN_SHA256 = "1165be7aa8b88efaea16901956fab16303c573b8b3d15eed7fd297ab53f7182e"
 
 stamps = st.builds(
     Stamp,
@@ -34,7 +36,7 @@ def frame(blocks: int = 2, life: Lifetime | None = None) -> Frame:
     rng = random.Random(blocks)
     return Frame(
         sample_namespace().digest, Scope(bytes(16)), 4, 4096, tuple(rng.randbytes(32) for _ in range(blocks)),
-        tuple(rng.randbytes(16) for _ in range(blocks)), life or Lifetime.of(BUILTIN["1h"], NOW),
+        tuple(rng.randbytes(16) for _ in range(blocks)), life or Lifetime.of(BUILTIN["1h"], NOW), salt=bytes(16),
     )  # fmt: skip
 
 
@@ -42,18 +44,18 @@ def test_golden_bytes() -> None:
     """Objects of this release stay readable: their bytes may only change with the version."""
     golden = Frame(
         sample_namespace().digest, Scope(bytes(16)), 4, 4096, (bytes(range(32)), bytes(32)),
-        (bytes(16), bytes(range(16))), Lifetime.of(BUILTIN["1h"], NOW),
+        (bytes(16), bytes(range(16))), Lifetime.of(BUILTIN["1h"], NOW), 7, salt=bytes(range(16)),
     )  # fmt: skip
-    assert hashlib.sha256(golden.encode()).hexdigest() == GOLDEN_SHA256
+    assert hashlib.sha256(golden.encode(PUBLIC)).hexdigest() == GOLDEN_SHA256
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 16, COUNT_MAX])
 def test_round_trip(blocks: int) -> None:
     header = frame(blocks)
-    raw = header.encode()
+    raw = header.encode(PUBLIC)
     assert len(raw) == header.header_bytes <= HEADER_BYTES_MAX
-    assert decode(raw) == header
-    assert decode(memoryview(raw + b"payload")) == header
+    assert decode(raw, PUBLIC) == header
+    assert decode(memoryview(raw + b"payload"), PUBLIC) == header
     assert header.span(0, blocks) == (header.header_bytes, header.total_bytes)
 
 
@@ -65,26 +67,26 @@ def test_lifetimes_round_trip(life: Lifetime) -> None:
 
 
 def test_every_flipped_bit_is_found() -> None:
-    raw = bytearray(frame().encode())
+    raw = bytearray(frame().encode(PUBLIC))
     for offset in range(len(raw)):
         for bit in range(8):
             raw[offset] ^= 1 << bit
             with pytest.raises(CorruptError):
-                decode(raw)
+                decode(raw, PUBLIC)
             raw[offset] ^= 1 << bit
-    assert decode(raw) == frame()
+    assert decode(raw, PUBLIC) == frame()
 
 
-@pytest.mark.parametrize("length", [0, 1, 159, 160, 300, 4095])
+@pytest.mark.parametrize("length", [0, 1, 207, 208, 300, 4095])
 def test_short_headers_are_refused(length: int) -> None:
     with pytest.raises(CorruptError):
-        decode(frame().encode()[:length])
+        decode(frame().encode(PUBLIC)[:length], PUBLIC)
 
 
 @given(st.binary(max_size=5000))
 def test_hostile_bytes_raise_one_class(raw: bytes) -> None:
     with pytest.raises(CorruptError):
-        decode(b"KVTFRAME\x01\x00" + raw)
+        decode(b"KVTFRAME\x02\x00" + raw, PUBLIC)
 
 
 @given(st.binary(min_size=LIFETIME_BYTES, max_size=LIFETIME_BYTES))
@@ -97,12 +99,12 @@ def test_hostile_lifetimes_raise_one_class_or_are_lifetimes(raw: bytes) -> None:
 
 def test_declared_sizes_are_not_believed() -> None:
     """A header that claims 65,535 blocks of 2**63 bytes allocates nothing of the sort."""
-    raw = bytearray(frame().encode())
+    raw = bytearray(frame().encode(PUBLIC))
     raw[10:12] = b"\xff\xff"
     raw[16:24] = (2**63).to_bytes(8, "little")
     tracemalloc.start()
     with pytest.raises(CorruptError, match="impossible sizes"):
-        decode(raw)
+        decode(raw, PUBLIC)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20

@@ -7,13 +7,20 @@ import asyncio
 import pytest
 
 from kvtier.errors import InvalidRequest
+from kvtier.keyring import Keyring
 from kvtier.retention import pins as codec
 from kvtier.retention.pins import Pin
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import pins
+from kvtier.tiers.objects.signed import Signer
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
+
+
+def put_signed(server: VirtualServer, replica: Replica, pin: Pin) -> None:
+    name = replica.store.names.pin(pin.name)
+    server.put(name, Signer(Keyring.public(), "p/").sign(name, codec.encode([pin])))
 
 
 async def pinned(server: VirtualServer, count: int) -> Replica:
@@ -29,7 +36,7 @@ async def test_many_slow_pins_do_not_keep_a_replica_from_getting_ready() -> None
     await pinned(server, 500)
     replica = Replica(server, seed=1, latency_s=0.03)
     await replica.store.refresh()
-    assert replica.bucket.requests == {"list": 1}, "one listing has tombstones and pins"
+    assert replica.bucket.requests == {"list": 1}, "one listing has purges and pins"
     while not replica.store.pins.settled:
         left = len(replica.store.pins._unread)
         with pytest.raises(TimeoutError):
@@ -61,9 +68,9 @@ async def test_a_pin_until_an_absurd_time_does_not_count(until: float) -> None:
     replica = await pinned(server, 1)
     chain = tuple(chain_of(NS, S, seed=7))
     forged = Pin("forged", chain, server.clock.wall(), until)
-    server.put(replica.store.pins._name("forged"), codec.encode([forged]))
+    put_signed(server, replica, forged)
     tomorrow = Pin("later", chain, server.clock.wall() + 86400, server.clock.wall() + 90000)
-    server.put(replica.store.pins._name("later"), codec.encode([tomorrow]))
+    put_signed(server, replica, tomorrow)
     other = Replica(server, seed=1)
     await other.store.refresh()
     await other.store.pins.settle()

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from kvtier.identity.keys import BlockKey, Scope
+from kvtier.identity.keys import SHARED, BlockKey, scope_of
+from kvtier.keyring import Key, Keyring
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth
 from kvtier.tiers.objects import strides
-from kvtier.tiers.objects.names import ObjectNames
+from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
 
 
 @pytest.mark.parametrize(
@@ -21,17 +22,48 @@ def test_a_stride_is_about_32_mib(block_bytes: int, stride: int) -> None:
 
 
 def test_names_parse_back_and_nothing_else_does() -> None:
-    names = ObjectNames("some/prefix", bytes(range(32)))
+    names = ObjectNames("some/prefix", bytes(range(32)), Keyring.public())
     last = BlockKey(bytes(range(16)) + bytes(range(100, 132)))
-    name = names.stride(last)
-    assert name.startswith("some/prefix/" + bytes(range(32)).hex() + "/")
-    assert names.parse_stride(name) == last
-    tombstone = names.tombstone(Scope(b"s" * 16), 1_800_000_000.25)
-    assert names.parse_tombstone(tombstone) == (Scope(b"s" * 16), 1_800_000_000.25)
-    for wrong in (name[:-1], name + "0", name.replace("/64/", "/65/"), tombstone, "x", names.root + "a/b/c"):
-        assert names.parse_stride(wrong) is None
-    for wrong in (tombstone[:-1], name, names.tombstones, names.tombstones + "zz" * 16 + "-" + "0" * 16):
-        assert names.parse_tombstone(wrong) is None
+    name, entry = names.unit(last), names.entry(17)
+    assert name.startswith("some/prefix/units/") and names.is_unit(name)
+    assert names.fingerprint(last) == fingerprint_of(name)
+    assert names.parse_entry(entry) == 17
+    other = ObjectNames("some/prefix", bytes(32), Keyring.public()).unit(last)
+    at = name.rindex("/") + 1
+    for wrong in (name[:-1], name + "0", name[: at - 3] + "zz/" + name[at:], entry, "x", names.root + "a/b/c", other):
+        assert not names.is_unit(wrong)
+    for wrong in (entry[:-1], name, names.log, names.log + "z" * 16, names.pins + "0" * 16):
+        assert names.parse_entry(wrong) is None
+
+
+def test_a_walk_passes_over_the_units_of_other_namespaces() -> None:
+    names = ObjectNames("p", bytes(range(32)), Keyring.public())
+    keys = [BlockKey(bytes([tenant]) * 16 + bytes(32)) for tenant in range(20)]
+    ours = sorted(names.unit(key) for key in keys)
+    others = [ObjectNames("p", bytes([n]) * 32, Keyring.public()).unit(key) for n in range(9) for key in keys]
+    listing, cursor, seen, pages = sorted([*ours, *others]), "", [], 0
+    while page := [name for name in listing if name > cursor][:1]:
+        seen += [name for name in page if names.is_unit(name)]
+        cursor = names.behind(page[-1])
+        pages += 1
+    assert seen == ours and pages <= 3 * len(keys)
+
+
+def test_all_that_a_tenant_stored_has_one_prefix_and_no_name_tells_its_content() -> None:
+    keyring = Keyring([Key(bytes([1]) * 8, bytes([2]) * 32)], bytes([3]) * 32)
+    names = ObjectNames("p", bytes(range(32)), keyring)
+    scopes = [scope_of("a"), scope_of("a", b"adapter"), scope_of("a", isolated="class")]
+    assert len({names.scope(scope) for scope in scopes}) == 3
+    assert all(names.scope(scope).startswith(names.tenant(scopes[0])) for scope in scopes)
+    assert names.tenant(scope_of("b")) != names.tenant(scopes[0])
+    assert names.tenant(scope_of(None, b"adapter")) == names.tenant(SHARED)
+    key = BlockKey(scopes[0] + bytes(range(32)))
+    for keyed in (names, ObjectNames("p", bytes(range(32)), Keyring.public())):
+        name = keyed.unit(key)
+        assert all(part.hex()[:16] not in name for part in (names.namespace, key[:16], key[16:]))
+    assert names.unit(key) != ObjectNames("p", bytes(range(32)), Keyring.public()).unit(key), (
+        "and a guess needs the key"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 32, 418, 4096])

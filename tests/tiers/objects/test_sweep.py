@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 
 import pytest
 
-from kvtier.identity.keys import scope_of
 from kvtier.retention.pins import Pin
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import deltas, sweep
-from kvtier.tiers.protocol import Miss
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
@@ -103,25 +100,3 @@ async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:
     server.clock.advance(600)
     await behind.walk()
     assert server.strides() == 20, "to it they are from the future"
-
-
-async def test_a_purge_by_a_clock_a_year_ahead_is_one_of_today() -> None:
-    server = VirtualServer()
-    ahead, right = Replica(server, ahead_s=365 * DAY_S), Replica(server, seed=1)
-    tenant = scope_of("tenant")
-    old, new = (chain_of(NS, S, seed=n, scope=tenant) for n in (1, 2))
-    await right.write(old)
-    server.clock.advance(10)
-    await ahead.store.tombstones.put(tenant, ahead.clock.wall())
-    for _ in range(3):
-        server.clock.advance(200)
-        await right.store.refresh()
-    await right.write(new)
-    for chain, miss in ((old, Miss.PURGED), (new, None)):
-        entry = await right.store.probe(chain, 0)
-        assert entry is not None and right.store.miss_of(entry, server.clock.wall()) is miss
-    before = server.clock.wall()
-    await right.store.tombstones.put(tenant, before)
-    await right.store.tombstones.drop_older(tenant, before)
-    (left,) = server.under("purged")
-    assert right.store.names.parse_tombstone(left) == (tenant, math.ceil(before * 1e6) / 1e6), "the later one is left"

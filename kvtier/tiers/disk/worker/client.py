@@ -213,7 +213,9 @@ class DiskWorkerClient:
 
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         sent = [
-            protocol.Block(b.key, b.index, b.digest, self._spans(b.pieces, "write"), b.life, b.parent, b.priority)
+            protocol.Block(
+                b.key, b.index, b.digest, self._spans(b.pieces, "write"), b.life, b.parent, b.priority, b.position
+            )
             for b in blocks
         ]
         given = await self._given([block.key for block in blocks], deadline, made=True)

@@ -61,6 +61,7 @@ class Block(msgspec.Struct, array_like=True, frozen=True):
     life: Lifetime
     parent: BlockKey | None
     priority: int
+    position: int
 
 
 class Call(msgspec.Struct, array_like=True, tag="call", frozen=True):

@@ -134,7 +134,10 @@ class Server:
         return [Target(place, self._arena.pieces(some)) for place, some in enumerate(spans)]
 
     def _sealed(self, blocks: Sequence[protocol.Block]) -> list[Sealed]:
-        return [Sealed(b.key, b.index, b.digest, self._readonly(b.spans), b.life, b.parent, b.priority) for b in blocks]
+        return [
+            Sealed(b.key, b.index, b.digest, self._readonly(b.spans), b.life, b.parent, b.priority, b.position)
+            for b in blocks
+        ]
 
     def _readonly(self, spans: Sequence[ArenaSpan]) -> Pieces:
         return tuple(piece.toreadonly() for piece in self._arena.pieces(spans))

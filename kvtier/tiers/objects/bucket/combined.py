@@ -15,6 +15,7 @@ class CombinedBucket:
     """
 
     renewable = True
+    keeps_proof = True
 
     def __init__(self, primary: Bucket, secondary: Bucket) -> None:
         self._primary = primary

@@ -15,6 +15,7 @@ class _FileSystem:
     """A root, and no time of use that could be renewed."""
 
     renewable = False
+    keeps_proof = False
 
     def __init__(self, file_system: Any, root: str) -> None:
         self._fs = file_system

@@ -24,6 +24,7 @@ class LocalFiles:
     """
 
     renewable = True
+    keeps_proof = False
 
     def __init__(self, root: Path) -> None:
         self._root = root

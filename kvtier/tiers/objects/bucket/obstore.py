@@ -22,7 +22,7 @@ from kvtier.tiers.objects.bucket.direct_http import (
     reachable,
     size_of,
 )
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use, use_text
 from kvtier.times import Wall
 
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class ObstoreBucket:
     """One bucket of an S3 server. `config` is obstore's; without keys in it, boto's chain is asked for them."""
 
     renewable = False
+    keeps_proof = True
 
     def __init__(
         self, bucket: str, config: Mapping[str, Any], *, connect_timeout_s: float, read_timeout_s: float
@@ -105,7 +106,7 @@ class ObstoreBucket:
 
         try:
             answer = await self._store.put_async(
-                name, data, attributes={USED: f"{used:.6f}"}, mode=mode, use_multipart=False
+                name, data, attributes={USED: use_text(used)}, mode=mode, use_multipart=False
             )
         except (AlreadyExistsError, PreconditionError):
             return None

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvtier.errors import TierError
 from kvtier.times import Wall
@@ -25,9 +25,22 @@ from kvtier.times import Wall
 TIER = "g4"
 LIST_PAGE = 1000
 USED = "kvtier-used"
-"""Object metadata: wall time of the last recorded use, in seconds."""
+"""Object metadata: wall time of the last recorded use, in seconds, and a proof of it."""
 
 USED_MAX_S = 2.0**40
+PROOF_CHARS_MAX = 64
+
+
+class RecordedUse(float):
+    """Wall time of a recorded use, with a proof that a replica recorded it: hexadecimal digits, "" for none."""
+
+    __slots__ = ("proof",)
+    proof: str
+
+    def __new__(cls, wall_s: float, proof: str = "") -> RecordedUse:
+        use = super().__new__(cls, wall_s)
+        use.proof = proof
+        return use
 
 
 class Transient(TierError):
@@ -55,6 +68,9 @@ class Bucket(Protocol):
 
     renewable: bool
     """Whether `renew` can work here; if not, the caller rewrites the object."""
+
+    keeps_proof: bool
+    """Whether a use comes back with the proof that it was recorded with."""
 
     async def start(self) -> None:
         """Prepare, without a request. Raises ConfigError or TierError."""
@@ -97,13 +113,20 @@ async def first_page(bucket: Bucket, prefix: str, after: str = "") -> list[Stat]
     return []
 
 
+def use_text(used: float) -> str:
+    """A use as an object's metadata. Pure."""
+    proof = getattr(used, "proof", "")
+    return f"{used:.6f} {proof}" if proof else f"{used:.6f}"
+
+
 def recorded_use(metadata: Mapping[str, str]) -> Wall | None:
     """`Stat.used` by an object's metadata; None for what is no time, too. Pure."""
     try:
-        used = float(metadata[USED])
+        text, _, proof = metadata[USED].partition(" ")
+        used = RecordedUse(float(text), proof[:PROOF_CHARS_MAX])
     except (KeyError, ValueError):
         return None
-    return Wall(used) if 0 <= used < USED_MAX_S else None
+    return cast(Wall, used) if 0 <= used < USED_MAX_S else None
 
 
 class Scatter:

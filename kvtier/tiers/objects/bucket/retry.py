@@ -26,6 +26,7 @@ class RetryingBucket:
         self._first_s = first_s
         self._random = random.Random(seed)
         self.renewable = inner.renewable
+        self.keeps_proof = inner.keeps_proof
         self.retries = 0
         self._bare_etags = False
 

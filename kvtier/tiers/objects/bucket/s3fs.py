@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use, use_text
 from kvtier.times import Wall
 
 SKEW_S = 60.0
@@ -34,6 +34,7 @@ class S3Bucket:
     `config_kwargs`."""
 
     renewable = True
+    keeps_proof = True
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class S3Bucket:
     async def _put(self, name: str, data: bytearray, used: Wall, condition: dict[str, str]) -> Stat | None:
         try:
             answer = await self._client.put_object(
-                Bucket=self._bucket, Key=name, Body=data, Metadata={USED: f"{used:.6f}"},
+                Bucket=self._bucket, Key=name, Body=data, Metadata={USED: use_text(used)},
                 **condition, **self._extra["PutObject"],
             )  # fmt: skip
         except Exception as error:
@@ -166,7 +167,7 @@ class S3Bucket:
         try:
             answer = await self._client.copy_object(
                 Bucket=self._bucket, Key=name, CopySource={"Bucket": self._bucket, "Key": name},
-                CopySourceIfMatch=etag, MetadataDirective="REPLACE", Metadata={USED: f"{used:.6f}"},
+                CopySourceIfMatch=etag, MetadataDirective="REPLACE", Metadata={USED: use_text(used)},
                 **self._extra["CopyObject"],
             )  # fmt: skip
         except Exception as error:

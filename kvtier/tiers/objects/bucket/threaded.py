@@ -21,6 +21,7 @@ class Files(Protocol):
     """The blocking verbs behind `Threaded`; names, ETags and results as in `Bucket`."""
 
     renewable: bool
+    keeps_proof: bool
 
     def start(self) -> None: ...
     def create(self, name: str, data: bytearray, used: Wall) -> Stat | None: ...
@@ -44,6 +45,7 @@ class Threaded:
         self._threads = threads
         self._pool = self._new_pool()
         self.renewable = files.renewable
+        self.keeps_proof = files.keeps_proof
 
     def _new_pool(self) -> ThreadPoolExecutor:
         """Starts its threads as they are needed."""

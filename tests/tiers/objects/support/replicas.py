@@ -37,11 +37,18 @@ class Site:
         return self.clock.monotonic() + 30
 
     async def store(
-        self, tier: ObjectTier, chain: Sequence[BlockKey], terms: Terms | None = None, since: float | None = None
+        self,
+        tier: ObjectTier,
+        chain: Sequence[BlockKey],
+        terms: Terms | None = None,
+        since: float | None = None,
+        position: int | None = None,
     ) -> list[Stored]:
         now = self.clock.wall() if since is None else since
         terms = terms or Terms("day", ttl=86400)
-        return await tier.write(seal(chain, range(len(chain)), NS.block_bytes, now, terms), self.deadline)
+        position = tier.position if position is None else position
+        blocks = seal(chain, range(len(chain)), NS.block_bytes, now, terms, position=position)
+        return await tier.write(blocks, self.deadline)
 
     async def read(
         self, tier: ObjectTier, chain: Sequence[BlockKey], wanted: Sequence[int] | None = None
@@ -56,7 +63,7 @@ class Site:
         return results
 
     def objects(self) -> list[Path]:
-        return sorted(p for p in self.root.rglob("*") if p.is_file() and not {"purged", "delta"} & {*p.parts})
+        return sorted(p for p in self.root.rglob("*") if p.is_file() and not {"ctl"} & {*p.parts})
 
     def flip(self, path: Path, offset: int) -> None:
         times = path.stat()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
+from kvtier.keyring import Keyring
 from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, sample_namespace, seal
 from kvtier.tiers.objects.background import Background
@@ -48,7 +49,7 @@ class VirtualServer:
         if name not in self.objects:
             insort(self.names, name)
         at = self.clock.wall() if modified is None else modified
-        self.objects[name] = _Object(bytes(data), f'"{self.versions}"', Wall(used), at)
+        self.objects[name] = _Object(bytes(data), f'"{self.versions}"', used, at)  # type: ignore[arg-type]
         return self.objects[name]
 
     def drop(self, name: str) -> None:
@@ -66,6 +67,7 @@ class VirtualBucket(Bucket):
     """One replica's client of the server. `latency_s`: real seconds per read."""
 
     renewable = True
+    keeps_proof = True
 
     def __init__(self, server: VirtualServer, latency_s: float = 0.0) -> None:
         self.server = server
@@ -165,23 +167,26 @@ class Replica:
     """One replica's store, sweeper and background work, without a thread of its own."""
 
     def __init__(
-        self, server: VirtualServer, seed: int = 0, stride: int = 4, ahead_s: float = 0.0, latency_s: float = 0.0
-    ) -> None:
+        self, server: VirtualServer, seed: int = 0, stride: int = 4, ahead_s: float = 0.0, latency_s: float = 0.0,
+        keyring: Keyring | None = None,
+    ) -> None:  # fmt: skip
         import random
 
         self.server = server
         self.clock = SkewedClock(server.clock, ahead_s) if ahead_s else server.clock
         self.bucket = VirtualBucket(server, latency_s)
-        names = ObjectNames("p", NS.digest)
+        keyring = keyring or Keyring.public()
+        names = ObjectNames("p", NS.digest, keyring)
         retrying = RetryingBucket(self.bucket, attempts=1, seed=seed)
-        self.store = ObjectStore(retrying, names, NS.block_bytes, stride, self.clock, BucketLimits())
+        self.store = ObjectStore(retrying, names, keyring, NS.block_bytes, stride, self.clock, BucketLimits())
         self.sweeper = Sweeper(self.store, self.clock, random.Random(seed))
         self.background = Background(self.store, self.sweeper, self.clock)
 
     async def write(self, chain: Sequence[BlockKey], ttl: float = 86400.0, max_age: float | None = None) -> None:
         """One stride, stored now."""
         terms = Terms("t", ttl=ttl, max_age=max_age)
-        sealed = seal(list(chain), range(len(chain)), NS.block_bytes, self.clock.wall(), terms)
+        position = self.store.purges.position
+        sealed = seal(list(chain), range(len(chain)), NS.block_bytes, self.clock.wall(), terms, position=position)
         assert (await self.store.write(sealed)).durable
 
     async def turn(self) -> None:

@@ -1,0 +1,37 @@
+"""Marks: what orders purges and the blocks that they cover, as one number.
+
+    a purge covers the blocks of its tenant whose mark is at most the purge's
+
+Where replicas share a purge log, a block's mark is POSITIONS plus its position there: the number of the last entry that
+was in force when it was taken over. An entry of number q covers positions below q. Where there is none, the mark is the
+wall time at which the block's youngest stamp was made. POSITIONS is later than any time: what has no position is
+covered by every entry.
+"""
+
+from __future__ import annotations
+
+from kvtier.retention.lifetime import Lifetime
+from kvtier.times import Wall
+
+POSITIONS = 2.0**41
+"""Position 0. Below are times; stored times are below 2^40."""
+
+
+def mark_of(life: Lifetime, position: int) -> Wall:
+    """The mark of a block that was taken over at this position of the purge log; 0: there is none. Pure."""
+    return Wall(POSITIONS + position) if position else life.born
+
+
+def mark_below(number: int) -> Wall:
+    """The mark of the purge that is this entry of the log. Pure."""
+    return Wall(POSITIONS + number - 1)
+
+
+def position_of(mark: Wall) -> int:
+    """The position that a block's mark says; 0 for a time. Pure."""
+    return int(mark - POSITIONS) if mark >= POSITIONS else 0
+
+
+def number_of(mark: Wall) -> int:
+    """The inverse of `mark_below`; 0 for a time. Pure."""
+    return int(mark - POSITIONS) + 1 if mark >= POSITIONS else 0

@@ -1,0 +1,101 @@
+"""Tags of payload: who has no key cannot make bytes that a reader with one takes.
+
+Each block of a frame has a GMAC: AES-256-GCM over nothing, its stored bytes as associated data. The key is derived from
+the frame's key and its salt, which is new for each payload, and the nonce is the block's index in the frame, so that no
+nonce comes twice under one key. Without a trusted keyring there are no tags, and the digests stand alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvtier import checksum
+from kvtier.errors import ConfigError
+from kvtier.identity.keys import SCOPE_BYTES, scope_of_key
+from kvtier.keyring import Keyring, UnknownKey
+from kvtier.retention.lifetime import Lifetime
+from kvtier.tiers.objects.frame import SALT_BYTES, Frame
+from kvtier.tiers.protocol import Sealed
+
+_PURPOSE = "payload"
+
+
+def require_library() -> None:
+    """Raises ConfigError where the extra `crypto` is missing."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError("security: keys need the cryptography package: pip install 'kvtier[crypto]'")
+
+
+def make_unit(namespace: bytes, blocks: Sequence[Sealed], life: Lifetime, keyring: Keyring) -> tuple[Frame, bytearray]:
+    """A frame of these blocks, one behind the other in a chain, and its bytes, in memory of their own: a request that
+    outlives its caller must not read the caller's."""
+    frame = Frame(
+        namespace, scope_of_key(blocks[0].key), blocks[0].index, sum(map(len, blocks[0].pieces)),
+        tuple(block.key[SCOPE_BYTES:] for block in blocks), tuple(block.digest for block in blocks), life,
+        min(block.position for block in blocks), keyring.active.id,
+        os.urandom(SALT_BYTES) if keyring.trusted else bytes(SALT_BYTES),
+    )  # fmt: skip
+    data = bytearray(frame.total_bytes)
+    offset = frame.header_bytes
+    for block in blocks:
+        for piece in block.pieces:
+            data[offset : offset + len(piece)] = piece
+            offset += len(piece)
+    with memoryview(data)[frame.header_bytes :] as payload:
+        frame = replace(frame, tags=tag_blocks(frame, keyring, payload))
+    data[: frame.header_bytes] = frame.encode(keyring)
+    return frame, data
+
+
+def tag_blocks(frame: Frame, keyring: Keyring, payload: memoryview) -> bytes:
+    """`Frame.tags` of the blocks that lie in `payload` one after another; b"" for a keyring that is not trusted."""
+    if not keyring.trusted:
+        return b""
+    gcm = _gcm(frame, keyring)
+    start, out = frame.span(0, 0)[0], bytearray()
+    for index in range(len(frame.hashes)):
+        low, high = frame.span(index, index + 1)
+        out += gcm.encrypt(_nonce(index), b"", payload[low - start : high - start])
+    return bytes(out)
+
+
+def is_right(frame: Frame, keyring: Keyring, index: int, pieces: Sequence[memoryview]) -> bool:
+    """Whether `pieces` are the bytes of block `index` as its writer stored them: by its tag where the keyring is
+    trusted, else by its digest."""
+    if not keyring.trusted:
+        return checksum.matches(frame.digests[index], pieces)
+    from cryptography.exceptions import InvalidTag
+
+    tag = frame.tag(index)
+    try:
+        if len(pieces) == 1:
+            _gcm(frame, keyring).decrypt(_nonce(index), tag, pieces[0])
+        else:
+            _check_pieces(frame, keyring, index, pieces)
+    except (InvalidTag, ValueError, UnknownKey):
+        return False
+    return True
+
+
+def _check_pieces(frame: Frame, keyring: Keyring, index: int, pieces: Sequence[memoryview]) -> None:
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    key = keyring.accepted(frame.key_id).derive_once(_PURPOSE, frame.salt)
+    context = Cipher(algorithms.AES(key), modes.GCM(_nonce(index), frame.tag(index))).decryptor()
+    for piece in pieces:
+        context.authenticate_additional_data(piece)
+    context.finalize()
+
+
+def _nonce(index: int) -> bytes:
+    return index.to_bytes(12, "little")
+
+
+def _gcm(frame: Frame, keyring: Keyring) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(keyring.accepted(frame.key_id).derive_once(_PURPOSE, frame.salt))

@@ -1,0 +1,194 @@
+"""Purges through whole caches: G2, G3 and G4 of several replicas, whatever their clocks and their bucket do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.errors import KVTierError
+from kvtier.identity.keys import scope_of
+from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
+from tests.tiers.objects.support.virtual_bucket import SkewedClock
+
+NS = sample_namespace(4096)
+SECRET = "5f" * 32
+
+
+class Fleet:
+    """Replicas with a G3 each on one bucket. `key`: whether they have one."""
+
+    def __init__(self, root: Path, key: bool = False) -> None:
+        self.root = root
+        self.clock = VirtualClock()
+        self.key = key
+
+    def config(self, name: str, away: bool = False, g3: bool = True) -> kvtier.Config:
+        g4 = {"url": f"file://{self.root / ('away' if away else 'bucket')}", "stride": 4}
+        tiers = {"g2": {"capacity": 64 * 4096}, "g4": g4}
+        if g3:
+            tiers["g3"] = {"path": str(self.root / name), "capacity": "4MiB"}
+        security = {"key": SECRET} if self.key else {}
+        limits = {"lookup": "20s", "get": "20s", "put": "20s"}
+        return kvtier.Config.parse({"tiers": tiers, "security": security, "deadlines": limits})
+
+    def open(self, name: str, ahead_s: float = 0.0, **more: bool) -> kvtier.AsyncCache:
+        if more.get("away"):
+            (self.root / "away").mkdir(exist_ok=True)
+            (self.root / "away").chmod(0o700)
+        clock = SkewedClock(self.clock, ahead_s) if ahead_s else self.clock
+        return kvtier.aopen(self.config(name, **more), NS, clock=clock)
+
+
+@pytest.fixture(params=[False, True], ids=["keyless", "keyed"])
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Fleet:
+    if request.param:
+        pytest.importorskip("cryptography")
+    return Fleet(tmp_path, request.param)
+
+
+async def put(cache: kvtier.AsyncCache, keys: Sequence[bytes]) -> None:
+    assert await cache.put(keys, payloads_of(list(keys), 4096)) == len(keys)
+    assert (await cache.flush()).pending == 0
+
+
+async def learn(fleet: Fleet, cache: kvtier.AsyncCache) -> None:
+    """What housekeeping does every twenty seconds."""
+    fleet.clock.advance(50)
+    await cache.manager._purger.sync()
+
+
+async def found(cache: kvtier.AsyncCache, keys: Sequence[bytes]) -> list[str]:
+    """Tiers that serve a chain, its bytes compared."""
+    async with cache.get(keys) as hit:
+        assert [bytes(block) for block in hit.blocks] == payloads_of(list(keys)[: len(hit)], 4096)
+        return list(hit.tiers)
+
+
+async def test_a_purge_covers_adapters_in_every_tier(fleet: Fleet) -> None:
+    chains = [
+        chain_of(NS, 8, seed, scope)
+        for seed, scope in enumerate([scope_of("t"), scope_of("t", b"lora"), scope_of("t", isolated="x")])
+    ]
+    other = chain_of(NS, 8, 9, scope_of("u", b"lora"))
+    async with fleet.open("a") as cache:
+        for chain in [*chains, other]:
+            await put(cache, chain)
+        fleet.clock.advance(1)
+        await cache.purge("t")
+        for evicted in ("", "g2", "g3"):
+            if evicted:
+                await cache.evict(evicted)
+            assert [await found(cache, chain) for chain in chains] == [[]] * 3
+            assert len(await found(cache, other)) == 8
+
+
+async def test_new_blocks_of_a_purged_tenant_are_stored_in_every_tier_at_once(fleet: Fleet) -> None:
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a") as cache:
+        for _ in range(3):
+            await put(cache, chain)
+            fleet.clock.advance(1)
+            await cache.purge("t")
+            assert await found(cache, chain) == []
+            fleet.clock.advance(1)
+        await put(cache, chain)
+        for evicted, tier in (("g2", "g3"), ("g3", "g4")):
+            await cache.evict("g2")
+            if evicted == "g3":
+                await cache.evict("g3")
+            assert await found(cache, chain) == [tier] * 8
+
+
+@pytest.mark.parametrize("ahead_s", [5.0, 250.0])
+async def test_a_writer_whose_clock_is_ahead_brings_nothing_back(fleet: Fleet, ahead_s: float) -> None:
+    chain, other = chain_of(NS, 8, 1, scope_of("t")), chain_of(NS, 8, 2, scope_of("u"))
+    async with fleet.open("a") as one, fleet.open("b", ahead_s) as ahead:
+        for each in (chain, other):
+            await put(ahead, each)
+        assert await found(one, chain) == ["g4"] * 8
+        assert (await one.flush()).pending == 0
+        fleet.clock.advance(1)
+        await ahead.purge("t")
+        await learn(fleet, one)
+        for evicted in ("", "g2", "g3"):
+            if evicted:
+                await one.evict(evicted)
+            assert await found(one, chain) == [], "in what was copied while it was right, too"
+        assert len(await found(one, other)) == 8
+
+
+async def test_what_was_purged_elsewhere_does_not_come_back_with_the_bucket_away(fleet: Fleet) -> None:
+    chain, other = chain_of(NS, 8, 1, scope_of("t")), chain_of(NS, 8, 2, scope_of("u"))
+    async with fleet.open("a") as one, fleet.open("b") as two:
+        for each in (chain, other):
+            await put(one, each)
+        fleet.clock.advance(1)
+        await two.purge("t")
+        await learn(fleet, one)
+    shutil.move(fleet.root / "bucket", fleet.root / "gone")
+    (fleet.root / "bucket").write_text("not a directory")
+    async with fleet.open("a") as again:
+        assert await found(again, chain) == [] and await found(again, other) == ["g3"] * 8
+        await put_g3(again, chain)
+    (fleet.root / "bucket").unlink()
+    shutil.move(fleet.root / "gone", fleet.root / "bucket")
+    async with fleet.open("a") as back:
+        assert await found(back, chain) == ["g3"] * 8, "stored in the outage, behind the purge that was read before it"
+        await back.evict("g2")
+        await back.evict("g3")
+        assert await found(back, chain) == []
+
+
+async def put_g3(cache: kvtier.AsyncCache, keys: Sequence[bytes]) -> None:
+    assert await cache.put(keys, payloads_of(list(keys), 4096)) == len(keys)
+    await cache.flush(timeout=2)
+
+
+async def test_a_purge_that_the_bucket_does_not_take_raises_and_is_made_up_for(fleet: Fleet) -> None:
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a") as one:
+        await put(one, chain)
+        await put(one, chain_of(NS, 4, 5))
+        await one.purge("another")
+        log = next((fleet.root / "bucket").glob("ctl/*/log"))
+        log.chmod(0o500)
+        tier = one.manager.lower["g4"].inner.inner
+        create, tier._store.bucket.create = tier._store.bucket.create, fail  # type: ignore[attr-defined]
+        fleet.clock.advance(1)
+        with pytest.raises(KVTierError):
+            await one.purge("t")
+        assert await found(one, chain) == [], "dropped here in any case"
+        log.chmod(0o700)
+        tier._store.bucket.create = create  # type: ignore[attr-defined]
+        await learn(fleet, one)
+        await learn(fleet, one)
+    async with fleet.open("b", g3=False) as two:
+        assert await found(two, chain) == []
+        assert {scope_of("t")[:8]} <= {scope[:8] for scope in await two.manager.lower["g4"].tombstones()}
+
+
+async def fail(*_: object) -> None:
+    from kvtier.errors import TierError
+
+    raise TierError("g4", "put", "no")
+
+
+async def test_a_log_that_was_cut_while_a_replica_was_away_takes_its_g4_out(fleet: Fleet) -> None:
+    chain, other = chain_of(NS, 8, 1, scope_of("t")), chain_of(NS, 8, 2, scope_of("u"))
+    async with fleet.open("a") as one:
+        for each in (chain, other):
+            await put(one, each)
+        fleet.clock.advance(1)
+        await one.purge("t")
+    for entry in (fleet.root / "bucket").glob("ctl/*/log/*"):
+        entry.unlink()
+    async with fleet.open("a") as again:
+        assert await found(again, chain) == [] and await found(again, other) == ["g3"] * 8
+        await again.evict("g2")
+        await again.evict("g3")
+        assert await found(again, other) == [], "G4 is not believed"
+        assert again.stats()["g4"]["counters"]["purge_log_faults"] >= 1
