@@ -235,6 +235,12 @@ class Config(_Section):
     )
     keep_on_reset: bool = Field(default=False, description="Serve old blocks after an engine announced new weights.")
 
+    @model_validator(mode="after")
+    def _strict_has_a_log(self) -> Self:
+        if self.security.purge == "strict" and self.tiers.g4 is None:
+            raise InvalidRequest(".security.purge: strict needs tiers.g4, where the purge log is")
+        return self
+
     @classmethod
     def load(cls, path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
         """From a YAML file. Reads the file and, for secrets, `environ` (default: the process's). Raises ConfigError."""

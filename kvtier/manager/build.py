@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ def build(
     tiers, clock = config.tiers, TrustedClock.around(clock)
     arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
     g3 = tiers.g3
+    bound_s = config.security.purge_bound if config.security.purge == "strict" else math.inf
     limits = ManagerLimits(
         lookup_s=config.deadlines.lookup,
         reserved=config.retention.reserved,
@@ -41,6 +43,8 @@ def build(
         block_tokens=namespace.block_tokens,
         classes=tuple(terms.name for terms in config.terms()),
         close_s=config.deadlines.close,
+        purge_bound_s=bound_s,
+        tombstones_s=min(20.0, bound_s / 3),
         write_rate=float(g3.write_rate or 0) if g3 else 0.0,
     )
     if lower is None:

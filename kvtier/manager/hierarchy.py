@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class ManagerLimits:
     close_s: float = 10.0
     housekeeping_s: float = 2.0
     tombstones_s: float = 20.0
+    purge_bound_s: float = math.inf  # since the purge log was read that is in force; beyond, nothing is served
     write_rate: float = 0.0  # bytes/s into G3; 0: no bound
     queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
     overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
@@ -73,6 +75,8 @@ class Hierarchy:
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
+        self.proven_at = Mono("-inf")
+        """When the listing of the purge log began whose entries are in force in G2."""
         self.position = 0
         """Number of the last entry of the purge log that is in force in G2; 0: there is none. Under the lock."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -106,8 +110,15 @@ class Hierarchy:
 
     @property
     def out(self) -> bool:
-        """Whether the whole cache is out of service, since a task that it needs keeps failing."""
-        return self.service.health is not Health.WELL
+        """Whether nothing is to be served: a task that the whole cache needs keeps failing, or a purge may have been
+        missed (`ManagerLimits.purge_bound_s`)."""
+        return self.service.health is not Health.WELL or self.unproven
+
+    @property
+    def unproven(self) -> bool:
+        """Whether the purges in force are older than the bound."""
+        bound_s = self.limits.purge_bound_s
+        return bound_s < math.inf and self.clock.monotonic() - self.proven_at > bound_s
 
     # ── the tiers below G2 ──────────────────────────────────────────────────────────────────────────────────
 

@@ -124,7 +124,7 @@ class Manager:
         return self.hierarchy.out
 
     def _nothing(self) -> Lease:
-        return Lease([], [], Miss.BREAKER, self.release)
+        return Lease([], [], Miss.UNPROVEN if self.hierarchy.unproven else Miss.BREAKER, self.release)
 
     def subscribe(self, events: Events | None) -> None:
         """Notify `events` of every tier's blocks from now on; None: nobody any more."""

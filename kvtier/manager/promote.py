@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
@@ -179,6 +179,9 @@ class Promoter:
             self._hierarchy.release(iter(holds))
             self._undo(found)
             raise
+        if self._hierarchy.unproven:  # since the beginning
+            self._hierarchy.release(iter(holds))
+            holds, plan = [], replace(plan, hit=start, miss=Miss.UNPROVEN)
         hit, miss = start + len(holds), plan.miss
         if hit < plan.hit:
             outcome = found.get(hit, Miss.EVICTED)

@@ -120,6 +120,7 @@ class Purger:
         tiers = [tier for tier in self._lower.values() if not tier.resting]
         if joining is not None:
             tiers.append(joining)
+        began = self._hierarchy.clock.monotonic()
         answers = await asyncio.gather(*(tier.tombstones() for tier in tiers), return_exceptions=True)
         asked = [(tier, answer) for tier, answer in zip(tiers, answers, strict=True) if isinstance(answer, Mapping)]
         for tier, tombstones in asked:
@@ -135,6 +136,9 @@ class Purger:
         with self._hierarchy.lock:
             last = max(map(number_of, latest.values()), default=0)
             self._hierarchy.position = max(last, self._hierarchy.position)
+            if any(tier.purge_log() is not None for tier, _ in asked):
+                log = self._hierarchy.purge_log()
+                self._hierarchy.proven_at = began if log is None else min(began, log.read_at)
         await self._protection.expire(None)
         for part in slices(list(latest.items()), _APPLIED):
             _add(self.owed, part)

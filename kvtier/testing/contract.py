@@ -12,7 +12,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.retention.marks import number_of
 from kvtier.retention.terms import Terms
 from kvtier.testing.payload import chain_of, payload_of, sample_namespace, seal
-from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
+from kvtier.tiers.protocol import Loaded, Miss, PurgeLogging, Target, Tier
 from kvtier.times import Mono, Wall
 
 _DEADLINE_S = 30.0
@@ -266,9 +266,14 @@ async def _store(
     terms = terms or Terms("contract", ttl=86400)
     for start in range(0, len(chain), tier.stride):
         indices = range(start, min(start + tier.stride, len(chain)))
-        blocks = seal(chain, indices, tier.block_bytes, clock.wall(), terms, position=getattr(tier, "position", 0))
+        blocks = seal(chain, indices, tier.block_bytes, clock.wall(), terms, position=_position(tier))
         results = await tier.write(blocks, clock.monotonic() + _DEADLINE_S)
         assert not check or all(r.durable for r in results), results
+
+
+def _position(tier: Tier) -> int:
+    log: PurgeLogging | None = getattr(tier, "purge_log", None)
+    return 0 if log is None else log.position
 
 
 async def _here(tier: Tier, chain: Sequence[BlockKey], clock: _MovableClock) -> list[int]:

@@ -107,8 +107,9 @@ class Metered(Wrapper):
         return cast(Notebook, OptionalVerbs(self.inner)) if self._can(Notebook) else None
 
     def purge_log(self) -> PurgeLogging | None:
-        """The tier, if its purges are a log: asked without the guard, since it does no I/O."""
-        return cast(PurgeLogging, self.inner.inner) if self._can(PurgeLogging) else None
+        """The tier's purge log, if it has one: asked without the guard, since it does no I/O."""
+        found: PurgeLogging | None = getattr(self.inner.inner, "purge_log", None)
+        return found
 
     def _can(self, protocol: type) -> bool:
         """Whether the tier has every verb of an optional protocol. By `hasattr`, so that a wrapper may offer them."""

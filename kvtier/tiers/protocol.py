@@ -38,6 +38,7 @@ class Miss(StrEnum):
     UNKNOWN_KEY = "unknown_key"  # authenticated by a key that is not accepted here; it is left alone
     FORGED = "forged"  # its tag does not fit: damage or forgery; it is left alone
     MISMATCH = "mismatch"  # well-formed, but of another name, size or version
+    UNPROVEN = "unproven"  # the purge log was not read lately (security.purge: strict)
     LATE = "late"  # not there within the deadline
     BREAKER = "breaker"  # the tier is taken out of use after errors
     ERROR = "error"  # the tier failed at this operation
@@ -194,10 +195,13 @@ class Supervised(Protocol):
 
 
 class PurgeLogging(Protocol):
-    """Optional verbs of a shared tier whose purges are a log. Thread-safe; no I/O."""
+    """The optional attribute `purge_log` of a shared tier whose purges are a log. Thread-safe; no I/O."""
 
     position: int
     """Number of the last entry that was read; `tombstones` returned those until then. 0: there is none."""
+
+    read_at: Mono
+    """When the last successful listing of the log began, by the injected clock; -inf before the first."""
 
     floor: int
     """What was written at a position below is purged, whosesoever it is: `tombstones` does not name it."""

@@ -36,7 +36,7 @@ from kvtier.retention.marks import mark_below
 from kvtier.tiers.objects.bucket.protocol import TIER, Bucket, Stat
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.signed import Signer
-from kvtier.times import Wall
+from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class LogBroken(TierError):
     """The log does not go on from what this replica has read of it."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(TIER, "purge log", f"{what}: see docs/operations.md, Purges")
+        super().__init__(TIER, "purge log", f"{what}: see docs/operations.md, purging a tenant")
 
 
 class TenantLog:
@@ -81,6 +81,8 @@ class TenantLog:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self.position = 0
         """Number of the last entry that was read."""
+        self.read_at = Mono("-inf")
+        """When the last listing began that was read to its end."""
         self._held: dict[Scope, int] = {}  # tenant → number that its purge is to have, where the log lacks it yet
         self.floor = 0
         """What was written at a position below is purged, whosesoever it is."""
@@ -118,6 +120,11 @@ class TenantLog:
         if number:
             self._remembered = (number, digest)
         return int(number)
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether what `remember` took has not been found in the log yet."""
+        return self._remembered is not None
 
     # -- reading --------------------------------------------------------------------------------------------------
 

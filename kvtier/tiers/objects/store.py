@@ -98,11 +98,12 @@ class ObjectStore:
         """List purges and pins, in one listing, and read new purges; `pins.settle` reads the pins. Raises TierError."""
         purges: list[Stat] = []
         pins: list[Stat] = []
-        known = self.purges.position
+        known, began = self.purges.position, self._clock.monotonic()
         async for page in self.bucket.list(self.names.control, self.purges.after):
             purges += [stat for stat in page if stat.name.startswith(self.names.log)]
             pins += [stat for stat in page if stat.name.startswith(self.names.pins)][: PINS_MAX - len(pins)]
         await self.purges.take(purges, known)
+        self.purges.read_at = began
         self.pins.take(pins)
 
     async def settled_miss_of(self, entry: ObjectEntry) -> Miss | None:

@@ -38,6 +38,7 @@ from kvtier.tiers.objects.loop_thread import LoopThread
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.payload import require_library
 from kvtier.tiers.objects.probe import Prober
+from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.strides import default_stride
 from kvtier.tiers.objects.sweep import Sweeper
@@ -198,11 +199,11 @@ class ObjectTier:
 
     async def _ready(self) -> None:
         """Make sure that the server was reached and that the lists of purges and pins are fresh. Raises TierError."""
-        if self._clock.monotonic() - self._synced <= FRESH_S:
+        if self._clock.monotonic() - self._synced <= FRESH_S and not self._store.purges.doubtful:
             return
         async with self._sync_lock:
             now = self._clock.monotonic()
-            if now - self._synced <= FRESH_S:
+            if now - self._synced <= FRESH_S and not self._store.purges.doubtful:
                 return
             if now < self._retry_at:
                 raise TierError(TIER, "connect", self.problem)
@@ -386,23 +387,9 @@ class ObjectTier:
         return self._store.purges.all()
 
     @property
-    def position(self) -> int:
-        """Number of the last entry of the purge log that was read: all that `tombstones` returns is older."""
-        return self._store.purges.position
-
-    @property
-    def floor(self) -> int:
-        """What was written at a position of the purge log below is purged, whosesoever it is."""
-        return self._store.purges.floor
-
-    def remember(self, raw: bytes) -> int:
-        """`memory` of an earlier process: the log must go on from there. Returns its position."""
-        self._synced = float("-inf")  # to be checked before anything is served
-        return self._store.purges.remember(raw)
-
-    def memory(self) -> bytes:
-        """How far the log was read, for `remember` in the next process."""
-        return self._store.purges.memory()
+    def purge_log(self) -> TenantLog:
+        """The purges that every replica keeps to."""
+        return self._store.purges
 
     # -- pins -----------------------------------------------------------------------------------------------------
 
