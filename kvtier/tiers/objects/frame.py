@@ -194,9 +194,10 @@ def _decode(view: memoryview, keyring: Keyring) -> Frame:
         raise ForeignFrame(f"a payload of codec {codec}, sealed {sealed}: written by a later release")
     rows = list(_ENTRY.iter_unpack(view[_FIXED.size : end]))
     hashes, digests, tags, lengths = zip(*rows, strict=True)
-    if any(length != block_bytes for length in lengths):
+    joined = b"".join(tags)
+    if set(lengths) != {block_bytes}:
         raise CorruptError("a frame whose stored lengths are not its blocks'")
     return Frame(
         namespace, Scope(scope), depth, block_bytes, hashes, digests, Lifetime.decode(life), position, key_id, salt,
-        b"".join(tags) if any(map(any, tags)) else b"",
+        joined if joined.strip(b"\0") else b"",
     )  # fmt: skip
