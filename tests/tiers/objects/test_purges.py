@@ -103,8 +103,9 @@ async def test_new_blocks_of_a_purged_tenant_are_stored_in_every_tier_at_once(fl
             assert await found(cache, chain) == [tier] * 8
 
 
+@pytest.mark.parametrize("purger", ["itself", "another"])
 @pytest.mark.parametrize("ahead_s", [5.0, 250.0])
-async def test_a_writer_whose_clock_is_ahead_brings_nothing_back(fleet: Fleet, ahead_s: float) -> None:
+async def test_a_writer_whose_clock_is_ahead_brings_nothing_back(fleet: Fleet, ahead_s: float, purger: str) -> None:
     chain, other = chain_of(NS, 8, 1, scope_of("t")), chain_of(NS, 8, 2, scope_of("u"))
     async with fleet.open("a") as one, fleet.open("b", ahead_s) as ahead:
         for each in (chain, other):
@@ -112,7 +113,7 @@ async def test_a_writer_whose_clock_is_ahead_brings_nothing_back(fleet: Fleet, a
         assert await found(one, chain) == ["g4"] * 8
         assert (await one.flush()).pending == 0
         fleet.clock.advance(1)
-        await ahead.purge("t")
+        await (ahead if purger == "itself" else one).purge("t")
         await learn(fleet, one)
         for evicted in ("", "g2", "g3"):
             if evicted:
