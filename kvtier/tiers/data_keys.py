@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from kvtier.clock import Clock
 from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierError, TierTimeout
-from kvtier.identity.keys import Scope
+from kvtier.identity.keys import Scope, tenant_of
 from kvtier.keyring import DATA_KEY_BYTES, Keyring, UnknownKey
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
@@ -84,11 +84,11 @@ class StoredKeys:
         self._store = store
         self._keyring = keyring
         self._clock = clock
-        self._known: dict[Scope, tuple[Mono, DataKey | Miss]] = {}  # until when; the oldest first
+        self._known: dict[Scope, tuple[Mono, DataKey | Miss]] = {}  # by tenant; until when; the oldest first
         self._lock = threading.Lock()
 
     def peek(self, scope: Scope) -> DataKey | Miss:
-        until, known = self._known.get(scope, (Mono("-inf"), Miss.LATE))
+        until, known = self._known.get(tenant_of(scope), (Mono("-inf"), Miss.LATE))
         return known if self._clock.monotonic() < until else Miss.LATE
 
     def find(self, scope: Scope) -> DataKey | Miss:
@@ -125,7 +125,7 @@ class StoredKeys:
 
     def name_of(self, scope: Scope) -> str:
         """The name of a tenant's key: nobody without the keyring can test a guess of the tenant by it. Pure."""
-        return self._keyring.name("data-key", scope)
+        return self._keyring.name("data-key", tenant_of(scope))
 
     @property
     def store(self) -> KeyStore:
@@ -161,11 +161,11 @@ class StoredKeys:
 
     def _remember(self, scope: Scope, key: DataKey | Miss, asked: Mono) -> DataKey | Miss:
         """`asked`: when the store was asked, at the latest."""
-        self._known.pop(scope, None)
+        self._known.pop(tenant_of(scope), None)
         while self._known and (len(self._known) >= KEYS_MAX or self._known[next(iter(self._known))][0] < asked):
             del self._known[next(iter(self._known))]
         lasts_s = KEY_CACHE_S if isinstance(key, DataKey) else ABSENT_S
-        self._known[scope] = Mono(asked + lasts_s), key
+        self._known[tenant_of(scope)] = Mono(asked + lasts_s), key
         return key
 
 
