@@ -77,7 +77,7 @@ def destroy(
     if sum((salt is not None, without_salt, name is not None)) != 1:
         raise InvalidRequest("name one tenant: --salt SALT, --without-salt or --name NAME")
     config, keys = _opened(file)
-    names = [name] if name is not None else sorted(map(keys.name_of, _scopes(config, salt)))
+    names = [name] if name is not None else sorted({keys.name_of(scope) for scope in _scopes(config, salt)})
     there = [one for one in names if keys.store.read(one) is not None]
     if there and not yes:
         typer.confirm(
@@ -97,10 +97,8 @@ def destroy(
 
 
 def _scopes(config: Config, salt: str | None) -> set[Scope]:
-    """Those that a tenant's blocks may lie in."""
-    classes = {terms.name for terms in config.terms() if terms.isolate}
-    secrets = {config.scope_secret, b""}  # keys may have been made without the secret, by `kvtier.chain_hashes`
-    return {scope_of(salt, isolated=name, secret=secret) for name in {"", *classes} for secret in secrets}
+    """The tenant's, also as `kvtier.chain_hashes` makes it, without the secret."""
+    return {scope_of(salt, secret=secret) for secret in (config.scope_secret, b"")}
 
 
 def _opened(file: Path) -> tuple[Config, StoredKeys]:

@@ -101,6 +101,7 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena
                     write_rate=float(g4.write_rate or 0),
                 ),
                 keyring=config.keyring(),
+                keys=keys,
             )
         )
     return out

@@ -7,22 +7,25 @@ every copy of the tenant's blocks unreadable: who has read it asks for it again 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from kvtier.clock import Clock
 from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierError, TierTimeout
-from kvtier.identity.keys import Scope
+from kvtier.identity.keys import Scope, tenant_of
 from kvtier.keyring import DATA_KEY_BYTES, Keyring, UnknownKey
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
 
 T = TypeVar("T")
+
+_asking: dict[Any, Future[Any]] = {}  # by (verb, scope)
+_asking_lock = threading.Lock()
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ KEY_CACHE_S = 60.0
 ABSENT_S = 5.0
 """For so long nobody asks again for a key that there is not, or that cannot be read."""
 KEYS_MAX = 65536
+ASKING_MAX = 16
+"""Calls that wait for a store at once."""
 
 
 class WrappedKey(NamedTuple):
@@ -79,11 +84,11 @@ class StoredKeys:
         self._store = store
         self._keyring = keyring
         self._clock = clock
-        self._known: dict[Scope, tuple[Mono, DataKey | Miss]] = {}  # until when; the oldest first
+        self._known: dict[Scope, tuple[Mono, DataKey | Miss]] = {}  # by tenant; until when; the oldest first
         self._lock = threading.Lock()
 
     def peek(self, scope: Scope) -> DataKey | Miss:
-        until, known = self._known.get(scope, (Mono("-inf"), Miss.LATE))
+        until, known = self._known.get(tenant_of(scope), (Mono("-inf"), Miss.LATE))
         return known if self._clock.monotonic() < until else Miss.LATE
 
     def find(self, scope: Scope) -> DataKey | Miss:
@@ -120,7 +125,7 @@ class StoredKeys:
 
     def name_of(self, scope: Scope) -> str:
         """The name of a tenant's key: nobody without the keyring can test a guess of the tenant by it. Pure."""
-        return self._keyring.name("data-key", scope)
+        return self._keyring.name("data-key", tenant_of(scope))
 
     @property
     def store(self) -> KeyStore:
@@ -156,38 +161,73 @@ class StoredKeys:
 
     def _remember(self, scope: Scope, key: DataKey | Miss, asked: Mono) -> DataKey | Miss:
         """`asked`: when the store was asked, at the latest."""
-        self._known.pop(scope, None)
+        self._known.pop(tenant_of(scope), None)
         while self._known and (len(self._known) >= KEYS_MAX or self._known[next(iter(self._known))][0] < asked):
             del self._known[next(iter(self._known))]
         lasts_s = KEY_CACHE_S if isinstance(key, DataKey) else ABSENT_S
-        self._known[scope] = Mono(asked + lasts_s), key
+        self._known[tenant_of(scope)] = Mono(asked + lasts_s), key
         return key
 
 
 async def load(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey | Miss]:
-    """The keys of these scopes' tenants, on another thread if a store has to be asked; LATE where it does not answer in
-    time."""
+    """The keys of these scopes' tenants; LATE where a store has to be asked and does not answer in time."""
     known = {scope: keys.peek(scope) for scope in scopes}
-    if Miss.LATE in known.values():
-        with contextlib.suppress(TimeoutError):
-            return await _each(keys.find, scopes, timeout_s)
-    return known
+    asked = {scope: _ask(keys.find, scope) for scope, key in known.items() if key is Miss.LATE}
+    return known | await _answers(asked, timeout_s)
 
 
 async def obtain(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey]:
     """The same, made where there is none. Raises TierError."""
     known = {scope: key for scope in scopes if isinstance(key := keys.peek(scope), DataKey)}
-    if len(known) == len(scopes):
-        return known
+    asked = {scope: _ask(keys.obtain, scope) for scope in scopes if scope not in known}
+    known |= await _answers(asked, timeout_s)
+    if len(known) < len(scopes):
+        raise TierTimeout("keys", "obtain", "the store of data keys does not answer")
+    return known
+
+
+async def _answers(asked: Mapping[Scope, Future[T] | None], timeout_s: float) -> dict[Scope, T]:
+    """Those that come in time. Raises what the others raised."""
+    waiting = {scope: asyncio.wrap_future(one) for scope, one in asked.items() if one is not None}
+    if waiting:
+        done, _ = await asyncio.wait(map(asyncio.shield, waiting.values()), timeout=timeout_s)
+        for one in done:
+            one.exception()  # marks it as retrieved: the one that is raised below may be another
+    return {scope: one.result() for scope, one in waiting.items() if one.done()}
+
+
+def _ask(verb: Callable[[Scope], T], scope: Scope) -> Future[T] | None:
+    """A call that may wait for a store, on a thread of its own, which nobody has to wait for. The same call is made
+    once at a time. None if so many are stuck that no other is begun."""
+    question = verb, scope
+    with _asking_lock:
+        if question in _asking:
+            return _asking[question]
+        if len(_asking) >= ASKING_MAX:
+            return None
+        answer: Future[T] = Future()
+        _asking[question] = answer
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = verb(scope)
+        except Exception as error:
+            failure = error
+        with _asking_lock:
+            del _asking[question]
+        if failure is not None:
+            answer.set_exception(failure)
+        else:
+            answer.set_result(cast(T, result))
+
     try:
-        return await _each(keys.obtain, scopes, timeout_s)
-    except TimeoutError:
-        raise TierTimeout("keys", "obtain", "the store of data keys does not answer") from None
-
-
-async def _each(verb: Callable[[Scope], T], scopes: Collection[Scope], timeout_s: float) -> dict[Scope, T]:
-    work = asyncio.to_thread(lambda: {scope: verb(scope) for scope in scopes})
-    return await asyncio.wait_for(work, timeout_s)
+        threading.Thread(target=run, name="kvtier-keys", daemon=True).start()
+    except RuntimeError:  # no thread can be started
+        with _asking_lock:
+            del _asking[question]
+        return None
+    return answer
 
 
 def wrapping_key_of(key: WrappedKey) -> bytes:

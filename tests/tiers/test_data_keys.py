@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,16 @@ from kvtier.identity.keys import SHARED, scope_of
 from kvtier.keyring import Key, Keyring, KeyState
 from kvtier.testing import VirtualClock
 from kvtier.tiers import key_directory
-from kvtier.tiers.data_keys import ABSENT_S, KEY_CACHE_S, StoredKeys, wrapping_key_of
+from kvtier.tiers.data_keys import (
+    ABSENT_S,
+    ASKING_MAX,
+    KEY_CACHE_S,
+    StoredKeys,
+    WrappedKey,
+    load,
+    obtain,
+    wrapping_key_of,
+)
 from kvtier.tiers.key_directory import KeyDirectory
 from kvtier.tiers.protocol import Miss
 from tests.tiers.disk.support.keys import MemoryKeys, sample_keyring
@@ -118,6 +128,36 @@ def test_a_wrapped_key_does_not_open_under_another_tenants_name_or_time(tmp_path
     found = json.loads(mine.read_text())
     mine.write_text(json.dumps({**found, "created": found["created"] + 1}))
     assert stored(tmp_path / "keys").find(TENANT) is Miss.NO_KEY
+
+
+async def test_a_store_that_hangs_is_asked_once_and_waited_for_no_longer_than_the_deadline() -> None:
+    """Its thread is its own: other work of the loop goes on, and so does the end of the process."""
+    gate = threading.Event()
+
+    class Hanging(MemoryKeys):
+        def read(self, name: str) -> WrappedKey | None:
+            self.reads += 1
+            gate.wait(20)
+            return None
+
+    store = Hanging()
+    keys = StoredKeys(store, sample_keyring(), VirtualClock())
+    found = await asyncio.gather(*(load(keys, [TENANT], 0.02) for _ in range(50)))
+    assert found == [{TENANT: Miss.LATE}] * 50
+    with pytest.raises(TierError, match="does not answer"):
+        await obtain(keys, [TENANT], 0.02)
+    others = [scope_of(str(number)) for number in range(100)]
+    assert set((await load(keys, others, 0.02)).values()) == {Miss.LATE}
+    assert store.reads == 1 and 0 < _asking() <= ASKING_MAX
+    assert await asyncio.to_thread(lambda: 7) == 7
+    gate.set()
+    while _asking():  # noqa: ASYNC110 - a thread's end tells nobody
+        await asyncio.sleep(0.01)
+    assert isinstance((await load(keys, [TENANT], 5.0))[TENANT], DataKey), "the call that was given up made it"
+
+
+def _asking() -> int:
+    return sum(thread.name == "kvtier-keys" for thread in threading.enumerate())
 
 
 NO_KEYS = (b"", b"{}", b"[" * 4000, b'{"version": 2}', b"\xff" * 5000, b'{"version":1,"created":1.0,"wrapped":"00"}')

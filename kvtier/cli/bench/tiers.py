@@ -35,7 +35,7 @@ Folder = Annotated[Path, typer.Option("--path", help="g3: a directory on the dis
 Size = Annotated[str, typer.Option("--size", help="g3: bytes per pass; twice that must be free.")]
 Blocks = Annotated[list[str], typer.Option("--block", help="g2, g3: block size; may be given several times.")]
 Restart = Annotated[bool, typer.Option("--restart", help="g3: also a store of a million blocks: open, puts, verify.")]
-Encrypted = Annotated[bool, typer.Option("--encrypted", help="g3: an encrypted store beside a plain one instead.")]
+Encrypted = Annotated[bool, typer.Option("--encrypted", help="g3, g4: encrypted beside plain instead.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 
 
@@ -59,6 +59,9 @@ def tiers(
         )
     elif tier == "g3":
         deliver("tiers_g3", found | _disk(path, size, block, rounds, restart), _show_disk, folder, as_json=json)
+    elif encrypted:
+        found |= _encrypted_bucket(rounds)
+        deliver("tiers_encryption_g4", found, _show_encryption, folder, as_json=json)
     else:
         g4 = Config.load(config).tiers.g4 if config is not None else None
         found["server"] = "SeaweedFS on loopback, same machine" if g4 is None else "as configured"
@@ -115,6 +118,15 @@ def _encryption(path: Path, size: str, blocks: Sequence[str], rounds: int) -> di
     return results
 
 
+def _encrypted_bucket(rounds: int) -> dict[str, Any]:
+    from kvtier.bench.tiers import encryption
+
+    with _place(None) as place, tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        figures = encryption.measure_bucket(place, Path(folder), rounds)
+    server = "SeaweedFS on loopback, same machine"
+    return {"server": server, "targets": encryption.BUCKET_TARGETS, "blocks": {"16 × 2MiB": figures}}
+
+
 def _show_encryption(results: dict[str, Any]) -> None:
     rows = [
         [label, name, _two(one["gb_per_s"]["median"]), round(one["cpu_s_per_gb"]["median"], 3)]
@@ -122,7 +134,7 @@ def _show_encryption(results: dict[str, Any]) -> None:
         for name, one in figures.items()
         if name != "ratios"
     ]
-    write_table(["block", "", "GB/s", "CPU s/GB"], rows, title="G3, encrypted beside plain")
+    write_table(["block", "", "GB/s", "CPU s/GB"], rows, title="encrypted beside plain")
     rows = [
         [label, name, round(value, 3), results["targets"][name]]
         for label, figures in results["blocks"].items()

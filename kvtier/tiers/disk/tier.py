@@ -22,12 +22,12 @@ from kvtier.clock import Clock
 from kvtier.encryption import DataKey
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTimeout
 from kvtier.events import Notify
-from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, tenant_of
+from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, scope_of_key, tenant_of
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
-from kvtier.tiers.data_keys import DataKeys
+from kvtier.tiers.data_keys import DataKeys, load
 from kvtier.tiers.disk.budget import COMMIT_BYTES
 from kvtier.tiers.disk.encryption import Encryption, key_miss_of, scope_in_name
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
@@ -171,6 +171,9 @@ class DiskTier:
         found = self.peek(chain, wanted)
         if Miss.LATE in found:
             start = found.index(Miss.LATE)
+            if self._encryption is not None:
+                scopes = {scope_of_key(chain[place]) for place in wanted[start:]}
+                await load(self._encryption.keys, scopes, self._left_s(deadline))
             asking = asyncio.to_thread(self._find, chain, wanted[start:])
             with contextlib.suppress(TimeoutError):
                 found[start:] = await asyncio.wait_for(asking, self._left_s(deadline))
@@ -186,8 +189,7 @@ class DiskTier:
         found = store.index.find(names, faults_max=faults_max)
         keys: dict[Scope, DataKey | Miss] = {}
         if self._encryption is not None and any(raw is not None and is_encrypted(raw) for raw, _ in found):
-            ask = self._encryption.keys.find if faults_max is None else self._encryption.keys.peek
-            keys = {scope: ask(scope) for scope in {scope_in_name(name) for name in names}}
+            keys = {scope: self._encryption.keys.peek(scope) for scope in {scope_in_name(name) for name in names}}
         answers: list[Miss | None] = [
             miss_of(name, raw, purged_until, store.touches, wall_s) or key_miss_of(name, raw or b"", keys)
             for name, (raw, purged_until) in zip(names, found, strict=False)

@@ -11,7 +11,7 @@
     64     16    scope
     80     77    lifetime as written (kvtier.retention.terms)
     157    1     codec of the payload: 0, none
-    158    1     sealed: 0, the payload is not encrypted
+    158    1     sealed: 1 if the payload is encrypted (kvtier.tiers.objects.encryption), else 0
     159    1     zero
     160    8     id of the key that authenticates the frame; zeros: the one that everybody knows
     168    8     position in the purge log that the writers of all blocks had read
@@ -178,7 +178,7 @@ def _decode(view: memoryview, keyring: Keyring) -> Frame:
         raise CorruptError(f"a frame header has at least {_FIXED.size} bytes, got {len(view)}")
     (
         _, _, count, depth, block_bytes, header_bytes, namespace, scope, life, codec, sealed, key_id, position, salt,
-        _,
+        commitment,
     ) = _FIXED.unpack_from(view)  # fmt: skip
     if not 1 <= count <= COUNT_MAX or not 1 <= block_bytes <= BLOCK_BYTES_MAX:
         raise CorruptError(f"frame with impossible sizes: {count} blocks of {block_bytes} bytes")
@@ -190,7 +190,7 @@ def _decode(view: memoryview, keyring: Keyring) -> Frame:
     keyring.check(key_id, bytes(view[end : end + TAG_BYTES]), _PURPOSE, view[:end])
     if (bytes(view[159:160]) + bytes(view[end + TAG_BYTES : header_bytes])).strip(b"\0"):
         raise CorruptError("frame header padding is not zero")
-    if codec or sealed:
+    if codec or sealed > 1:
         raise ForeignFrame(f"a payload of codec {codec}, sealed {sealed}: written by a later release")
     rows = list(_ENTRY.iter_unpack(view[_FIXED.size : end]))
     hashes, digests, tags, lengths = zip(*rows, strict=True)
@@ -199,5 +199,5 @@ def _decode(view: memoryview, keyring: Keyring) -> Frame:
         raise CorruptError("a frame whose stored lengths are not its blocks'")
     return Frame(
         namespace, Scope(scope), depth, block_bytes, hashes, digests, Lifetime.decode(life), position, key_id, salt,
-        joined if joined.strip(b"\0") else b"",
+        joined if joined.strip(b"\0") else b"", codec, sealed, commitment,
     )  # fmt: skip

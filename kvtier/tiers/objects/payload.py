@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier import checksum
-from kvtier.errors import ConfigError
+from kvtier.encryption import DataKey, UnitCipher
+from kvtier.errors import ConfigError, CorruptError
 from kvtier.identity.keys import SCOPE_BYTES, scope_of_key
-from kvtier.keyring import Keyring, UnknownKey
+from kvtier.keyring import TAG_BYTES, Keyring, UnknownKey
 from kvtier.retention.lifetime import Lifetime
+from kvtier.tiers.objects.encryption import UnitEncryption, encrypt_unit
 from kvtier.tiers.objects.frame import SALT_BYTES, Frame
-from kvtier.tiers.protocol import Sealed
+from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.protocol import Loaded, Miss, Sealed, Target
 
 _PURPOSE = "payload"
 
@@ -30,23 +33,29 @@ def require_library() -> None:
         raise ConfigError("security: keys need the cryptography package: pip install 'kvtier[crypto]'")
 
 
-def make_unit(namespace: bytes, blocks: Sequence[Sealed], life: Lifetime, keyring: Keyring) -> tuple[Frame, bytearray]:
+def make_unit(
+    namespace: bytes, blocks: Sequence[Sealed], life: Lifetime, keyring: Keyring, key: DataKey | None = None
+) -> tuple[Frame, bytearray]:
     """A frame of these blocks, one behind the other in a chain, and its bytes, in memory of their own: a request that
-    outlives its caller must not read the caller's."""
+    outlives its caller must not read the caller's. Encrypted, if there is a `key`."""
     frame = Frame(
         namespace, scope_of_key(blocks[0].key), blocks[0].index, sum(map(len, blocks[0].pieces)),
         tuple(block.key[SCOPE_BYTES:] for block in blocks), tuple(block.digest for block in blocks), life,
         min(block.position for block in blocks), keyring.active.id,
         os.urandom(SALT_BYTES) if keyring.trusted else bytes(SALT_BYTES),
     )  # fmt: skip
-    data = bytearray(frame.total_bytes)
-    offset = frame.header_bytes
-    for block in blocks:
-        for piece in block.pieces:
-            data[offset : offset + len(piece)] = piece
-            offset += len(piece)
+    data = bytearray(frame.total_bytes + (TAG_BYTES if key is not None else 0))
     with memoryview(data)[frame.header_bytes :] as payload:
-        frame = replace(frame, tags=tag_blocks(frame, keyring, payload))
+        if key is not None:
+            frame = encrypt_unit(frame, blocks, key, payload)
+        else:
+            offset = 0
+            for block in blocks:
+                for piece in block.pieces:
+                    payload[offset : offset + len(piece)] = piece
+                    offset += len(piece)
+            frame = replace(frame, tags=tag_blocks(frame, keyring, payload))
+    del data[frame.total_bytes :]
     data[: frame.header_bytes] = frame.encode(keyring)
     return frame, data
 
@@ -79,6 +88,28 @@ def is_right(frame: Frame, keyring: Keyring, index: int, pieces: Sequence[memory
     except (InvalidTag, ValueError, UnknownKey):
         return False
     return True
+
+
+def verify_blocks(
+    entry: ObjectEntry, targets: Sequence[Target], keyring: Keyring, encryption: UnitEncryption,
+    cipher: UnitCipher | None,
+) -> dict[int, Loaded | Miss]:  # fmt: skip
+    """Check the targets' bytes against the header, and decrypt them if there is a `cipher`: Loaded or CORRUPT by
+    depth."""
+    results: dict[int, Loaded | Miss] = {}
+    for target in targets:
+        frame, index = entry.frame, target.index - entry.frame.depth
+        try:
+            if cipher is not None:
+                digest = encryption.decrypt(frame, cipher, index, target.into)
+            elif is_right(frame, keyring, index, target.into):
+                digest = frame.digests[index]
+            else:
+                raise CorruptError("a block does not match its header")
+            results[target.index] = Loaded(digest, entry.life)
+        except CorruptError:
+            results[target.index] = Miss.CORRUPT
+    return results
 
 
 def _check_pieces(frame: Frame, keyring: Keyring, index: int, pieces: Sequence[memoryview]) -> None:

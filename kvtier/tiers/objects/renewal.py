@@ -12,6 +12,7 @@ from kvtier.errors import CorruptError, TierError
 from kvtier.keyring import Keyring, UnknownKey
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
+from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.payload import is_right
@@ -28,8 +29,10 @@ class Renewer:
     """Renews objects of one namespace. `renewed`: how many. Lives on the tier's event loop."""
 
     def __init__(
-        self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, index: ObjectIndex, clock: Clock
-    ) -> None:
+        self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, index: ObjectIndex, clock: Clock,
+        encryption: UnitEncryption,
+    ) -> None:  # fmt: skip
+        self._encryption = encryption
         self._bucket = bucket
         self._keyring = keyring
         self._proofs = UseProofs(keyring, names.root)
@@ -93,7 +96,12 @@ class Renewer:
         if there is None or there.etag != entry.etag:
             return None
         for index in range(entry.blocks):
-            if not is_right(entry.frame, self._keyring, index, [view[slice(*entry.frame.span(index, index + 1))]]):
+            stored = view[slice(*entry.frame.span(index, index + 1))]
+            if entry.frame.sealed:
+                right = self._encryption.is_right(entry.frame, index, stored)
+            else:
+                right = is_right(entry.frame, self._keyring, index, [stored])
+            if not right:
                 return None
         header = replace(entry.frame, life=entry.life).encode(self._keyring)
         data[: len(header)] = header

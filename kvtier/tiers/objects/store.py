@@ -14,16 +14,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtier.clock import Clock
+from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, scope_of_key
 from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import FUTURE_S, Lifetime
 from kvtier.retention.pins import PINS_MAX
 from kvtier.retention.terms import Depth
+from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.deltas import Deltas
+from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.frame import (
     COUNT_MAX,
     HEADER_ALIGN,
@@ -35,7 +38,7 @@ from kvtier.tiers.objects.frame import (
 )
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
-from kvtier.tiers.objects.payload import is_right, make_unit
+from kvtier.tiers.objects.payload import make_unit, verify_blocks
 from kvtier.tiers.objects.pins import SharedPins
 from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.renewal import Renewer
@@ -63,7 +66,7 @@ class ObjectStore:
 
     def __init__(
         self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, block_bytes: int, stride: int,
-        clock: Clock, limits: BucketLimits,
+        clock: Clock, limits: BucketLimits, keys: DataKeys | None = None,
     ) -> None:  # fmt: skip
         self.bucket = bucket
         self.names = names
@@ -73,7 +76,8 @@ class ObjectStore:
         self.deltas = Deltas(bucket, names, keyring, self.index, stride, clock)
         self.purges = TenantLog(bucket, names, signer, clock)
         self.pins = SharedPins(bucket, names, signer, self.purges, clock)
-        self.renewer = Renewer(bucket, names, keyring, self.index, clock)
+        self._encryption = UnitEncryption(keys)
+        self.renewer = Renewer(bucket, names, keyring, self.index, clock, self._encryption)
         self._keyring = keyring
         self._proofs = UseProofs(keyring, names.root)
         self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
@@ -92,7 +96,7 @@ class ObjectStore:
         if self.purges.covers(entry.frame.scope, entry.frame.position):
             return Miss.PURGED
         alive = entry.life.servable(Depth.G4, wall_s) or self.pins.cover(entry, wall_s)
-        return None if alive else Miss.EXPIRED
+        return self._encryption.miss_of(entry.frame) if alive else Miss.EXPIRED
 
     async def refresh(self) -> None:
         """List purges and pins, in one listing, and read new purges; `pins.settle` reads the pins. Raises TierError."""
@@ -231,7 +235,11 @@ class ObjectStore:
                 continue  # another replica may have renewed it
             if entry is None or miss is not None:
                 break
-            results |= self._verified(entry, pending)
+            cipher = await self._encryption.cipher_of(entry.frame)
+            if isinstance(cipher, Miss):
+                miss = cipher
+                break
+            results |= verify_blocks(entry, pending, self._keyring, self._encryption, cipher)
             if Miss.CORRUPT not in results.values():
                 return results
         else:
@@ -342,20 +350,24 @@ class ObjectStore:
         life = Lifetime.common([block.life for block in blocks])
         if not life.servable(Depth.G4, self._clock.wall()):
             return Stored.REFUSED
+        key = await self._encryption.key_for(scope_of_key(last))
         known = self.index.find(keys[0], last, blocks[-1].index)
         if known is not None and last not in self._overwrite:
             if self._clock.monotonic() - known.seen > TRUST_S:
                 known = await self.probe(known.frame.keys, known.frame.depth)
-            if known is not None and self.miss_of(known, self._clock.wall()) is None and _covers(known, life):
+            here = known is not None and self.miss_of(known, self._clock.wall()) is None and _covers(known, life)
+            if here and known is not None and self._encryption.gives_way(known.frame, key) is None:
                 await self.renewer.record_use(known)
                 return Stored.PRESENT
-        return await self._put(blocks, keys, life)
+        return await self._put(blocks, keys, life, key)
 
-    async def _put(self, blocks: Sequence[Sealed], keys: Sequence[BlockKey], life: Lifetime) -> Stored:
+    async def _put(
+        self, blocks: Sequence[Sealed], keys: Sequence[BlockKey], life: Lifetime, key: DataKey | None
+    ) -> Stored:
         """Create the object, or replace the one that is there unless its life covers `life`."""
         name, last = self.names.unit(keys[-1]), keys[-1]
         scope, depth = scope_of_key(last), blocks[0].index
-        frame, data = make_unit(self.names.namespace, blocks, life, self._keyring)
+        frame, data = make_unit(self.names.namespace, blocks, life, self._keyring, key)
         outcome = Stored.STORED
         for _ in range(REWRITES_MAX):
             if last in self._overwrite:
@@ -376,7 +388,10 @@ class ObjectStore:
                     continue
                 if there is None:
                     continue  # gone since, or deleted as corrupt: then the next round overwrites
-                if self.miss_of(there, self._clock.wall()) is None:
+                gives_way = self._encryption.gives_way(there.frame, key)
+                if gives_way is False:
+                    return Stored.REFUSED
+                if gives_way is None and self.miss_of(there, self._clock.wall()) is None:
                     if _covers(there, life):
                         await self.renewer.record_use(there)
                         return Stored.PRESENT
@@ -384,7 +399,11 @@ class ObjectStore:
                     life = there.life.join(life, self._clock.wall())
                     frame, outcome = replace(frame, life=life), Stored.PRESENT
                     data[: frame.header_bytes] = frame.encode(self._keyring)
-                elif self.ahead_s > FUTURE_S and not self.dead_at(there, Wall(self._clock.wall() - self.ahead_s)):
+                elif (
+                    not gives_way
+                    and self.ahead_s > FUTURE_S
+                    and not self.dead_at(there, Wall(self._clock.wall() - self.ahead_s))
+                ):
                     return Stored.REFUSED  # our clock is wrong: what we write instead would be dead to the others
                 stat = await self.bucket.replace(name, data, life.last_use, there.etag)
             if stat is not None:
@@ -423,18 +442,6 @@ class ObjectStore:
             if known is not None:
                 self.index.drop(known.last)
         await self.bucket.delete_many(names)
-
-    # -- bytes ----------------------------------------------------------------------------------------------------
-
-    def _verified(self, entry: ObjectEntry, targets: Sequence[Target]) -> dict[int, Loaded | Miss]:
-        """Check the targets' bytes against the header: Loaded or CORRUPT by depth."""
-        results: dict[int, Loaded | Miss] = {}
-        for target in targets:
-            index = target.index - entry.frame.depth
-            right = is_right(entry.frame, self._keyring, index, target.into)
-            loaded = Loaded(entry.frame.digests[index], entry.life)
-            results[target.index] = loaded if right else Miss.CORRUPT
-        return results
 
 
 def _covers(entry: ObjectEntry, life: Lifetime) -> bool:

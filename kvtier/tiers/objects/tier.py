@@ -28,6 +28,7 @@ from kvtier.keyring import Keyring
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth
 from kvtier.supervisor import Service, Unwatched
+from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.background import Background
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
 from kvtier.tiers.objects.bucket.protocol import TIER
@@ -63,7 +64,8 @@ class ObjectTier:
 
     `url`: any fsspec URL. `options`: the client library's own, credentials included if they are not in its chain.
     `stride`: blocks per object; every replica that shares a bucket must use the same. An unreachable server does not
-    keep `open` from returning: until it answers, every verb fails fast with TierError. `problem` says why.
+    keep `open` from returning: until it answers, every verb fails fast with TierError. `problem` says why. `keys`:
+    units are encrypted with these; without them they are plain, and encrypted ones are misses.
     """
 
     name = TIER
@@ -80,6 +82,7 @@ class ObjectTier:
         stride: int | None = None,
         limits: BucketLimits | None = None,
         keyring: Keyring | None = None,
+        keys: DataKeys | None = None,
         attempts: int = 4,
         seed: int | None = None,
     ) -> None:
@@ -97,7 +100,7 @@ class ObjectTier:
         bucket, prefix = open_bucket(url, options or {}, client, clock, limits)
         self._store = ObjectStore(
             RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest, keyring),
-            keyring, self.block_bytes, self.stride, clock, limits,
+            keyring, self.block_bytes, self.stride, clock, limits, keys,
         )  # fmt: skip
         self._prober = Prober(self._store, clock)
         self._remover = Remover(self._store)
@@ -107,8 +110,7 @@ class ObjectTier:
         self._loop = LoopThread("kvtier-g4")
         self._pid = 0
         self._started = False
-        self._synced = float("-inf")
-        self._retry_at = float("-inf")
+        self._synced = self._retry_at = float("-inf")
         self.problem = ""
 
     def __repr__(self) -> str:
