@@ -50,7 +50,7 @@ ROWS = (
     Row("fp8 KV", engine={"kv_cache_dtype": "fp8"}),
     Row("n-gram speculation", engine=_speculation(method="ngram", prompt_lookup_max=3)),
     Row("a draft model", engine=_speculation(method="draft_model", model={"checkpoint": 1})),
-    Row("EAGLE", on=UNTRIED, off=UNTRIED, engine=_speculation(method="eagle", model={"other": "eagle"})),
+    Row("EAGLE", engine=_speculation(method="eagle", model={"other": "eagle"})),
     Row(
         "priorities with preemption",
         engine={"scheduling_policy": "priority", "num_gpu_blocks_override": 40, "max_model_len": 1024},
