@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,11 +131,7 @@ def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, l
 def _forwards_token(config: Mapping[str, Any]) -> bool:
     """Whether obstore would send a session token to whatever host an endpoint redirects to: it follows redirects with
     all headers but Authorization, and cannot be told not to. AWS itself, over TLS, redirects to its own hosts."""
-    if config.get("skip_signature") or not config.get("endpoint", os.environ.get("AWS_ENDPOINT_URL")):
-        return False
-    if "access_key_id" in config:
-        return bool(config.get("session_token"))
-    return bool(config.get("session_token") or os.environ.get("AWS_SESSION_TOKEN"))
+    return bool(config.get("endpoint") and config.get("session_token"))
 
 
 def _s3fs(bucket: str, options: Mapping[str, Any], clock: Clock, limits: BucketLimits) -> Bucket:
