@@ -5,7 +5,7 @@
 
 PYTHON ?= python3
 PYTEST ?=
-EXTRAS := s3,crypto,transformers,bench,dev
+EXTRAS := s3,codec,crypto,transformers,bench,dev
 
 BIN := .venv/bin
 READY := .venv/.ready

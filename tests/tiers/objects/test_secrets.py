@@ -14,7 +14,7 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing import VirtualClock
 from kvtier.tiers.objects.bucket.local import LocalFiles
-from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
+from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
 
 
 def test_a_temporary_file_follows_no_link_that_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,15 +115,24 @@ def servers() -> Iterator[list[http.server.ThreadingHTTPServer]]:
         server.server_close()
 
 
+@pytest.mark.parametrize("client", ["s3fs", "auto"])
 async def test_a_redirect_does_not_carry_the_session_token_away(
-    servers: list[http.server.ThreadingHTTPServer],
+    servers: list[http.server.ThreadingHTTPServer], client: Client
 ) -> None:
     endpoint = f"http://127.0.0.1:{servers[0].server_port}"
     options = {"key": "k", "secret": "s", "token": "topsecret", "endpoint_url": endpoint}
-    bucket, _ = open_bucket("s3://bucket/p", options, "s3fs", VirtualClock(), BucketLimits(connect_s=1, read_s=1))
+    bucket, _ = open_bucket("s3://bucket/p", options, client, VirtualClock(), BucketLimits(connect_s=1, read_s=1))
     await bucket.start()
     for work in (bucket.head("p/a"), bucket.create("p/a", bytearray(b"x"), 1.0), bucket.delete("p/a")):  # type: ignore[arg-type]
         with pytest.raises(TierError):
             await work
     await bucket.close()
     assert servers[1].seen == []  # type: ignore[attr-defined]
+
+
+def test_obstore_is_refused_a_session_token_that_redirects_would_carry_away() -> None:
+    endpoint = "http://127.0.0.1:9000"
+    options = {"key": "k", "secret": "s", "token": "topsecret", "endpoint_url": endpoint}
+    with pytest.raises(ConfigError, match="client: s3fs") as caught:
+        open_bucket("s3://bucket/p", options, "obstore", VirtualClock(), BucketLimits())
+    assert "topsecret" not in str(caught.value)

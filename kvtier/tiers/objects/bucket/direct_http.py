@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from kvtier.tiers.objects.bucket.endpoint import unreachable
 from kvtier.tiers.objects.bucket.protocol import TIER, Scatter, Transient
 
 DIRECT_BYTES = 16 << 10
@@ -113,7 +114,9 @@ class DirectHTTP:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, port)
         except (OSError, TimeoutError) as error:
-            raise Transient(TIER, "connect", type(error).__name__) from None
+            netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            detail = unreachable(f"http://{netloc}", error)
+            raise Transient(TIER, "connect", detail or type(error).__name__) from None
         return connection
 
     async def _ask(

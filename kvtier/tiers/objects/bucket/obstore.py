@@ -22,6 +22,7 @@ from kvtier.tiers.objects.bucket.direct_http import (
     reachable,
     size_of,
 )
+from kvtier.tiers.objects.bucket.endpoint import unreachable
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use, use_text
 from kvtier.times import Wall
 
@@ -115,7 +116,7 @@ class ObstoreBucket:
                 return None
             raise TierError(TIER, "put", "no such bucket") from None
         except Exception as error:
-            raise _mapped("put", error) from None
+            raise self._mapped("put", error) from None
         return Stat(name, len(data), answer["e_tag"] or "", used)
 
     async def head(self, name: str) -> Stat | None:
@@ -124,7 +125,7 @@ class ObstoreBucket:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise _mapped("head", error) from None
+            raise self._mapped("head", error) from None
         return _stat(name, answer)
 
     async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
@@ -142,7 +143,7 @@ class ObstoreBucket:
             there = await self.head(name)
             if there is not None and there.size < stop:
                 raise CorruptError(f"the object has {there.size} bytes, wanted up to {stop}") from None
-            raise _mapped("get", error) from None
+            raise self._mapped("get", error) from None
         size, (first, last) = answer.meta["size"], answer.range
         if size < stop or first > start:
             raise CorruptError(f"the object has {size} bytes, wanted up to {stop}")
@@ -159,7 +160,7 @@ class ObstoreBucket:
         except TimeoutError:
             raise Transient(TIER, "get", "stalled") from None
         except Exception as error:
-            raise _mapped("get", error) from None
+            raise self._mapped("get", error) from None
         return _stat(name, answer)
 
     async def _signed(self, name: str) -> str:
@@ -172,7 +173,7 @@ class ObstoreBucket:
             else:
                 url = await obstore.sign_async(self._store, "GET", name, expires)
         except Exception as error:
-            raise _mapped("get", error) from None
+            raise self._mapped("get", error) from None
         return url
 
     async def _get(self, name: str, start: int, stop: int) -> Any:
@@ -199,7 +200,7 @@ class ObstoreBucket:
         except FileNotFoundError:
             return False
         except Exception as error:
-            raise _mapped("delete", error) from None
+            raise self._mapped("delete", error) from None
         return True
 
     async def delete_many(self, names: Sequence[str]) -> None:
@@ -210,7 +211,7 @@ class ObstoreBucket:
         except FileNotFoundError:
             pass
         except Exception as error:
-            raise _mapped("delete", error) from None
+            raise self._mapped("delete", error) from None
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
         # object_store lists whole path segments: filter by a prefix that ends inside one.
@@ -222,7 +223,7 @@ class ObstoreBucket:
             except StopAsyncIteration:
                 return
             except Exception as error:
-                raise _mapped("list", error) from None
+                raise self._mapped("list", error) from None
             found = [
                 Stat(each["path"], each["size"], each["e_tag"] or "", None, each["last_modified"].timestamp())
                 for each in page
@@ -235,6 +236,10 @@ class ObstoreBucket:
         if self._direct is not None:
             self._direct.close()
         self._store = None
+
+    def _mapped(self, operation: str, error: Exception) -> TierError:
+        detail = unreachable(str(self._config.get("endpoint", "")), error)
+        return _mapped(operation, error) if detail is None else Transient(TIER, operation, detail)
 
 
 def _stat(name: str, answer: Any) -> Stat:

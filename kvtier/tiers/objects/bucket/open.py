@@ -103,7 +103,7 @@ def _file_system_class(protocol: str) -> Any:
 
 
 def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, limits: BucketLimits) -> Bucket:
-    """obstore if it is asked for, or if it is installed and knows all the options; else s3fs.
+    """obstore if it is asked for, or if it is installed, knows all the options and cannot give a token away; else s3fs.
 
     Where s3fs is installed beside obstore, it does the requests that obstore lacks.
     """
@@ -112,14 +112,26 @@ def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, l
         from kvtier.tiers.objects.bucket.obstore import ObstoreBucket, translated
 
         config = translated(options)
+        forwards = config is not None and _forwards_token(config)
         if client == "obstore" and not has["obstore"]:
             raise ConfigError("tiers.g4.client is obstore, which is not installed: pip install 'kvtier[s3]'")
         if client == "obstore" and config is None:
             raise ConfigError("tiers.g4.options has some that only s3fs knows: remove them, or set client: s3fs")
-        if has["obstore"] and config is not None:
+        if client == "obstore" and forwards:
+            raise ConfigError(
+                "tiers.g4.client is obstore, which sends a session token along with redirects to any host: "
+                "set client: s3fs for this endpoint"
+            )
+        if has["obstore"] and config is not None and not forwards:
             primary = ObstoreBucket(bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
             return CombinedBucket(primary, _s3fs(bucket, options, clock, limits)) if has["s3fs"] else primary
     return _s3fs(bucket, options, clock, limits)
+
+
+def _forwards_token(config: Mapping[str, Any]) -> bool:
+    """Whether obstore would send a session token to whatever host an endpoint redirects to: it follows redirects with
+    all headers but Authorization, and cannot be told not to. AWS itself, over TLS, redirects to its own hosts."""
+    return bool(config.get("endpoint") and config.get("session_token"))
 
 
 def _s3fs(bucket: str, options: Mapping[str, Any], clock: Clock, limits: BucketLimits) -> Bucket:

@@ -6,16 +6,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from types import SimpleNamespace
 from typing import Any
 
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
+from kvtier.tiers.objects.bucket.endpoint import unreachable
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use, use_text
 from kvtier.times import Wall
 
 SKEW_S = 60.0
 """How far a writer's clock may run ahead of the server's before its recorded use is capped."""
+
+LOOKUP_S = 60.0
+"""Between two searches for a bucket's region."""
 
 _CHUNK = 1 << 20
 _TRANSIENT_CODES = frozenset(
@@ -84,7 +89,8 @@ class S3Bucket:
             # The message may hold an option's value, and an option's value may be a secret.
             raise ConfigError(f"tiers.g4.options: s3fs does not take them ({type(error).__name__})") from None
         except Exception as error:
-            raise _mapped("open", error) from None
+            raise self._mapped("open", error) from None
+        self._client.meta.events.register_first("before-call.s3.HeadBucket", _RegionLookups(self._clock))
         extra = {**fs.s3_additional_kwargs, **fs.req_kw}
         for operation in ("GetObject", "HeadObject", "PutObject", "CopyObject", "DeleteObject", "ListObjectsV2"):
             known = self._client.meta.service_model.operation_model(operation).input_shape.members
@@ -109,7 +115,7 @@ class S3Bucket:
             # A conditional put on an absent object is answered 404 by some servers.
             if condition and _code(error) in (*_PRECONDITION, *_ABSENT):
                 return None
-            raise _mapped("put", error) from None
+            raise self._mapped("put", error) from None
         return Stat(name, len(data), answer.get("ETag", ""), used)
 
     async def head(self, name: str) -> Stat | None:
@@ -118,7 +124,7 @@ class S3Bucket:
         except Exception as error:
             if _code(error) in _ABSENT:
                 return None
-            raise _mapped("head", error) from None
+            raise self._mapped("head", error) from None
         return self._stat(name, answer, answer["ContentLength"])
 
     async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
@@ -136,7 +142,7 @@ class S3Bucket:
                 return None
             if _code(error) in ("InvalidRange", "416"):
                 raise CorruptError(f"the object ends before {start}") from None
-            raise _mapped("get", error) from None
+            raise self._mapped("get", error) from None
         async with answer["Body"] as body:
             first, size = _content_range(answer)
             if size < stop or first > start:
@@ -151,7 +157,7 @@ class S3Bucket:
             except TierError:
                 raise
             except Exception as error:
-                raise _mapped("get", error) from None
+                raise self._mapped("get", error) from None
         return self._stat(name, answer, size)
 
     async def _signed(self, name: str) -> str:
@@ -160,7 +166,7 @@ class S3Bucket:
                 "get_object", Params={"Bucket": self._bucket, "Key": name}, ExpiresIn=SIGNED_S
             )
         except Exception as error:
-            raise _mapped("get", error) from None
+            raise self._mapped("get", error) from None
         return url
 
     async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
@@ -173,7 +179,7 @@ class S3Bucket:
         except Exception as error:
             if _code(error) in (*_ABSENT, *_PRECONDITION):
                 return None
-            raise _mapped("copy", error) from None
+            raise self._mapped("copy", error) from None
         copied = answer.get("CopyObjectResult", {}).get("ETag", etag)
         there = await self.head(name)
         # Some servers return the ETag of a copy without its quotes; reads are compared with the one of `head`.
@@ -194,7 +200,7 @@ class S3Bucket:
                 return False
             if condition and _code(error) in ("NotImplemented", "501"):
                 return await self.delete(name)
-            raise _mapped("delete", error) from None
+            raise self._mapped("delete", error) from None
         return True
 
     async def delete_many(self, names: Sequence[str]) -> None:
@@ -205,7 +211,7 @@ class S3Bucket:
                 Bucket=self._bucket, Delete={"Objects": [{"Key": name} for name in names], "Quiet": True}
             )
         except Exception as error:
-            raise _mapped("delete", error) from None
+            raise self._mapped("delete", error) from None
         failed = [entry for entry in answer.get("Errors", []) if entry.get("Code") not in _ABSENT]
         if failed:
             raise Transient(TIER, "delete", f"{len(failed)} of {len(names)} objects: {failed[0].get('Code', '?')}")
@@ -218,7 +224,7 @@ class S3Bucket:
                     Bucket=self._bucket, Prefix=prefix, MaxKeys=LIST_PAGE, **token, **self._extra["ListObjectsV2"]
                 )
             except Exception as error:
-                raise _mapped("list", error) from None
+                raise self._mapped("list", error) from None
             # A server may ignore Prefix or StartAfter: other objects must not be taken for ours.
             page = [
                 Stat(entry["Key"], entry["Size"], entry.get("ETag", ""), None, _stamp(entry.get("LastModified")))
@@ -237,6 +243,11 @@ class S3Bucket:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+    def _mapped(self, operation: str, error: Exception) -> TierError:
+        endpoint = self._client.meta.endpoint_url if self._client is not None else ""
+        detail = None if _code(error) else unreachable(endpoint, error)
+        return _mapped(operation, error) if detail is None else Transient(TIER, operation, detail)
 
     def _stat(self, name: str, answer: Mapping[str, Any], size: int) -> Stat:
         return Stat(name, size, answer.get("ETag", ""), self._used(answer), _stamp(answer.get("LastModified")))
@@ -265,6 +276,24 @@ class _StayingSession:
 
     def request(self, method: str, **arguments: Any) -> Any:
         return self._session.request(method, **arguments, allow_redirects=False)
+
+
+class _RegionLookups:
+    """Bounds botocore's search for the region of a bucket that answers with a redirect: it asks HeadBucket, whose own
+    redirect makes it ask again, a hundred times for each request. Here one is sent per LOOKUP_S; others fail at once.
+    G4 itself never asks HeadBucket."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next = -LOOKUP_S
+
+    def __call__(self, **_: Any) -> tuple[Any, dict[str, Any]] | None:
+        now = self._clock.monotonic()
+        if now >= self._next:
+            self._next = now + LOOKUP_S
+            return None
+        metadata = {"HTTPStatusCode": 403, "HTTPHeaders": {}}
+        return SimpleNamespace(status_code=403), {"Error": {"Code": "403", "Message": ""}, "ResponseMetadata": metadata}
 
 
 def _session_without_redirects() -> type:

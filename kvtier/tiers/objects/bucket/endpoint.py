@@ -1,0 +1,74 @@
+"""The server that a bucket's client talks to, as errors name it: `http://minio:9000: connection refused (option)`."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+OPTION = "tiers.g4.options.endpoint_url"
+
+# Phrases of HTTP libraries that wrap the cause in text. Only ours are printed: theirs may hold what was signed.
+_PHRASES = {
+    "connection refused": "connection refused",
+    "dns error": "host name not known",
+    "failed to lookup address": "host name not known",
+    "certificate": "certificate not trusted",
+    "no route to host": "no route to host",
+    "network is unreachable": "network is unreachable",
+    "connection reset": "connection reset",
+    "timed out": "no answer in time",
+}
+
+
+def shown(url: str) -> str:
+    """Scheme, host and port of an endpoint, without user, path and query; what it is called where none is set. Pure."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "an endpoint that is no URL"
+    if not host:
+        return "the provider's own endpoint"
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}{port}"
+
+
+def unreachable(url: str, error: BaseException) -> str | None:
+    """The detail of an error for a server that could not be talked to; None if it answered, or nobody can say. Pure."""
+    for each in _chain(error):
+        cause = _cause(each)
+        if cause is not None:
+            return f"{shown(url)}: {cause} ({OPTION})"
+    return None
+
+
+def _cause(error: BaseException) -> str | None:
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, socket.gaierror):
+        return "host name not known"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "certificate not trusted"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    text = str(error).lower()
+    if "error sending request" in text or "connect" in type(error).__name__.lower():
+        return next((ours for theirs, ours in _PHRASES.items() if theirs in text), None)
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it stems from: libraries keep them as cause, context or an attribute."""
+    seen: set[int] = set()
+    todo: list[object] = [error]
+    while todo:
+        each = todo.pop(0)
+        if not isinstance(each, BaseException) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        kept = getattr(each, "kwargs", None)
+        inner = kept.get("error") if isinstance(kept, dict) else None
+        todo += [each.__cause__, getattr(each, "os_error", None), inner, each.__context__]
