@@ -23,20 +23,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
-from kvtier.errors import ClosedError, ConfigError, InvalidRequest
+from kvtier.errors import ConfigError
+from kvtier.face import Face, keys_of_tokens
 from kvtier.hit import Getting, Hit
-from kvtier.identity import hashing
-from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
+from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.identity.namespace import Namespace
-from kvtier.manager.accounts import Account
-from kvtier.manager.build import build
 from kvtier.manager.closing import Flushed
-from kvtier.manager.lease import Lease
 from kvtier.manager.slices import aside
-from kvtier.manager.work import Work
 from kvtier.named_pins import AsyncNamedPins, NamedPins
-from kvtier.put import Put
-from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
+from kvtier.retention.ranges import Wanted
 from kvtier.supervisor import LoopOnThread
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
@@ -53,107 +48,9 @@ _GRACE_S = 1.0
 """How late a busy loop may answer."""
 
 
-class _Face:
-    """Shared by both faces: configuration, checks of arguments, and the pid that opened them."""
-
-    def __init__(
-        self,
-        config: Config,
-        namespace: Namespace,
-        clock: Clock,
-        lower: Sequence[Tier] | None = None,
-        near: Sequence[Collection[int]] = (),
-        computes: bool = False,
-    ) -> None:
-        self.config = config
-        self.namespace = namespace
-        self._clock = clock
-        self._classes = config.terms()
-        self._secret = config.scope_secret
-        self._pid = os.getpid()
-        self.manager = build(config, namespace, clock, lower, near, computes)
-        self._pins = AsyncNamedPins(
-            self.manager.protection, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
-        )
-
-    def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
-        if os.getpid() != self._pid:
-            raise ClosedError("this cache was opened in another process; open one of your own after a fork")
-        if self.manager.closed:
-            raise ClosedError("the cache is closed")
-        check_keys(keys, distinct=distinct)
-        return [BlockKey(key) for key in keys]
-
-    def _wanted(self, keys: Sequence[bytes], start: int, *, distinct: bool = False) -> list[BlockKey]:
-        chain = self._chain(keys, distinct=distinct)
-        if not 0 <= start <= len(chain):
-            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
-        return chain
-
-    def _put(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[Buffer],
-        retention: Wanted,
-        *,
-        start: int,
-        wait: bool,
-        request_id: str,
-        work: Work,
-    ) -> Put:
-        chain = self._wanted(keys, start, distinct=True)
-        terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
-        return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id, work=work)
-
-    def _hit(self, lease: Lease, chain: Sequence[BlockKey], start: int, request_id: str, compared_with: str) -> Hit:
-        return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
-
-    def _terms(self, retention: Wanted) -> RequestTerms:
-        return request_terms(retention, self._classes, self.config.retention.default)
-
-    def _deadline(self, timeout: float | None, default: float) -> Mono:
-        if timeout is not None and not timeout >= 0:
-            raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
-        return self._clock.monotonic() + (default if timeout is None else timeout)
-
-    def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: Wanted = None) -> list[bytes]:
-        """Keys of `tokens` in this cache's namespace, under its scope secret; in a scope of its own if `retention`
-        names an isolated class, so that other classes neither find its blocks nor carry them to disk. Pure."""
-        scope = scope_of(salt, isolated=self._terms(retention).isolated, secret=self._secret)
-        return _keys(tokens, self.namespace, scope)
-
-    async def _purge(self, salt: str | bytes | None) -> int:
-        # All scopes of the tenant go; keys may have been made without the secret (`kvtier.chain_hashes`).
-        return await self.manager.purge({scope_of(salt, secret=secret) for secret in (self._secret, b"")})
-
-    def _tier_name(self, tier: str) -> str:
-        names = (self.manager.host.name, *self.manager.lower)
-        if tier not in names:
-            raise InvalidRequest(f"{tier!r} is not a tier of this cache; it has {', '.join(names)}")
-        return tier
-
-    def account(self, request_id: str) -> Account | None:
-        """In tokens, what a request asked for, read by tier, missed by reason and wrote by retention class. None: it is
-        not among the latest thousand."""
-        return self.manager.account(request_id)
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of a prompt in this time: blocks that load slower are not loaded."""
-        if not (tokens > 0 and 0 <= seconds < float("inf")):
-            raise InvalidRequest(f"tokens and seconds must be positive, got {tokens} and {seconds}")
-        self.manager.computed(tokens / self.namespace.block_tokens, seconds)
-
-    def stats(self) -> dict[str, Any]:
-        """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`."""
-        return self.manager.stats()
-
-    def check(self) -> None:
-        """Assert the invariants of every tier. Reads whole indexes: for tests and after incidents."""
-        self.manager.check()
-
-
-class AsyncCache(_Face):
-    """The async face: every call runs on the event loop that `aopen` was entered on. See `Cache` for the verbs."""
+class AsyncCache(Face):
+    """The async face: every call runs on the event loop that `aopen` was entered on, and raises ClosedError on another
+    one. See `Cache` for the verbs."""
 
     @property
     def pins(self) -> AsyncNamedPins:
@@ -180,6 +77,7 @@ class AsyncCache(_Face):
         timeout: float | None = None,
         request_id: str = "",
     ) -> int:
+        self.manager.hierarchy.require_loop()
         deadline, work = self._deadline(timeout, self.config.deadlines.put), self.manager.hierarchy.begin()
         asked = partial(self._put, start=start, wait=wait, request_id=request_id, work=work)
         put = await aside(len(keys), lambda: asked(keys, buffers, retention))
@@ -193,6 +91,7 @@ class AsyncCache(_Face):
         return put.accepted
 
     async def match(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
+        self.manager.hierarchy.require_loop()
         deadline = self._deadline(timeout, self.config.deadlines.lookup)
         chain = await aside(len(keys), lambda: self._chain(keys, distinct=False))
         return await self.manager.match(chain, deadline)
@@ -212,6 +111,7 @@ class AsyncCache(_Face):
     async def _get_checked(
         self, keys: Sequence[bytes], deadline: Mono, start: int, request_id: str, compared_with: str
     ) -> Hit:
+        self.manager.hierarchy.require_loop()
         chain = await aside(len(keys), lambda: self._wanted(keys, start))
         return await self._get(chain, deadline, start, request_id, compared_with)
 
@@ -226,28 +126,34 @@ class AsyncCache(_Face):
             raise
 
     async def prewarm(self, keys: Sequence[bytes], timeout: float | None = None) -> int:
+        self.manager.hierarchy.require_loop()
         deadline = self._deadline(timeout, self.config.deadlines.get)
         chain = await aside(len(keys), lambda: self._chain(keys, distinct=False))
         return await self.manager.prewarm(chain, deadline)
 
     async def flush(self, timeout: float | None = None) -> Flushed:
+        self.manager.hierarchy.require_loop()
         self._chain((), distinct=False)
         return await self.manager.flush(self._deadline(timeout, self.config.deadlines.flush))
 
     async def evict(self, tier: str) -> int:
+        self.manager.hierarchy.require_loop()
         self._chain((), distinct=False)
         return await self.manager.evict(self._tier_name(tier))
 
     async def purge(self, salt: str | bytes | None = None) -> int:
+        self.manager.hierarchy.require_loop()
         self._chain((), distinct=False)
         return await self._purge(salt)
 
     async def close(self) -> Flushed:
-        """See `Cache.close`. Cancelled, it skips the flush, closes everything within a second, and then raises."""
+        """See `Cache.close`. Cancelled, it skips the flush, closes everything within a second, and then raises.
+        On another loop than the cache's it raises ClosedError, and the cache stays open."""
+        self.manager.hierarchy.require_loop()
         return await self.manager.close()
 
 
-class Cache(_Face):
+class Cache(Face):
     """The sync face. Thread-safe. Errors are the caller's mistakes only; a sick tier is a miss."""
 
     def __init__(
@@ -409,12 +315,7 @@ def chain_hashes(
     `tokens`: integers, as a sequence, array('I') or NumPy array. Keys of different salts share nothing. Where the
     configuration sets a scope secret, use `Cache.chain_hashes`, which applies it. Pure.
     """
-    return _keys(tokens, namespace, scope_of(salt, secret=secret))
-
-
-def _keys(tokens: Any, namespace: Namespace, scope: Scope) -> list[bytes]:
-    root = hashing.chain_root(namespace.digest, scope)
-    return [scope + digest for digest in hashing.chain_hashes(root, tokens, namespace.block_tokens)]
+    return keys_of_tokens(tokens, namespace, scope_of(salt, secret=secret))
 
 
 def open(

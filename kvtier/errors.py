@@ -5,7 +5,7 @@
     ├── InvalidRequest         a key, buffer, retention class or time-out of one call is wrong
     ├── IdentityError          a namespace field is missing, unknown or cannot be determined
     ├── CapacityError          every block that could be evicted is pinned; nothing was changed
-    ├── ClosedError            the cache is closed, or was opened in another process
+    ├── ClosedError            the cache is closed, or was opened in another process or on another event loop
     ├── FormatError            a directory, file or object is of a foreign format or version
     ├── CorruptError           bytes failed a check (never reaches an engine: it becomes a miss)
     └── TierError              a tier could not do its work (never reaches an engine either)
@@ -42,7 +42,7 @@ class CapacityError(KVTierError):
 
 
 class ClosedError(KVTierError):
-    """The handle was closed, or belongs to the process that forked this one."""
+    """The handle was closed, or belongs to the process that forked this one, or to another event loop."""
 
 
 class FormatError(KVTierError):

@@ -55,6 +55,7 @@ class AsyncNamedPins:
     async def create(self, name: str, keys: Sequence[bytes], ttl: float | str, *, tokens: int | None = None) -> PinInfo:
         """Pin a chain. `tokens`: how many it stands for, where that is not all of its blocks'. Raises InvalidRequest if
         the name is malformed or taken, or more would be pinned than may be (`retention.reserved`)."""
+        self._protection.require_loop()
         work = self._protection.begin()
         chain = await aside(len(keys), lambda: self._chain(keys))
         given = len(chain) * self._block_tokens if tokens is None else tokens
@@ -63,6 +64,7 @@ class AsyncNamedPins:
 
     async def extend(self, name: str, ttl: float | str) -> PinInfo:
         """Let a pin end that long from now: later, or sooner. Raises InvalidRequest if there is none."""
+        self._protection.require_loop()
         self._chain(())
         pin = await self._protection.extend(name, seconds(ttl))
         return await aside(len(pin.chain), lambda: self._info(pin))
@@ -70,11 +72,13 @@ class AsyncNamedPins:
     async def delete(self, name: str, *, drop: bool = False) -> bool:
         """End a pin; whether there was one. Its blocks may leave from now on; with `drop`, those that nothing else
         keeps leave every tier at once."""
+        self._protection.require_loop()
         self._chain(())
         return await self._protection.delete(name, drop=drop)
 
     async def list(self) -> list[PinInfo]:
         """The pins that have not ended, by name. Others have their turn between two of them."""
+        self._protection.require_loop()
         self._chain(())
         found = []
         for pin in self._protection.listed():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.manager import Manager
+from kvtier.manager.put_guarantee import PutGuarantee
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms
@@ -63,7 +64,8 @@ class Put:
         self._waiting: set[int] = set()  # depths of `_alone` that found no space in a queue
         self._tried: set[int] = set()  # depths that a queue has accepted
         self._loading: set[int] = set()  # depths that a load was filling when they were reached
-        self._begun = self._ended = False
+        self._guarantee: PutGuarantee | None = None  # from the first step on
+        self._ended = False
         self._turn = threading.Lock()  # held by the step that runs
         self._cancelled = False
         self._filling: list[Hold] = []  # slots that this put copies into; this and the next under the manager's lock
@@ -120,10 +122,10 @@ class Put:
 
     def _advance(self) -> int | None:
         manager, chain = self._manager, self._chain
-        if not self._begun:
-            if self._terms.guarantees:
-                manager.guarantee(chain, self._terms, self._work)  # refused: before anything is stored
-            self._begun = True
+        if self._guarantee is None:  # it has not begun
+            protection, given = manager.protection, self._terms
+            self._guarantee = PutGuarantee(manager.hierarchy, protection, chain, self._start, given, self._work)
+            self._terms = self._guarantee.terms
             manager.finish_put(chain)  # before its blocks are stored: else the policy gives each a rank of its own
             version = manager.space.version
         else:
@@ -206,7 +208,7 @@ class Put:
     def _end(self) -> None:
         """Count the blocks that are there, and end the guarantees of the rest."""
         self._ended = True
-        if not self._begun:
+        if self._guarantee is None:
             return
         manager, chain = self._manager, self._chain
         manager.finish_put(chain, dropped=len(self._waiting) if manager.lower else 0)
@@ -214,6 +216,5 @@ class Put:
         for part in slices(sorted(self._loading)):
             with manager.lock:
                 pending += [depth for depth in part if manager.host.peek(chain[depth], now) is Miss.PENDING]
-        if self._terms.guarantees:
-            manager.end_guarantee(chain, self._start if self._cancelled else self._reached)
+        self._guarantee.end(self._start if self._cancelled else self._reached)
         self.accepted = min([self._reached, *pending]) - self._start

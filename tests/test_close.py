@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -279,3 +279,61 @@ def test_a_put_whose_cache_closes_before_it_queues_its_blocks_finds_it_closed(
     with pytest.raises(ClosedError):
         cache.put(keys, payloads_of(keys, BLOCK), "24h")
         cache.put(keys, payloads_of(keys, BLOCK))
+
+
+AWAITED: dict[str, Callable[[kvtier.AsyncCache], Coroutine[Any, Any, object]]] = {
+    "match": lambda cache: cache.match(KEYS),
+    "get": lambda cache: _got(cache),
+    "prewarm": lambda cache: cache.prewarm(KEYS),
+    "put": lambda cache: cache.put(KEYS, payloads_of(KEYS, BLOCK)),
+    "flush": lambda cache: cache.flush(),
+    "evict": lambda cache: cache.evict("g2"),
+    "purge": lambda cache: cache.purge(),
+    "pins.create": lambda cache: cache.pins.create("other", KEYS, "1h"),
+    "pins.extend": lambda cache: cache.pins.extend("mine", "1h"),
+    "pins.delete": lambda cache: cache.pins.delete("mine"),
+    "pins.list": lambda cache: cache.pins.list(),
+    "close": lambda cache: cache.close(),
+}
+
+
+async def _got(cache: kvtier.AsyncCache) -> int:
+    async with cache.get(KEYS) as hit:
+        return len(hit)
+
+
+def elsewhere(call: Callable[[], Coroutine[Any, Any, object]]) -> object:
+    """The result of a call on an event loop of its own, or its error."""
+
+    async def bounded() -> object:
+        async with asyncio.timeout(2):
+            return await call()
+
+    try:
+        return asyncio.run(bounded())
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize("verb", AWAITED)
+async def test_a_verb_on_another_event_loop_is_refused_at_once_and_changes_nothing(verb: str) -> None:
+    cache = kvtier.aopen(config(), NS, tiers=[MemoryTier(NS, SystemClock())])
+    async with cache:
+        assert await cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
+        await cache.flush()
+        await cache.pins.create("mine", KEYS[:2], "1h")
+        refused = await asyncio.to_thread(elsewhere, lambda: AWAITED[verb](cache))
+        assert isinstance(refused, ClosedError), refused
+        assert repr(asyncio.get_running_loop()) in str(refused)
+        assert [pin.name for pin in await cache.pins.list()] == ["mine"]
+        assert await _got(cache) == 8
+    assert not arena(cache)._maps
+    assert await asyncio.to_thread(elsewhere, cache.close) == kvtier.Flushed({}, 0, 0), "it is closed, on any loop"
+
+
+def test_a_cache_whose_event_loop_has_ended_says_so() -> None:
+    cache = kvtier.aopen(config(), NS, tiers=[MemoryTier(NS, SystemClock())])
+    asyncio.run(cache.__aenter__())
+    for call in AWAITED.values():
+        refused = elsewhere(lambda call=call: call(cache))  # type: ignore[misc]
+        assert isinstance(refused, ClosedError) and "which has ended" in str(refused), refused

@@ -10,6 +10,7 @@ import pytest
 
 import kvtier
 from kvtier import put as put_module
+from kvtier.manager.put_guarantee import PutGuarantee
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.index import SlotIndex
 
@@ -124,16 +125,16 @@ async def test_a_put_that_fails_leaves_the_guarantees_of_another_put_of_the_same
         paused = Paused(monkeypatch, 1)
         first = asyncio.create_task(cache.put(chain, buffers_of(chain), "sure"))
         await until(paused.reached.is_set)
-        cache.manager.guarantee(
-            chain, put_module.ChainTerms(cache._terms("sure"), NS.block_tokens), cache.manager.hierarchy.begin()
-        )  # another put
+        terms = put_module.ChainTerms(cache._terms("sure"), NS.block_tokens)
+        hierarchy = cache.manager.hierarchy
+        another = PutGuarantee(hierarchy, cache.manager.protection, chain, 0, terms, hierarchy.begin())
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         paused.go.set()
         await until(lambda: len(cache.manager.host._free) == cache.manager.host.capacity)
         assert cache.stats()["requests"]["promises"]["guaranteed"] == 4
-        cache.manager.end_guarantee(chain, 0)
+        another.end(0)
         assert cache.stats()["requests"]["promises"]["guaranteed"] == 0
 
 

@@ -62,7 +62,8 @@ class Closing:
 
     async def ended(self) -> None:
         """Wait until it is over."""
-        await asyncio.wait({self._task})
+        if not self._task.done():  # else any event loop may ask
+            await asyncio.wait({self._task})
 
     async def result(self) -> Flushed:
         """The result of the flush. A cancellation skips the flush and leaves CANCELLED_S for the steps, which are done

@@ -210,8 +210,7 @@ class Demoter:
         """`lacking`, with the tier's reasons; LATE: it may have the block, but would have to be asked."""
         if self._nearest is None or not indices:
             return {}
-        queue, admits, out = self.queues[self._nearest.name], self.admission.admits, dict[int, Miss]()
-        has = self._coalescer.has if self._coalescer and self._nearest.stride > 1 else queue.has
+        has, admits, out = self.on_its_way, self.admission.admits, dict[int, Miss]()
         for part in slices(indices):
             with self._lock:
                 if self.admission.active:
@@ -221,6 +220,14 @@ class Demoter:
             misses = self._nearest.peek(chain, idle)
             out.update((index, miss) for index, miss in zip(idle, misses, strict=True) if miss is not None)
         return out
+
+    def on_its_way(self, key: BlockKey) -> bool:
+        """Whether a block is being written to the nearest lower tier, or waits for that. Under the lock."""
+        if self._nearest is None:
+            return False
+        if self._coalescer is not None and self._nearest.stride > 1:
+            return self._coalescer.has(key)
+        return self.queues[self._nearest.name].has(key)
 
     def demotable(self, stop: int) -> int:
         """Up to which depth a chain of `stop` blocks can go below G2 now: whole strides right above G4, else all."""

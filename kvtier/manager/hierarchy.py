@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.clock import Clock
-from kvtier.errors import KVTierError
+from kvtier.errors import ClosedError, KVTierError
 from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.manager.lower import LowerTiers
 from kvtier.manager.slices import SLICE_BLOCKS, slices
@@ -107,6 +107,17 @@ class Hierarchy:
         finally:
             with self.lock:
                 self.host.close()
+
+    def require_loop(self) -> None:
+        """While this is open, raises ClosedError on another event loop than the one that it was opened on: its tasks,
+        locks and waits are there."""
+        mine, here = self._loop, asyncio.get_running_loop()
+        if self.host.capacity and mine is not None and mine is not here:
+            ended = ", which has ended" if mine.is_closed() else ""
+            raise ClosedError(
+                f"this cache was opened on the event loop {mine!r}{ended}, and is called on {here!r}; call it there "
+                "(asyncio.run_coroutine_threadsafe), or open one here"
+            )
 
     @property
     def out(self) -> bool:

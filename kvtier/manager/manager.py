@@ -261,11 +261,17 @@ class Manager:
         asked = uniform(terms) if isinstance(terms, Terms) else terms
         if insist is None:
             insist = self.hierarchy.healthy()
-        if asked.guarantees:
-            with contextlib.suppress(InvalidRequest):  # refused, and counted: the blocks live on without it
-                self.protection.guarantee(chain, start, asked, work, stop)
+        promised, reached = chain[start:stop] if asked.guarantees else (), start
         out = ChainReservation(chain, time, work, keep, insist)
-        reached = out.take_slices(self.lock, self.host, self.accounts.losses, start, stop, asked, self._met)
+        self.protection.claims.add(promised)
+        try:
+            if promised:
+                with contextlib.suppress(InvalidRequest):  # refused, and counted: the blocks live on without it
+                    self.protection.guarantee(chain, start, asked, work, stop)
+            reached = out.take_slices(self.lock, self.host, self.accounts.losses, start, stop, asked, self._met)
+        finally:
+            self.protection.claims.remove(promised)
+            self.protection.release_guarantees(promised[reached - start :])
         if out.present:
             self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
             self.demoter.stored_again(chain, out.present, out.widened)
@@ -277,21 +283,6 @@ class Manager:
             self.demoter.admission.want(keys)
         if self.protection.busy:
             self.protection.arrived([slot for key in present if (slot := self.host.index.get(key)) is not None])
-
-    def guarantee(self, chain: Sequence[BlockKey], terms: ChainTerms, work: Work) -> None:
-        """Reserve bytes for the guaranteed blocks of a chain before they are stored; `end_guarantee` follows. Raises
-        InvalidRequest, and then nothing is reserved, when that would be more than may be."""
-        self.protection.claim(chain)
-        try:
-            self.protection.guarantee(chain, 0, terms, work)
-        except InvalidRequest:
-            self.protection.unclaim(chain)
-            raise
-
-    def end_guarantee(self, chain: Sequence[BlockKey], reached: int) -> None:
-        """The put that called `guarantee` is over: its blocks from depth `reached` on were not stored."""
-        self.protection.unclaim(chain)
-        self.protection.release_guarantees(chain[reached:])
 
     def commit(
         self,
@@ -375,9 +366,10 @@ class Manager:
         """Drop one tier's copies of this namespace; returns how many. Blocks under a lease stay until it ends."""
         self._usable()
         if name == self.host.name:
-            return await self.hierarchy.drop_slices(self.host.drop_where(lambda slot: True))
-        count = await self.lower[name].evict(None)
-        await self.protection.retainer.forget(name)
+            count = await self.hierarchy.drop_slices(self.host.drop_where(lambda slot: True))
+        else:
+            count = await self.lower[name].evict(None)
+        await self.protection.evicted(name, self.demoter.on_its_way)
         return count
 
     async def purge(self, scopes: Collection[Scope]) -> int:

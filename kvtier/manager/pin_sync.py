@@ -8,7 +8,7 @@ from functools import partial
 
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import ClosedError, CorruptError, InvalidRequest, TierError
-from kvtier.identity.keys import KEY_BYTES
+from kvtier.identity.keys import KEY_BYTES, scope_of_key
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.slices import aside
 from kvtier.retention.pins import Pin, Pins, decode, encode
@@ -72,6 +72,28 @@ class PinSync:
                 if self._hierarchy.lower.out:
                     self._missed.add(name)
         return there
+
+    async def merge(self) -> list[Pin]:
+        """End the pins that ended elsewhere, and enter those that were made there; returns these, which do not cover
+        their chains yet. Raises TierError."""
+        found = await self.read()
+        if found is None:
+            return []
+        wall_s = self._hierarchy.clock.read().stamp
+        host, entered = self._hierarchy.host, list[Pin]()
+        with self._lock:
+            for pin in self._pins.listed():
+                if pin.name not in found and pin.name not in self.unwritten:
+                    self._pins.end(pin.name)
+            for pin in found.values():
+                if pin.name in self.unwritten or self._pins.get(pin.name) == pin:
+                    continue
+                if pin.until < wall_s or host.purged_until(scope_of_key(pin.chain[0])) >= pin.created:
+                    self.unwritten.add(pin.name)
+                    continue
+                self._pins.enter(pin)
+                entered.append(pin)
+        return entered
 
     async def read(self) -> dict[str, Pin] | None:
         """The pins on all media, by name: of those with one name the one that ends last. None: no tier remembers any.

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.identity.keys import BlockKey, Scope, scope_of_key, tenant_of
+from kvtier.identity.keys import BlockKey, Scope, tenant_of
+from kvtier.manager.claims import Claims
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.pin_sync import CALL_S, FAILURES, PinSync
 from kvtier.manager.retain import Retainer, Times
@@ -27,6 +27,7 @@ from kvtier.retention.pins import Pin, Pins
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Depth
 from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
 log = logging.getLogger(__name__)
@@ -54,12 +55,13 @@ class Protection:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
-        self._share, self._budget, self.begin = hierarchy.limits.reserved, 0, hierarchy.begin
+        self._share, self._budget = hierarchy.limits.reserved, 0
+        self.begin, self.require_loop = hierarchy.begin, hierarchy.require_loop
         self.pins = Pins(0)
         self.guarantees = Guarantees(0, 1)
         self._sync = PinSync(hierarchy, self.pins)
         self._terms: dict[BlockKey, _Guarantee] = {}
-        self._claims: Counter[BlockKey] = Counter()  # blocks that puts under way are to store
+        self.claims = Claims(hierarchy.lock)
         self.retainer = Retainer(hierarchy, self._wanted, self._by_time)
         self._turn = asyncio.Lock()
         self.block_bytes = hierarchy.host.block_bytes
@@ -159,27 +161,19 @@ class Protection:
             self._divide_budget()
             self.guarantees.admit(blocks)
 
-    def claim(self, keys: Sequence[BlockKey]) -> None:
-        """A put under way is to store these blocks: until `unclaim`, nobody else's failure ends their guarantees."""
-        for part in slices(keys):
-            with self._lock:
-                self._claims.update(part)
-
-    def unclaim(self, keys: Sequence[BlockKey]) -> None:
-        """That put is over."""
-        for part in slices(keys):
-            with self._lock:
-                self._claims.subtract(part)
-                for key in part:
-                    if not self._claims[key]:
-                        del self._claims[key]
+    def is_gone(self, key: BlockKey, now: Wall) -> bool:
+        """Whether a block is neither in G2 nor retained below, and nobody is about to store it. Under the lock."""
+        if self.retainer.has_below(key) or key in self.claims:
+            return False
+        return self._host.peek(key, now) not in (None, Miss.PENDING)
 
     def release_guarantees(self, keys: Sequence[BlockKey]) -> None:
         """These guaranteed blocks were not stored after all."""
+        now = self._clock.wall()
         for part in slices(keys):
             with self._lock:
                 for key in part:
-                    if not (key in self._host.index or self.retainer.has_below(key) or key in self._claims):
+                    if self.is_gone(key, now):
                         self._withdraw(key)
 
     def arrived(self, slots: Sequence[Slot]) -> None:
@@ -343,10 +337,24 @@ class Protection:
 
     async def _drop_stale(self) -> None:
         """End guarantees of blocks that the tier below has lost, and that G2 lacks."""
-        for part in slices(await self.retainer.drop_stale()):
+        await self._end_lost(await self.retainer.drop_stale(), lambda key: False)
+
+    async def evicted(self, tier: str, on_its_way: Callable[[BlockKey], bool]) -> None:
+        """A tier's copies were dropped by its operator: guarantees of blocks that no tier reserves bytes for any more
+        end. `on_its_way`, under the lock: whether a block is being written to the tier below."""
+        async with self._turn:
+            await self.retainer.forget(tier)
+            await self.retainer.tell_below()  # whether it has those that it was asked for
+            with self._lock:
+                keys = list(self._terms)
+            await self._end_lost(keys, lambda key: self.retainer.is_asked(key) or on_its_way(key))
+
+    async def _end_lost(self, keys: Sequence[BlockKey], spared: Callable[[BlockKey], bool]) -> None:
+        now = self._clock.wall()
+        for part in slices(keys):
             with self._lock:
                 for key in part:
-                    if not (self.pins.covers(key) or key in self._host.index or self.retainer.has_below(key)):
+                    if self.is_gone(key, now) and not self.pins.covers(key) and not spared(key):
                         self._withdraw(key)
             await asyncio.sleep(0)
 
@@ -406,25 +414,7 @@ class Protection:
 
     async def _read_pins(self) -> None:
         """Take in the pins that other processes and replicas made, or ended. Raises TierError or OSError."""
-        found = await self._sync.read()
-        if found is None:
-            return
-        wall_s = self._clock.read().stamp
-        entered = list[Pin]()
-        with self._lock:
-            unwritten = self._sync.unwritten
-            for pin in self.pins.listed():
-                if pin.name not in found and pin.name not in unwritten:
-                    self.pins.end(pin.name)
-            for pin in found.values():
-                if pin.name in unwritten or self.pins.get(pin.name) == pin:
-                    continue
-                if pin.until < wall_s or self._host.purged_until(scope_of_key(pin.chain[0])) >= pin.created:
-                    unwritten.add(pin.name)
-                    continue
-                self.pins.enter(pin)
-                entered.append(pin)
-        for pin in entered:
+        for pin in await self._sync.merge():
             for part in slices(pin.chain):
                 with self._lock:
                     self.pins.cover(pin.name, part)

@@ -79,6 +79,10 @@ class Retainer:
         """Whether the tier below retains this block."""
         return key in self._below
 
+    def is_asked(self, key: BlockKey) -> bool:
+        """Whether the tier below is still to say if it has this block, to retain it."""
+        return key in self._to_retain
+
     def retain(self, keys: Iterable[BlockKey]) -> None:
         """Retain in G2 the blocks that no tier below retains, as far as G2's share goes."""
         host = self._host

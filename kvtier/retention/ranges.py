@@ -7,6 +7,7 @@ guarantee or priority of a block is worth nothing without its parents, so both e
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -108,6 +109,13 @@ class ChainTerms:
         self._starts, self._terms = starts, _extended_to_root(terms)
         self.only = self._terms[0] if len(self._terms) == 1 else None  # where all blocks are alike
         self.guarantees = self._terms[0].guarantee_s > 0
+
+    def unguaranteed(self) -> ChainTerms:
+        """The same without guarantees."""
+        other = copy.copy(self)
+        other._terms = [BlockTerms(block.terms) for block in self._terms]
+        other.only, other.guarantees = other._terms[0] if len(other._terms) == 1 else None, False
+        return other
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, BlockTerms]]:
         """Depths start … stop-1 cut where the terms change."""

@@ -131,6 +131,73 @@ def test_a_guarantee_holds_against_everything_that_has_none(terms: Terms) -> Non
         assert cache.stats()["requests"]["promises"]["guaranteed"] == 0
 
 
+def guaranteed(cache: kvtier.Cache) -> int:
+    return int(cache.stats()["requests"]["promises"]["guaranteed"])
+
+
+def put_from(cache: kvtier.Cache, start: int, terms: Terms) -> int:
+    return cache.put(KEYS, payloads_of(KEYS[start:], BLOCK), terms, start=start)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_suffix_without_its_head_is_stored_and_not_guaranteed(below: bool) -> None:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock, capacity_blocks=32)] if below else []) as cache:
+        put(cache, KEYS[:2])
+        assert put_from(cache, 4, HOUR) == 2
+        promises = cache.stats()["requests"]["promises"]
+        assert (promises["guaranteed"], promises["refused"]) == (0, 1)
+        assert cache.put(KEYS, payloads_of(KEYS, BLOCK), HOUR) == 6
+        assert guaranteed(cache) == 6, "whole, it is"
+
+
+@pytest.mark.parametrize("where", ["g2", "g3"])
+def test_a_suffix_is_guaranteed_with_the_head_that_some_tier_has(where: str) -> None:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock, capacity_blocks=32)]) as cache:
+        put(cache, KEYS[:4])
+        cache.flush()
+        if where == "g3":
+            assert cache.evict("g2") == 4
+        assert put_from(cache, 4, HOUR) == 2 and guaranteed(cache) == 6
+        cache.flush()
+        flood(cache, 20)
+        assert served(cache, KEYS) == 6
+
+
+@pytest.mark.parametrize("terms", [HOUR, SHALLOW])
+@pytest.mark.parametrize("order", [["g2", "g3"], ["g3", "g2"]])
+def test_guarantees_of_blocks_that_were_evicted_everywhere_end(order: list[str], terms: Terms) -> None:
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock, capacity_blocks=32)]) as cache:
+        assert put(cache, KEYS, retention=terms) == 6
+        cache.flush()
+        cache.evict(order[0])
+        assert guaranteed(cache) == (0 if (order[0], terms) == ("g2", SHALLOW) else 6), "some tier has them"
+        cache.evict(order[1])
+        assert guaranteed(cache) == 0
+        assert put(cache, KEYS, retention=terms) == 6 and guaranteed(cache) == 6
+
+
+def test_a_block_on_its_way_down_keeps_its_guarantee_when_g2_is_evicted() -> None:
+    clock = VirtualClock()
+    tier = FaultyTier(MemoryTier(NS, clock, capacity_blocks=32), [Fault("write", "hang")])
+    with opened(clock, [tier], deadlines={"close": "300ms"}) as cache:
+        assert cache.put(KEYS, payloads_of(KEYS, BLOCK), HOUR, wait=False) == 6
+        cache.evict("g2")
+        assert guaranteed(cache) == 6
+
+
+def test_what_finds_no_slot_is_not_guaranteed() -> None:
+    """As connectors store: a slice after the other, each as far as there is space."""
+    with opened(blocks=4, retention={"reserved": 1.0}) as cache:
+        chain = cache._chain(KEYS, distinct=True)
+        slots, reached = cache.manager.reserve(chain, 0, 4, Terms("plain"))
+        more, ended = cache.manager.reserve(chain, 4, 6, HOUR)
+        assert (len(slots), reached, more, ended) == (4, 4, [], 4) and guaranteed(cache) == 0
+        cache.manager.abort(slots, [slot.generation for slot in slots])
+
+
 def test_a_guarantee_that_is_over_stays_over_though_a_pin_keeps_its_block() -> None:
     clock = VirtualClock()
     with opened(clock, [MemoryTier(NS, clock)]) as cache:

@@ -46,7 +46,7 @@ class Subject:
         self.clock = VirtualClock()
         self.lock = StepLock()
         monkeypatch.setattr("kvtier.manager.build.Manager", partial(Manager, lock=self.lock))
-        monkeypatch.setattr("kvtier.cache.check_keys", lambda keys, distinct: None)  # they are counted keys
+        monkeypatch.setattr("kvtier.face.check_keys", lambda keys, distinct: None)  # they are counted keys
         monkeypatch.setattr("kvtier.manager.pin_sync.encode", encode_counted)
         tiers = {
             "g3": [MemoryTier(NS, self.clock)],

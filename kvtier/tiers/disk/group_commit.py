@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from kvtier.errors import TierError, TierTimeout
-from kvtier.tiers.disk.index import Use
+from kvtier.errors import TierError, TierFull, TierTimeout
+from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
@@ -156,3 +156,13 @@ class GroupCommit:
                     job.fail(TierError("g3", "commit", f"{type(error).__name__}: {error}"))
                 with self._lock:
                     self._lock.wait_for(lambda: self._stopping, pause_s)
+
+
+def admitted(jobs: Sequence[CommitJob[Any]], index: Index) -> Sequence[CommitJob[Any]]:
+    """The jobs whose pages the index has space for; the others fail: some process stands still inside a read."""
+    pinned = {use: index.pinned_by(use) for use in {job.use for job in jobs}}
+    for job in jobs:
+        if (pid := pinned[job.use]) is not None:
+            detail = f"process {pid} stands still inside a read, so that no page of the index can be used again; end it"
+            job.fail(TierFull("g3", "commit", detail))
+    return [job for job in jobs if pinned[job.use] is None]

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvtier.errors import TierUnavailable
+
 T = TypeVar("T")
 
 
 def on_own_thread(name: str, work: Callable[[], T]) -> Future[T]:
     """Start `work`. Its result or exception is the future's, which nobody can cancel, and whose callbacks run on that
-    thread."""
+    thread. Where no thread can be started the future has failed with TierUnavailable."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -26,7 +28,10 @@ def on_own_thread(name: str, work: Callable[[], T]) -> Future[T]:
         else:
             future.set_result(result)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        future.set_exception(TierUnavailable("g3", name, str(error)))
     return future
 
 

@@ -28,7 +28,7 @@ from kvtier.tiers.disk.damage_mark import MarkWatch
 from kvtier.tiers.disk.dead_owners import DeadOwners
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
-from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, GroupCommit
+from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, GroupCommit, admitted
 from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
@@ -59,7 +59,7 @@ HOLD_S = 10.0  # slots are held for writes that may follow
 GROWTH_PAUSE_S = 30.0
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
-_open_lock = threading.Lock()
+_open_lock = threading.RLock()
 
 
 class Store:
@@ -83,7 +83,7 @@ class Store:
         self.services: list[Service] = []  # out while a thread keeps failing; called on that thread
         self.io = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io", partial(self._failed, "g3 io"))
         self.slab = Slab(self.parts, self.geometry.size_of, calls)
-        self.users = 0
+        self.users, self.closing = 0, False
         self.evictions = 0  # blocks that this process's writes pushed out
         self.subscribers: list[Callable[[Sequence[bytes]], None]] = []  # take their names, on the writer thread
         self.touches = Touches()
@@ -168,22 +168,29 @@ class Store:
                     f"{parts[0]} was opened by the process that forked this one; open it after the fork, or start "
                     "processes by spawn"
                 )
-            if store is not None and store.users == 0:
+            if store is not None and store.closing:
                 raise TierUnavailable("g3", "open", f"{parts[0]} is still being closed by this process")
             if store is None:
                 store = opener()
                 _open_stores[key] = store
-                store._writer.start()
+                try:
+                    store._writer.start()
+                except RuntimeError as error:  # no thread can be started
+                    store._close()
+                    raise TierUnavailable("g3", "open", f"{parts[0]}: {error}") from error
             store.users += 1
             return store
 
     def release_soon(self) -> Future[None]:
         """One user less; the last one closes everything. Does not block; the future ends when that is done. Until then
-        this process cannot open the store again: a thread may be stuck below LMDB's write lock or in the device."""
+        this process cannot open the store again: a thread may be stuck below LMDB's write lock or in the device. Where
+        no thread can be started the future fails, and the store stays as it is for the next that opens it here."""
         with _open_lock:
             self.users -= 1
             last = not self.users and self.owner.pid == os.getpid()
-        return on_own_thread("kvtier-g3-close", self._close if last else lambda: None)
+            ended = on_own_thread("kvtier-g3-close", self._close if last else lambda: None)
+            self.closing = last and not (ended.done() and ended.exception())
+            return ended
 
     def release(self, timeout_s: float) -> None:
         """`release_soon`, and block until it is done, `timeout_s` at most."""
@@ -315,7 +322,7 @@ class Store:
             for job in jobs:
                 job.fail(error)
             return False
-        jobs = self._admitted([*jobs, *self._removals.due_jobs(index)], index)
+        jobs = admitted([*jobs, *self._removals.due_jobs(index)], index)
         if not jobs:
             return False
         returned, unused = self.reserved.take_returned()
@@ -365,17 +372,6 @@ class Store:
                 notify(evicted)
             except Exception as error:  # a subscriber's error says nothing about the index
                 self._failed("g3 writer", error)
-
-    def _admitted(self, jobs: Sequence[CommitJob[Any]], index: Index) -> Sequence[CommitJob[Any]]:
-        """The jobs whose pages the index has space for; the others fail: some process stands still inside a read."""
-        pinned = {use: index.pinned_by(use) for use in {job.use for job in jobs}}
-        for job in jobs:
-            if (pid := pinned[job.use]) is not None:
-                detail = (
-                    f"process {pid} stands still inside a read, so that no page of the index can be used again; end it"
-                )
-                job.fail(TierFull("g3", "commit", detail))
-        return [job for job in jobs if pinned[job.use] is None]
 
     def _commit_failed(self, index: Index, error: Exception) -> TierError:
         """The error for those who wait for the transaction. Quarantines the store where `error` leaves it in doubt."""

@@ -167,3 +167,47 @@ async def test_an_opening_that_is_cancelled_as_it_ends_is_undone(tmp_path: Path)
     with pytest.raises(asyncio.CancelledError):
         await opening
     await until(lambda: not left())
+
+
+def fails_to_start(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Threads of this name cannot be started."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+async def test_a_store_that_no_thread_can_close_is_open_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_at(tmp_path / "g3")
+    await tier.open()
+    assert set(await put(tier, CHAIN)) == {Stored.STORED}
+    with monkeypatch.context() as patch:
+        fails_to_start(patch, "kvtier-g3-close")
+        with pytest.raises(TierError, match="can't start new thread"):
+            await tier.close(tier._clock.monotonic() + 1)
+    again = tier_at(tmp_path / "g3")
+    await again.open()
+    assert await get(again, CHAIN) == [True] * 4
+    await again.close(again._clock.monotonic() + 5)
+    nothing_left()
+
+
+@pytest.mark.parametrize("name", ["kvtier-g3-open", "kvtier-g3-writer"])
+async def test_a_store_that_no_thread_can_open_opens_once_one_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tier = tier_at(tmp_path / "g3")
+    with monkeypatch.context() as patch:
+        fails_to_start(patch, name)
+        with pytest.raises(TierError, match="can't start new thread"):
+            await tier.open()
+    await tier.open()
+    assert set(await put(tier, CHAIN)) == {Stored.STORED}
+    await tier.close(tier._clock.monotonic() + 5)
+    nothing_left()

@@ -1,0 +1,132 @@
+"""Shared by both faces of a cache: its manager, checks of arguments, and verbs that do not wait."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtier.clock import Clock
+from kvtier.config import Config
+from kvtier.errors import ClosedError, InvalidRequest
+from kvtier.hit import Hit
+from kvtier.identity import hashing
+from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
+from kvtier.identity.namespace import Namespace
+from kvtier.manager.accounts import Account
+from kvtier.manager.build import build
+from kvtier.manager.lease import Lease
+from kvtier.manager.work import Work
+from kvtier.named_pins import AsyncNamedPins
+from kvtier.put import Put
+from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
+from kvtier.tiers.protocol import Tier
+from kvtier.times import Mono
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class Face:
+    """Shared by both faces: configuration, checks of arguments, and the pid that opened them."""
+
+    def __init__(
+        self,
+        config: Config,
+        namespace: Namespace,
+        clock: Clock,
+        lower: Sequence[Tier] | None = None,
+        near: Sequence[Collection[int]] = (),
+        computes: bool = False,
+    ) -> None:
+        self.config = config
+        self.namespace = namespace
+        self._clock = clock
+        self._classes = config.terms()
+        self._secret = config.scope_secret
+        self._pid = os.getpid()
+        self.manager = build(config, namespace, clock, lower, near, computes)
+        self._pins = AsyncNamedPins(
+            self.manager.protection, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
+        )
+
+    def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
+        if os.getpid() != self._pid:
+            raise ClosedError("this cache was opened in another process; open one of your own after a fork")
+        if self.manager.closed:
+            raise ClosedError("the cache is closed")
+        check_keys(keys, distinct=distinct)
+        return [BlockKey(key) for key in keys]
+
+    def _wanted(self, keys: Sequence[bytes], start: int, *, distinct: bool = False) -> list[BlockKey]:
+        chain = self._chain(keys, distinct=distinct)
+        if not 0 <= start <= len(chain):
+            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
+        return chain
+
+    def _put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        retention: Wanted,
+        *,
+        start: int,
+        wait: bool,
+        request_id: str,
+        work: Work,
+    ) -> Put:
+        chain = self._wanted(keys, start, distinct=True)
+        terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
+        return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id, work=work)
+
+    def _hit(self, lease: Lease, chain: Sequence[BlockKey], start: int, request_id: str, compared_with: str) -> Hit:
+        return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
+
+    def _terms(self, retention: Wanted) -> RequestTerms:
+        return request_terms(retention, self._classes, self.config.retention.default)
+
+    def _deadline(self, timeout: float | None, default: float) -> Mono:
+        if timeout is not None and not timeout >= 0:
+            raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
+        return self._clock.monotonic() + (default if timeout is None else timeout)
+
+    def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: Wanted = None) -> list[bytes]:
+        """Keys of `tokens` in this cache's namespace, under its scope secret; in a scope of its own if `retention`
+        names an isolated class, so that other classes neither find its blocks nor carry them to disk. Pure."""
+        scope = scope_of(salt, isolated=self._terms(retention).isolated, secret=self._secret)
+        return keys_of_tokens(tokens, self.namespace, scope)
+
+    async def _purge(self, salt: str | bytes | None) -> int:
+        # All scopes of the tenant go; keys may have been made without the secret (`kvtier.chain_hashes`).
+        return await self.manager.purge({scope_of(salt, secret=secret) for secret in (self._secret, b"")})
+
+    def _tier_name(self, tier: str) -> str:
+        names = (self.manager.host.name, *self.manager.lower)
+        if tier not in names:
+            raise InvalidRequest(f"{tier!r} is not a tier of this cache; it has {', '.join(names)}")
+        return tier
+
+    def account(self, request_id: str) -> Account | None:
+        """In tokens, what a request asked for, read by tier, missed by reason and wrote by retention class. None: it is
+        not among the latest thousand."""
+        return self.manager.account(request_id)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens of a prompt in this time: blocks that load slower are not loaded."""
+        if not (tokens > 0 and 0 <= seconds < float("inf")):
+            raise InvalidRequest(f"tokens and seconds must be positive, got {tokens} and {seconds}")
+        self.manager.computed(tokens / self.namespace.block_tokens, seconds)
+
+    def stats(self) -> dict[str, Any]:
+        """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`."""
+        return self.manager.stats()
+
+    def check(self) -> None:
+        """Assert the invariants of every tier. Reads whole indexes: for tests and after incidents."""
+        self.manager.check()
+
+
+def keys_of_tokens(tokens: Any, namespace: Namespace, scope: Scope) -> list[bytes]:
+    """One key (scope ‖ hash) per full block of `tokens`, head first. Pure."""
+    root = hashing.chain_root(namespace.digest, scope)
+    return [scope + digest for digest in hashing.chain_hashes(root, tokens, namespace.block_tokens)]
