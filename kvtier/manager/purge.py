@@ -56,7 +56,8 @@ class Purger:
         too, where a tier is left out: it has the purge before it is in use. And where OWED_MAX wait: then nothing has
         been done."""
         tenants = sorted({tenant_of(scope) for scope in scopes})
-        position = self._hierarchy.position
+        log = self._hierarchy.purge_log()  # which may have been read further than what is in force here
+        position = max(self._hierarchy.position, log.position if log is not None else 0)
         mark = Wall(POSITIONS + position) if position else before  # of all that was taken in until now
         purges = dict.fromkeys(tenants, mark)
         left_out = list(self._lower.out)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
+from kvtier.tiers.objects.frame import blocks_in
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
 
@@ -69,7 +70,7 @@ class Remover:
 
     async def _delete(self, units: Sequence[Stat]) -> int:
         await self._store.delete_named([stat.name for stat in units])
-        return sum(self._store.blocks_in(stat.size) for stat in units)
+        return sum(blocks_in(stat.size, self._store.block_bytes) for stat in units)
 
     async def _list(self, prefix: str) -> AsyncIterator[list[Stat]]:
         """The units below `prefix`, page by page."""

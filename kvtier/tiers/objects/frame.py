@@ -143,6 +143,12 @@ def header_bytes_of(count: int) -> int:
     return -(-raw // HEADER_ALIGN) * HEADER_ALIGN
 
 
+def blocks_in(size: int, block_bytes: int) -> int:
+    """How many blocks a frame of `size` bytes holds; 0 if it is no whole one. Pure."""
+    guess = min(size // block_bytes, COUNT_MAX)
+    return next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * block_bytes == size), 0)
+
+
 def check_version(raw: bytes | memoryview) -> None:
     """Raises ForeignFrame unless an object that begins with `raw` is a frame of this version, whole or damaged."""
     if bytes(raw[: len(MAGIC)]) != MAGIC:

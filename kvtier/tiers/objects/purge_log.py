@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.clock import Clock
@@ -236,15 +236,16 @@ class TenantLog:
         async with self._turn():
             if self.position - self._snapshot >= SNAPSHOT_EVERY:
                 await self._write_snapshot()
-            number = await self._create(self.floor, {tenant_of(scope): 0})
+            number = await self._create(lambda number: (self.floor, {tenant_of(scope): number}))
             self._held.pop(tenant_of(scope), None)
             return number
 
-    async def _create(self, floor: int, tenants: Mapping[Scope, int]) -> int:
-        """The next entry; a tenant at 0 is purged by it."""
+    async def _create(self, content: Callable[[int], tuple[int, Mapping[Scope, int]]]) -> int:
+        """The next entry. `content`: its floor and tenants under a number, when all entries before that are in force
+        here; it is asked anew where another replica's entry comes first."""
         for _ in range(APPENDS_MAX):
             number = self.position + 1
-            rows = {tenant: at or number for tenant, at in tenants.items()}
+            floor, rows = content(number)
             raw = self._signer.sign(self._names.entry(number), encode(number, self._digest, floor, rows))
             stat = await self._bucket.create(self._names.entry(number), raw, self._clock.wall())
             if stat is not None:
@@ -265,15 +266,20 @@ class TenantLog:
 
     async def _write_snapshot(self) -> None:
         """All that is in force as one entry; then entries before the snapshot before it go."""
-        old, tenants, floor = self._snapshot, dict(self._last), self.floor
+        old = self._snapshot
+        await self._create(lambda _: self._in_force())
+        async for page in self._bucket.list(self._names.log):
+            gone = [stat.name for stat in page if (self._names.parse_entry(stat.name) or old) < old]
+            await self._bucket.delete_many(gone)
+
+    def _in_force(self) -> tuple[int, Mapping[Scope, int]]:
+        """Floor and tenants of a snapshot."""
+        tenants, floor = self._last, self.floor
         if len(tenants) > TENANTS_MAX:
             numbers = sorted(tenants.values())
             floor = max(floor, numbers[len(numbers) // 2])
             tenants = {tenant: number for tenant, number in tenants.items() if number > floor}
-        await self._create(floor, tenants)
-        async for page in self._bucket.list(self._names.log):
-            gone = [stat.name for stat in page if (self._names.parse_entry(stat.name) or old) < old]
-            await self._bucket.delete_many(gone)
+        return floor, tenants
 
 
 def encode(number: int, before: bytes, floor: int, tenants: Mapping[Scope, int]) -> bytes:

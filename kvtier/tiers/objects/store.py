@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,15 +28,7 @@ from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.encryption import UnitEncryption
-from kvtier.tiers.objects.frame import (
-    COUNT_MAX,
-    HEADER_ALIGN,
-    ForeignFrame,
-    Frame,
-    check_version,
-    decode,
-    header_bytes_of,
-)
+from kvtier.tiers.objects.frame import HEADER_ALIGN, ForeignFrame, Frame, check_version, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
 from kvtier.tiers.objects.payload import make_unit, verify_blocks
@@ -58,6 +51,7 @@ TRUST_S = 60.0
 """How long the index alone may report an object as present to a writer."""
 
 REWRITES_MAX = 3
+READS_MAX = 3
 
 
 class ObjectStore:
@@ -82,14 +76,14 @@ class ObjectStore:
         self._proofs = UseProofs(keyring, names.root)
         self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
         self.foreign = 0  # times that a foreign object was met
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._clock = clock
         self._transfers = asyncio.Semaphore(limits.concurrency)
         self._probes = asyncio.Semaphore(4 * limits.concurrency)
         stride_bytes = float(stride * block_bytes)
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, stride_bytes))
         self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, stride_bytes))
-        self._overwrite: dict[BlockKey, None] = {}  # damaged objects: the next write is unconditional
+        self._overwrite: dict[BlockKey, str] = {}  # damaged versions: the next write replaces them
 
     def miss_of(self, entry: ObjectEntry, wall_s: Wall) -> Miss | None:
         """Why the object may not be served at `wall_s`; None if it may. Pure."""
@@ -184,7 +178,7 @@ class ObjectStore:
     def _checked(self, frame: Frame, stat: Stat, keys: Sequence[BlockKey], depth: int) -> ObjectEntry:
         """The entry of an object with this header. Raises ForeignFrame unless it holds just `keys` from `depth` on, and
         CorruptError if it is not whole."""
-        expected = (self.names.namespace, depth, self._block_bytes, list(keys))
+        expected = (self.names.namespace, depth, self.block_bytes, list(keys))
         if (frame.namespace, frame.depth, frame.block_bytes, frame.keys) != expected:
             raise ForeignFrame("another object's frame under this name")
         if stat.size != frame.total_bytes:
@@ -196,11 +190,6 @@ class ObjectStore:
         life = Lifetime(used, frame.life.stamps)
         return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())
 
-    def blocks_in(self, size: int) -> int:
-        """How many blocks an object of `size` bytes holds; 0 if it is no whole frame."""
-        guess = min(size // self._block_bytes, COUNT_MAX)
-        return next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * self._block_bytes == size), 0)
-
     # -- reading --------------------------------------------------------------------------------------------------
 
     async def read(
@@ -209,42 +198,47 @@ class ObjectStore:
         """Read `targets` out of the object that holds `keys` from `depth` on, with its header unless `entry` is given.
         Returns the result of each by its depth; ABSENT for all if there is no such object. Raises TierError.
 
-        Blocks that fail their check are read again, header included, before the object is deleted: the cause may be
-        the network, or another replica's replacement between two requests.
+        Blocks that fail their check are read again, header included: a version is deleted when it has failed twice,
+        since the cause may be the network. RACED if others replace it faster than it can be read.
         """
         results: dict[int, Loaded | Miss] = {}
         miss: Miss | None = None
-        for attempt in range(2):
+        failed: Counter[str | None] = Counter()  # checks, by version; None: its header
+        for attempt in range(READS_MAX):
             pending = [target for target in targets if not isinstance(results.get(target.index), Loaded)]
             known, entry = None if attempt else entry, None
             try:
-                entry = await self._fill(keys, depth, known, pending)
+                entry, miss = await self._fill(keys, depth, known, pending)
+                if miss is Miss.RACED or (miss is Miss.EXPIRED and not attempt):
+                    continue  # another replica replaced it, or may have renewed it
+                if entry is None or miss is not None:
+                    break
+                cipher = await self._encryption.cipher_of(entry.frame)
+                miss = cipher if isinstance(cipher, Miss) else self.miss_of(entry, self._clock.wall())
+                if isinstance(cipher, Miss) or miss is not None:
+                    break
+                results |= verify_blocks(entry, pending, self._keyring, self._encryption, cipher)
+                if Miss.CORRUPT not in results.values():
+                    return results
+                failed[entry.etag] += 1
+                if failed[entry.etag] == 2:
+                    await self._condemn(keys, depth, entry.etag)
+                    break
             except ForeignFrame as other:
                 self._note_foreign(keys[-1], other)
                 miss = other.miss
                 break
             except CorruptError:
-                miss = Miss.CORRUPT
-                continue
+                miss, failed[None] = Miss.CORRUPT, failed[None] + 1
+                if failed[None] == 2:
+                    break
             except TierError:
                 if not results:
                     raise
                 return results
-            miss = Miss.ABSENT if entry is None else await self.settled_miss_of(entry)
-            if miss is Miss.EXPIRED and not attempt:
-                continue  # another replica may have renewed it
-            if entry is None or miss is not None:
-                break
-            cipher = await self._encryption.cipher_of(entry.frame)
-            if isinstance(cipher, Miss):
-                miss = cipher
-                break
-            results |= verify_blocks(entry, pending, self._keyring, self._encryption, cipher)
-            if Miss.CORRUPT not in results.values():
-                return results
-        else:
+        if failed[None] == 2:
             try:
-                await self._condemn(keys, depth, entry.etag if entry is not None else None)
+                miss = await self._condemn(keys, depth, None)
             except ForeignFrame as other:
                 self._note_foreign(keys[-1], other)
                 miss = other.miss
@@ -252,11 +246,11 @@ class ObjectStore:
 
     async def _fill(
         self, keys: Sequence[BlockKey], depth: int, entry: ObjectEntry | None, targets: Sequence[Target]
-    ) -> ObjectEntry | None:
-        """Read the targets' bytes, unverified, and first the header if `entry` is not given. None: not there. An entry
-        that may not be served: nothing was read.
+    ) -> tuple[ObjectEntry | None, Miss | None]:
+        """Read the targets' bytes, unverified, and first the header if `entry` is not given. Returns the object's entry
+        if it is there, and why it may not be served: then not all was read.
 
-        Neighbours are read in one request, all from the version of the header; CorruptError if another has replaced it.
+        Neighbours are read in one request, all from the version of the header; RACED if another has replaced it.
         """
         name = self.names.unit(keys[-1])
         into = {target.index: target.into for target in targets}
@@ -267,45 +261,47 @@ class ObjectStore:
             stat = await self._get(name, 0, [memoryview(raw), *lead])
             if stat is None:
                 self.index.drop(keys[-1])
-                return None
+                return None, Miss.ABSENT
             entry = self._checked(decode(memoryview(raw), self._keyring), stat, keys, depth)
             self.index.put(entry)
-        if await self.settled_miss_of(entry) is not None:
-            return entry
+        miss = await self.settled_miss_of(entry)
+        if miss is not None:
+            return entry, miss
         for first, views in reads:
             stat = await self._get(name, entry.frame.span(first - depth, first - depth)[0], views)
             if stat is None:
                 self.index.drop(keys[-1])
-                return None
+                return None, Miss.ABSENT
             if stat.etag != entry.etag:
-                raise CorruptError("replaced between two reads")
-        return entry
+                return entry, Miss.RACED
+        return entry, await self.settled_miss_of(entry)
 
     async def _get(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
         async with self._transfers:
             await self._read_rate.take(sum(len(view) for view in into))
             return await self.bucket.read(name, start, into)
 
-    async def _condemn(self, keys: Sequence[BlockKey], depth: int, etag: str | None) -> None:
-        """Delete the version that failed its check, None: the one that is there, if it is a damaged frame of ours; the
-        next write of this name overwrites any version. Raises ForeignFrame, and then nothing is deleted, or TierError.
-        """
+    async def _condemn(self, keys: Sequence[BlockKey], depth: int, etag: str | None) -> Miss:
+        """Delete the version that failed its check twice, None: the one that is there, if its head is that of a damaged
+        frame of ours; the next write of this name replaces that version. Returns why the object cannot be had; nothing
+        is deleted but for CORRUPT. Raises ForeignFrame or TierError, and then nothing is."""
         last = keys[-1]
         if etag is None:
             etag = await self._damaged_version(keys, depth)
             if etag is None:
-                return
+                return Miss.RACED
         log.warning("g4: object %s failed its check twice and is deleted", last[SCOPE_BYTES:].hex()[:12])
         self.index.drop(last)
-        self._overwrite[last] = None
+        self._overwrite[last] = etag
         while len(self._overwrite) > LIST_PAGE:
             del self._overwrite[next(iter(self._overwrite))]
         with contextlib.suppress(TierError):
             await self.bucket.delete(self.names.unit(last), etag)
+        return Miss.CORRUPT
 
     async def _damaged_version(self, keys: Sequence[BlockKey], depth: int) -> str | None:
-        """The ETag of the object that is to hold `keys`, of which only the head is looked at; None if there is none.
-        Raises ForeignFrame for a foreign one."""
+        """The ETag of the object that is to hold `keys`, of which only the head is looked at; None if there is none, or
+        its head is right. Raises ForeignFrame for a foreign one."""
         name = self.names.unit(keys[-1])
         there = await self.bucket.head(name)
         if there is None:
@@ -317,6 +313,7 @@ class ObjectStore:
             check_version(memoryview(raw))
             if there.size >= HEADER_ALIGN or self._keyring.trusted:  # less is no whole frame of any stride
                 self._checked(decode(memoryview(raw), self._keyring), there, keys, depth)
+                return None
         except ForeignFrame as other:
             other.etag = there.etag
             raise
@@ -339,7 +336,7 @@ class ObjectStore:
         """Make one object of these blocks durable, with at least the life that they share. FAILED on a TierError."""
         try:
             async with self._transfers:
-                await self._write_rate.take(len(blocks) * self._block_bytes)
+                await self._write_rate.take(len(blocks) * self.block_bytes)
                 return await self._write(blocks)
         except TierError:
             return Stored.FAILED
@@ -371,8 +368,7 @@ class ObjectStore:
         outcome = Stored.STORED
         for _ in range(REWRITES_MAX):
             if last in self._overwrite:
-                stat = await self.bucket.replace(name, data, life.last_use, None)
-                self._overwrite.pop(last, None)
+                stat = await self.bucket.replace(name, data, life.last_use, self._overwrite.pop(last))
             else:
                 stat = await self.bucket.create(name, data, life.last_use)
             if stat is None:

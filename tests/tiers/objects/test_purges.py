@@ -144,6 +144,21 @@ async def test_what_was_purged_elsewhere_does_not_come_back_with_the_bucket_away
         assert await found(back, chain) == []
 
 
+async def test_a_purge_counts_although_another_was_read_that_is_not_in_force_here_yet(fleet: Fleet) -> None:
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a") as one, fleet.open("b", g3=False) as two:
+        await two.purge("t")
+        fleet.clock.advance(1)
+        await put(two, chain)  # behind that purge
+        fleet.clock.advance(50)
+        assert await found(one, chain) == ["g4"] * 8  # the log was read, and its new entry not taken over
+        await one.purge("t")
+        await two.evict("g2")
+        await learn(fleet, two)
+        for cache in (one, two):
+            assert await found(cache, chain) == []
+
+
 async def put_g3(cache: kvtier.AsyncCache, keys: Sequence[bytes]) -> None:
     assert await cache.put(keys, payloads_of(list(keys), 4096)) == len(keys)
     await cache.flush(timeout=2)

@@ -1,0 +1,147 @@
+"""What others do between two requests of one verb: purges, replacements, snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.errors import CorruptError
+from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.testing import chain_of, payload_of, seal
+from kvtier.tiers.objects import purge_log
+from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.tiers.objects.encryption import UnitEncryption
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
+from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
+
+S = 4
+A = scope_of("a")
+
+
+async def read(one: Replica, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Loaded | Miss]:
+    buffers = {index: bytearray(NS.block_bytes) for index in wanted}
+    targets = [Target(index, (memoryview(buffers[index]),)) for index in wanted]
+    results = await one.store.read(chain, 0, one.store.index.get(chain[-1]), targets)
+    for index in wanted:
+        assert not isinstance(results[index], Loaded) or buffers[index] == payload_of(chain[index], NS.block_bytes)
+    return [results[index] for index in wanted]
+
+
+def before_reads(one: Replica, *acts: object) -> None:
+    """The n-th read of a bucket comes behind the n-th of `acts`; None: nothing happens."""
+    inner, left = one.bucket.read, list(acts)
+
+    async def read(name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+        act = left.pop(0) if left else None
+        if act is not None:
+            act()  # type: ignore[operator]
+        return await inner(name, start, into)
+
+    one.bucket.read = read  # type: ignore[method-assign]
+
+
+async def test_an_object_that_is_replaced_between_two_requests_again_and_again_stays() -> None:
+    server = VirtualServer()
+    writer, reader = Replica(server), Replica(server, seed=1)
+    chain = chain_of(NS, S)
+    await writer.write(chain)
+    name = writer.store.names.unit(chain[-1])
+
+    def renew() -> None:
+        server.put(name, server.objects[name].data)
+
+    before_reads(reader, None, renew, None, renew, None, renew)
+    assert await read(reader, chain, [1, 2]) == [Miss.RACED] * 2
+    assert name in server.objects
+    assert all(isinstance(result, Loaded) for result in await read(reader, chain, [1, 2]))
+
+
+async def test_one_failed_check_of_a_version_deletes_nothing() -> None:
+    server = VirtualServer()
+    writer, reader = Replica(server), Replica(server, seed=1)
+    chain = chain_of(NS, S)
+    await writer.write(chain)
+    name = writer.store.names.unit(chain[-1])
+    right = server.objects[name].data
+    wrong = right[:4096] + bytes([right[4096] ^ 1]) + right[4097:]
+
+    def put(data: bytes) -> None:
+        server.objects[name].data = data  # on the way, not in the bucket: the version stays
+
+    def renew_and_damage() -> None:
+        server.put(name, wrong)
+
+    before_reads(reader, lambda: put(wrong), renew_and_damage, lambda: put(right))
+    results = await read(reader, chain, range(S))
+    assert name in server.objects and all(isinstance(result, Loaded) for result in results)
+
+
+async def test_a_head_that_is_right_when_it_is_looked_at_again_is_not_damage() -> None:
+    server = VirtualServer()
+    writer, reader = Replica(server), Replica(server, seed=1)
+    chain = chain_of(NS, S)
+    await writer.write(chain)
+
+    def fail() -> None:
+        raise CorruptError("shorter than asked for")
+
+    before_reads(reader, fail, fail)
+    assert await read(reader, chain, range(S)) == [Miss.RACED] * S
+    assert writer.store.names.unit(chain[-1]) in server.objects
+
+
+async def test_a_purge_while_the_key_is_waited_for_is_kept() -> None:
+    server = VirtualServer()
+    one = Replica(server)
+    chain = chain_of(NS, S, scope=A)
+    await one.write(chain)
+
+    class Slow(UnitEncryption):
+        async def cipher_of(self, frame: object) -> None:
+            await one.store.purges.append(A)
+
+    one.store._encryption = Slow(None)
+    assert await read(one, chain, range(S)) == [Miss.PURGED] * S
+
+
+async def test_what_was_damaged_once_is_not_overwritten_once_another_lies_there() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    chain = chain_of(NS, S)
+    await one.write(chain)
+    name = one.store.names.unit(chain[-1])
+    there = server.objects[name]
+    there.data = there.data[:-1] + bytes([there.data[-1] ^ 1])
+    assert Miss.CORRUPT in await read(one, chain, range(S)) and name not in server.objects
+    await two.write(chain, ttl=50 * 86400.0)
+    longer = server.objects[name].data
+    sealed = seal(list(chain), range(S), NS.block_bytes, one.clock.wall())
+    assert await one.store.write(sealed) is Stored.PRESENT
+    assert server.objects[name].data == longer, "the life that another gave it is kept"
+
+
+@pytest.mark.parametrize("others", [1, 3])
+async def test_a_snapshot_has_the_purges_that_came_before_it_while_it_was_written(
+    monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    monkeypatch.setattr(purge_log, "SNAPSHOT_EVERY", 4)
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    for _ in range(4):
+        await one.store.purges.append(A)
+    await two.store.refresh()
+    for number in range(others):  # `two` does not know it
+        tenant = scope_of(f"b{number}")
+        raw = one.store.purges._signer.sign(
+            one.store.names.entry(5 + number),
+            purge_log.encode(5 + number, one.store.purges._digest, 0, {tenant: 5 + number}),
+        )
+        server.put(one.store.names.entry(5 + number), raw)
+        one.store.purges._apply(5 + number, bytes(raw))
+    await two.store.purges.append(A)
+    for number in range(1, 5 + others):
+        server.drop(one.store.names.entry(number))  # as a rule of the bucket does
+    reader = Replica(server, seed=2)
+    await reader.store.refresh()
+    assert all(reader.store.purges.covers(scope_of(f"b{number}"), 4) for number in range(others))
