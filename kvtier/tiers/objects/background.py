@@ -96,9 +96,15 @@ class Background:
             self._learn.ask()
 
     async def _learn_pins_and_deltas(self) -> None:
-        await self._store.pins.settle()
+        failed: TierError | None = None
+        try:
+            await self._store.pins.settle()
+        except TierError as error:  # one pin that cannot be read must not keep deltas from being
+            failed = error
         if self._store.deltas.polling_due:
             await self._store.deltas.poll()
+        if failed is not None:
+            raise failed
 
     async def _publish_record_sweep(self) -> None:
         if self._store.deltas.publishing_due:

@@ -55,13 +55,13 @@ class Remover:
         return blocks
 
     async def purge(self, scope: Scope) -> int:
-        """Write the purge of the scope's tenant to the log, end the tenant's pins, then delete all that lies under its
-        prefix but what this replica knows to be newer."""
+        """Write the purge of the scope's tenant to the log, then delete all that lies under its prefix but what this
+        replica knows to be newer, and the tenant's pins."""
         await self._store.purges.append(scope)
-        await self._store.pins.purge()
         blocks = 0
         async for page in self._list(self._store.names.tenant(scope)):
             blocks += await self._delete([stat for stat in page if not self._is_newer(stat.name)])
+        await self._store.pins.purge()
         return blocks
 
     def _is_newer(self, name: str) -> bool:

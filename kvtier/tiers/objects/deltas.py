@@ -28,7 +28,7 @@ from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.keyring import Keyring, UnknownKey
-from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.lifetime import FUTURE_S, Lifetime
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat
 from kvtier.tiers.objects.catalogue import Catalogue, stamp_us, window_of
@@ -298,6 +298,7 @@ class Deltas:
             body = self._signer.open(stat.name, raw)
             for count, entry in enumerate(parse(body, self._names.namespace, self._keyring)):
                 fits = entry.frame.depth % self._stride == 0 and entry.blocks <= self._stride
+                fits = fits and entry.life.last_use <= self._clock.wall() + FUTURE_S
                 if fits and self._index.get(entry.last) is None:
                     self._index.put(entry)
                     self.received += 1

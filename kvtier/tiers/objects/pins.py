@@ -51,6 +51,7 @@ class SharedPins:
         self._known: dict[str, tuple[str, Pin]] = {}
         self._until: dict[BlockKey, Wall] = {}
         self._ends: dict[BlockKey, Wall] = {}
+        self._ended: set[str] = set()  # of those known: by a purge
         self._unread: dict[str, Stat] = {}
         self._reading = asyncio.Lock()
 
@@ -87,7 +88,8 @@ class SharedPins:
                     break
                 found[stat.name] = stat
         unread = {name: stat for name, stat in found.items() if not self._same(name, stat)}
-        if self._known.keys() - found.keys():
+        ended = {name for name, (_, pin) in self._known.items() if self._is_purged(pin)}
+        if self._known.keys() - found.keys() or ended != self._ended:
             self._set({name: known for name, known in self._known.items() if name in found})
         self._unread = unread
 
@@ -117,7 +119,7 @@ class SharedPins:
         if old is not None:
             self._set(self._known)
         elif pin is not None:
-            self._cover(pin)
+            self._cover(stat.name, pin)
 
     async def _read(self, stat: Stat) -> Pin | None:
         raw = bytearray(stat.size)
@@ -135,11 +137,14 @@ class SharedPins:
         return 0 <= pin.created <= self._clock.wall() + FUTURE_S and pin.until - pin.created <= PIN_S_MAX
 
     def _set(self, known: dict[str, tuple[str, Pin]]) -> None:
-        self._known, self._until, self._ends = known, {}, {}
-        for _, pin in known.values():
-            self._cover(pin)
+        self._known, self._until, self._ends, self._ended = known, {}, {}, set()
+        for name, (_, pin) in known.items():
+            self._cover(name, pin)
 
-    def _cover(self, pin: Pin) -> None:
+    def _cover(self, name: str, pin: Pin) -> None:
+        if self._is_purged(pin):
+            self._ended.add(name)
+            return
         for key in pin.chain:
             self._until[key] = max(pin.until, self._until.get(key, pin.until))
         self._ends[pin.chain[-1]] = max(pin.until, self._ends.get(pin.chain[-1], pin.until))

@@ -184,8 +184,11 @@ class ObjectStore:
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
         # A use from the future was recorded by a clock that is wrong, or forged: it would keep the object for ever.
+        latest = Wall(self._clock.wall() + FUTURE_S)
         used = frame.life.last_use
-        if stat.used is not None and stat.used <= self._clock.wall() + FUTURE_S:
+        if used > latest:
+            used = max((stamp.created for stamp in frame.life.stamps if stamp.created <= latest), default=used)
+        if stat.used is not None and stat.used <= latest:
             used = max(stat.used, used) if self._proofs.believes(stat.name, frame, stat.used) else used
         life = Lifetime(used, frame.life.stamps)
         return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from kvtier.errors import CorruptError
+from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.retention.pins import Pin
 from kvtier.testing import chain_of, payload_of, seal
 from kvtier.tiers.objects import purge_log
 from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.tiers.objects.delete import Remover
 from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
+from kvtier.times import Wall
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
+DAY_S = 86400.0
 A = scope_of("a")
 
 
@@ -145,3 +150,78 @@ async def test_a_snapshot_has_the_purges_that_came_before_it_while_it_was_writte
     reader = Replica(server, seed=2)
     await reader.store.refresh()
     assert all(reader.store.purges.covers(scope_of(f"b{number}"), 4) for number in range(others))
+
+
+def unreadable_pins(one: Replica) -> None:
+    inner = one.bucket.read
+
+    async def read(name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+        if name.startswith(one.store.names.pins):
+            raise TierError("g4", "get", "403")
+        return await inner(name, start, into)
+
+    one.bucket.read = read  # type: ignore[method-assign]
+
+
+async def test_a_pin_that_cannot_be_read_keeps_no_delta_from_being() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    chain, now = chain_of(NS, S), server.clock.wall()
+    await one.store.pins.put(Pin("p", tuple(chain), now, Wall(now + 5000)))
+    await one.write(chain)
+    await one.store.deltas.publish()
+    unreadable_pins(two)
+    await two.store.refresh()
+    with pytest.raises(TierError):
+        await two.background._learn_pins_and_deltas()
+    assert two.store.deltas.received == 1
+
+
+async def test_a_purge_deletes_although_pins_cannot_be_read() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    chain, other, now = chain_of(NS, S, scope=A), chain_of(NS, S, scope=scope_of("b")), server.clock.wall()
+    await one.store.pins.put(Pin("p", tuple(chain), now, Wall(now + 5000)))
+    await one.write(chain)
+    await one.write(other)
+    unreadable_pins(two)
+    await two.store.refresh()
+    with pytest.raises(TierError):
+        await Remover(two.store).purge(A)
+    assert server.strides() == 1
+
+
+async def test_a_pin_whose_tenant_was_purged_holds_nothing_that_came_after() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    chain, now = chain_of(NS, S, scope=A), server.clock.wall()
+    await one.store.pins.put(Pin("p", tuple(chain), now, Wall(now + 5000)))
+    await two.store.refresh()
+    await two.store.pins.settle()
+    await one.store.purges.append(A)  # and dies before it deletes the pin
+    for replica in (two, Replica(server, seed=2)):
+        await replica.store.refresh()
+        await replica.store.pins.settle()
+        await replica.write(chain, ttl=60)
+        server.clock.advance(100)
+        assert await read(replica, chain, range(S)) == [Miss.EXPIRED] * S
+    await two.store.pins.sweep()
+    assert server.under("pins") == []
+
+
+async def test_a_use_in_a_header_by_a_clock_that_is_ahead_keeps_nothing_alive() -> None:
+    server = VirtualServer()
+    right, ahead = Replica(server), Replica(server, seed=1, ahead_s=2 * DAY_S)
+    chain = chain_of(NS, S)
+    await right.write(chain, ttl=3 * DAY_S)
+    ahead.store.renewer._copies = False  # as where a copy cannot keep a proof
+    entry = await ahead.store.probe(chain, 0)
+    assert entry is not None
+    now = ahead.clock.wall()
+    await ahead.store.renewer.renew(replace(entry, life=entry.life.used(now)), now)
+    server.clock.advance(DAY_S)
+    reader = Replica(server, seed=2)
+    found = await reader.store.probe(chain, 0)
+    assert found is not None and reader.store.miss_of(found, reader.clock.wall()) is None
+    server.clock.advance(2.5 * DAY_S)
+    assert reader.store.miss_of(found, reader.clock.wall()) is Miss.EXPIRED
