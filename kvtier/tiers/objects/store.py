@@ -371,7 +371,8 @@ class ObjectStore:
         outcome = Stored.STORED
         for _ in range(REWRITES_MAX):
             if last in self._overwrite:
-                stat = await self.bucket.replace(name, data, life.last_use, self._overwrite.pop(last))
+                stat = await self.bucket.replace(name, data, life.last_use, self._overwrite[last])
+                self._overwrite.pop(last, None)
             else:
                 stat = await self.bucket.create(name, data, life.last_use)
             if stat is None:

@@ -225,3 +225,16 @@ async def test_a_use_in_a_header_by_a_clock_that_is_ahead_keeps_nothing_alive() 
     assert found is not None and reader.store.miss_of(found, reader.clock.wall()) is None
     server.clock.advance(2.5 * DAY_S)
     assert reader.store.miss_of(found, reader.clock.wall()) is Miss.EXPIRED
+
+
+async def test_a_use_in_a_delta_by_a_clock_that_is_ahead_is_not_learnt() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    chain = chain_of(NS, S)
+    await one.write(chain)
+    entry = one.store.index.get(chain[-1])
+    assert entry is not None
+    one.store.deltas._pending = [replace(entry, life=replace(entry.life, last_use=Wall(one.clock.wall() + 2 * DAY_S)))]
+    await one.store.deltas.publish()
+    await two.store.deltas.poll()
+    assert two.store.deltas.received == 0
