@@ -56,7 +56,7 @@ from kvtier.times import Wall
 SCOPE_EVICTIONS_MAX = 64
 """Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
 GUESTS_MAX = 8
-"""Blocks evicted for one slot: those in another class's segments leave none for their own."""
+"""Blocks evicted for one slot: guests seldom leave one for their class."""
 
 
 class WriteTxn:
@@ -395,14 +395,13 @@ class WriteTxn:
 
     def _take_from_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
         """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
+        place = None
         for _ in range(GUESTS_MAX):
             victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
-            if victim is None or self.segments.is_own(victim):
+            if victim is None or (place := self.segments.take_from(victim)) is not None:
                 break
-            self.segments.give(victim)
-            victim = None
-        self._want(slot_cls, priority, must=victim is None)
-        return None if victim is None else (victim.segment, victim.slot)
+        self._want(slot_cls, priority, must=place is None)
+        return place
 
     def _want(self, slot_cls: int, priority: int, *, must: bool) -> None:
         """The class could use a segment of another, if there is one."""
