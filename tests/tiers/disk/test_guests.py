@@ -201,3 +201,19 @@ def test_a_guest_whose_class_has_the_segment_again_leaves_its_number_to_the_writ
         check(store)
     assert store.transact(lambda txn: txn.publish(write, new_block((3, 0)), NOW), drain=False) is Stored.STORED
     check(store)
+
+
+def test_blocks_in_a_third_classs_segment_leave_for_a_class_that_can_store_nothing(tmp_path: Path) -> None:
+    """They lie in nobody's way but the one's that has no slot, and neither class's segments are to be had."""
+    store = ClassStore(tmp_path / "index", 1, UNITS * SLOT_ALIGN)
+    for number in range(UNITS):
+        assert store.put((1, number)) is Stored.STORED
+    slots = {number: store.place_of((1, number))[1] for number in range(UNITS)}
+    kept = [name_of((1, number)) for number, slot in slots.items() if slot not in (3, 4, 5)]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW))
+    assert store.put((3, 0)) is Stored.STORED
+    assert store.class_of(0) == 3 and store.resident(1, range(UNITS)) == UNITS - 3
+    assert store.put((8, 0)) is Stored.FULL
+    store.transact(lambda txn: txn.release_retained(kept))
+    assert store.put((8, 0)) is Stored.STORED
+    check(store)
