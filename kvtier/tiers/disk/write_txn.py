@@ -188,6 +188,7 @@ class WriteTxn:
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
         if above is None or self.purged.covers(block.name, block.mark):
             return Stored.REFUSED
+        old, kept = self.find(block.name), self._retained.until(block.name)
         if not self._gives_way(block):
             return Stored.REFUSED
         if self._join(block):  # another process stored it meanwhile
@@ -195,6 +196,9 @@ class WriteTxn:
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
+        if old is not None and kept > self._wall_s:
+            block = block._replace(life=old.life.join(block.life, self._wall_s))
+            self._retained.set(block.name, kept)
         entry = block.entry(reservation, rank)
         if block.encryption is not None:  # earlier releases would take its entry for damage
             self._txn.put(FORMAT_KEY, ENCRYPTED_FORMAT.to_bytes(4, "little"))
@@ -368,20 +372,19 @@ class WriteTxn:
         writer may replace, is removed.
 
         It replaces plain bytes, and what an earlier key of the tenant encrypted, which is destroyed: a tenant has one
-        key at a time. Other keys may be another process's.
+        key at a time. Other keys may be another process's. A retained block stays until the one for it is written.
         """
         entry = self.find(block.name)
-        mine = None if block.key is None else block.key.id
-        if entry is None or (None if entry.encryption is None else entry.encryption.key_id) == mine:
+        if entry is None or entry.key_id == block.key_id:
             return True
         if block.key is None or (entry.encryption is not None and entry.life.born >= block.key.created):
             return False
-        return self.drop(block.name)
+        return (block.encryption is None and self.must_stay(block.name, self._wall_s)) or self.drop(block.name)
 
     def _join(self, block: NewBlock) -> bool:
         """Join the block's life to the entry of its name, if there is one that may be served once it has it."""
         entry = self.find(block.name)
-        if entry is None:
+        if entry is None or entry.key_id != block.key_id:
             return False
         if entry.length != block.length or self.purged.covers(block.name, entry.mark):
             self.drop(block.name)
