@@ -28,6 +28,7 @@ from kvtier.tiers.disk.records import (
     SEGMENTS,
     SLOT_ALIGN,
     SPARE,
+    Entry,
     FreeSlot,
     Segment,
     SlotReservation,
@@ -116,7 +117,6 @@ class Segments:
         self._demand = demand
         self._may_grow = may_grow
         self.bad, self.guests = BadPlaces(txn), Guests(txn)
-        self.returned = False  # whether blocks that were no victims are again: their segment was drained
         self._known: dict[int, Segment] = {}
         self._changed: set[int] = set()
         self.draining = promises_in(txn)
@@ -196,9 +196,16 @@ class Segments:
         self._forget_fresh(slot_cls, segment)
         return True
 
-    def is_own(self, held: Held) -> bool:
-        """Whether its slot is one of its segment's class, which may be used again."""
-        return self._record(held.segment).slot_class == held.slot_class
+    def take_from(self, victim: Entry) -> tuple[int, int] | None:
+        """As `take`, where nothing was free, once a block of the class is evicted: its slot, unless it was a guest.
+
+        No guest's is used again at once, even where its class has the segment again: a write of another class may have
+        a reservation with the slot's number.
+        """
+        if self._record(victim.segment).slot_class == victim.slot_class and not self.guests.has(victim):
+            return victim.segment, victim.slot
+        self.give(victim)
+        return self.take(victim.slot_class)
 
     def resize(self, geometry: Geometry) -> None:
         """Cut the segments to another capacity. No slot beyond it may be held."""
@@ -254,7 +261,6 @@ class Segments:
         promise = self.draining.pop(segment)
         self._txn.delete(DRAINING_KEY + _U32.pack(segment))
         own, used = self._record(segment).slot_class, self._record(segment).used
-        self.returned |= used > 0
         if self._assign(segment, promise.slot_class, used) or (used and self._assign(segment, own, used)):
             self._remember_fresh(segment)
             self._demand.answered(promise.slot_class)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -84,6 +84,8 @@ class _Survey:
     warmth: Counter[int] = field(default_factory=Counter)
     guests: list[bytes] = field(default_factory=list)
     """The coldest blocks that lie in the taker's segments and need not stay, EVICTIONS_PER_TXN at most."""
+    strays: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    """The same, by segment, in those of a third class."""
 
     @property
     def giver(self) -> int:
@@ -187,12 +189,13 @@ class Drain:
                 survey.warmth[segment] += 1 + tick_in(rank)
                 if priority_in(rank) > survey.priority and _is_live(txn, name, wall_s):
                     survey.stays[segment].extend((slot * slot_cls, slot_cls))
-                elif (
-                    len(survey.guests) < EVICTIONS_PER_TXN
-                    and survey.classes.get(segment) == survey.taker
-                    and time_at(txn, RETAINED_KEY + name) <= wall_s
-                ):
-                    survey.guests.append(name)
+                    continue
+                owner = survey.classes.get(segment, slot_cls)
+                if not survey.must or owner == slot_cls:
+                    continue
+                found = survey.guests if owner == survey.taker else survey.strays[segment]
+                if len(found) < EVICTIONS_PER_TXN and time_at(txn, RETAINED_KEY + name) <= wall_s:
+                    found.append(name)
             if len(chunk) == ROWS_PER_STEP:
                 survey.next = chunk[-1][0] + b"\0"
                 return None
@@ -209,15 +212,19 @@ class Drain:
         """The segments that hold the least among those that have room for the taker beside what must stay. One that
         writes or trials have slots in is taken only where there is no other, and one at a time: who knows when they
         end."""
-        if survey.must and survey.guests:
-            self._survey = None
-            return lambda txn: evict_guests(txn, survey.guests, survey.priority, wall_s)
+        if survey.guests:
+            return self._evict_guests(survey.guests, survey, wall_s)
         promised = promises_in(txn)
         self._takers = {promise.slot_class for promise in promised.values()}
         gift, picked = survey.gifts[0], self._segments_to_drain(txn, survey, promised)
         if not picked and len(survey.gifts) > 1:
             survey.go_on()
             return None
+        if not picked and not promised:
+            geometry, written = Geometry.decode(txn.get(GEOMETRY_KEY)), _written(txn)
+            for segment, strays in survey.strays.items():
+                if strays and _has_room(txn, survey, geometry, segment, written.get(segment, [])):
+                    return self._evict_guests(strays, survey, wall_s)
         self._survey = None
         if not picked:
             if not promised:
@@ -238,19 +245,16 @@ class Drain:
 
         return begin
 
+    def _evict_guests(self, names: Sequence[bytes], survey: _Survey, wall_s: Wall) -> Work:
+        self._survey = None
+        return lambda txn: evict_guests(txn, names, survey.priority, wall_s)
+
     def _segments_to_drain(self, txn: Any, survey: _Survey, promised: Container[int]) -> list[int]:
-        geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
-        written = defaultdict[int, list[Extent]](list)
-        for key, raw in rows(txn, RESERVED):
-            reserved = SlotReservation.decode(key, raw)
-            written[reserved.segment].append(extent_of(reserved))
+        geometry, written = Geometry.decode(txn.get(GEOMETRY_KEY)), _written(txn)
 
         def has_room(segment: int) -> bool:
-            stays = iter(survey.stays.get(segment, ()))
-            extents = [Extent(first, units) for first, units in zip(stays, stays, strict=True)]
-            extents += [place.extent for place in bad_places(txn, segment)]
-            extents += [extent for _segment, extent in guests_in(txn, segment)] + written.get(segment, [])
-            return clear_slots(extents, survey.taker, geometry.slots_of(segment, survey.taker)) > 0
+            guests = [extent for _segment, extent in guests_in(txn, segment)]
+            return _has_room(txn, survey, geometry, segment, guests + written.get(segment, []))
 
         mine = [one for one, slot_cls in survey.classes.items() if slot_cls == survey.giver and one not in promised]
         mine.sort(key=lambda segment: survey.warmth[segment])
@@ -288,6 +292,23 @@ class Drain:
                 self.stuck = bool(used) and not self._found and not found and not self._sweeps
             self._found += len(found)
         return (lambda txn: evict(txn, found, wall_s)) if found else None
+
+
+def _written(txn: Any) -> dict[int, list[Extent]]:
+    """By segment, the slots that writes and trials have."""
+    found = defaultdict[int, list[Extent]](list)
+    for key, raw in rows(txn, RESERVED):
+        reserved = SlotReservation.decode(key, raw)
+        found[reserved.segment].append(extent_of(reserved))
+    return found
+
+
+def _has_room(txn: Any, survey: _Survey, geometry: Geometry, segment: int, others: list[Extent]) -> bool:
+    """Whether a slot of the taker lies clear of what must stay in a segment, its bad places, and `others`."""
+    stays = iter(survey.stays.get(segment, ()))
+    extents = [Extent(first, units) for first, units in zip(stays, stays, strict=True)]
+    extents += [place.extent for place in bad_places(txn, segment)] + others
+    return clear_slots(extents, survey.taker, geometry.slots_of(segment, survey.taker)) > 0
 
 
 def evict(txn: WriteTxn, names: Iterable[bytes], wall_s: Wall) -> None:

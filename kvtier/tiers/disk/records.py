@@ -157,6 +157,11 @@ class NewBlock(NamedTuple):
         """What tombstones are compared with."""
         return mark_of(self.life, self.position)
 
+    @property
+    def key_id(self) -> bytes | None:
+        """Of the key that it is encrypted with; None if it is plain."""
+        return None if self.key is None else self.key.id
+
     def entry(self, at: SlotReservation, rank: int) -> Entry:
         """The block as it is durable in the slot `at`."""
         return Entry(
@@ -189,6 +194,11 @@ class Entry:
     def mark(self) -> Wall:
         """What tombstones are compared with."""
         return mark_of(self.life, self.position)
+
+    @property
+    def key_id(self) -> bytes | None:
+        """Of the key that it is encrypted with; None if it is plain."""
+        return None if self.encryption is None else self.encryption.key_id
 
     @property
     def slot_class(self) -> int:

@@ -56,7 +56,7 @@ from kvtier.times import Wall
 SCOPE_EVICTIONS_MAX = 64
 """Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
 GUESTS_MAX = 8
-"""Blocks evicted for one slot: those in another class's segments leave none for their own."""
+"""Blocks evicted for one slot: guests seldom leave one for their class."""
 
 
 class WriteTxn:
@@ -104,8 +104,6 @@ class WriteTxn:
     def save(self) -> None:
         """Write what is cached."""
         self.segments.save()
-        if self.segments.returned:
-            self._memory.floors.clear()
         self.worths.save()
         self._shares.save()
         self.budget.save()
@@ -190,6 +188,7 @@ class WriteTxn:
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
         if above is None or self.purged.covers(block.name, block.mark):
             return Stored.REFUSED
+        old, kept = self.find(block.name), self._retained.until(block.name)
         if not self._gives_way(block):
             return Stored.REFUSED
         if self._join(block):  # another process stored it meanwhile
@@ -197,6 +196,9 @@ class WriteTxn:
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
+        if old is not None and kept > self._wall_s:
+            block = block._replace(life=old.life.join(block.life, self._wall_s))
+            self._retained.set(block.name, kept)
         entry = block.entry(reservation, rank)
         if block.encryption is not None:  # earlier releases would take its entry for damage
             self._txn.put(FORMAT_KEY, ENCRYPTED_FORMAT.to_bytes(4, "little"))
@@ -370,20 +372,19 @@ class WriteTxn:
         writer may replace, is removed.
 
         It replaces plain bytes, and what an earlier key of the tenant encrypted, which is destroyed: a tenant has one
-        key at a time. Other keys may be another process's.
+        key at a time. Other keys may be another process's. A retained block stays until the one for it is written.
         """
         entry = self.find(block.name)
-        mine = None if block.key is None else block.key.id
-        if entry is None or (None if entry.encryption is None else entry.encryption.key_id) == mine:
+        if entry is None or entry.key_id == block.key_id:
             return True
         if block.key is None or (entry.encryption is not None and entry.life.born >= block.key.created):
             return False
-        return self.drop(block.name)
+        return (block.encryption is None and self.must_stay(block.name, self._wall_s)) or self.drop(block.name)
 
     def _join(self, block: NewBlock) -> bool:
         """Join the block's life to the entry of its name, if there is one that may be served once it has it."""
         entry = self.find(block.name)
-        if entry is None:
+        if entry is None or entry.key_id != block.key_id:
             return False
         if entry.length != block.length or self.purged.covers(block.name, entry.mark):
             self.drop(block.name)
@@ -395,14 +396,13 @@ class WriteTxn:
 
     def _take_from_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
         """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
+        place = None
         for _ in range(GUESTS_MAX):
             victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
-            if victim is None or self.segments.is_own(victim):
+            if victim is None or (place := self.segments.take_from(victim)) is not None:
                 break
-            self.segments.give(victim)
-            victim = None
-        self._want(slot_cls, priority, must=victim is None)
-        return None if victim is None else (victim.segment, victim.slot)
+        self._want(slot_cls, priority, must=place is None)
+        return place
 
     def _want(self, slot_cls: int, priority: int, *, must: bool) -> None:
         """The class could use a segment of another, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from kvtier.testing.contract import check_tier
 from kvtier.tiers.data_keys import KEY_CACHE_S
 from kvtier.tiers.disk.maintenance import looking_after
 from kvtier.tiers.disk.records import FORMAT_KEY
+from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
 from kvtier.tiers.protocol import Miss, Stored, Target
+from kvtier.times import Wall
 from tests.tiers.disk.support.keys import MemoryKeys, sample_keys
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
 from tests.tiers.disk.support.worker import Bounced, memory
@@ -122,6 +125,30 @@ async def test_plain_blocks_of_a_store_are_read_on_and_replaced_by_the_next_put(
         assert await put(g3, CHAIN) == [Stored.STORED] * 8
         assert await get(g3, CHAIN) == [True] * 8
         assert _format(g3) == 2
+
+
+async def test_a_retained_plain_block_is_replaced_by_one_that_is_written_and_as_well_retained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, path, until = VirtualClock(), tmp_path / "g3", Wall(3e9)
+    async with opened(path, clock=clock) as plain:
+        await put(plain, CHAIN)
+        assert await plain.retain(CHAIN, until, until) == [True] * 8
+    async with opened(path, keys=sample_keys(clock), clock=clock) as g3:
+        with monkeypatch.context() as device:
+            device.setattr(Slab, "write", _no_space)
+            assert await put(g3, CHAIN) == [Stored.FULL] * 8
+        assert await get(g3, CHAIN) == [True] * 8
+        assert await put(g3, CHAIN) == [Stored.STORED] * 8
+        assert await g3.retained() == dict.fromkeys(CHAIN, until)
+        await clock.sleep(3 * 86400)
+        assert await get(g3, CHAIN) == [True] * 8
+        assert await put(g3, CHAIN) == [Stored.PRESENT] * 8
+        assert _format(g3) == 2
+
+
+def _no_space(*_args: object) -> None:
+    raise OSError(errno.ENOSPC, "no space")
 
 
 async def test_a_damaged_byte_is_a_corrupt_block_and_leaves_nothing_of_it_in_its_target(tmp_path: Path) -> None:

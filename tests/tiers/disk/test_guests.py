@@ -9,9 +9,11 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from kvtier.retention.terms import PRIORITY
+from kvtier.tiers.disk.allocator import Promise
 from kvtier.tiers.disk.bad_places import DAY_S
 from kvtier.tiers.disk.class_report import class_report
-from kvtier.tiers.disk.drain import Drain
+from kvtier.tiers.disk.drain import Drain, evict, lodge_writes
 from kvtier.tiers.disk.extents import Extent, clear_slots
 from kvtier.tiers.disk.guests import extent_of, guests_in
 from kvtier.tiers.disk.records import BLOCKS, RESERVED, SLOT_ALIGN, Entry, SlotReservation
@@ -168,3 +170,53 @@ def test_nothing_overlaps_and_nothing_is_lost(tmp_path: Path, seed: int) -> None
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_nothing_overlaps_and_nothing_is_lost_for_long(tmp_path: Path, seed: int) -> None:
     assert live(tmp_path / "index", seed, 2000) > 100
+
+
+def test_a_guest_whose_class_has_the_segment_again_leaves_its_number_to_the_write_that_has_it(tmp_path: Path) -> None:
+    """A write of another class is a guest with that number, and its reservation must not be written over."""
+    store = ClassStore(tmp_path / "index", 1, UNITS * SLOT_ALIGN)
+
+    def give_segment(giver: int, taker: int) -> None:
+        store.transact(lambda txn: txn.segments.drain(0, giver, Promise(taker, PRIORITY)), drain=False)
+        store.transact(lodge_writes, drain=False)
+        assert store.class_of(0) == taker
+
+    for number in range(3):
+        assert store.put((1, number)) is Stored.STORED
+    kept = [name_of((1, 1))]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW), drain=False)
+    store.transact(lambda txn: txn.segments.drain(0, 1, Promise(3, PRIORITY)), drain=False)
+    store.transact(lambda txn: evict(txn, [name_of((1, number)) for number in range(3)], NOW), drain=False)
+    assert store.class_of(0) == 3 and store.resident(1, range(3)) == 1
+    writes = store.transact(lambda txn: txn.reserve_slots(3, 5), drain=False)
+    write = next(one for one in writes if one.slot == 1)
+    store.transact(lambda txn: [txn.release(one) for one in writes if one is not write], drain=False)
+    give_segment(3, 1)
+    store.transact(lambda txn: txn.release_retained(kept), drain=False)
+    check(store)
+
+    def put(number: int) -> Stored | None:
+        return store.transact(lambda txn: store.try_put(txn, (1, number)), drain=False)
+
+    for number in range(10, 60):
+        assert put(number) is Stored.STORED
+        check(store)
+    assert not store.resident(1, [1])
+    assert store.transact(lambda txn: txn.publish(write, new_block((3, 0)), NOW), drain=False) is Stored.STORED
+    check(store)
+
+
+def test_blocks_in_a_third_classs_segment_leave_for_a_class_that_can_store_nothing(tmp_path: Path) -> None:
+    """They lie in nobody's way but the one's that has no slot, and neither class's segments are to be had."""
+    store = ClassStore(tmp_path / "index", 1, UNITS * SLOT_ALIGN)
+    for number in range(UNITS):
+        assert store.put((1, number)) is Stored.STORED
+    slots = {number: store.place_of((1, number))[1] for number in range(UNITS)}
+    kept = [name_of((1, number)) for number, slot in slots.items() if slot not in (3, 4, 5)]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW))
+    assert store.put((3, 0)) is Stored.STORED
+    assert store.class_of(0) == 3 and store.resident(1, range(UNITS)) == UNITS - 3
+    assert store.put((8, 0)) is Stored.FULL
+    store.transact(lambda txn: txn.release_retained(kept))
+    assert store.put((8, 0)) is Stored.STORED
+    check(store)
