@@ -100,14 +100,15 @@ class GroupCommit:
         self._thread.start()
 
     def submit(self, work: Callable[[WriteTxn], T], use: Use = Use.PUT, blocks: int = 1) -> CommitJob[T]:
-        """Queue `work`. Never blocks; the callers' own bounds (leases, slots) bound the queue."""
+        """Queue `work`; it fails with TierError after `stop`. Never blocks; the callers' own bounds (leases, slots)
+        bound the queue."""
         job = CommitJob(work, use, blocks)
         with self._lock:
-            if self._stopping:
-                job.future.cancel()
-            else:
+            if not self._stopping:
                 self._queue.append(job)
                 self._lock.notify()
+                return job
+        job.fail(TierError("g3", "commit", "the store is closed"))
         return job
 
     def wake(self) -> None:

@@ -211,3 +211,14 @@ async def test_a_store_that_no_thread_can_open_opens_once_one_can(
     assert set(await put(tier, CHAIN)) == {Stored.STORED}
     await tier.close(tier._clock.monotonic() + 5)
     nothing_left()
+
+
+async def test_a_verb_that_comes_as_the_last_user_leaves_fails_and_is_not_cancelled(tmp_path: Path) -> None:
+    """Its task would end as if somebody had cancelled it."""
+    tier = tier_at(tmp_path)
+    await tier.open()
+    last = tier._store
+    assert last is not None
+    await tier.close(tier._clock.monotonic() + 5)
+    with pytest.raises(TierError, match="closed"):
+        await last._writer.submit(lambda txn: None).result(5)
