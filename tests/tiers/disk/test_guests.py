@@ -194,11 +194,14 @@ def test_a_guest_whose_class_has_the_segment_again_leaves_its_number_to_the_writ
     give_segment(3, 1)
     store.transact(lambda txn: txn.release_retained(kept), drain=False)
     check(store)
-    number = 10
-    while store.resident(1, [1]):
-        store.transact(lambda txn: txn.publish(txn.reserve(new_block((1, number)), NOW), new_block((1, number)), NOW), drain=False)
-        number += 1
+
+    def put(number: int) -> Stored | None:
+        return store.transact(lambda txn: store.try_put(txn, (1, number)), drain=False)
+
+    for number in range(10, 60):
+        assert put(number) is Stored.STORED
         check(store)
+    assert not store.resident(1, [1])
     assert store.transact(lambda txn: txn.publish(write, new_block((3, 0)), NOW), drain=False) is Stored.STORED
     check(store)
 
