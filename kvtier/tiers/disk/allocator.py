@@ -117,7 +117,6 @@ class Segments:
         self._demand = demand
         self._may_grow = may_grow
         self.bad, self.guests = BadPlaces(txn), Guests(txn)
-        self.returned = False  # whether blocks that were no victims are again: their segment was drained
         self._known: dict[int, Segment] = {}
         self._changed: set[int] = set()
         self.draining = promises_in(txn)
@@ -262,7 +261,6 @@ class Segments:
         promise = self.draining.pop(segment)
         self._txn.delete(DRAINING_KEY + _U32.pack(segment))
         own, used = self._record(segment).slot_class, self._record(segment).used
-        self.returned |= used > 0
         if self._assign(segment, promise.slot_class, used) or (used and self._assign(segment, own, used)):
             self._remember_fresh(segment)
             self._demand.answered(promise.slot_class)

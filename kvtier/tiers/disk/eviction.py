@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any
 
@@ -25,14 +25,21 @@ class SearchFloors:
     """By class and scope, the key before which a search found no victim. One process's memory, from one transaction to
     the next; on the writer thread.
 
-    Cleared when a block that was passed over may leave after all: its retention ends, a commit fails. Changes by other
-    processes are not seen from here and take effect FORGET_S later: until then a block that one of them puts before the
-    floor may lose its parent.
+    Cleared when a block that was passed over may leave after all: its retention ends, its segment drains no more, a
+    commit fails. Other changes by other processes are not seen from here and take effect FORGET_S later: until then a
+    block that one of them puts before the floor may lose its parent.
     """
 
     def __init__(self) -> None:
         self._keys: dict[tuple[int, bytes], bytes] = {}
         self._until = float("inf")
+        self._draining: frozenset[int] = frozenset()
+
+    def begin(self, draining: Collection[int]) -> None:
+        """A transaction begins, while these segments drain."""
+        if not self._draining.issubset(draining):
+            self.clear()
+        self._draining = frozenset(draining)
 
     def at(self, slot_cls: int, scope: bytes, wall_s: Wall) -> bytes:
         """Where to begin the search."""
@@ -68,13 +75,14 @@ class EvictionOrder:
         txn: Any,
         floors: SearchFloors,
         worths: ClassWorths,
-        draining: Container[int],
+        draining: Collection[int],
         retained_until: Callable[[bytes], Wall],
     ) -> None:
         """`draining`: segments whose slots nobody gets, so that their blocks leave by themselves. `retained_until`:
         before which time a block, by its name, is exempt from eviction."""
         self._txn = txn
         self._draining = draining
+        floors.begin(draining)
         self._worths = worths
         self._floors = floors
         self._retained_until = retained_until
@@ -116,7 +124,8 @@ class EvictionOrder:
                     if passed:
                         self._floors.raise_to(key, scope, until)
                     return key, name
-                until = min(until, retained_until)
+                if retained_until > wall_s:
+                    until = min(until, retained_until)
             passed = key
         if passed:
             self._floors.raise_to(passed, scope, until)

@@ -104,8 +104,6 @@ class WriteTxn:
     def save(self) -> None:
         """Write what is cached."""
         self.segments.save()
-        if self.segments.returned:
-            self._memory.floors.clear()
         self.worths.save()
         self._shares.save()
         self.budget.save()

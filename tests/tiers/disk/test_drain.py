@@ -10,11 +10,13 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtier.tiers.disk import gifts
-from kvtier.tiers.disk.allocator import promises_in
+from kvtier.retention.terms import PRIORITY
+from kvtier.tiers.disk import eviction, gifts
+from kvtier.tiers.disk.allocator import Promise, promises_in
 from kvtier.tiers.disk.bad_places import DAY_S
 from kvtier.tiers.disk.class_worth import worths_in
-from kvtier.tiers.disk.drain import EVICTIONS_PER_TXN, Drain
+from kvtier.tiers.disk.drain import EVICTIONS_PER_TXN, Drain, evict
+from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.records import SLOT_ALIGN
 from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials, drop_unreadable, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -341,3 +343,34 @@ def test_no_segment_is_emptied_for_a_class_that_it_has_no_sound_slot_for(tmp_pat
     assert results == [Stored.STORED if sound else Stored.FULL] * 3
     assert store.resident(SMALL, range(8 * 256)) == before - 256 * sound
     check(store)
+
+
+def test_a_search_goes_on_behind_the_rows_of_a_draining_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the coldest of their class, and may be more than one search reads. They are victims again once the
+    segment is given, by whatever process."""
+    monkeypatch.setattr(eviction, "SCAN_ROWS_MAX", 8)
+    store = ClassStore(tmp_path / "index", 2, 32 * SLOT_ALIGN)
+    for number in range(64):
+        assert store.put((SMALL, number)) is Stored.STORED
+    cold = store.segment_of((SMALL, 0))
+    assert cold is not None
+    old = [number for number in range(64) if store.segment_of((SMALL, number)) == cold]
+    store.transact(lambda txn: txn.segments.drain(cold, SMALL, Promise(8, PRIORITY)), drain=False)
+
+    def put(number: int) -> Stored | None:
+        return store.transact(lambda txn: store.try_put(txn, (SMALL, number)), drain=False)
+
+    results = [put(100 + number) for number in range(8)]
+    assert results[-4:] == [Stored.STORED] * 4
+    here, there = store.index._memory, TxnMemory()
+    store.index._memory = there
+    names = [name_of((SMALL, number)) for number in old]
+    store.transact(lambda txn: txn.retain(names[:2], Wall(NOW + 60), None, NOW), drain=False)
+    store.transact(lambda txn: evict(txn, names, NOW), drain=False)
+    store.transact(lambda txn: txn.release_retained(names), drain=False)
+    assert store.class_of(cold) == 8 and store.resident(SMALL, old) == 2
+    store.index._memory = here
+    assert put(200) is Stored.STORED
+    assert not store.resident(SMALL, old), "what became coldest is passed over"
