@@ -359,7 +359,7 @@ class Store:
             self.tick = txn.tick
             if txn.segments.next is not None:
                 self._idle.preallocate(txn.segments.next)
-            if any(job.use is Use.PUT for job, _ in results):
+            if self.reserved.writes:
                 self._hold_until = time.monotonic() + HOLD_S
         finally:
             for job, result in results:  # it is committed, whatever became of the rest

@@ -254,6 +254,23 @@ async def test_a_stream_of_writes_commits_once_each_and_gives_back_what_it_kept(
         tier.check()
 
 
+async def test_slots_kept_for_writes_are_given_back_though_blocks_are_used_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "STREAM_BYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(store, "IDLE_S", 0.02)
+    monkeypatch.setattr(store, "HOLD_S", 0.2)
+    async with opened(tmp_path / "g3", 256) as tier:
+        await put(tier, chain_of(NAMESPACE, 8))
+        assert tier._store.index.has_reservations()
+        for _ in range(100):
+            tier.touch(chain_of(NAMESPACE, 8), tier._clock.wall())
+            await asyncio.sleep(0.02)
+            if not tier._store.index.has_reservations():
+                break
+        assert not tier._store.index.has_reservations(), "slots kept for a stream that ended"
+
+
 async def test_churn_of_twenty_times_the_capacity_grows_nothing(tmp_path: Path) -> None:
     def memory() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
