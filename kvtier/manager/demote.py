@@ -9,7 +9,7 @@ earlier blocks can no longer be had stays in G2. The hierarchy's lock guards all
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.admission import Admission
@@ -34,8 +34,15 @@ _FULL_S = 1.0
 class Demoter:
     """The queues below G2, and the rules of what enters them. Built empty; `open` makes the queues."""
 
-    def __init__(self, hierarchy: Hierarchy, promoter: Promoter, protection: Protection) -> None:
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        promoter: Promoter,
+        protection: Protection,
+        flush_uses: Callable[[], Awaitable[bool]],
+    ) -> None:
         self._hierarchy = hierarchy
+        self._flush_uses = flush_uses
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
         self._promoter, self._protection = promoter, protection
         self._nearest: Metered | None = None
@@ -76,6 +83,7 @@ class Demoter:
             rate=TokenBucket(self._clock, rate, max(rate, tier.block_bytes)),
             finished=lambda batch, results: self._finished(tier, batch, results),
             position=lambda batch: self._hierarchy.position_of(batch.chain, batch.holds),
+            flush_uses=self._flush_uses,
         )
 
     # ── into the queues ─────────────────────────────────────────────────────────────────────────────────────

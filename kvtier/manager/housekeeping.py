@@ -58,9 +58,10 @@ class Housekeeping:
                     return
                 self._used.update(dict.fromkeys(part, wall_s))
 
-    async def flush_uses(self) -> None:
+    async def flush_uses(self) -> bool:
         """Renew used blocks in the tiers below, and their guarantees, in slices, the latest first: so a block never has
-        a later use there than its parent. At each yield a use is here or with every tier."""
+        a later use there than its parent. At each yield a use is here or with every tier. Whether there were any."""
+        any_used = bool(self._used)
         while self._used:
             by_time: dict[Wall, list[BlockKey]] = {}
             with self._hierarchy.lock:
@@ -74,6 +75,7 @@ class Housekeeping:
                     for wall_s, keys in by_time.items():
                         tier.touch(keys[::-1], wall_s)
             await asyncio.sleep(0)
+        return any_used
 
     def forget(self, holds: Sequence[Hold]) -> None:
         """Take the pins of a lease that the garbage collector found, in the middle of anything: so without a lock."""

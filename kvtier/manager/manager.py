@@ -66,10 +66,10 @@ class Manager:
         host.on_lost = self.accounts.losses.record
         self.promoter = Promoter(hierarchy)
         self.protection = Protection(hierarchy)
-        self.demoter = Demoter(hierarchy, self.promoter, self.protection)
         self._saved = SavedState(hierarchy)
         self._purger = Purger(hierarchy, self.protection)
         self._housekeeping = Housekeeping(hierarchy, self.protection, self._purger, self._saved)
+        self.demoter = Demoter(hierarchy, self.promoter, self.protection, self._housekeeping.flush_uses)
         self._closing: Closing | None = None
         self.closed = True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -88,11 +88,14 @@ class WriteBehind:
         lock: threading.Lock,
         rate: TokenBucket,
         finished: Callable[[ChainBatch, list[Stored]], None],
-        position: Callable[[ChainBatch], int | None] = lambda batch: 0,
+        position: Callable[[ChainBatch], int | None],
+        flush_uses: Callable[[], Awaitable[bool]],
     ) -> None:
         """`finished` is called on the event loop, without the lock, once per batch; it unpins. `position` says, under
-        the lock, at which position of the purge log a batch is taken for writing; None: it was purged meanwhile."""
+        the lock, at which position of the purge log a batch is taken for writing; None: it was purged meanwhile.
+        `flush_uses` tells the tiers of uses that they do not know; whether there were any."""
         self._position = position
+        self._flush_uses = flush_uses
         self.tier = tier
         self.refused: Counter[str] = Counter()
         self._clock = clock
@@ -231,10 +234,18 @@ class WriteBehind:
             self.refused["purged"] += len(batch)
             return [Stored.REFUSED] * len(batch)
         sealed = await to_the_end(partial(seal, position=position), batch)
-        results = await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
+        results = await self._offer(sealed)
+        if Stored.FULL in results and await self._flush_uses():
+            # The coldest block there may be the parent of one that is written, which leaves for none of its own chain.
+            rest = [place for place, result in enumerate(results) if result in (Stored.FULL, Stored.REFUSED)]
+            for place, result in zip(rest, await self._offer([sealed[place] for place in rest]), strict=True):
+                results[place] = result
         if over := results.count(Stored.BUDGET):
             self.refused["budget"] += over
         return results
+
+    async def _offer(self, sealed: Sequence[Sealed]) -> list[Stored]:
+        return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
 
     async def _has_parent(self, batch: ChainBatch, deadline: Mono) -> bool:
         """Whether the tier has the block before the batch's first. One that another worker writes now is waited for:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import kvtier
 from kvtier.clock import SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.manager import Manager
 from kvtier.policies.policy import make_policy
 from kvtier.retention.terms import BUILTIN
-from kvtier.testing import MemoryTier, chain_of, payload_of, sample_namespace
+from kvtier.testing import MemoryTier, chain_of, payload_of, payloads_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss
@@ -73,3 +76,27 @@ async def test_a_head_that_may_be_missing_goes_with_its_tail() -> None:
         assert tier.usage().blocks == 8
     finally:
         await manager.close()
+
+
+async def test_a_chain_that_came_from_the_deepest_tier_grows_in_a_full_nearest_one(tmp_path: Path) -> None:
+    """Its head is the coldest there until the tier knows of the use: the head leaves for none of its own chain."""
+    disk = {"path": str(tmp_path / "g3"), "capacity": 8 * BLOCK}
+    tiers = {"g2": {"capacity": 32 * BLOCK}, "g3": disk, "g4": {"url": f"file://{tmp_path}/g4", "stride": 2}}
+    chain, other = chain_of(NS, 8), chain_of(NS, 4, seed=1)
+    cache = kvtier.aopen(kvtier.Config.parse({"tiers": tiers}), NS)
+    manager = cache.manager
+    manager.hierarchy.limits = manager._limits = replace(manager._limits, housekeeping_s=3600.0)
+    async with cache:
+        for keys in (chain[:6], other):  # of the first, the last two leave for the second
+            assert await cache.put(keys, payloads_of(list(keys), BLOCK)) == len(keys)
+            assert (await cache.flush()).pending == 0
+        await cache.evict("g2")
+        with await cache.get(chain) as hit:
+            assert hit.tiers == ["g3"] * 4 + ["g4"] * 2
+        await manager.demoter.drain(manager.hierarchy.clock.monotonic() + 10)  # unlike a flush, tells no tier of uses
+        assert await cache.put(chain, payloads_of(list(chain), BLOCK)) == 8
+        await manager.demoter.drain(manager.hierarchy.clock.monotonic() + 10)
+        assert manager.demoter.dropped == 0
+        await cache.evict("g2")
+        with await cache.get(chain) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(list(chain), BLOCK)

@@ -114,10 +114,11 @@ def test_no_credential_reaches_a_log_a_dump_or_an_error(
     """Through good and bad answers, with our own loggers at their most talkative."""
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.DEBUG, logger="kvtier")
-    secrets = ["AKIDTOPSECRET", "verytopsecret", "sessiontopsecret"]
+    more = {"key": "AKIDTOPSECRET", "secret": "verytopsecret"}
+    if client == "s3fs":  # obstore is refused with a session token
+        more["token"] = "sessiontopsecret"
     (tmp_path / "a").mkdir()
     with FaultyS3().running() as server:
-        more = dict(zip(("key", "secret", "token"), secrets, strict=True))
         raw = config(tmp_path / "a", "s3://bucket/p", {**server.options, **more})
         raw["tiers"]["g4"]["client"] = client
         parsed = kvtier.Config.parse(raw)
@@ -135,5 +136,5 @@ def test_no_credential_reaches_a_log_a_dump_or_an_error(
                     cache.purge(salt="x")
             told += [repr(cache), json.dumps(cache.stats(), default=str)]
     assert caplog.records, "the control: something was logged"
-    for secret in secrets:
+    for secret in more.values():
         assert not [text for text in (*told, caplog.text) if secret in text]

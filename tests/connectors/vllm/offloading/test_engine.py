@@ -19,7 +19,7 @@ IDLE = {"requests": 0, "pinned": 0, "quarantined": 0}
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("tier")
     tiers = {"g2": {"capacity": "16MiB"}, "g3": {"path": str(root / "g3"), "capacity": "1GiB"}}
-    return {"kvtier_config": {"tiers": tiers}}
+    return {"kvtier_config": {"tiers": tiers, "deadlines": {"lookup": "5s"}}}  # on a busy machine, too
 
 
 @pytest.fixture(scope="module")
