@@ -21,12 +21,13 @@ class DeadOwners:
         self._due_at = 0.0
 
     def due_jobs(self, index: Index) -> list[CommitJob[Any]]:
-        """Every RECLAIM_EVERY_S: a job that frees SLOTS_PER_COMMIT_MAX slots; where there are more, again at once."""
+        """Every RECLAIM_EVERY_S: a job that frees SLOTS_PER_COMMIT_MAX slots; where there are more, again at once. None
+        where all owners live: their slots alone are worth no commit."""
         if time.monotonic() < self._due_at:
             return []
         self._due_at = time.monotonic() + RECLAIM_EVERY_S
         index.clear_dead_readers()
-        return [CommitJob(self._reclaim, Use.DROP)] if index.has_reservations() else []
+        return [CommitJob(self._reclaim, Use.DROP)] if index.has_dead_owners() else []
 
     def _reclaim(self, txn: WriteTxn) -> None:
         if txn.reclaim(SLOTS_PER_COMMIT_MAX) == SLOTS_PER_COMMIT_MAX:

@@ -60,7 +60,6 @@ class Entries:
         """Delete the records of a block; the slot is the caller's."""
         self._delete(name)
         self._order.remove(entry.order_key())
-        self._retained.forget(name)
         self._count_bytes(name, -entry.slot_class)
 
     def drop(self, name: bytes) -> bool:
@@ -87,6 +86,7 @@ class Entries:
 
     def _delete(self, name: bytes) -> None:
         self._txn.delete(BLOCKS + name)
+        self._retained.forget(name)
         self._ranks.pop(name, None)
         self.blocks -= 1
 

@@ -51,6 +51,7 @@ from kvtier.tiers.disk.records import (
     TIME,
     UUID_KEY,
     Counters,
+    SlotReservation,
     rows,
 )
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -272,6 +273,15 @@ class Index:
         """Whether slots are being written to, or were when their owner died."""
         with self.reading() as txn:
             return next(rows(txn, RESERVED), None) is not None
+
+    def has_dead_owners(self) -> bool:
+        """Whether slots are reserved for owners that are dead, or a record of one cannot be read."""
+        with self.reading() as txn:
+            try:
+                owners = {SlotReservation.decode(key, raw).owner for key, raw in rows(txn, RESERVED)}
+            except struct.error:
+                return True
+        return not all(owner.alive(self.owner) for owner in owners)
 
     def bad_places(self) -> int:
         """How many places of the slab files are set aside."""

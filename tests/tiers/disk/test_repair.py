@@ -30,6 +30,7 @@ from kvtier.tiers.disk.records import (
     Counters,
 )
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.times import Wall
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put
 from tests.tiers.disk.support.subprocesses import ROOT, environment
 
@@ -91,7 +92,18 @@ async def test_a_damaged_record_does_not_stop_the_writer(tmp_path: Path, name: s
     await tier.close(tier._clock.monotonic() + FAR_S)
 
 
-@pytest.mark.parametrize("where", ["has_reservations", "clear_dead_readers", "transact", "find", "uuid"])
+async def test_the_retention_of_a_damaged_entry_ends_with_it(tmp_path: Path) -> None:
+    """It would keep the slot of whatever is stored under that name later, which nobody asked to retain."""
+    async with opened(tmp_path / "g3", 16) as tier:
+        await put(tier, CHAIN)
+        assert all(await tier.retain(CHAIN[:1], Wall(tier._clock.wall() + 3600)))
+        damage(tier, *RECORDS["entry"])
+        await put(tier, CHAIN)
+        assert await get(tier, CHAIN) == [True] * 8
+        assert not await tier.retained()
+
+
+@pytest.mark.parametrize("where", ["has_dead_owners", "clear_dead_readers", "transact", "find", "uuid"])
 async def test_a_damaged_page_does_not_stop_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -133,6 +145,7 @@ from kvtier.tiers.disk import damage_mark, quarantine, store
 from tests.tiers.disk.support.store import BLOCK, get, put
 from tests.tiers.disk.test_repair import CHAIN, NAMESPACE, works_again
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.times import Wall
 
 quarantine.PROBE_FIRST_S, store.IDLE_S, damage_mark.MARK_EVERY_S = 0.05, 0.05, 0.05
 

@@ -114,6 +114,16 @@ async def test_a_frozen_writer_stalls_neither_readers_nor_flush_nor_close(tmp_pa
         frozen.communicate()
 
 
+async def test_slots_of_the_living_cost_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that writes for minutes holds some all the time."""
+    monkeypatch.setattr(dead_owners, "RECLAIM_EVERY_S", 0.0)
+    async with opened(tmp_path / "g3", 64) as tier:
+        store = tier._store
+        await store.submit(lambda txn: txn.reserve_slots(1, 20)).result()
+        assert store.index.has_reservations()
+        assert store._dead_owners.due_jobs(store.index) == []
+
+
 async def test_slots_of_the_dead_come_back_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer thread never rests. A commit frees a bounded number of them."""
     monkeypatch.setattr(dead_owners, "RECLAIM_EVERY_S", 0.05)

@@ -104,14 +104,23 @@ def plant(point: str, hit: int) -> None:
 
 def publish_too_early() -> None:
     """The mistake that the order of a write is there to avoid."""
-    jobs = write.WriteBatch.jobs
+    batch, held = write.WriteBatch, dict[write.WriteBatch, list[int]]()
+    jobs, publish = batch.jobs, batch._publish
 
     def jobs_later(self: write.WriteBatch, places: Sequence[int], deadline: Mono) -> list[Any]:
-        for job in jobs(self, places, deadline):
-            asyncio.get_running_loop().call_later(0.002, job)
+        held.setdefault(self, list(places))
         return []
 
-    write.WriteBatch.jobs = jobs_later  # type: ignore[method-assign]
+    async def publish_first(self: write.WriteBatch, deadline: Mono) -> None:
+        reserved = dict(self._reserved)
+        await publish(self, deadline)
+        published, self._reserved = dict(self._results), reserved
+        try:
+            await self._store.io.write(jobs(self, held.pop(self), deadline)).wait()
+        finally:
+            self._results, self._reserved = published, {}
+
+    batch.jobs, batch._publish = jobs_later, publish_first  # type: ignore[method-assign]
 
 
 async def work(path: Path, seed: int, report: int, steps: int = 200) -> None:
