@@ -170,6 +170,19 @@ def test_a_stamp_is_checked() -> None:
             decode_stamp(bad)
 
 
+def accept_earlier_time(cache: kvtier.Cache, clock: VirtualClock, back_s: float) -> None:
+    """Store KEYS, set the clock back, store OTHER, until the cache has accepted the time."""
+    put(cache, KEYS)
+    clock.jump_wall(-back_s)
+    for _ in range(20):
+        assert served(cache, KEYS[:1]) == 1
+        clock.advance(SETTLE_S / 20 - 1)
+    put(cache, OTHER)
+    clock.advance(21)
+    assert served(cache, OTHER) == 8
+    assert cache.manager.hierarchy.clock.adopted == 1
+
+
 @STACKS
 @pytest.mark.parametrize("back_s", [30.0, 100.0, 250.0])
 def test_a_purge_after_an_earlier_time_was_accepted_covers_what_the_later_one_stamped(
@@ -177,15 +190,7 @@ def test_a_purge_after_an_earlier_time_was_accepted_covers_what_the_later_one_st
 ) -> None:
     clock = VirtualClock()
     with opened(tmp_path, clock, stack) as cache:
-        put(cache, KEYS)
-        clock.jump_wall(-back_s)
-        for _ in range(20):
-            assert served(cache, KEYS[:1]) == 1
-            clock.advance(SETTLE_S / 20 - 1)
-        put(cache, OTHER)
-        clock.advance(21)
-        assert served(cache, OTHER) == 8
-        assert cache.manager.hierarchy.clock.adopted == 1
+        accept_earlier_time(cache, clock, back_s)
         cache.purge()
         assert served(cache, KEYS) == served(cache, OTHER) == 0
     with opened(tmp_path, clock, stack) as cache:
@@ -197,14 +202,7 @@ def test_a_purge_after_an_earlier_time_was_accepted_covers_what_the_later_one_st
 def test_so_does_a_purge_of_the_next_process(tmp_path: Path, stack: str, killed: bool) -> None:
     clock, back_s = VirtualClock(), 100.0
     with opened(tmp_path, clock, stack) as cache:
-        put(cache, KEYS)
-        clock.jump_wall(-back_s)
-        for _ in range(20):
-            assert served(cache, KEYS[:1]) == 1
-            clock.advance(SETTLE_S / 20 - 1)
-        put(cache, OTHER)
-        clock.advance(21)
-        assert served(cache, OTHER) == 8 and cache.manager.hierarchy.clock.adopted == 1
+        accept_earlier_time(cache, clock, back_s)
         if killed:  # a while after it has accepted the time
             cache.submit(cache.manager._housekeeping.run()).result(20)
             cache.manager._saved._notebook = None
