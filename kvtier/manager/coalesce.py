@@ -1,8 +1,9 @@
 """Collects single blocks into strides: S blocks of one chain that a tier writes together, from RAM.
 
-A chain is added as far as the tier above has it: when that reaches the last block of a stride, the stride is complete,
-its missing members are read back into G2, and it is queued whole. Earlier strides of the chain that the tier lacks go
-first, so it stays prefix-closed. A tail shorter than a stride waits for the blocks after it, or for a flush.
+A chain is added as far as the tier above has it, or has refused it: when that reaches the last block of a stride, the
+stride is complete, its missing members are read back into G2, and it is queued whole. Earlier strides of the chain that
+the tier lacks go first, so it stays prefix-closed. A tail shorter than a stride waits for the blocks after it, or for a
+flush.
 
 Where no tier lies between, a complete stride is pinned in G2 until it is written.
 """

@@ -1,9 +1,10 @@
 """Decides which blocks go down from G2, and in which order: the lower tiers stay prefix-closed.
 
-    commit → nearest tier's queue → (durable there) → strides → deepest tier's queue
+    commit → nearest tier's queue → (durable there, or refused) → strides → deepest tier's queue
 
-A block goes to the nearest lower tier together with whatever that tier lacks of the chain before it. A chain whose
-earlier blocks can no longer be had stays in G2. The hierarchy's lock guards all state; nothing here waits.
+A block goes to the nearest lower tier together with whatever that tier lacks of the chain before it. One that it
+refuses, or whose chain it lacks, goes to the deepest tier from G2. The hierarchy's lock guards all state; nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class Demoter:
         parents = self._missing_parents(chain, slots[0].index)
         if parents is None:
             self.queues[self._nearest.name].refused["orphan"] += len(slots)
+            self._pass_on(chain, slots[-1].index + 1)
             self._release(slots)
             return [slot.index for slot in slots]
         now, depth = self._clock.wall(), self._nearest.depth
@@ -310,10 +312,14 @@ class Demoter:
                     self._protection.retainer.stored(tier.name, durable)
         finally:
             self._hierarchy.unpin(batch.holds)
-        if self._coalescer is None or tier is self._coalesced:
-            return
-        if durable:
-            self._coalescer.add(batch.chain, batch.depths[-1] + 1)
+        if tier is not self._coalesced:
+            self._pass_on(batch.chain, batch.depths[-1] + 1)
+
+    def _pass_on(self, chain: Sequence[BlockKey], stop: int) -> None:
+        """The nearest tier has answered for the blocks before `stop`, or can take none of them: they are the
+        coalescer's, which reads what is not in G2 from there."""
+        if self._coalescer is not None:
+            self._coalescer.add(chain, stop)
 
     def _release(self, slots: Sequence[Slot]) -> None:
         self._hierarchy.unpin([(slot, slot.generation) for slot in slots])

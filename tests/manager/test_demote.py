@@ -13,11 +13,11 @@ from kvtier.clock import SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.manager import Manager
 from kvtier.policies.policy import make_policy
-from kvtier.retention.terms import BUILTIN
+from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import MemoryTier, chain_of, payload_of, payloads_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.tier import HostTier
-from kvtier.tiers.protocol import Miss
+from kvtier.tiers.protocol import Miss, Sealed, Stored
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -31,6 +31,15 @@ class Unasked(MemoryTier):
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: float) -> list[Miss | None]:
         return MemoryTier.peek(self, chain, wanted)
+
+
+class Refusing(MemoryTier):
+    """Takes no block, with that answer."""
+
+    answer = Stored.FULL
+
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        return [self.answer] * len(blocks)
 
 
 def store(manager: Manager, chain: Sequence[BlockKey], start: int) -> list[int]:
@@ -100,3 +109,23 @@ async def test_a_chain_that_came_from_the_deepest_tier_grows_in_a_full_nearest_o
         await cache.evict("g2")
         with await cache.get(chain) as hit:
             assert [bytes(block) for block in hit.blocks] == payloads_of(list(chain), BLOCK)
+
+
+@pytest.mark.parametrize("answer", [Stored.FULL, Stored.BUDGET, Stored.FAILED, Stored.REFUSED])
+async def test_the_deepest_tier_gets_what_the_nearest_refuses(answer: Stored) -> None:
+    """A full disk, or a spent budget, is no reason to lose what the bucket has space for."""
+    clock, chain = SystemClock(), chain_of(NS, 11)
+    near, deep = Refusing(NS, clock), MemoryTier(NS, clock, name="g4", depth=Depth.G4, stride=2)
+    near.answer = answer
+    manager = Manager(HostTier(Arena(BLOCK, 1, 64 * BLOCK), make_policy("lru", 64)), [near, deep], clock)
+    await manager.start()
+    try:
+        for stop in (4, 8, 11):  # the later ones are orphans there, too
+            store(manager, chain[:stop], max(0, stop - 4))
+            flushed = await manager.flush(clock.monotonic() + 10)
+            assert flushed.durable.get("g4", 0) == stop and flushed.pending == 0
+            assert manager.host.pinned == 0
+        await manager.evict("g2")
+        assert [miss is None for miss in deep.peek(chain, range(11))] == [True] * 11
+    finally:
+        await manager.close()
