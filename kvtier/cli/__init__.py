@@ -1,8 +1,8 @@
 """`kvtier …`: one plain function per command, imported only when it runs.
 
 COMMANDS is the table of them: a command's words, the function behind it, one line of help. The function's
-parameters are its options (`typer`); every command takes `--json` and then prints one JSON object. An error of
-kvtier's own tree is one line on standard error and exit status 2; a check that finds something wrong exits with 1.
+parameters are its options (`typer`); every command takes `--json` and then prints one JSON object, also for an error.
+An error is one line on standard error; `kvtier.cli.exits` has the exit statuses.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvtier.errors import KVTierError
-
 if TYPE_CHECKING:
     import typer
 
-USAGE_EXIT = 2
-INTERRUPTED_EXIT = 130
+    from kvtier.cli.exits import Outcome
 
 
 class Command(NamedTuple):
@@ -84,20 +81,72 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits the process; blocks as long as the command does."""
     words = list(sys.argv[1:] if argv is None else argv)
     name, args = "kvtier", words
+    if old := renamed(words):
+        print(f"kvtier: `kvtier {old}` is now `kvtier {RENAMED[old][0]}`", file=sys.stderr)
+        name, args = f"kvtier {old}", words[len(old.split()) :]
     try:
-        if old := renamed(words):
-            print(f"kvtier: `kvtier {old}` is now `kvtier {RENAMED[old][0]}`", file=sys.stderr)
-            name, args = f"kvtier {old}", words[len(old.split()) :]
-        build(words)(args=args, prog_name=name)
-    except KVTierError as wrong:
-        _report(wrong, as_json="--json" in words)
-        sys.exit(USAGE_EXIT)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED_EXIT)
+        status = _run(words, name, args)
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has closed it (`kvtier … | head`): no error, and no place to write to.
-        sys.stderr.close()
-        sys.exit(0)
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)
+
+
+def _run(words: Sequence[str], name: str, args: Sequence[str]) -> int:
+    """The exit status of a command; its error is printed."""
+    import typer
+
+    # Typer's own entry decides on exit statuses and prints errors in boxes; its command does neither.
+    try:
+        command = typer.main.get_command(build(words))
+        with command.make_context(name, list(args)) as context:
+            command.invoke(context)
+    except typer.Exit as ended:
+        return ended.exit_code
+    except BrokenPipeError:
+        raise
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # what rich makes of it
+            raise BrokenPipeError from None
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        return _report(_outcome(error), error, as_json="--json" in words)
+    return 0
+
+
+def _outcome(error: BaseException) -> Outcome:
+    import typer
+
+    from kvtier.cli.exits import Exit, Outcome, outcome_of
+
+    wrong_usage = typer.BadParameter.__mro__[1]  # the base of all such errors, whichever Click typer brings
+    if not isinstance(error, wrong_usage):
+        return outcome_of(error)
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "kvtier"
+    # A group without a command has printed its help instead of a message.
+    message = " ".join(error.format_message().split()).rstrip(".") or "No command given"  # type: ignore[attr-defined]
+    return Outcome(Exit.MISTAKE, "UsageError", f"{message}; see `{where} --help`")
+
+
+def _report(outcome: Outcome, error: BaseException, *, as_json: bool) -> int:
+    from kvtier.cli.exits import Exit
+
+    if outcome.status is Exit.DEFECT:
+        import traceback
+
+        traceback.print_exception(error)
+    if as_json:
+        import json
+
+        found = {"kind": outcome.kind, "message": outcome.line, "status": int(outcome.status)}
+        print(json.dumps({"error": found}))
+    print(f"kvtier: {outcome.line}", file=sys.stderr)
+    return outcome.status
 
 
 def renamed(words: Sequence[str]) -> str | None:
@@ -151,11 +200,3 @@ def _load(target: str) -> Any:
 
 def _absent() -> None:
     raise AssertionError("only the named command is run")
-
-
-def _report(wrong: KVTierError, *, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        print(json.dumps({"error": {"kind": type(wrong).__name__, "message": str(wrong)}}))
-    print(f"kvtier: {wrong}", file=sys.stderr)

@@ -38,6 +38,8 @@ def demo(
         raise ConfigError(
             f"the demo runs a model and needs {' and '.join(missing)}: pip install 'kvtier[transformers]'"
         )
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: no directory with a transformers checkpoint (it has no config.json)")
     with ExitStack() as stack:
         parent = _parent(folder)
         work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=parent))

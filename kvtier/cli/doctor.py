@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -12,11 +11,9 @@ import typer
 
 from kvtier.cli.doctor_checks import Level, run_checks
 from kvtier.cli.output import Json, console, write_json, write_table
-from kvtier.clock import SystemClock
+from kvtier.cli.stored import read_namespaces
 from kvtier.config import Config
-from kvtier.config.strict_yaml import TEXT_BYTES_MAX
-from kvtier.errors import IdentityError, InvalidRequest
-from kvtier.identity.namespace import Namespace, explain
+from kvtier.identity.namespace import explain
 
 Pair = Annotated[
     tuple[Path, Path] | None,
@@ -46,34 +43,6 @@ def doctor(file: File = None, explain_namespace: Pair = None, json: Json = False
         write_table(["", "what", "found"], rows)
     if worst is Level.FAIL:
         raise typer.Exit(1)
-
-
-def read_namespace(path: Path) -> Namespace:
-    """The namespace whose fields `path` holds as JSON. Raises InvalidRequest or IdentityError naming the file."""
-    try:
-        with path.open("rb") as file:
-            raw = jsonlib.loads(file.read(TEXT_BYTES_MAX))
-    except (OSError, ValueError, RecursionError) as wrong:
-        raise InvalidRequest(f"{path} is not a JSON file of a namespace's fields: {wrong}") from wrong
-    if not isinstance(raw, dict):
-        raise InvalidRequest(f"{path} holds {type(raw).__name__}, not a mapping of a namespace's fields")
-    try:
-        return Namespace.parse(raw)
-    except IdentityError as wrong:
-        raise IdentityError(f"{path}: {wrong}") from wrong
-
-
-def read_namespaces(path: Path) -> list[Namespace]:
-    """The namespaces that a G3 directory holds, or the one of a JSON file. Raises like `read_namespace`."""
-    if not path.is_dir():
-        return [read_namespace(path)]
-    from kvtier.tiers.disk.maintenance import looking_after
-
-    with looking_after([path], SystemClock()) as store:
-        held = [one["fields"] for one in store.inspect()["namespaces"] if one["fields"]]
-    if not held:
-        raise InvalidRequest(f"{path} holds no namespace yet")
-    return [Namespace.parse(fields) for fields in held]
 
 
 def _explain(left: Path, right: Path, *, as_json: bool) -> None:

@@ -11,10 +11,12 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, confirm, console, write_json, write_table
 from kvtier.clock import SystemClock
+from kvtier.config import G3_CAPACITY_MIN
+from kvtier.errors import InvalidRequest
 from kvtier.tiers.disk.maintenance import Findings, MaintenanceProgress, looking_after
-from kvtier.units import parse_rate, parse_size
+from kvtier.units import format_size, parse_rate, parse_size
 
 Paths = Annotated[list[Path], typer.Argument(help="The store's path; all of them, in order, if it has several.")]
 RATE = "100MiB/s"
@@ -23,6 +25,8 @@ Rate = Annotated[str, typer.Option("--rate", help="Upper bound of the read rate,
 Resize = Annotated[
     str | None, typer.Option("--resize", help="Change the capacity; no other process may use the store.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count what would be deleted.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before --resize deletes blocks.")]
 
 
 def inspect(paths: Paths, json: Json = False) -> None:
@@ -71,17 +75,40 @@ def scrub(paths: Paths, rate: Rate = RATE, json: Json = False) -> None:
     _report(found, as_json=json)
 
 
-def gc(paths: Paths, resize: Resize = None, json: Json = False) -> None:
+def gc(paths: Paths, resize: Resize = None, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
     """Free the slots of ended processes; delete expired and purged blocks."""
-    capacity = parse_size(resize) if resize is not None else None
-    with looking_after(paths, SystemClock(), capacity=capacity) as store:
-        counts = store.gc()
+    clock = SystemClock()
+    capacity = _capacity(resize) if resize is not None else None
+    with looking_after(paths, clock) as store:
+        cut = store.beyond(capacity) if capacity is not None else 0
         held = store.inspect()
-    result = {**counts, "blocks": held["blocks"], "bytes": held["bytes"], "capacity_bytes": held["capacity_bytes"]}
+        counts = store.due() if dry_run else {}
+    if cut and not (dry_run or yes):
+        confirm(f"A capacity of {resize} deletes {cut:,} of {held['blocks']:,} blocks. Resize {paths[0]}?")
+    if not dry_run:
+        with looking_after(paths, clock, capacity=capacity) as store:
+            left = store.inspect()["blocks"]
+            counts, before = store.gc(), held["blocks"]
+            held = store.inspect()
+        cut = max(0, before - left) if capacity is not None else 0  # alone in the store: nobody else deletes
+    sizes = {"blocks": held["blocks"], "bytes": held["bytes"], "capacity_bytes": held["capacity_bytes"]}
+    result = {**counts, "resized_away_blocks": cut, **sizes} | ({"dry_run": True} if dry_run else {})
     if json:
         write_json(result)
     else:
         write_table(["", ""], result.items())
+        if dry_run:
+            console().print("nothing was changed")
+
+
+def _capacity(text: str) -> int:
+    """Raises InvalidRequest for a bare number, which is easily meant as GiB, and below what a configuration may say."""
+    capacity = parse_size(text)
+    if text.strip()[-1:].isdigit():
+        raise InvalidRequest(f"--resize {text}: write a unit, such as {text}GiB ({text}B for bytes)")
+    if capacity < G3_CAPACITY_MIN:
+        raise InvalidRequest(f"--resize {text}: a store has at least {format_size(G3_CAPACITY_MIN)}")
+    return capacity
 
 
 def _report(found: Findings, *, as_json: bool) -> None:

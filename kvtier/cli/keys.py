@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, confirm, console, write_json, write_table
 from kvtier.clock import SystemClock
 from kvtier.config import Config
 from kvtier.errors import ConfigError, CorruptError, InvalidRequest, TierError
@@ -80,9 +80,7 @@ def destroy(
     names = [name] if name is not None else sorted({keys.name_of(scope) for scope in _scopes(config, salt)})
     there = [one for one in names if keys.store.read(one) is not None]
     if there and not yes:
-        typer.confirm(
-            f"Destroy {len(there)} data key(s)? What they encrypted cannot be read again.", abort=True, err=True
-        )
+        confirm(f"Destroy {len(there)} data key(s)? What they encrypted cannot be read again.")
     destroyed = [one for one in there if keys.store.destroy(one)]
     if json:
         write_json({"destroyed": destroyed, "forgotten_within_s": KEY_CACHE_S})
@@ -103,6 +101,9 @@ def _scopes(config: Config, salt: str | None) -> set[Scope]:
 
 def _opened(file: Path) -> tuple[Config, StoredKeys]:
     config = Config.load(file)
+    folder = config.security.data_keys
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"security.data_keys: there is no directory {folder}; nothing was changed")
     keys = data_keys(config, SystemClock())
     if keys is None:
         raise ConfigError("security.data_keys is not set: nothing is encrypted; name a directory for the wrapped keys")

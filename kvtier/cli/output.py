@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.bench.record import record, save
+from kvtier.cli.exits import Declined
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 
@@ -51,3 +52,13 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 def console() -> Console:
     """Standard output, plain when it is not a terminal. Text is printed as it is, never read as markup."""
     return Console(markup=False, highlight=False)
+
+
+def confirm(question: str) -> None:
+    """Ask on standard error before something is deleted. Raises Declined, also where nobody answers."""
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:
+        agreed = False
+    if not agreed:
+        raise Declined("not confirmed, nothing was changed; --yes confirms")

