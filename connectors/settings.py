@@ -33,8 +33,10 @@ class Settings:
         known = {"kvtier_config", "model", "weights", *own}
         if unknown := sorted(set(extra) - known):
             raise ConfigError(f"connector argument {shorten(unknown[0])} is unknown; known: {', '.join(sorted(known))}")
-        given = extra.get("kvtier_config", config_file() or {})
-        if isinstance(given, str):
+        given = extra.get("kvtier_config", config_file() or None)
+        if given is None and "kvtier_config" not in extra:
+            config = Config.from_environment()
+        elif isinstance(given, str):
             config = Config.load(given)
         elif isinstance(given, Mapping):
             config = Config.parse(given)

@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -319,7 +320,7 @@ def chain_hashes(
 
 
 def open(
-    config: Config,
+    config: Config | str | Path,
     namespace: Namespace,
     *,
     clock: Clock | None = None,
@@ -327,7 +328,8 @@ def open(
     near: Sequence[Collection[int]] = (),
     computes: bool = False,
 ) -> Cache:
-    """A cache of `namespace`'s blocks over the tiers of `config`; close it, or use it in a `with`.
+    """A cache of `namespace`'s blocks over the tiers of `config`, which may be the path of a YAML file; close it, or
+    use it in a `with`.
 
     Attaches to the G3 and G4 that earlier processes left. `tiers` replaces the configured lower tiers (tests, third
     parties); the cache opens and closes them. `near`: per rank, the CPUs beside its GPU, whose NUMA node gets its part
@@ -338,13 +340,22 @@ def open(
 
 
 def aopen(
-    config: Config, namespace: Namespace, *, clock: Clock | None = None, tiers: Sequence[Tier] | None = None
+    config: Config | str | Path,
+    namespace: Namespace,
+    *,
+    clock: Clock | None = None,
+    tiers: Sequence[Tier] | None = None,
 ) -> AsyncCache:
     """Like `open`, for `async with`."""
     return AsyncCache(_config(config), namespace, clock or SystemClock(), tiers)
 
 
 def _config(config: object) -> Config:
+    if isinstance(config, str | Path):
+        return Config.load(config)
     if not isinstance(config, Config):
-        raise ConfigError(f"config must be a kvtier.Config, got {type(config).__name__}; use Config.load or .parse")
+        raise ConfigError(
+            f"config must be a kvtier.Config or the path of a YAML file, got {type(config).__name__}; a mapping goes "
+            "through Config.parse"
+        )
     return config

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import typer
 
-    from kvtier.cli.exits import Outcome
+    from kvtier.cli.exits import Ending
 
 
 class Command(NamedTuple):
@@ -114,39 +114,39 @@ def _run(words: Sequence[str], name: str, args: Sequence[str]) -> int:
             raise BrokenPipeError from None
         raise
     except (Exception, KeyboardInterrupt) as error:
-        return _report(_outcome(error), error, as_json="--json" in words)
+        return _report(_ending(error), error, as_json="--json" in words)
     return 0
 
 
-def _outcome(error: BaseException) -> Outcome:
+def _ending(error: BaseException) -> Ending:
     import typer
 
-    from kvtier.cli.exits import Exit, Outcome, outcome_of
+    from kvtier.cli.exits import Ending, Exit, ending_of
 
     wrong_usage = typer.BadParameter.__mro__[1]  # the base of all such errors, whichever Click typer brings
     if not isinstance(error, wrong_usage):
-        return outcome_of(error)
+        return ending_of(error)
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "kvtier"
     # A group without a command has printed its help instead of a message.
     message = " ".join(error.format_message().split()).rstrip(".") or "No command given"  # type: ignore[attr-defined]
-    return Outcome(Exit.MISTAKE, "UsageError", f"{message}; see `{where} --help`")
+    return Ending(Exit.MISTAKE, "UsageError", f"{message}; see `{where} --help`")
 
 
-def _report(outcome: Outcome, error: BaseException, *, as_json: bool) -> int:
+def _report(ending: Ending, error: BaseException, *, as_json: bool) -> int:
     from kvtier.cli.exits import Exit
 
-    if outcome.status is Exit.DEFECT:
+    if ending.status is Exit.DEFECT:
         import traceback
 
         traceback.print_exception(error)
     if as_json:
         import json
 
-        found = {"kind": outcome.kind, "message": outcome.line, "status": int(outcome.status)}
+        found = {"kind": ending.kind, "message": ending.line, "status": int(ending.status)}
         print(json.dumps({"error": found}))
-    print(f"kvtier: {outcome.line}", file=sys.stderr)
-    return outcome.status
+    print(f"kvtier: {ending.line}", file=sys.stderr)
+    return ending.status
 
 
 def renamed(words: Sequence[str]) -> str | None:

@@ -31,7 +31,7 @@ def doctor(file: File = None, explain_namespace: Pair = None, json: Json = False
     if explain_namespace is not None:
         _explain(*explain_namespace, as_json=json)
         return
-    config = Config.load(file) if file else Config.parse({})
+    config = Config.load(file) if file else Config.from_environment()
     findings = run_checks(config)
     worst = max((finding.level for finding in findings), default=Level.OK)
     if json:

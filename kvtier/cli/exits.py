@@ -46,7 +46,7 @@ class Declined(KVTierError):
     """A destructive command was not confirmed. Nothing was changed."""
 
 
-class Outcome(NamedTuple):
+class Ending(NamedTuple):
     """`status` and one line for people; `kind` is the error's class."""
 
     status: Exit
@@ -54,22 +54,22 @@ class Outcome(NamedTuple):
     line: str
 
 
-def outcome_of(error: BaseException) -> Outcome:
+def ending_of(error: BaseException) -> Ending:
     """How a command that raised `error` ends. Pure. Anything that is not foreseen is a DEFECT."""
     kind = type(error).__name__
     if isinstance(error, KeyboardInterrupt):
-        return Outcome(Exit.INTERRUPTED, kind, "interrupted")
+        return Ending(Exit.INTERRUPTED, kind, "interrupted")
     if isinstance(error, Declined):
-        return Outcome(Exit.DECLINED, kind, str(error))
+        return Ending(Exit.DECLINED, kind, str(error))
     if isinstance(error, KVTierError):
-        return Outcome(Exit.MISTAKE if isinstance(error, _MISTAKES) else Exit.MACHINE, kind, str(error))
+        return Ending(Exit.MISTAKE if isinstance(error, _MISTAKES) else Exit.MACHINE, kind, str(error))
     if isinstance(error, ImportError) and not (error.name or "kvtier").startswith("kvtier"):
-        return Outcome(Exit.MACHINE, kind, _missing(error.name or ""))
+        return Ending(Exit.MACHINE, kind, _missing(error.name or ""))
     if isinstance(error, MemoryError):
-        return Outcome(Exit.MACHINE, kind, "this machine has not enough memory for it; give it smaller sizes")
+        return Ending(Exit.MACHINE, kind, "this machine has not enough memory for it; give it smaller sizes")
     if isinstance(error, OSError):
-        return Outcome(Exit.MACHINE, kind, _os_error(error))
-    return Outcome(Exit.DEFECT, kind, f"{kind}: {error}; this is a defect of kvtier, please report it with the above")
+        return Ending(Exit.MACHINE, kind, _os_error(error))
+    return Ending(Exit.DEFECT, kind, f"{kind}: {error}; this is a defect of kvtier, please report it with the above")
 
 
 def _missing(module: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -31,18 +32,31 @@ def _parts(annotation: Any) -> list[Any]:
     return [annotation, *(inner for arg in getattr(annotation, "__args__", ()) for inner in _parts(arg))]
 
 
-def explain(wrong: ValidationError, root: type[BaseModel], is_secret: Callable[[str], bool]) -> str:
-    """The errors in `wrong`, at most FAULTS_MAX, joined by semicolons. Values of secret keys are left out. Pure."""
+def explain(
+    wrong: ValidationError, root: type[BaseModel], is_secret: Callable[[str], bool], place: Callable[[str], str] = str
+) -> str:
+    """The errors in `wrong`, at most FAULTS_MAX, each as `place` gives it back, joined by semicolons. Values of secret
+    keys are left out. Pure."""
     faults = wrong.errors(include_url=False)
     # An unknown key is the likeliest cause of the rest.
     faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")
     known = known_keys(root)
     lines = [
-        _line(fault["type"], fault["loc"], fault["msg"], fault["input"], known, is_secret)
+        place(_line(fault["type"], fault["loc"], fault["msg"], fault["input"], known, is_secret))
         for fault in faults[:FAULTS_MAX]
     ]
     more = len(faults) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")
+
+
+def located(fault: str, places: Mapping[str, str], name: str) -> str:
+    """`fault`, which begins with its dotted key, behind the place of that key, or of the nearest section above it in
+    `places`; else behind `name`. Pure."""
+    key = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", fault.partition(": ")[0])
+    while key and key not in places:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    where = places.get(key, name)
+    return f"{where}: {fault}" if where else fault
 
 
 def _line(

@@ -2,25 +2,26 @@
 
     cfg = Config.load("kvtier.yaml")      cfg = Config.parse({"version": 1, "tiers": {…}})
 
-Sizes are written `64GiB` (or bytes), times `24h`, rates `500MiB/s`. `${NAME}` takes a secret from the environment and
-is allowed in `security.scope_secret`, `security.key` and below `tiers.g4.options` only. This is the one place that
-reads the environment. Every error is a ConfigError that names the full key, the value and the remedy.
+Sizes are written `64GiB` (or bytes), times `24h`, rates `500MiB/s`. `${NAME}` takes secrets and paths from the
+environment, and KVTIER_… variables replace single keys of a file (`kvtier.config.environment`). This is the one place
+that reads the environment. Every error is a ConfigError that names the full key, the value and the remedy, in a file
+also its line.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
-from kvtier.config.explain import explain
-from kvtier.config.strict_yaml import DEPTH_MAX, TEXT_BYTES_MAX, read_document
+from kvtier.config.environment import is_secret, override, substitute
+from kvtier.config.explain import explain, located
+from kvtier.config.strict_yaml import TEXT_BYTES_MAX, read_marked
 from kvtier.config.values import (
-    PATH_CHARS_MAX,
     PRICES,
     CountOrAuto,
     Duration,
@@ -38,7 +39,7 @@ from kvtier.config.values import (
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.keyring import Keyring
 from kvtier.retention.terms import BUILTIN, Depth, Terms
-from kvtier.units import TEXT_CHARS_MAX, format_size, shorten
+from kvtier.units import format_size, shorten
 
 G2_CAPACITY_DEFAULT = 256 << 20
 G3_CAPACITY_MIN = 1 << 20
@@ -46,8 +47,8 @@ G3_CAPACITY_MIN = 1 << 20
 
 NAME_CHARS_MAX = 32
 CLASSES_MAX = 64
+_SECTIONS = ("tiers", "offload", "retention", "deadlines", "security")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 _SHOWN_OPTIONS = frozenset({"anon", "endpoint", "endpoint_url", "region", "region_name", "skip_signature", "use_ssl"})
 _HIDDEN = "**********"
 
@@ -255,25 +256,54 @@ class Config(_Section):
 
     @classmethod
     def load(cls, path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
-        """From a YAML file. Reads the file and, for secrets, `environ` (default: the process's). Raises ConfigError."""
+        """From a YAML file, with the KVTIER_… variables of `environ` (default: the process's) over it. Reads the file.
+        Raises ConfigError that begins with the file and line, or the variable."""
+        name = str(path) if len(str(path)) <= 256 else shorten(str(path))
         try:
             with open(path, "rb") as file:
                 # One byte past the bound is enough to know that the file is too long.
                 text = file.read(TEXT_BYTES_MAX + 1)
         except (OSError, ValueError) as wrong:
-            raise ConfigError(f"configuration {shorten(str(path))} cannot be read: {wrong}") from wrong
-        return cls.parse(read_document(text), environ)
+            reason = getattr(wrong, "strerror", None) or wrong
+            raise ConfigError(f"the configuration {name} cannot be read: {reason}") from wrong
+        raw, lines = read_marked(text, name)
+        if not raw:
+            raise ConfigError(f"{name}: is empty; write at least `version: 1` and tiers (`kvtier init` writes a file)")
+        return cls._overridden(raw, environ, {key: f"{name}:{line}" for key, line in lines.items()}, name)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """The built-in defaults, with the KVTIER_… variables of `environ` (default: the process's) over them. Raises
+        ConfigError."""
+        return cls._overridden({}, environ, {}, "")
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
-        """From plain values, as YAML would give them. Reads `environ` for secrets. Raises ConfigError."""
+        """From plain values, as YAML would give them. Reads `environ` for `${NAME}` alone. Raises ConfigError."""
+        return cls._parsed(raw, os.environ if environ is None else environ, str)
+
+    @classmethod
+    def _overridden(
+        cls, raw: Mapping[str, Any], environ: Mapping[str, str] | None, places: dict[str, str], name: str
+    ) -> Config:
+        environ = os.environ if environ is None else environ
+        sections = {key: key in _SECTIONS for key in cls.model_fields if key != "version"}
+        values, given = override(raw, environ, sections)
+        return cls._parsed(values, environ, lambda fault: located(fault, {**places, **given}, name))
+
+    @classmethod
+    def _parsed(cls, raw: Mapping[str, Any], environ: Mapping[str, str], place: Callable[[str], str]) -> Config:
+        """`place` says of a fault, which begins with its key, also where that is."""
         if not isinstance(raw, Mapping):
             raise ConfigError(f"a configuration is a mapping of keys, got {type(raw).__name__}")
-        values = _substitute(raw, "", os.environ if environ is None else environ, 0)
+        try:
+            values = substitute(raw, "", environ)
+        except ConfigError as wrong:
+            raise ConfigError(place(str(wrong))) from None
         try:
             return cls.model_validate(values)
         except ValidationError as wrong:
-            raise ConfigError(explain(wrong, cls, _is_secret)) from None
+            raise ConfigError(explain(wrong, cls, is_secret, place)) from None
 
     def terms(self) -> tuple[Terms, ...]:
         """All retention classes: the built-in ones, then the configuration's own. Pure."""
@@ -315,37 +345,6 @@ def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     if not caches.is_absolute():
         caches = Path(environ.get("HOME") or "") / ".cache"
     return caches / "kvtier" if caches.is_absolute() else None
-
-
-def _is_secret(key: str) -> bool:
-    return key in ("security.scope_secret", "security.key") or key.startswith("tiers.g4.options.")
-
-
-def _substitute(value: Any, key: str, environ: Mapping[str, str], depth: int) -> Any:
-    """A copy of `value` with `${NAME}` replaced where secrets may stand."""
-    if depth > DEPTH_MAX:
-        raise ConfigError(f"{key[:TEXT_CHARS_MAX]}: nested deeper than {DEPTH_MAX} levels")
-    if isinstance(value, Mapping):
-        return {k: _substitute(v, _join(key, k), environ, depth + 1) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_substitute(v, f"{key}[{i}]", environ, depth + 1) for i, v in enumerate(value)]
-    if not isinstance(value, str) or len(value) > PATH_CHARS_MAX or "${" not in value:
-        return value
-    match = _VARIABLE.fullmatch(value)
-    if not _is_secret(key):
-        raise ConfigError(
-            f"{key}: {shorten(value)} names an environment variable; only security.scope_secret, security.key and the "
-            "values of tiers.g4.options may"
-        )
-    if match is None:
-        raise ConfigError(f"{key}: write ${{NAME}} and nothing else to take the value from the environment")
-    if match[1] not in environ:
-        raise ConfigError(f"{key}: the environment variable {match[1]} is not set")
-    return environ[match[1]]
-
-
-def _join(key: str, name: object) -> str:
-    return f"{key}.{str(name)[:TEXT_CHARS_MAX]}".lstrip(".") if isinstance(name, str) else f"{key}.{shorten(name)}"
 
 
 def _redacted(key: str, value: Any) -> Any:

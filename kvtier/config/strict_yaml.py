@@ -41,10 +41,11 @@ class _Open:
 
 @dataclass(slots=True)
 class _Builder:
-    """Plain values from parser events."""
+    """Plain values from parser events. `lines`: the line of every key, by dotted name."""
 
     root: Any = None
     stack: list[_Open] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
     nodes: int = 0
 
     def where(self) -> str:
@@ -74,7 +75,7 @@ class _Builder:
         self.add(held)
         self.stack.append(_Open(held, path))
 
-    def scalar(self, text: str, plain: bool) -> None:
+    def scalar(self, text: str, plain: bool, line: int) -> None:
         top = self.stack[-1] if self.stack else None
         if top is None or isinstance(top.held, list) or top.key is not None:
             self.add(_scalar(text) if plain else text)
@@ -83,6 +84,7 @@ class _Builder:
         if key in top.held:
             raise ConfigError(f"{f'{top.path}.{key}'.lstrip('.')}: the key is given twice")
         top.key = key
+        self.lines[top.next_path()] = line
 
 
 def _scalar(text: str) -> Any:
@@ -95,26 +97,48 @@ def _scalar(text: str) -> Any:
 
 def read_document(text: str | bytes) -> dict[str, Any]:
     """The mapping that `text` holds. Pure. Raises ConfigError naming the key, or the line where it is not YAML."""
+    return read_marked(text, "")[0]
+
+
+def read_marked(text: str | bytes, name: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping that `text` holds, and the line of every key, by dotted name. Pure. Raises ConfigError that begins
+    with `name`, unless it is "", and the line."""
+    builder = _built(text, name)
+    if builder.root is None:
+        return {}, {}
+    if not isinstance(builder.root, dict):
+        where = f"{name}: " if name else ""
+        raise ConfigError(f"{where}a configuration is a mapping of keys, found {type(builder.root).__name__}")
+    return builder.root, builder.lines
+
+
+def read_value(text: str) -> Any:
+    """The one value that `text` holds: a scalar, a list or a mapping. Pure. Raises ConfigError."""
+    return _built(text, "").root
+
+
+def _built(text: str | bytes, name: str) -> _Builder:
     import yaml
 
+    where = f"{name}: " if name else ""
     if len(text) > TEXT_BYTES_MAX:
-        raise ConfigError(f"the file has {len(text)} bytes; a configuration has at most {TEXT_BYTES_MAX}")
-    builder = _Builder()
+        raise ConfigError(f"{where}the file has {len(text)} bytes; a configuration has at most {TEXT_BYTES_MAX}")
+    builder, line = _Builder(), 0
     try:
         for event in _events(text):
-            _take(builder, event)
+            line = event.start_mark.line + 1
+            _take(builder, event, line)
+    except ConfigError as wrong:
+        raise ConfigError(f"{name}:{line}: {wrong}" if name else str(wrong)) from None
     except yaml.MarkedYAMLError as wrong:
-        line = f" line {wrong.problem_mark.line + 1}:" if wrong.problem_mark else ""
+        found = str(wrong.problem_mark.line + 1) if wrong.problem_mark else ""
+        begin = f"{name}:{found}: not YAML:" if name else f"not YAML:{f' line {found}:' if found else ''}"
         at = f" after {shorten(builder.where())}" if builder.where() else ""
-        raise ConfigError(f"not YAML:{line} {str(wrong.problem)[:200]}{at}") from None
+        raise ConfigError(f"{begin} {str(wrong.problem)[:200]}{at}") from None
     except (yaml.YAMLError, UnicodeError, ValueError) as wrong:
         at = f" after {shorten(builder.where())}" if builder.where() else ""
-        raise ConfigError(f"not YAML{at}: {str(wrong)[:200]}") from None
-    if builder.root is None:
-        return {}
-    if not isinstance(builder.root, dict):
-        raise ConfigError(f"a configuration is a mapping of keys, found {type(builder.root).__name__}")
-    return builder.root
+        raise ConfigError(f"{where}not YAML{at}: {str(wrong)[:200]}") from None
+    return builder
 
 
 def _events(text: str | bytes) -> Iterator[Any]:
@@ -124,7 +148,7 @@ def _events(text: str | bytes) -> Iterator[Any]:
     return yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def _take(builder: _Builder, event: Any) -> None:
+def _take(builder: _Builder, event: Any, line: int) -> None:
     import yaml
 
     where = builder.where() or "the file"
@@ -134,7 +158,7 @@ def _take(builder: _Builder, event: Any) -> None:
         raise ConfigError(f"{where}: the tag {shorten(event.tag)} is not allowed; write plain values")
     match event:
         case yaml.ScalarEvent():
-            builder.scalar(event.value, plain=event.implicit[0])
+            builder.scalar(event.value, plain=event.implicit[0], line=line)
         case yaml.MappingStartEvent():
             builder.begin({})
         case yaml.SequenceStartEvent():

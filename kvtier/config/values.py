@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,6 +71,8 @@ def _plugin(value: Any) -> str:
 
 
 def _url(value: Any) -> str:
+    from fsspec import available_protocols  # only a configuration with G4 needs it
+
     url = _text(value, 2048)
     scheme, found, rest = url.partition("://")
     if "@" in url:  # before anything is shown; a secret may hold a slash
@@ -78,6 +81,10 @@ def _url(value: Any) -> str:
         )
     if not found or not re.fullmatch(r"[a-z0-9][a-z0-9+.-]*", scheme, re.ASCII) or "::" in url:
         raise InvalidRequest(f"{shorten(url)} is not a URL; write one that fsspec knows, such as s3://bucket/prefix")
+    if scheme not in (known := available_protocols()):
+        near = difflib.get_close_matches(scheme, known, 1, 0.5)
+        meant = f"; did you mean {near[0]}://?" if near else ", such as s3, gs, abfs, file"
+        raise InvalidRequest(f"{shorten(url)}: {scheme}:// is no protocol that fsspec knows{meant}")
     if not rest.strip("/") and scheme != "memory":
         raise InvalidRequest(f"{shorten(url)} names no bucket or directory; write one, such as s3://bucket/prefix")
     if ".." in rest.split("/"):

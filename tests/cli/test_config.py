@@ -47,7 +47,7 @@ def test_check_names_what_is_wrong_in_one_line(run: Run, tmp_path: Path) -> None
     file.write_text("tiers: {g2: {capacty: 1GiB}}")
     ran = run("config", "check", file)
     assert ran.status == 2
-    assert ran.err == "kvtier: tiers.g2.capacty: unknown key; did you mean tiers.g2.capacity?\n"
+    assert ran.err == f"kvtier: {file}:1: tiers.g2.capacty: unknown key; did you mean tiers.g2.capacity?\n"
     assert run("config", "check", file, "--json").json()["error"]["kind"] == "ConfigError"
 
 

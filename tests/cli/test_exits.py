@@ -16,7 +16,7 @@ import pytest
 
 import kvtier.cli
 from kvtier.cli import COMMANDS, GROUPS
-from kvtier.cli.exits import MEANINGS, Exit, outcome_of
+from kvtier.cli.exits import MEANINGS, Exit, ending_of
 from kvtier.errors import ConfigError, FormatError, InvalidRequest, TierFull
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_each_error_has_its_status_and_says_the_remedy(
     def fails(*args: Any, **options: Any) -> None:
         raise error
 
-    assert outcome_of(error).status == status
+    assert ending_of(error).status == status
     monkeypatch.setattr("kvtier.cli.config.known_keys", fails)
     done = run("config", "schema")
     assert done.status == status and says in done.err
