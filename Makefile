@@ -124,6 +124,7 @@ check: $(READY) types
 types:
 	@rm -rf build/types && mkdir -p build/types/kvtier
 	@ln -s $(CURDIR)/kvtier/* $(CURDIR)/connectors $(CURDIR)/kernels build/types/kvtier/
+	@ln -s $(CURDIR)/configs build/types/kvtier/presets
 
 # Needs nothing but Python.
 pictures:

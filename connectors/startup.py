@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
+import kvtier
 from kvtier.cache import Cache
 from kvtier.identity.namespace import Namespace
 from kvtier.units import format_size
@@ -14,7 +14,7 @@ def start_line(cache: Cache | None, namespace: Namespace, limits: Sequence[str] 
     """ "kvtier 0.2: g2 64GiB, g3 2TiB (1200000 blocks warm), namespace 765b…", and what is limited and why."""
     tiers = [] if cache is None else _tiers(cache)
     parts = [*tiers, f"namespace {namespace.digest.hex()[:16]} of {namespace.model}"]
-    return "; ".join([f"kvtier {_release()}: {', '.join(parts)}", *limits])
+    return "; ".join([f"kvtier {kvtier.__version__}: {', '.join(parts)}", *limits])
 
 
 def _tiers(cache: Cache) -> list[str]:
@@ -27,10 +27,3 @@ def _tiers(cache: Cache) -> list[str]:
         text = f"{name} {format_size(int(size))}" if size else name
         found.append(text + (f" ({warm} blocks warm)" if name == "g3" and warm is not None else ""))
     return found
-
-
-def _release() -> str:
-    try:
-        return version("kvtier")
-    except PackageNotFoundError:
-        return "of a source tree"

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvtier.manager.closing import Flushed
     from kvtier.retention.terms import Terms
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "AsyncCache": "cache", "Cache": "cache", "Hit": "hit", "aopen": "cache", "chain_hashes": "cache", "open": "cache",
     "CapacityError": "errors", "ClosedError": "errors", "ConfigError": "errors", "FormatError": "errors",

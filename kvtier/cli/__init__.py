@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import kvtier
+
 if TYPE_CHECKING:
     import typer
 
@@ -27,6 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("demo", "kvtier.cli.demo:demo", "Run the four tiers with a real model, over two processes."),
+    Command("init", "kvtier.cli.init:init", "Write a configuration for this machine, with every key explained."),
     Command("config check", "kvtier.cli.config:check", "Validate a configuration file."),
     Command("config show", "kvtier.cli.config:show", "Print a configuration with all defaults, secrets hidden."),
     Command("config schema", "kvtier.cli.config:schema", "Print every key with its type, default and meaning."),
@@ -44,6 +47,7 @@ COMMANDS = (
     Command("pin extend", "kvtier.cli.pin:extend", "Change when a pin ends."),
     Command("pin delete", "kvtier.cli.pin:delete", "Delete a pin."),
     Command("pin list", "kvtier.cli.pin:listing", "List the pins of a namespace."),
+    Command("namespace", "kvtier.cli.namespace:namespace", "Print or save the namespace of a G3 store or engine."),
     Command("purge", "kvtier.cli.purge:purge", "Delete a tenant's blocks from every tier and replica."),
     Command("top", "kvtier.cli.top:top", "Show live metrics of a running cache."),
     Command("plan", "kvtier.cli.plan:plan", "Compute hit rate and cost over tier sizes."),
@@ -173,9 +177,7 @@ def build(words: Sequence[str]) -> typer.Typer:
     @root.callback(invoke_without_command=True)
     def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
         if version:
-            from importlib.metadata import version as installed
-
-            print(installed("kvtier"))
+            print(kvtier.__version__)
             raise typer.Exit
 
     groups = {"": root}

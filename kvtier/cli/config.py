@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvtier.cli.output import Json, console, write_json
 from kvtier.config import Config
-from kvtier.config.explain import known_keys
+from kvtier.config.reference import key_references
 from kvtier.units import format_size
 
 File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="FILE")]
@@ -42,13 +42,11 @@ def show(file: File, json: Json = False) -> None:
 
 def schema(json: Json = False) -> None:
     """Print every key with its type, default and meaning; with --json as a JSON Schema."""
-    whole = Config.model_json_schema()
     if json:
-        write_json(whole)
+        write_json(Config.model_json_schema())
         return
-    defaults = Config.parse({}).model_dump(mode="json")
-    for key in known_keys(Config):
-        print(_described(whole, defaults, key))
+    for one in key_references():
+        print(f"{one.key}: {one.takes}{f' (default {one.default})' if one.default else ''}\n    {one.meaning}")
 
 
 def hints_of(config: Config) -> list[str]:
@@ -80,37 +78,3 @@ def _tiers(config: Config) -> dict[str, str]:
     if tiers.g4 is not None:
         held["g4"] = tiers.g4.url
     return held
-
-
-def _described(whole: dict[str, Any], defaults: Any, key: str) -> str:
-    """One key's type, default and meaning, on two lines."""
-    section, value, default = whole, whole, defaults
-    for word in key.split("."):
-        value = section["additionalProperties"] if word == "*" else section["properties"][word]
-        section = _resolve(whole, value)
-        # Below a section that is off there is only the schema's default.
-        default = default.get(word, value.get("default", "")) if isinstance(default, dict) else value.get("default", "")
-    shown = "" if default in (None, "", {}) else f" (default {default})"
-    return f"{key}: {_takes(whole, value)}{shown}\n    {value.get('description', '')}"
-
-
-def _resolve(whole: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
-    """The section behind a reference, alone or as one of several kinds."""
-    for kind in (value, *value.get("anyOf", ())):
-        if "$ref" in kind:
-            found: dict[str, Any] = whole["$defs"][kind["$ref"].rpartition("/")[2]]
-            return found
-    return value
-
-
-def _takes(whole: dict[str, Any], value: dict[str, Any]) -> str:
-    if "anyOf" in value:
-        return " or ".join(takes for kind in value["anyOf"] if (takes := _takes(whole, kind)) != "null")
-    if "enum" in value:
-        return "|".join(map(str, value["enum"]))
-    if "const" in value:
-        return str(value["const"])
-    if "examples" in value:
-        return f"such as {value['examples'][0]}"
-    kind = str(value.get("type", ""))
-    return f"list of {_takes(whole, value['items'])}" if kind == "array" else {"object": "mapping"}.get(kind, kind)

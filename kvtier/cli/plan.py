@@ -29,7 +29,7 @@ def plan(
     turn_tokens: Annotated[int, typer.Option(help="Tokens that each request adds.")] = 800,
     pause: Annotated[str, typer.Option(help="Mean pause between requests of a session.")] = "2m",
     model: Annotated[
-        str, typer.Option(help="Model shape: llama-3.1-8b, llama-3.1-70b or deepseek-v3.")
+        str, typer.Option(help="llama-3.1-8b, llama-3.1-70b, deepseek-v3, or a checkpoint's directory.")
     ] = "llama-3.1-8b",
     bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes per token, instead of the shape's.")

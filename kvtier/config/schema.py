@@ -165,7 +165,7 @@ class Retention(_Section):
     default: str = Field(default="24h", description="Class of requests without one.")
     classes: dict[str, RetentionClass] = Field(default={}, description="Own classes by name.")
     quota: float | None = Field(
-        default=None, gt=0, le=1, description="Share of G2 and of G3 per scope at most; none: all."
+        default=None, gt=0, le=1, examples=[0.5], description="Share of G2 and of G3 per scope at most; none: all."
     )
     reserved: float = Field(
         default=0.5, gt=0, le=1, description="Share of a tier that guarantees and named pins may reserve at most."

@@ -161,7 +161,9 @@ CountOrAuto = Annotated[
 Paths = Annotated[
     tuple[Path, ...],
     BeforeValidator(_paths),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "examples": ["/nvme/kvtier"]}
+    ),
 ]
 File = Annotated[Path, BeforeValidator(_file), _schema("string", "/etc/kvtier/keys.yaml")]
 Plugin = Annotated[str, BeforeValidator(_plugin), _schema("string", "vault")]

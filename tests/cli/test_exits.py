@@ -72,7 +72,7 @@ def test_each_error_has_its_status_and_says_the_remedy(
         raise error
 
     assert ending_of(error).status == status
-    monkeypatch.setattr("kvtier.cli.config.known_keys", fails)
+    monkeypatch.setattr("kvtier.cli.config.key_references", fails)
     done = run("config", "schema")
     assert done.status == status and says in done.err
     *above, line = done.err.splitlines()

@@ -127,8 +127,9 @@ def tables(text: str) -> list[list[list[str]]]:
 def exists(parts: list[str]) -> bool:
     """Whether `kvtier.…` is a package, a module, or a name that is defined at the top of one (or in a class there)."""
     folder, rest = ROOT / "kvtier", parts[1:]
-    if rest and rest[0] in ("connectors", "kernels"):
-        folder, rest = ROOT / rest[0], rest[1:]
+    places = {"connectors": "connectors", "kernels": "kernels", "presets": "configs"}
+    if rest and rest[0] in places:
+        folder, rest = ROOT / places[rest[0]], rest[1:]
     while rest and (folder / rest[0]).is_dir():
         folder, rest = folder / rest[0], rest[1:]
     module = folder / "__init__.py"

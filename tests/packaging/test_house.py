@@ -14,7 +14,12 @@ import pytest
 MODULE_LINES_MAX = 450
 SHORTER = {"kvtier.manager.manager": 400}  # the one that all verbs pass: its work is its parts'
 FUNCTION_LINES_MAX = 60
-PLACES = {"kvtier/": "kvtier.", "connectors/": "kvtier.connectors.", "kernels/": "kvtier.kernels."}
+PLACES = {
+    "kvtier/": "kvtier.",
+    "connectors/": "kvtier.connectors.",
+    "kernels/": "kvtier.kernels.",
+    "configs/": "kvtier.presets.",
+}
 
 
 @pytest.fixture(scope="module")

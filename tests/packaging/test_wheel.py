@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-PLACES = {"kvtier/": "kvtier/", "connectors/": "kvtier/connectors/", "kernels/": "kvtier/kernels/"}
+PLACES = {
+    "kvtier/": "kvtier/",
+    "connectors/": "kvtier/connectors/",
+    "kernels/": "kvtier/kernels/",
+    "configs/": "kvtier/presets/",
+}
 
 
 def installed_name(path: str) -> str | None:

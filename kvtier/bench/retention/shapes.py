@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from kvtier.errors import InvalidRequest
+
+CONFIG_BYTES_MAX = 1 << 20
+_VALUE_BYTES = {"float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,35 @@ SHAPES: Mapping[str, CacheShape] = MappingProxyType(
 
 
 def shape_of(name: str) -> CacheShape:
-    """The shape called `name`. Raises InvalidRequest that lists what exists."""
+    """The shape called `name`, or that of the checkpoint in the directory, or in the config.json, of that name. Raises
+    InvalidRequest that lists what exists."""
+    path = Path(name)
+    if name not in SHAPES and (path.is_dir() or path.suffix == ".json"):
+        return _shape_in(path / "config.json" if path.is_dir() else path)
     if name not in SHAPES:
         raise InvalidRequest(
-            f"model {name!r} is not a known shape; known: {', '.join(SHAPES)}; or give bytes per token"
+            f"model {name[:80]!r} is neither a directory with a config.json nor a known shape; known: "
+            f"{', '.join(SHAPES)}; or give bytes per token"
         )
     return SHAPES[name]
+
+
+def _shape_in(path: Path) -> CacheShape:
+    """The shape that a config.json describes. What its GPU prefills is not in there: taken as an 8B model's."""
+    try:
+        whole = json.loads(path.read_bytes()[:CONFIG_BYTES_MAX])
+        fields = whole.get("text_config") or whole
+        layers = int(fields["num_hidden_layers"])
+        size = _VALUE_BYTES.get(str(fields.get("dtype") or fields.get("torch_dtype") or whole.get("torch_dtype")), 2)
+        if fields.get("kv_lora_rank"):  # MLA: one compressed latent and one RoPE key
+            per_token = layers * (int(fields["kv_lora_rank"]) + int(fields["qk_rope_head_dim"])) * size
+        else:
+            heads = int(fields["num_attention_heads"])
+            head_size = int(fields.get("head_dim") or int(fields["hidden_size"]) // heads)
+            per_token = kv_bytes(layers, int(fields.get("num_key_value_heads") or heads), head_size, size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as wrong:
+        reason = f"{wrong} is missing" if isinstance(wrong, KeyError) else str(wrong)
+        raise InvalidRequest(f"{path} does not describe a KV cache: {reason}; give bytes per token") from None
+    if per_token <= 0:
+        raise InvalidRequest(f"{path} describes {per_token} bytes of KV per token; give bytes per token")
+    return CacheShape(path.parent.name or "model", per_token, SHAPES["llama-3.1-8b"].prefill_tokens_s)

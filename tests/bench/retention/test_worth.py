@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -158,3 +159,25 @@ def test_prices_move_the_advice(made: Callable[..., Trace]) -> None:
     assert cheap.sizes_gb["g3"] > dear.sizes_gb["g3"] and cheap.hit_percent > dear.hit_percent
     slow, fast = (plan_capacity(trace, replace(given, ssd_read_gb_s=s), float("inf")) for s in (0.001, 1000.0))
     assert slow.sizes_gb["g2"] > fast.sizes_gb["g2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "per_token"),
+    [
+        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, 131072),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "torch_dtype": "float32"}, 1024),
+        ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}, 70272),
+        ({"text_config": {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "hidden_size": 99}}, 64),
+    ],
+)
+def test_a_checkpoint_says_its_bytes_per_token(tmp_path: Path, fields: dict[str, Any], per_token: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert shape_of(str(name)).bytes_per_token == per_token
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": 3}', '{"num_hidden_layers": "many"}'])
+def test_a_checkpoint_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidRequest, match="bytes per token"):
+        shape_of(str(tmp_path))

@@ -1,0 +1,71 @@
+"""`kvtier namespace`: the fields of a namespace, as `purge` and `pin` take them."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.stored import namespaces_in, read_namespace
+from kvtier.config import Config
+from kvtier.errors import ConfigError, InvalidRequest
+
+Source = Annotated[
+    Path,
+    typer.Argument(help="A G3 directory, an engine's YAML file, or a JSON file.", metavar="SOURCE", show_default=False),
+]
+Digest = Annotated[str, typer.Option("--digest", help="Of several namespaces, the one whose digest begins so.")]
+Save = Annotated[Path | None, typer.Option("--save", help="Write the fields into this file.")]
+
+
+def namespace(source: Source, digest: Digest = "", save: Save = None, json: Json = False) -> None:
+    """Print the fields of the one namespace that SOURCE holds, or list several. A running engine's is in its G3
+    directory, which its YAML file names."""
+    held = {name: fields for name, fields in _held(source).items() if name.startswith(digest.lower())}
+    if not held:
+        raise InvalidRequest(
+            f"{source} holds no namespace" + (f" whose digest begins with {digest}" if digest else " yet")
+        )
+    if json:
+        write_json({"namespaces": [{"digest": name, "fields": fields} for name, fields in held.items()]})
+    if len(held) > 1:
+        if save is not None:
+            raise InvalidRequest(
+                f"{source} holds {len(held)} namespaces; name one by --digest: {', '.join(_short(held))}"
+            )
+        if not json:
+            rows = [[name[:16], *_described(fields)] for name, fields in held.items()]
+            write_table(["digest", "model", "weights", "dtype", "tokens", "bytes"], rows)
+        return
+    (fields,) = held.values()
+    text = jsonlib.dumps(fields, indent=2)
+    if save is not None:
+        save.write_text(text + "\n")
+    if not json:
+        console().print(f"{save}: written" if save is not None else text, soft_wrap=True)
+
+
+def _held(source: Path) -> dict[str, dict[str, Any]]:
+    """Hex digest → fields."""
+    if source.is_dir():
+        found = namespaces_in([source])
+    elif source.suffix in (".yaml", ".yml"):
+        config = Config.load(source)
+        if config.tiers.g3 is None:
+            raise ConfigError(f"{source}: tiers.g3 is not set: only a G3 directory stores its namespaces")
+        found = namespaces_in(config.tiers.g3.path)
+    else:
+        one = read_namespace(source)
+        found = {one.digest: one.fields()}
+    return {name.hex(): fields for name, fields in found.items()}
+
+
+def _short(held: dict[str, dict[str, Any]]) -> list[str]:
+    return [name[:16] for name in held]
+
+
+def _described(fields: dict[str, Any]) -> list[str]:
+    return [str(fields.get(name, "")) for name in ("model", "weights", "dtype", "block_tokens", "block_bytes")]

@@ -1,0 +1,117 @@
+"""`kvtier init` writes a configuration that is right on this machine, and explains every key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier.cli import machine
+from kvtier.cli.init import Measured, rendered
+from kvtier.config import Config
+from kvtier.config.explain import known_keys
+
+Run = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+@pytest.fixture(autouse=True)
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> machine.Mount:
+    """A disk of 100 GiB, at `tmp_path`."""
+    mount = machine.Mount(tmp_path, "/dev/nvme0n1", "ext4", False, 100 << 30, False)
+    monkeypatch.setattr(machine, "mounts", lambda: iter([mount]))
+    monkeypatch.setattr("kvtier.cli.init.available_bytes", lambda: 50 << 30)
+    return mount
+
+
+def test_it_measures_and_writes_what_the_doctor_takes(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    done = run("init", file, "--json")
+    told = done.json()
+    config = Config.load(file, {})
+    assert told["file"] == str(file) and {each["subject"] for each in told["findings"]} >= {"memory", "descriptors"}
+    assert config.tiers.g2.capacity == told["measured"]["g2_bytes"] == 20 << 30
+    assert config.tiers.g3 is not None and config.tiers.g3.capacity == 50 << 30
+    assert config.tiers.g3.path == (tmp_path / "kvtier",) and config.tiers.g3.write_budget == 1
+    assert not (tmp_path / "kvtier").exists()
+
+
+def test_a_file_that_is_there_is_kept(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("mine")
+    assert run("init", file).status == 2 and file.read_text() == "mine"
+    run("init", file, "--force")
+    assert Config.load(file, {}).version == 1
+
+
+def test_every_key_is_in_it_and_each_line_may_be_uncommented(tmp_path: Path) -> None:
+    found = Measured(50 << 30, 20 << 30, str(tmp_path), 50 << 30, "a disk", 0)
+    text = rendered(found, None)
+    keys = [
+        line
+        for line in text.splitlines()
+        if not line.startswith("# ") or line.lstrip("# ").split(":")[0].isidentifier()
+    ]
+    whole = yaml.safe_load("\n".join(line.removeprefix("# ") for line in keys if "Measured" not in line))
+
+    def dotted(value: Any, above: str = "") -> set[str]:
+        if not isinstance(value, dict) or above in ("tiers.g4.options", "tiers.g4.prices"):
+            return {above}
+        return {key for name, inner in value.items() for key in dotted(inner, f"{above}.{name}".lstrip("."))}
+
+    assert dotted(whole) == {key.replace("*", "NAME") for key in known_keys(Config)}
+    for key in ("key", "kms"):  # keys come from one place
+        del whole["security"][key]
+    whole["tiers"]["g4"]["client"] = "auto"
+    secret = {"KVTIER_SECRET": "0123456789abcdef"}
+    assert Config.parse(whole, secret).tiers.g2.capacity == 20 << 30
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_it_says_how_the_engine_is_started(run: Run, tmp_path: Path, engine: str) -> None:
+    shown = run("init", tmp_path / "kv.yaml", "--engine", engine).out
+    assert (
+        str(tmp_path / "kv.yaml") in shown and {"vllm": "vllm serve", "sglang": "KVTierLinker"}.get(engine, "") in shown
+    )
+
+
+def test_a_checkpoint_says_how_many_tokens_fit(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(LLAMA))
+    told = run("init", tmp_path / "kv.yaml", "--model", tmp_path / "my-model", "--json").json()
+    assert told["measured"]["kv_bytes_per_token"] == 131072
+    assert "# my-model: 131,072 bytes of KV per token; G2 163,840 tokens" in (tmp_path / "kv.yaml").read_text()
+
+
+def test_without_a_disk_there_is_no_g3(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "mounts", lambda: iter(()))
+    assert "no disk for g3" in run("init", tmp_path / "kv.yaml").out
+    assert Config.load(tmp_path / "kv.yaml", {}).tiers.g3 is None
+
+
+def test_presets_are_the_files_of_configs(run: Run, tmp_path: Path) -> None:
+    names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    wrong = run("init", tmp_path / "x.yaml", "--preset", "huge")
+    assert wrong.status == 2 and all(name in wrong.err for name in names) and not (tmp_path / "x.yaml").exists()
+    run("init", tmp_path / "x.yaml", "--preset", "laptop")
+    assert (tmp_path / "x.yaml").read_text() == (ROOT / "configs" / "laptop.yaml").read_text()
+
+
+def test_a_path_is_on_the_deepest_mount_above_it(tmp_path: Path, disk: machine.Mount) -> None:
+    assert machine.mount_of(tmp_path / "not" / "yet") == disk
+    assert machine.place_for_cache() == (tmp_path / "kvtier", disk)
+
+
+def test_ssds_come_before_larger_hard_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disks = [
+        machine.Mount(tmp_path, "/dev/sda1", "ext4", False, 900 << 30, True),
+        machine.Mount(tmp_path, "/dev/nvme0n1", "xfs", False, 100 << 30, False),
+        machine.Mount(tmp_path, "/dev/nvme1n1", "xfs", True, 800 << 30, False),
+    ]
+    monkeypatch.setattr(machine, "mounts", lambda: iter(disks))
+    assert machine.place_for_cache() == (tmp_path / "kvtier", disks[1])
