@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-tiers test-engines test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures bench gpu-check gpu-wheels clean
+.PHONY: help setup sglang demo test test-tiers test-engines test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures reference bench gpu-check gpu-wheels clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -32,6 +32,7 @@ help:
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
+	@echo "make reference  docs/metrics.md and docs/configuration.md from the code"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
 	@echo "make gpu-check  all tests and measurements that need a GPU, in eight minutes; GPU_PYTHON names the interpreter"
 	@echo "make gpu-wheels beforehand, with a network: the wheels of gpu-check beside CUDA torch, CuPy and transformers"
@@ -129,6 +130,10 @@ types:
 # Needs nothing but Python.
 pictures:
 	$(PYTHON) docs/pictures/draw.py docs/pictures/*.toml
+
+# docs/metrics.md and docs/configuration.md from the code.
+reference: $(BASE)
+	$(BIN)/python docs/generate.py
 
 bench: $(BASE)
 	$(BIN)/kvtier bench index --save benchmarks/results

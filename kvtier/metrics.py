@@ -1,6 +1,6 @@
 """The cache's counters for Prometheus, read from `stats()` at each scrape.
 
-    serve(cache.stats, port=9400)                   an HTTP endpoint of its own
+    serve(cache.stats)                              an HTTP endpoint of its own
     REGISTRY.register(StatsCollector(cache.stats))  or a place in the process's registry
 
 Labels are tiers, reasons and outcomes. There is none for a tenant, scope or key: who can read the metrics must not
@@ -17,7 +17,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+import kvtier
+from kvtier.tiers.breaker import Health
 from kvtier.tiers.meter import Latency
+from kvtier.tiers.protocol import Miss, Stored
+
+PORT = 19400
+"""Of `serve` and `kvtier top`: below the ephemeral ports, and of no exporter that we know."""
 
 Stats = Mapping[str, Any]
 BOUNDS_S = Latency.BOUNDS_S
@@ -25,7 +31,8 @@ BOUNDS_S = Latency.BOUNDS_S
 
 
 class Family(NamedTuple):
-    """How one entry of `stats()` is exported. `label`: the entry is a mapping, its keys are that label's values.
+    """How one entry of `stats()` is exported. `label`: the entry is a mapping, its keys are that label's values; those
+    in `values` are shown from the start, as 0.
 
     A histogram's figure is a list of its buckets: how many durations each has, and their sum in seconds.
     """
@@ -34,14 +41,18 @@ class Family(NamedTuple):
     help: str
     kind: type = Counter  # or Gauge, Histogram
     label: str | None = None
+    values: tuple[str, ...] = ()
 
+
+MISSES = tuple(str(miss) for miss in Miss)
+BUILD = Family("kvtier_build_info", "1 for the release that runs.", kind=Gauge, label="version")
 
 REQUESTS = {
     "lookups": Family("kvtier_lookup_blocks", "Blocks asked for."),
     "hits": Family("kvtier_hit_blocks", "Blocks served, by all tiers together."),
-    "misses": Family("kvtier_miss_blocks", "Blocks not served, by reason.", label="reason"),
+    "misses": Family("kvtier_miss_blocks", "Blocks not served, by reason.", label="reason", values=MISSES),
     "read_tokens": Family("kvtier_read_tokens", "Tokens served, by the tier they were in.", label="tier"),
-    "missed_tokens": Family("kvtier_missed_tokens", "Tokens not served, by reason.", label="reason"),
+    "missed_tokens": Family("kvtier_missed_tokens", "Tokens not served, by reason.", label="reason", values=MISSES),
     "written_tokens": Family("kvtier_written_tokens", "Tokens taken in, by retention class.", label="class"),
     "accepted": Family("kvtier_accepted_blocks", "Blocks taken in by put."),
     "dropped": Family("kvtier_dropped_blocks", "Accepted blocks that no lower tier took."),
@@ -71,8 +82,13 @@ TIERS = {
     "bytes": Family("kvtier_tier_bytes", "Bytes held.", kind=Gauge),
     "capacity_bytes": Family("kvtier_tier_capacity_bytes", "Bytes that may be held; 0: no bound.", kind=Gauge),
     "hits": Family("kvtier_tier_hit_blocks", "Blocks served from this tier."),
-    "misses": Family("kvtier_tier_miss_blocks", "Blocks this tier was asked for and did not give.", label="reason"),
+    "misses": Family(
+        "kvtier_tier_miss_blocks", "Blocks this tier was asked for and did not give.", label="reason", values=MISSES
+    ),
     "device_written_bytes": Family("kvtier_tier_device_written_bytes", "Bytes written to the device, index included."),
+    "write_budget_bytes": Family(
+        "kvtier_tier_write_budget_bytes", "Bytes that may be written per day; 0: no bound.", kind=Gauge
+    ),
     "write_amplification": Family(
         "kvtier_tier_write_amplification", "Bytes written to the device per byte of stored blocks.", kind=Gauge
     ),
@@ -82,14 +98,25 @@ TIERS = {
     "quarantined": Family("kvtier_tier_quarantined_blocks", "Slots that wait for a late transfer.", kind=Gauge),
     "late": Family("kvtier_tier_late_blocks", "Blocks that arrived after the deadline of whoever asked."),
     "loaded": Family("kvtier_tier_loaded_blocks", "Blocks read and verified."),
-    "stored": Family("kvtier_tier_stored_blocks", "Blocks handed to this tier, by outcome.", label="outcome"),
+    "stored": Family(
+        "kvtier_tier_stored_blocks",
+        "Blocks handed to this tier, by outcome.",
+        label="outcome",
+        values=tuple(str(stored) for stored in Stored),
+    ),
     "refused": Family("kvtier_tier_refused_blocks", "Blocks the queue did not take, by reason.", label="reason"),
     "pending": Family("kvtier_tier_pending_blocks", "Blocks waiting to be written.", kind=Gauge),
     "read_bytes": Family("kvtier_tier_read_bytes", "Bytes read."),
     "written_bytes": Family("kvtier_tier_written_bytes", "Bytes written."),
     "counters": Family("kvtier_tier_events", "Counters of this kind of tier alone, by kind.", label="kind"),
     "unanswered": Family("kvtier_tier_unanswered_calls", "Calls without an answer in time, by verb.", label="verb"),
-    "health": Family("kvtier_tier_health", "1 for the state the tier is in.", kind=Gauge, label="state"),
+    "health": Family(
+        "kvtier_tier_health",
+        "1 for the state the tier is in, 0 for the others.",
+        kind=Gauge,
+        label="state",
+        values=tuple(health.value for health in Health),
+    ),
 }
 """Entries of `stats()[tier]`."""
 
@@ -107,6 +134,7 @@ def labels_of(family: Family) -> tuple[str, ...]:
 
 def figures_of(stats: Stats) -> Iterator[tuple[Family, list[Figure]]]:
     """Every family, with its figures in what `stats()` returned."""
+    yield BUILD, [((kvtier.__version__,), 1.0)] if stats else []
     sections = {"requests": REQUESTS, "engine": ENGINE, "tasks": TASKS}
     tiers = {name: entry for name, entry in stats.items() if name not in sections}
     for section, families in sections.items():
@@ -123,7 +151,7 @@ def _figures(family: Family, values: tuple[str, ...], found: Any) -> list[Figure
     if family.label is None:
         return [(values, found)]
     # A state's name stands for itself: the series of that name is 1.
-    each = {found: 1.0} if isinstance(found, str) else found
+    each = {**dict.fromkeys(family.values, 0), **({found: 1.0} if isinstance(found, str) else found)}
     return [((*values, str(name)), figure) for name, figure in each.items() if figure is not None]
 
 
@@ -177,6 +205,6 @@ class Endpoint:
         self.close()
 
 
-def serve(stats: Callable[[], Stats], port: int = 9400, address: str = "127.0.0.1") -> Endpoint:
+def serve(stats: Callable[[], Stats], port: int = PORT, address: str = "127.0.0.1") -> Endpoint:
     """Answer on `address`:`port` (0: any free one) from a thread of its own. Raises OSError if the port is taken."""
     return Endpoint(stats, port, address)

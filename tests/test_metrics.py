@@ -11,10 +11,12 @@ from prometheus_client import CollectorRegistry
 
 import kvtier
 from kvtier.cli import main
-from kvtier.cli.top import read_figures
+from kvtier.cli.top import Unanswered, read_figures
 from kvtier.errors import InvalidRequest
-from kvtier.metrics import REQUESTS, TASKS, TIERS, StatsCollector, serve
+from kvtier.metrics import PORT, REQUESTS, TASKS, TIERS, StatsCollector, serve
 from kvtier.testing import chain_of, payloads_of, sample_namespace
+from kvtier.tiers.breaker import Health
+from kvtier.tiers.protocol import Miss
 
 STATS = {
     "requests": {"lookups": 10, "hits": 7, "misses": {"absent": 2, "late": 1}, "accepted": 5, "dropped": 0},
@@ -62,7 +64,31 @@ def test_every_figure_is_exported() -> None:
     assert buckets == [0, 2, 2, 3]
     assert value("kvtier_tier_call_seconds_count", read) == 3
     assert value("kvtier_tier_call_seconds_sum", read) == pytest.approx(12.0004)
-    assert value("kvtier_tier_health", {"tier": "g3", "state": "well"}) == 1
+    states = {health.value: value("kvtier_tier_health", {"tier": "g3", "state": health.value}) for health in Health}
+    assert states == {"well": 1, "out": 0, "probing": 0}, "a state set: alerts see the change"
+    assert value("kvtier_build_info", {"version": kvtier.__version__}) == 1
+
+
+def test_series_are_there_before_the_first_event() -> None:
+    """A rate over a series that appears with its first event misses that event."""
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(lambda: STATS))
+    value = registry.get_sample_value
+    for miss in Miss:
+        assert value("kvtier_miss_blocks_total", {"reason": str(miss)}) is not None
+        assert value("kvtier_tier_miss_blocks_total", {"tier": "g3", "reason": str(miss)}) is not None
+    with kvtier.open(kvtier.Config.parse({"tiers": {"g2": {"capacity": "1MiB"}}}), sample_namespace()) as cache:
+        fresh = CollectorRegistry()
+        fresh.register(StatsCollector(cache.stats))
+        before = {(s.name, *s.labels.items()) for family in fresh.collect() for s in family.samples}
+        with cache.get(chain_of(cache.namespace, 3)):
+            pass
+        assert {(s.name, *s.labels.items()) for family in fresh.collect() for s in family.samples} == before
+
+
+def test_the_default_port_is_no_exporters() -> None:
+    """9400 is that of NVIDIA's DCGM exporter, which runs on the same hosts."""
+    assert PORT == 19400
 
 
 def test_no_label_names_a_tenant() -> None:
@@ -81,10 +107,15 @@ def test_top_reads_the_endpoint(url: str, capsys: pytest.CaptureFixture[str]) ->
     assert "70.0% served" in shown and "absent 2" in shown and "75%" in shown
 
 
-@pytest.mark.parametrize("wrong", ["file:///etc/passwd", "ftp://127.0.0.1/", "127.0.0.1:9400", "http://127.0.0.1:1/"])
+@pytest.mark.parametrize("wrong", ["file:///etc/passwd", "ftp://127.0.0.1/", "127.0.0.1:9400"])
 def test_top_names_an_endpoint_that_is_none(wrong: str) -> None:
     with pytest.raises(InvalidRequest, match=wrong):
         read_figures(wrong)
+
+
+def test_top_names_an_endpoint_that_does_not_answer() -> None:
+    with pytest.raises(Unanswered, match=r"http://127\.0\.0\.1:1/' gives no metrics: .*refused"):
+        read_figures("http://127.0.0.1:1/")
 
 
 def test_every_entry_of_a_real_cache_is_exported(tmp_path: Path) -> None:

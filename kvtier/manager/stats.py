@@ -69,6 +69,7 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
         "misses": {str(miss): n for miss, n in tier.misses.items()},
         "evictions": usage.evictions,
         "device_written_bytes": usage.written_bytes,
+        "write_budget_bytes": usage.budget_bytes,
         "write_amplification": round(usage.written_bytes / usage.stored_bytes, 3) if usage.stored_bytes else 0.0,
         "latency": {
             "read_p50_ms": tier.read_latency.quantile_ms(0.5),

@@ -108,7 +108,8 @@ class Sealed:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """How full a tier is. `capacity_bytes` 0: no bound of its own. `evictions`: blocks evicted since open.
-    `written_bytes`: what the tier wrote to its device, in all its life; `stored_bytes`: the blocks among that."""
+    `written_bytes`: what the tier wrote to its device, in all its life; `stored_bytes`: the blocks among that;
+    `budget_bytes`: what it may write per day, 0: no bound."""
 
     blocks: int
     bytes: int
@@ -116,6 +117,7 @@ class Usage:
     evictions: int = 0
     written_bytes: int = 0
     stored_bytes: int = 0
+    budget_bytes: int = 0
 
 
 class Tier(Protocol):

@@ -314,7 +314,8 @@ class DiskTier:
         store = self._store
         blocks, size = store.index.usage()
         balance = store.index.balance()
-        return Usage(blocks, size, store.geometry.capacity, store.evictions, balance.written, balance.stored)
+        budget = int(self._write_budget)
+        return Usage(blocks, size, store.geometry.capacity, store.evictions, balance.written, balance.stored, budget)
 
     def counters(self) -> dict[str, int]:
         """Slots set aside for bad places and taken back into use, and unreadable blocks dropped, since open."""

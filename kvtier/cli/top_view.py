@@ -1,0 +1,151 @@
+"""The screen of `kvtier top`: figures of a cache, read from Prometheus text, as tables and lines. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Figures = dict[str, dict[str, float]]
+"""Per tier ("" for requests): metric name without prefix, with its further labels in brackets → figure."""
+
+OURS = frozenset({"tier", "reason", "outcome", "kind", "state", "verb", "class", "task", "event", "le", "version"})
+"""Labels of kvtier's own; figures that differ in an engine's labels alone, such as its rank, are added up."""
+
+BARS = "▁▂▃▄▅▆▇█"
+HISTORY = 60
+DAY_S = 86_400.0
+
+
+def parse_figures(text: str) -> Figures:
+    """kvtier's figures in a page of metrics, its own or an engine's. Raises ValueError."""
+    figures: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            prefix, found, name = sample.name.partition("kvtier_")
+            if not found or prefix not in ("", "vllm:", "sglang:"):
+                continue
+            labels = {label: value for label, value in sorted(sample.labels.items()) if label in OURS}
+            tier = labels.pop("tier", "")
+            short = name.removeprefix("tier_").removesuffix("_total")
+            figures[tier]["".join([short, *(f"[{value}]" for value in labels.values())])] += sample.value
+    return {tier: dict(each) for tier, each in figures.items()}
+
+
+@dataclass(slots=True)
+class Screen:
+    """Two successive readings and what was seen before. `seconds`: between them. `fault`: why there is no later one."""
+
+    now: Figures
+    before: Figures = field(default_factory=dict)
+    seconds: float = 0.0
+    hit_rates: list[float] = field(default_factory=list)
+    fault: str = ""
+
+    def read(self, figures: Figures, seconds: float) -> None:
+        """Take a reading in, `seconds` after the last good one."""
+        self.before, self.now, self.seconds, self.fault = self.now, figures, seconds, ""
+        wanted = self._grown("", "lookup_blocks")
+        if wanted:
+            self.hit_rates = [*self.hit_rates, self._grown("", "hit_blocks") / wanted][-HISTORY:]
+
+    def render(self) -> RenderableType:
+        """Everything, for a terminal."""
+        lines = [Text(line) for line in self._lines()]
+        if self.fault:
+            lines.insert(0, Text(self.fault, style="bold red"))
+        return Group(*lines[:-1], self._table(), lines[-1])
+
+    def _lines(self) -> Iterator[str]:
+        requests = self.now.get("", {})
+        wanted, served = requests.get("lookup_blocks", 0), requests.get("hit_blocks", 0)
+        share = f"{served / wanted:.1%}" if wanted else "none"
+        version = next((name[11:-1] for name in requests if name.startswith("build_info[")), "")
+        yield f"kvtier {version}  {wanted:,.0f} blocks requested, {share} served".replace("kvtier   ", "")
+        if self.hit_rates:
+            yield f"hit rate {sparkline(self.hit_rates)} {self.hit_rates[-1]:.1%} now"
+        why = ", ".join(f"{reason} {figure:,.0f}" for reason, figure in _labelled(requests, "miss_blocks")[:4])
+        yield f"misses: {why or 'none'}"
+        promises = dict(_labelled(requests, "promises"))
+        yield (
+            f"pins {promises.get('pins', 0):,.0f}, pinned blocks {promises.get('pinned', 0):,.0f}, guaranteed "
+            f"{promises.get('guaranteed', 0):,.0f}; dropped {requests.get('dropped_blocks', 0):,.0f}"
+        )
+
+    def _table(self) -> Table:
+        amounts = ("blocks", "bytes", "full", "hits", "leased", "read", "written", "p99 r/w ms", "pending", "wear")
+        table = Table("tier", "health", *amounts, box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for tier in sorted(self.now):
+            if tier:
+                table.add_row(tier, *self._cells(tier))
+        return table
+
+    def _cells(self, tier: str) -> Sequence[str | Text]:
+        now = self.now[tier]
+        capacity, held = now.get("capacity_bytes", 0), now.get("bytes", 0)
+        health = next((state for state, one in _labelled(now, "health") if one), "")
+        p99 = "/".join(self._p99_ms(tier, verb) for verb in ("read", "write"))
+        return [
+            Text(health, style="" if health == "well" else "bold red"),
+            f"{now.get('blocks', 0):,.0f}",
+            f"{held / 2**30:,.2f} GiB",
+            f"{held / capacity:.0%}" if capacity else "",
+            f"{now.get('hit_blocks', 0):,.0f}",
+            f"{now.get('pinned_blocks', 0):,.0f}",
+            self._rate(tier, "read_bytes"),
+            self._rate(tier, "written_bytes"),
+            p99 if p99 != "/" else "",
+            f"{now.get('pending_blocks', 0):,.0f}",
+            self._wear(tier),
+        ]
+
+    def _rate(self, tier: str, name: str) -> str:
+        known = self.seconds > 0 and name in self.now[tier] and name in self.before.get(tier, {})
+        return f"{self._grown(tier, name) / self.seconds / 2**20:,.1f} MiB/s" if known else ""
+
+    def _wear(self, tier: str) -> str:
+        """Bytes written to the device per day at the present rate, as a share of the budget where there is one."""
+        name = "device_written_bytes"
+        if self.seconds <= 0 or not self.now[tier].get(name) or name not in self.before.get(tier, {}):
+            return ""
+        per_day = self._grown(tier, name) / self.seconds * DAY_S
+        budget = self.now[tier].get("write_budget_bytes", 0)
+        return f"{per_day / budget:.0%} of budget" if budget else f"{per_day / 2**40:,.2f} TiB/day"
+
+    def _p99_ms(self, tier: str, verb: str) -> str:
+        """Of the calls since the last reading, or of all where there were none; upper bound of its bucket."""
+        since = {bound: self._grown(tier, name) for bound, name in _buckets(self.now[tier], verb)}
+        ever = {bound: self.now[tier][name] for bound, name in _buckets(self.now[tier], verb)}
+        counts = since if since and max(since.values()) else ever
+        total = max(counts.values(), default=0)
+        if not total:
+            return ""
+        bound = min(bound for bound, count in counts.items() if count >= 0.99 * total)
+        return f"≤{bound * 1000:g}" if bound < float("inf") else f">{max(b for b in counts if b != bound) * 1000:g}"
+
+    def _grown(self, tier: str, name: str) -> float:
+        """Since the last reading; a counter that fell began anew."""
+        now, before = self.now.get(tier, {}).get(name, 0.0), self.before.get(tier, {}).get(name, 0.0)
+        return now - before if now >= before else now
+
+
+def sparkline(shares: Sequence[float]) -> str:
+    """Shares of 0 … 1 as bars of eight heights. Pure."""
+    return "".join(BARS[min(7, max(0, int(share * 8)))] for share in shares)
+
+
+def _labelled(figures: Mapping[str, float], name: str) -> list[tuple[str, float]]:
+    """Label and figure of one metric, largest first, without zeros."""
+    found = [(key[len(name) + 1 : -1], value) for key, value in figures.items() if key.startswith(f"{name}[") and value]
+    return sorted(found, key=lambda item: -item[1])
+
+
+def _buckets(figures: Mapping[str, float], verb: str) -> list[tuple[float, str]]:
+    """Upper bound and key of each bucket of a verb's calls."""
+    begin, end = "call_seconds_bucket[", f"][{verb}]"
+    return [(float(key[len(begin) : -len(end)]), key) for key in figures if key.startswith(begin) and key.endswith(end)]

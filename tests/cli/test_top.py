@@ -1,0 +1,144 @@
+"""The screen of `kvtier top`: rates, health, p99 and wear between two readings; it survives readings that fail."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
+
+from kvtier.cli.top import Unanswered, watch
+from kvtier.cli.top_view import Figures, Screen, parse_figures, sparkline
+from kvtier.connectors.tier_figures import TierGrowth, TierMetrics
+from kvtier.metrics import StatsCollector, serve
+from kvtier.testing import VirtualClock
+
+NO_CALLS = [(0, 0.0)] * 12
+
+
+def stats(lookups: int = 0, hits: int = 0, health: str = "well", **g3: Any) -> dict[str, Any]:
+    tier = {"blocks": 5, "bytes": 5 << 20, "capacity_bytes": 10 << 20, "hits": hits, "health": health}
+    tier |= {"seconds": {"read": NO_CALLS, "write": NO_CALLS}, "written_bytes": 0, "device_written_bytes": 0} | g3
+    requests = {"lookups": lookups, "hits": hits, "misses": {"absent": lookups - hits}, "promises": {"pins": 2}}
+    return {"requests": requests, "g3": tier}
+
+
+def figures(given: dict[str, Any]) -> Figures:
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(lambda: given))
+    return parse_figures(generate_latest(registry).decode())
+
+
+def shown(screen: Screen) -> str:
+    out = Console(file=io.StringIO(), width=200)
+    out.print(screen.render())
+    return out.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def calls(bucket: int, count: int) -> list[tuple[int, float]]:
+    return [(count, 0.001 * count) if number == bucket else (0, 0.0) for number in range(12)]
+
+
+def test_rates_and_shares_are_of_the_time_between_two_readings() -> None:
+    day = {"write_budget_bytes": 864 << 20}
+    screen = Screen(figures(stats(100, 50, written_bytes=1 << 20, device_written_bytes=1 << 20, **day)))
+    later = stats(140, 80, written_bytes=9 << 20, device_written_bytes=2 << 20, **day)
+    screen.read(figures(later), 4.0)
+    text = shown(screen)
+    assert "140 blocks requested, 57.1% served" in text and "75.0% now" in text and "absent 60" in text
+    assert "2.0 MiB/s" in text and "50%" in text and "pins 2" in text
+    assert "2500% of budget" in text, "a MiB in 4 s of 864 MiB a day"
+
+
+def test_without_a_budget_wear_is_in_bytes_per_day() -> None:
+    screen = Screen(figures(stats(device_written_bytes=1 << 20)))
+    screen.read(figures(stats(device_written_bytes=(1 << 20) + (16 << 20))), 1.0)
+    assert "1.32 TiB/day" in shown(screen)
+
+
+def test_p99_is_of_the_latest_calls() -> None:
+    slow, quick = calls(9, 100), calls(2, 100)
+    screen = Screen(figures(stats(seconds={"read": slow, "write": NO_CALLS})))
+    before = shown(screen)
+    both = [(a + b, s + t) for (a, s), (b, t) in zip(slow, quick, strict=True)]
+    screen.read(figures(stats(seconds={"read": both, "write": NO_CALLS})), 1.0)
+    assert "≤3000/" in before and "≤1/" in shown(screen)
+    screen.read(
+        figures(stats(seconds={"read": [(n + 7, s) for n, s in both[:-1]] + [(99, 99.0)], "write": NO_CALLS})), 1.0
+    )
+    assert ">10000/" in shown(screen)
+
+
+def test_a_tier_that_is_out_is_told() -> None:
+    assert "out" in shown(Screen(figures(stats(health="out")))) and "well" not in shown(
+        Screen(figures(stats(health="out")))
+    )
+
+
+def test_an_engine_s_own_metrics_are_read_and_its_ranks_added_up() -> None:
+    registry, clock = CollectorRegistry(), VirtualClock()
+    metrics = TierMetrics("vllm:", ["engine"], registry=registry)
+    for rank in ("0", "1"):
+        metrics.follow(TierGrowth(lambda: stats(10, 4), clock).report(), [rank])
+    found = parse_figures(generate_latest(registry).decode())
+    assert found[""]["lookup_blocks"] == 20 and found["g3"]["blocks"] == 10
+    assert found["g3"]["call_seconds_bucket[0.01][read]"] == 0
+
+
+def test_a_reading_that_fails_is_shown_and_the_next_one_counts_from_the_last_good_one() -> None:
+    answers: list[Figures | Exception] = [Unanswered("refused"), figures(stats(50, 25, written_bytes=30 << 20))]
+    screen, seen, clock, waits = (
+        Screen(figures(stats())),
+        list[str](),
+        iter(range(0, 100, 5)),
+        iter([False, False, True]),
+    )
+
+    def read() -> Figures:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    watch(
+        screen, read, 1.0, lambda seconds: next(waits), lambda: seen.append(shown(screen)), lambda: float(next(clock))
+    )
+    assert "no reading for 5 s: refused" in seen[0] and "g3" in seen[0]
+    assert "no reading" not in seen[1] and "3.0 MiB/s" in seen[1], "30 MiB in the 10 s since the last good one"
+
+
+def test_bars() -> None:
+    assert sparkline([0, 0.5, 1, 1.2, -1]) == "▁▅██▁"
+
+
+def test_q_ends_it_on_a_terminal() -> None:
+    with serve(lambda: stats(10, 5), 0) as endpoint:
+        main, other = pty.openpty()
+        command = [sys.executable, "-m", "kvtier", "top", endpoint.url, "--interval", "0.2"]
+        with subprocess.Popen(command, stdin=other, stdout=other, stderr=other, close_fds=True) as process:
+            os.close(other)
+            seen = b""
+            while b"blocks requested" not in seen:
+                seen += os.read(main, 4096)
+            os.write(main, b"q")
+            begin = time.monotonic()
+            while process.poll() is None and time.monotonic() < begin + 60:
+                try:
+                    os.read(main, 4096)
+                except OSError:  # the terminal's other end is closed
+                    break
+            assert process.wait(60) == 0
+        os.close(main)
+    assert b"\x1b[?1049h" in seen, "the alternate screen"
+
+
+@pytest.mark.parametrize("page", ["", "# HELP other x\nother 1\n"])
+def test_a_page_without_kvtier_has_no_figures(page: str) -> None:
+    assert parse_figures(page) == {}

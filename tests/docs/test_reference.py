@@ -1,0 +1,28 @@
+"""The generated references are what the code says."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Config
+from kvtier.config.explain import known_keys
+from kvtier.metrics import REQUESTS, TASKS, TIERS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_current(name: str) -> None:
+    assert (DOCS / name).read_text() == PAGES[name](), "run `make reference`"
+
+
+def test_the_pages_name_everything() -> None:
+    for family in (*REQUESTS.values(), *TASKS.values(), *TIERS.values()):
+        assert f"| `{family.name}" in PAGES["metrics.md"]()
+    for key in known_keys(Config):
+        assert f"| `{key}` |" in PAGES["configuration.md"]()
