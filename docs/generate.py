@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 from prometheus_client import Counter, Gauge
 
 from kvtier.config.reference import KeyReference, key_references, section_meanings
 from kvtier.metrics import BOUNDS_S, BUILD, ENGINE, PORT, REQUESTS, TASKS, TIERS, Family, labels_of
 
+WIDTH = 118
 NOTE = "<!-- Written by `make reference` from the code. -->"
 SECTIONS = {
     "Requests": REQUESTS.values(),
@@ -26,9 +28,12 @@ def metrics() -> str:
     """The page of metrics."""
     lines = [
         "# Metrics", "", NOTE, "",
-        f"`kvtier.metrics.serve` shows these on its own endpoint (port {PORT}); vLLM and SGLang show them on theirs, with",
-        "the prefixes `vllm:` and `sglang:` and the engine's own labels. [operations.md](operations.md) explains reasons,",
-        "states and kinds, and what to alert on.",
+        fill(
+            f"`kvtier.metrics.serve` shows these on its own endpoint (port {PORT}); vLLM and SGLang show them on "
+            "theirs, with the prefixes `vllm:` and `sglang:` and the engine's own labels. "
+            "[operations.md](operations.md) explains reasons, states and kinds, and what to alert on.",
+            WIDTH,
+        ),
     ]  # fmt: skip
     for title, families in SECTIONS.items():
         lines += ["", f"## {title}", "", "| metric | kind | labels | meaning |", "|---|---|---|---|"]
@@ -50,10 +55,13 @@ def configuration() -> str:
     """The page of the configuration's keys."""
     lines = [
         "# Configuration", "", NOTE, "",
-        "One YAML file. `kvtier init` writes one for a machine, `kvtier config check` reads it, and",
-        "`kvtier config schema --json` prints a JSON Schema. Sizes: `64GiB` or bytes. Durations: `24h`. Rates: `500MiB/s`.",
-        "`*` stands for a name of your own. [operations.md](operations.md#values-from-the-environment) says which values the",
-        "environment can give.",
+        fill(
+            "One YAML file. `kvtier init` writes one for a machine, `kvtier config check` reads it, and `kvtier config "
+            "schema --json` prints a JSON Schema. Sizes: `64GiB` or bytes. Durations: `24h`. Rates: `500MiB/s`. `*` "
+            "stands for a name of your own. [operations.md](operations.md#values-from-the-environment) says which "
+            "values the environment can give.",
+            WIDTH,
+        ),
     ]  # fmt: skip
     return "\n".join([*lines, *_keys()]) + "\n"
 

@@ -56,12 +56,21 @@ def plan(
     shape = CacheShape(model, bytes_per_token or known.bytes_per_token, prefill_rate or known.prefill_tokens_s)
     given = Assumptions(shape, gpu_hour, ram_price=ram_price, ssd_price=ssd_price, ssd_read_gb_s=ssd_read)
     made = plan_capacity(loaded, given, parse_duration(ttl), budget, scale)
+    doubts = loaded.doubts(parse_duration(ttl)) if trace is not None else []
     spent = round(time.perf_counter() - began, 2)
     if json:
         write_json(
-            {"trace": loaded.name, "shape": dataclasses.asdict(shape), **dataclasses.asdict(made), "seconds": spent}
+            {
+                "trace": loaded.name,
+                "shape": dataclasses.asdict(shape),
+                **dataclasses.asdict(made),
+                "seconds": spent,
+                "doubts": doubts,
+            }
         )
         return
+    for doubt in doubts:
+        console().print(f"too small a trace: {doubt}")
     _print(loaded.name, shape, made, spent)
 
 

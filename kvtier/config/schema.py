@@ -42,8 +42,8 @@ from kvtier.retention.terms import BUILTIN, Depth, Terms
 from kvtier.units import format_size, shorten
 
 G2_CAPACITY_DEFAULT = 256 << 20
-G3_CAPACITY_MIN = 1 << 20
-"""A store is cut to a smaller capacity at its next start: a forgotten unit is not to empty it."""
+G3_CAPACITY_MIN = 4096
+"""The smallest slot. A store is cut to a smaller capacity at its next start: a forgotten unit is not to empty it."""
 
 NAME_CHARS_MAX = 32
 CLASSES_MAX = 64

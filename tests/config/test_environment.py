@@ -126,7 +126,7 @@ def test_a_wrong_variable_is_named(file: Path, name: str, text: str, says: str) 
             "tiers.g3.paht: unknown key; did you mean tiers.g3.path?; {file}:4: tiers.g3.path",
         ),
         (FILE.replace("1TiB", "1 truck"), 6, "tiers.g3.capacity: '1 truck' is not a size"),
-        (FILE.replace("1TiB", "10"), 6, "tiers.g3.capacity: 10 bytes is less than 1MiB"),
+        (FILE.replace("1TiB", "10"), 6, "tiers.g3.capacity: 10 bytes is less than 4KiB"),
         (FILE.replace("1h", "forever"), 7, "retention.default: 'forever' is not a class"),
         (FILE.replace("path: ${SCRATCH}/kvtier", "path: [/a, ~/b]"), 5, "tiers.g3.path: '/a': ~ is not expanded"),
         (FILE.replace("1GiB}", "1GiB"), 4, "not YAML: "),

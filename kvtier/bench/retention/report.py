@@ -23,6 +23,7 @@ _STYLE = """
 main { max-width: 820px; margin: 0 auto; padding: 48px 20px 80px }
 h1 { font-size: 30px; line-height: 1.2; letter-spacing: -.01em; margin: 0 0 8px; text-wrap: balance }
 h2 { font-size: 20px; margin: 52px 0 6px } p { margin: 6px 0 14px; max-width: 68ch } .soft { color: var(--soft) }
+.doubt { border-left: 4px solid var(--left); padding: 2px 12px }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 28px 0 }
 .figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 14px 16px }
 .figure b { display: block; font-size: 26px; line-height: 1.15; font-variant-numeric: tabular-nums }
@@ -78,14 +79,18 @@ def render(worth: Worth, origin: Mapping[str, Any], replayed: Mapping[str, Any] 
     trace, given = worth.trace, worth.assumptions
     points = dict(worth.ttl_points)
     longest, ten = max(points), 600.0
+    claim = (
+        f"Keeping KV for {duration(longest)} leaves {points[longest]:.1f} % of the prompt to prefill; "
+        f"ten minutes leave {points[ten]:.1f} %"
+    )
     parts = [
-        f"<h1>Keeping KV for {html.escape(duration(longest))} leaves {points[longest]:.1f} % of the prompt to "
-        f"prefill; ten minutes leave {points[ten]:.1f} %</h1>",
+        f"<h1>{html.escape('What keeping KV saves' if worth.doubts else claim)}</h1>",
         f'<p class="soft">{html.escape(str(trace["name"]))}: {trace["requests"]:,} requests over {trace["hours"]:g} h, '
         f"{trace['references']:,} references to {trace['unique_blocks']:,} blocks of {trace['block_tokens']} tokens. "
         f"As {html.escape(given.shape.name)} ({given.shape.bytes_per_token:,} bytes per token) that is "
         f"{trace['footprint_gb']:,} GB of KV.</p>",
-        _headline(worth, points, longest),
+        *(f'<p class="doubt">Too small a trace: {html.escape(doubt)}.</p>' for doubt in worth.doubts),
+        *([] if worth.doubts else [_headline(worth, points, longest)]),
         "<h2>Prefill left, by retention of idle KV</h2>",
         "<p>Sliding: every use renews. Unbounded capacity. Exact for this trace.</p>",
         line(
@@ -95,7 +100,7 @@ def render(worth: Worth, origin: Mapping[str, Any], replayed: Mapping[str, Any] 
         ),
         *_tiers(worth),
         *_waiting(worth),
-        *_money(worth),
+        *([] if worth.doubts else _money(worth)),
         *_replayed(replayed),
         _footer(worth, origin),
     ]

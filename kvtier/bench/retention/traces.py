@@ -44,6 +44,10 @@ class Request:
     session: int = -1
 
 
+REQUESTS_MIN = 200
+"""Requests from which shares of hits are worth money."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Requests in order of time. Ids of blocks are dense: 0 … `unique` - 1."""
@@ -63,6 +67,20 @@ class Trace:
     def span_s(self) -> float:
         """Seconds from the first request to the last."""
         return self.requests[-1].at - self.requests[0].at if self.requests else 0.0
+
+    def doubts(self, kept_s: float = 0.0) -> list[str]:
+        """Why figures of this trace say little; `kept_s`: the longest retention that is asked about, in seconds."""
+        found = []
+        if len(self.requests) < REQUESTS_MIN:
+            found.append(
+                f"{len(self.requests)} requests are too few: below {REQUESTS_MIN}, a few more change every figure"
+            )
+        if kept_s != float("inf") and self.span_s < kept_s:
+            found.append(
+                f"the trace spans {self.span_s / 60:,.0f} minutes: what keeping KV for {kept_s / 60:,.0f} saves cannot "
+                "show in it"
+            )
+        return found
 
     def squeezed(self, span_s: float, seed: int) -> Trace:
         """The same sessions with their starts drawn anew, uniformly over `span_s`: more of them live at once.

@@ -72,20 +72,22 @@ class Worth:
     ssd: Mapping[str, float] = field(default_factory=dict)
     break_even: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by tier
     cost: Mapping[str, float] = field(default_factory=dict)
+    doubts: tuple[str, ...] = ()  # why the trace is too small for ratios and prices
 
     @property
     def prefill_left_percent(self) -> float:
         return 100 - sum(self.percent.values())
 
     def summary(self) -> dict[str, Any]:
-        """For tables and JSON, rounded. Pure."""
+        """For tables and JSON, rounded; without prices where there are doubts. Pure."""
+        cost = {} if self.doubts else {"cost_per_month": _rounded(self.cost)}
         return {
             "prefill_left_percent_kept_for": {duration(ttl): round(left, 3) for ttl, left in self.ttl_points},
             "served_percent": _rounded(self.percent),
             "first_token_s_after_pause": _rounded(self.gaps),
             "ssd": _rounded(self.ssd),
             "break_even": _rounded(self.break_even),
-            "cost_per_month": _rounded(self.cost),
+            **cost,
             "hours": [_rounded(hour) for hour in self.hours],
         }
 
@@ -122,6 +124,7 @@ def appraise(
         ssd=_ssd(trace, stores, missed_blocks * block_bytes, given),
         break_even={store.name: _break_even(store, given) for store in stores},
         cost=_cost(trace, stores, reached[0].sum(), total.sum(), given),
+        doubts=tuple(trace.doubts()),
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +20,12 @@ from kvtier.bench.retention import simulate as simulation
 from kvtier.bench.retention.curves import Reuse
 from kvtier.bench.retention.report import write_report
 from kvtier.bench.retention.shapes import CacheShape, shape_of
-from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, TierLevel
-from kvtier.bench.retention.traces import Trace, load_trace
+from kvtier.bench.retention.simulate import ALL, COMPARED, FOREVER, Admit, TierLevel
+from kvtier.bench.retention.traces import REQUESTS_MIN, Trace, load_trace
 from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, appraise
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
+from kvtier.policies.policy import POLICIES
 from kvtier.retention.terms import Terms
 from kvtier.tiers.host.arena import SLOT_ALIGN
 from kvtier.units import parse_duration, parse_size
@@ -64,6 +66,7 @@ def simulate(
     bytes_per_token: TokenBytes = None, limit: Limit = None, folder: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Simulate a cache, or a stack of tiers, without bytes and in the trace's own time."""
+    check_policy(policy)
     loaded = load_trace(trace, limit=limit)
     if tiers is None:
         results = _single(loaded, policy, capacity_fraction, ttl)
@@ -78,6 +81,7 @@ def replay(
     g4: G4 = None, kill: Kill = True, limit: Limit = None, folder_saved: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Replay a trace with real, scaled-down KV through RAM, SSD and, if asked, object storage; compare every byte."""
+    check_policy(policy, ("auto", *POLICIES))
     loaded = load_trace(trace, limit=limit)
     results = _replay(loaded, policy, ttls, sample, bytes_per_token, folder, (g2, g3, g4), kill=kill)
     _deliver("retention_replay", loaded, results, folder_saved, as_json=json)
@@ -114,6 +118,7 @@ def retention(
     folder_saved: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
     """The former command: a simulation or a replay, and a report with --report."""
+    check_policy(policy, COMPARED if simulate else ("auto", *POLICIES))
     loaded = load_trace(trace, limit=limit)
     shape, results = _shape(model, bytes_per_token if simulate else None), dict[str, Any]()
     if not simulate:
@@ -127,6 +132,15 @@ def retention(
     _deliver("retention_simulated" if simulate else "retention_replay", loaded, results, folder_saved, as_json=json)
 
 
+def check_policy(name: str, known: Iterable[str] = COMPARED) -> None:
+    """Raises InvalidRequest for a policy that is not among `known`, with the nearest one."""
+    names = list(known)
+    if name not in names:
+        near = get_close_matches(name, names, 1, 0.4)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidRequest(f"--policy {name[:40]!r} is not one of {', '.join(names)}{meant}")
+
+
 def _deliver(kind: str, trace: Trace, results: dict[str, Any], folder: Path | None, *, as_json: bool) -> None:
     found: dict[str, Any] = {
         "trace": trace.name,
@@ -135,12 +149,17 @@ def _deliver(kind: str, trace: Trace, results: dict[str, Any], folder: Path | No
         "references": trace.references,
         "unique_blocks": trace.unique,
         "block_tokens": trace.block_tokens,
+        "doubts": doubts_of(trace, results),
     } | results
     if folder is not None:
         save(record(kind, ["kvtier", *sys.argv[1:]], found), folder)
     if as_json:
         write_json(found)
         return
+    for doubt in found.pop("doubts"):
+        console().print(f"too small a trace: {doubt}")
+    if len(trace.requests) < REQUESTS_MIN:
+        found.pop("prefill_ratio", None)
     worth, compared = found.pop("worth", None), found.pop("percent_of_footprint", {})
     write_table(["", trace.name], _rows(found))
     if compared:
@@ -149,6 +168,12 @@ def _deliver(kind: str, trace: Trace, results: dict[str, Any], folder: Path | No
         write_table(["capacity", *(f"{size} %" for size in compared)], rows)
     if worth is not None:
         _show(worth)
+
+
+def doubts_of(trace: Trace, results: Mapping[str, Any]) -> list[str]:
+    """What the trace is too small for."""
+    kept = [_seconds(text) for text in results.get("ttls", ())] + [results.get("ttl_s") or 0.0]
+    return trace.doubts(max(kept))
 
 
 def _show(worth: Mapping[str, Any]) -> None:
@@ -163,16 +188,17 @@ def _show(worth: Mapping[str, Any]) -> None:
     shown = ("requests", "ttft_p50_s", "ttft_p90_s", "without_p50_s", "without_p90_s")
     rows = [[pause, *(gap[name] for name in shown)] for pause, gap in worth["first_token_s_after_pause"].items()]
     write_table(["first token after", "requests", "p50 s", "p90 s", "VRAM only p50 s", "p90 s"], rows)
-    wear, cost = worth["ssd"], worth["cost_per_month"]
+    wear, cost = worth["ssd"], worth.get("cost_per_month")
     if wear:
         console().print(
             f"SSD: {wear['written_gb_per_day']:,.0f} GB written a day, {wear['drive_writes_per_day']:.2g} drive writes;"
             f" its endurance lasts {wear['endurance_days']:,.0f} days."
         )
-    console().print(
-        f"A month's prefill costs {cost['gpu_with']:,.0f} $ of GPU time, with VRAM alone {cost['gpu_without']:,.0f} $; "
-        f"RAM, SSD and objects {cost['storage']:,.0f} $."
-    )
+    if cost:
+        console().print(
+            f"A month's prefill costs {cost['gpu_with']:,.0f} $ of GPU time, with VRAM alone "
+            f"{cost['gpu_without']:,.0f} $; RAM, SSD and objects {cost['storage']:,.0f} $."
+        )
 
 
 def _rows(results: dict[str, Any], above: str = "") -> list[tuple[str, object]]:
@@ -289,7 +315,7 @@ def _replay(
             for ttl in map(str.strip, ttls.split(","))
         ]
         replays = [replaying.replay(part, setup) for setup in setups]
-    return {"sample": sample, **replaying.summary(part, replays)}
+    return {"sample": sample, "ttls": [part.strip() for part in ttls.split(",")], **replaying.summary(part, replays)}
 
 
 def _sizes(trace: Trace, scale: int, g2: str | None, g3: str | None, *, above_g4: bool) -> tuple[int, int]:
@@ -337,4 +363,5 @@ def _report(
     seconds = float("inf") if ttl is None else _seconds(ttl)
     worth = appraise(trace, Reuse(trace), stores, Assumptions(shape), seconds)
     written = write_report(path, worth, record("retention", ["kvtier", *sys.argv[1:]], {}), replayed)
-    return {"worth": worth.summary(), "report": [str(part) for part in written]}
+    kept = {"ttls": replayed["ttls"]} if "ttls" in replayed else {}
+    return {**kept, "worth": worth.summary(), "report": [str(part) for part in written]}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.retention.traces import REQUESTS_MIN, Request, Trace
 from kvtier.cli import main
 
 VARYING = {"seconds", "cpu_seconds", "load_p50_ms", "load_p99_ms", "dropped_by_last_process", "files_under_o_direct"}
@@ -100,3 +101,51 @@ def test_policies_are_compared(trace: str, tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as done:
         main(["bench", "retention", "compare", "--trace", trace, "--capacity-fraction", "1.5"])
     assert done.value.code == 2 and "--capacity-fraction" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_too_small_is_said_and_has_neither_ratio_nor_prices(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """60 requests over three minutes."""
+    simulated, _ = run(capsys, "simulate", "--trace", trace, "--ttl", "24h")
+    assert "60 requests are too few" in simulated["doubts"][0] and "spans 3 minutes" in simulated["doubts"][1]
+    reported, _ = run(capsys, "report", "--trace", trace, "--html", str(tmp_path / "r.html"))
+    assert reported["doubts"] and "cost_per_month" not in reported["worth"]
+    page = (tmp_path / "r.html").read_text()
+    assert "60 requests are too few" in page and "$ per month" not in page and "× " not in page.split("<h2>")[0]
+    with pytest.raises(SystemExit):
+        main(["bench", "retention", "replay", "--trace", trace, "--sample", "1", "--no-kill", "--ttls", "1m,10m"])
+    shown = capsys.readouterr().out
+    assert "too small a trace: 60 requests" in shown and "prefill ratio" not in shown
+    with pytest.raises(SystemExit):
+        main(["plan", "--trace", trace])
+    assert "too small a trace: 60 requests" in capsys.readouterr().out
+
+
+def test_enough_requests_over_enough_time_raise_no_doubt() -> None:
+    requests = tuple(Request(60.0 * number, [number % 50], 16, 1) for number in range(REQUESTS_MIN))
+    trace = Trace("t", "test", 16, requests, 50)
+    assert trace.doubts(3600) == trace.doubts(float("inf")) == []
+    assert len(trace.doubts(24 * 3600)) == 1
+
+
+@pytest.mark.parametrize("command", ["simulate", "replay", "--simulate"])
+def test_a_mistyped_policy_is_refused_before_the_trace_is_read(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the command would not use it."""
+    with pytest.raises(SystemExit) as done:
+        main(
+            [
+                "bench",
+                "retention",
+                command,
+                "--trace",
+                "absent",
+                "--ttl" if command != "replay" else "--ttls",
+                "1h",
+                "--policy",
+                "gapdule",
+            ]
+        )
+    assert done.value.code == 2 and "did you mean gapduel?" in capsys.readouterr().err
