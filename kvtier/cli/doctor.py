@@ -31,8 +31,9 @@ def doctor(file: File = None, explain_namespace: Pair = None, json: Json = False
     if explain_namespace is not None:
         _explain(*explain_namespace, as_json=json)
         return
-    config = Config.load(file) if file else Config.from_environment()
-    findings = run_checks(config)
+    absent: dict[str, str] = {}
+    config = Config.load(file, absent=absent) if file else Config.from_environment()
+    findings = run_checks(config, absent)
     worst = max((finding.level for finding in findings), default=Level.OK)
     if json:
         write_json(

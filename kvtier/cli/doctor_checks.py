@@ -8,13 +8,15 @@ import platform
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from kvtier.cli.g4 import findings
 from kvtier.cli.g4_checks import trust_findings
+from kvtier.cli.machine_checks import engine_findings, gpu_findings, process_findings, store_findings
 from kvtier.config import G3, Config
 from kvtier.tiers.disk.directory import NETWORK_FILE_SYSTEMS, file_system_of
 from kvtier.tiers.host.arena import available_bytes
@@ -42,9 +44,24 @@ class Finding:
     advice: str = ""
 
 
-def run_checks(config: Config) -> list[Finding]:
-    """All checks in order. Touches the directories that `config` names, by temporary files that it removes."""
-    return [finding for check in CHECKS for finding in check(config)]
+def run_checks(config: Config, absent: Mapping[str, str] = MappingProxyType({})) -> list[Finding]:
+    """All checks in order. Touches the directories that `config` names, by temporary files that it removes. `absent`:
+    secrets that are not known here, key → variable; no bucket is asked with stand-ins for its credentials."""
+    found = [finding for check in CHECKS for finding in check(config)]
+    if not any(key.startswith("tiers.g4.options.") for key in absent):
+        found += _objects(config)
+    for key, name in absent.items():
+        advice = f"export {name} to check what depends on it, such as the bucket"
+        found.append(Finding(key, Level.WARN, f"the environment variable {name} is not set here", advice))
+    return found
+
+
+def _rows(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[Finding]:
+    yield from (Finding(what, Level[level.upper()], found, advice) for what, level, found, advice in rows)
+
+
+def _beside(config: Config) -> Iterator[Finding]:
+    yield from _rows((*engine_findings(), *gpu_findings(), *process_findings()))
 
 
 def _python(config: Config) -> Iterator[Finding]:
@@ -93,6 +110,7 @@ def _disk(config: Config) -> Iterator[Finding]:
         return
     for path in config.tiers.g3.path:
         yield from _directory(path, config.tiers.g3)
+        yield from _rows(store_findings(path))
 
 
 def _directory(path: Path, g3: G3) -> Iterator[Finding]:
@@ -148,7 +166,7 @@ def _objects(config: Config) -> Iterator[Finding]:
     else:
         yield Finding("g4", Level.FAIL, f"no client for {scheme}:// is installed", "pip install 'kvtier[s3]'")
     asked = (*trust_findings(config), *findings(g4))
-    yield from (Finding(what, Level[level.upper()], found, advice) for what, level, found, advice in asked)
+    yield from _rows(asked)
     if config.security.scope_secret is None and scheme not in ("file", "memory"):
         advice = "set security.scope_secret, the same on every replica"
         yield Finding(
@@ -156,5 +174,5 @@ def _objects(config: Config) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (_python, _kernel, _memory, _descriptors, _disk, _objects)
-"""One function per subject, in the order in which they are shown."""
+CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (_python, _kernel, _beside, _memory, _descriptors, _disk)
+"""One function per subject, in the order in which they are shown; the bucket follows."""

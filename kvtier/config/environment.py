@@ -19,6 +19,9 @@ from kvtier.errors import ConfigError
 from kvtier.units import TEXT_CHARS_MAX, shorten
 
 PREFIX = "KVTIER_"
+STAND_IN = "0" * 64
+"""Of a secret that is not known here: right in length for all of them."""
+
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 _SECRETS = ("security.scope_secret", "security.key")
 _PLACES = re.compile(r"tiers\.g3\.path(\[\d+\])?|tiers\.g4\.url|security\.(key_file|data_keys)")
@@ -29,18 +32,24 @@ def is_secret(key: str) -> bool:
     return key in _SECRETS or key.startswith("tiers.g4.options.")
 
 
-def substitute(value: Any, key: str, environ: Mapping[str, str], depth: int = 0) -> Any:
-    """A copy of `value` with `${NAME}` replaced where it may stand. Raises ConfigError that begins with the key."""
+def substitute(
+    value: Any, key: str, environ: Mapping[str, str], absent: dict[str, str] | None = None, depth: int = 0
+) -> Any:
+    """A copy of `value` with `${NAME}` replaced where it may stand. With `absent`, a secret whose variable is not set
+    is STAND_IN, and goes there: key → variable. Raises ConfigError that begins with the key."""
     if depth > DEPTH_MAX:
         raise ConfigError(f"{key[:TEXT_CHARS_MAX]}: nested deeper than {DEPTH_MAX} levels")
     if isinstance(value, Mapping):
-        return {k: substitute(v, _join(key, k), environ, depth + 1) for k, v in value.items()}
+        return {k: substitute(v, _join(key, k), environ, absent, depth + 1) for k, v in value.items()}
     if isinstance(value, list):
-        return [substitute(v, f"{key}[{i}]", environ, depth + 1) for i, v in enumerate(value)]
+        return [substitute(v, f"{key}[{i}]", environ, absent, depth + 1) for i, v in enumerate(value)]
     if not isinstance(value, str) or len(value) > PATH_CHARS_MAX or "${" not in value:
         return value
 
     def named(match: re.Match[str]) -> str:
+        if match[1] not in environ and absent is not None and is_secret(key):
+            absent[key] = match[1]
+            return STAND_IN
         if match[1] not in environ:
             raise ConfigError(f"{key}: the environment variable {match[1]} is not set")
         return environ[match[1]]

@@ -255,9 +255,12 @@ class Config(_Section):
         return self
 
     @classmethod
-    def load(cls, path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
+    def load(
+        cls, path: str | Path, environ: Mapping[str, str] | None = None, absent: dict[str, str] | None = None
+    ) -> Config:
         """From a YAML file, with the KVTIER_… variables of `environ` (default: the process's) over it. Reads the file.
-        Raises ConfigError that begins with the file and line, or the variable."""
+        With `absent`, secrets whose variables are not set are stand-ins, and go there: key → variable; such a value is
+        for looking at only. Raises ConfigError that begins with the file and line, or the variable."""
         name = str(path) if len(str(path)) <= 256 else shorten(str(path))
         try:
             with open(path, "rb") as file:
@@ -269,7 +272,7 @@ class Config(_Section):
         raw, lines = read_marked(text, name)
         if not raw:
             raise ConfigError(f"{name}: is empty; write at least `version: 1` and tiers (`kvtier init` writes a file)")
-        return cls._overridden(raw, environ, {key: f"{name}:{line}" for key, line in lines.items()}, name)
+        return cls._overridden(raw, environ, {key: f"{name}:{line}" for key, line in lines.items()}, name, absent)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -284,20 +287,31 @@ class Config(_Section):
 
     @classmethod
     def _overridden(
-        cls, raw: Mapping[str, Any], environ: Mapping[str, str] | None, places: dict[str, str], name: str
+        cls,
+        raw: Mapping[str, Any],
+        environ: Mapping[str, str] | None,
+        places: dict[str, str],
+        name: str,
+        absent: dict[str, str] | None = None,
     ) -> Config:
         environ = os.environ if environ is None else environ
         sections = {key: key in _SECTIONS for key in cls.model_fields if key != "version"}
         values, given = override(raw, environ, sections)
-        return cls._parsed(values, environ, lambda fault: located(fault, {**places, **given}, name))
+        return cls._parsed(values, environ, lambda fault: located(fault, {**places, **given}, name), absent)
 
     @classmethod
-    def _parsed(cls, raw: Mapping[str, Any], environ: Mapping[str, str], place: Callable[[str], str]) -> Config:
+    def _parsed(
+        cls,
+        raw: Mapping[str, Any],
+        environ: Mapping[str, str],
+        place: Callable[[str], str],
+        absent: dict[str, str] | None = None,
+    ) -> Config:
         """`place` says of a fault, which begins with its key, also where that is."""
         if not isinstance(raw, Mapping):
             raise ConfigError(f"a configuration is a mapping of keys, got {type(raw).__name__}")
         try:
-            values = substitute(raw, "", environ)
+            values = substitute(raw, "", environ, absent)
         except ConfigError as wrong:
             raise ConfigError(place(str(wrong))) from None
         try:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier.bench.policies import COMPARED
 from kvtier.bench.record import record, save
 from kvtier.bench.retention import compare as comparison
 from kvtier.bench.retention import replay as replaying
@@ -20,7 +21,7 @@ from kvtier.bench.retention import simulate as simulation
 from kvtier.bench.retention.curves import Reuse
 from kvtier.bench.retention.report import write_report
 from kvtier.bench.retention.shapes import CacheShape, shape_of
-from kvtier.bench.retention.simulate import ALL, COMPARED, FOREVER, Admit, TierLevel
+from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, TierLevel
 from kvtier.bench.retention.traces import REQUESTS_MIN, Trace, load_trace
 from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, appraise
 from kvtier.cli.output import Json, console, write_json, write_table

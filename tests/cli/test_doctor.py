@@ -1,0 +1,117 @@
+"""What `kvtier doctor` says of the machine, and of a configuration whose secrets are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.cli import machine, machine_checks
+from kvtier.cli.machine_checks import engine_findings, gpu_findings, store_findings
+from kvtier.config import Config
+from kvtier.testing import sample_namespace
+from kvtier.tiers.disk.directory import users_of
+from kvtier.tiers.disk.owner import Owner
+
+Run = Callable[..., Any]
+NS = sample_namespace(4096)
+
+
+def levels(rows: Any) -> dict[str, str]:
+    return {subject: level for subject, level, _, _ in rows}
+
+
+def test_it_works_without_the_value_of_a_secret(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTIER_SECRET", raising=False)
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(
+        f"tiers: {{g4: {{url: 'file://{tmp_path}/g4', options: {{token: '${{KVTIER_TOKEN}}'}}}}}}\n"
+        "security: {scope_secret: '${KVTIER_SECRET}', key: '${KVTIER_KEY}'}\n"
+    )
+    done = run("doctor", file, "--json")
+    found = {each["subject"]: each for each in done.json()["findings"]}
+    for key, name in (
+        ("security.scope_secret", "SECRET"),
+        ("security.key", "KEY"),
+        ("tiers.g4.options.token", "TOKEN"),
+    ):
+        assert found[key]["level"] == "warn" and f"KVTIER_{name} is not set" in found[key]["detail"]
+    assert done.status == 0 and not (tmp_path / "g4").exists(), "the bucket is not asked with stand-ins"
+    assert run("config", "check", file).status == 2, "an engine would not start"
+
+
+def test_a_missing_path_variable_is_still_a_mistake(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("tiers: {g3: {path: '${NOWHERE_SET}/kv', capacity: 1GiB}}\n")
+    assert run("doctor", file).status == 2
+
+
+def test_versions_are_listed_and_an_untested_engine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for release, level in (("0.33.1", ""), ("0.27.0+cpu", ""), ("0.99.0", "warn"), ("1.0.0", "warn")):
+        monkeypatch.setattr(machine_checks, "_installed", lambda release=release: iter([("vllm", release)]))
+        rows = list(engine_findings())
+        assert f"kvtier {kvtier.__version__}; vllm {release}" in rows[0][2]
+        assert levels(rows).get("vllm", "") == level, release
+
+
+def test_a_gpu_is_described_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, tool = tmp_path / "version", tmp_path / "nvidia-smi"
+    assert "no NVIDIA driver" in next(gpu_findings(driver))[2]
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  595.71\nGCC version:\n")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert next(gpu_findings(driver))[2] == "NVIDIA UNIX Open Kernel Module 595.71"
+    monkeypatch.setattr("shutil.which", lambda name: str(tool))
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100, 595.71, 81559 MiB'\n")
+    tool.chmod(0o700)
+    assert next(gpu_findings(driver))[1:3] == ("ok", "NVIDIA H100, 595.71, 81559 MiB")
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert next(gpu_findings(driver))[1] == "warn"
+
+
+def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "g3").mkdir()
+    (speed,) = (row for row in store_findings(tmp_path / "g3") if row[0].endswith("speed"))
+    assert "MB/s, a sync takes" in speed[2] and list((tmp_path / "g3").iterdir()) == []
+    read_only = list(store_findings(tmp_path / "absent" / "g3"))
+    assert not [row for row in read_only if row[0].endswith("speed")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "spins", "level"), [("ext4", False, "ok"), ("ext4", True, "warn"), ("overlay", None, "warn")]
+)
+def test_the_mount_below_the_store_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, spins: bool | None, level: str
+) -> None:
+    mount = machine.Mount(tmp_path, "/dev/x", kind, False, 1 << 40, spins)
+    monkeypatch.setattr(machine_checks, "mount_of", lambda path: mount)
+    row = next(store_findings(tmp_path))
+    assert row[0].endswith("mount") and row[1] == level and f"{kind} on /dev/x" in row[2]
+
+
+def test_users_of_another_pid_namespace_are_seen(tmp_path: Path) -> None:
+    config = Config.parse(
+        {"tiers": {"g2": {"capacity": "1MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "1MiB"}}}
+    )
+    assert users_of(tmp_path / "g3") is None
+    with kvtier.open(config, NS):
+        assert users_of(tmp_path / "g3") == Owner.current().pid_namespace
+        assert not [row for row in store_findings(tmp_path / "g3") if row[0].endswith("users")]
+        lock = tmp_path / "g3" / "LOCK"
+        boot, _, rest = lock.read_bytes().partition(b" ")
+        with lock.open("r+b") as file:  # as a process of another container signs it
+            file.write(boot + b" 12345\n")
+            file.truncate()
+        (row,) = (row for row in store_findings(tmp_path / "g3") if row[0].endswith("users"))
+        assert row[1] == "fail" and "12345" in row[2] and "hostPID" in row[3]
+        with lock.open("r+b") as file:
+            file.write(boot + b" " + rest)
+            file.truncate()
+    assert users_of(tmp_path / "g3") is None, "nobody uses it"
+
+
+def test_process_limits_are_shown() -> None:
+    rows = {subject: detail for subject, _, detail, _ in machine_checks.process_findings()}
+    assert str(Path("/proc/self/ns/pid").readlink()) in rows["pid namespace"] and rows["memlock"]
