@@ -32,7 +32,7 @@ help:
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
-	@echo "make reference  docs/metrics.md and docs/configuration.md from the code"
+	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
 	@echo "make gpu-check  all tests and measurements that need a GPU, in eight minutes; GPU_PYTHON names the interpreter"
 	@echo "make gpu-wheels beforehand, with a network: the wheels of gpu-check beside CUDA torch, CuPy and transformers"
@@ -131,9 +131,10 @@ types:
 pictures:
 	$(PYTHON) docs/pictures/draw.py docs/pictures/*.toml
 
-# docs/metrics.md and docs/configuration.md from the code.
+# docs/metrics.md and docs/configuration.md from the code, and Grafana's dashboard.
 reference: $(BASE)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python monitoring/dashboard.py
 
 bench: $(BASE)
 	$(BIN)/kvtier bench index --save benchmarks/results
