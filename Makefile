@@ -30,7 +30,7 @@ help:
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
-	@echo "make check      style, types, direction of imports"
+	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
 	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
@@ -118,6 +118,7 @@ hammer: $(READY)
 check: $(READY) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/check_links.py
 	cd build/types && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p kvtier
 	cd build/types && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
