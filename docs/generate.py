@@ -18,7 +18,7 @@ SECTIONS = {
     "Requests": REQUESTS.values(),
     "Tiers": TIERS.values(),
     "Background tasks": TASKS.values(),
-    "Below SGLang": ENGINE.values(),
+    "Below an engine": ENGINE.values(),
     "Release": [BUILD],
 }
 KINDS = {Counter: "counter", Gauge: "gauge"}

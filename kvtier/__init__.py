@@ -17,7 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtier.cache import AsyncCache, Cache, aopen, chain_hashes, open
+    from kvtier.cache import AsyncCache, Cache, aopen, chain_hashes, open, reload_on_sighup
     from kvtier.config import Config
     from kvtier.errors import (
         CapacityError,
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncCache": "cache", "Cache": "cache", "Hit": "hit", "aopen": "cache", "chain_hashes": "cache", "open": "cache",
+    "reload_on_sighup": "cache",
     "CapacityError": "errors", "ClosedError": "errors", "ConfigError": "errors", "FormatError": "errors",
     "IdentityError": "errors", "InvalidRequest": "errors", "KVTierError": "errors",
     "Config": "config", "Flushed": "manager.closing", "Namespace": "identity.namespace", "Terms": "retention.terms",
@@ -60,6 +61,7 @@ __all__ = [
     "aopen",
     "chain_hashes",
     "open",
+    "reload_on_sighup",
 ]
 
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
@@ -24,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
-from kvtier.errors import ConfigError
-from kvtier.face import Face, keys_of_tokens
+from kvtier.errors import KVTierError
+from kvtier.face import Face, config_of, keys_of_tokens
 from kvtier.hit import Getting, Hit
 from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.identity.namespace import Namespace
@@ -39,6 +41,8 @@ from kvtier.times import Mono
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -336,7 +340,7 @@ def open(
     of G2. `computes`: a model computes in this process; G3 then works in one of its own. Raises ConfigError, or
     FormatError for a directory that is not ours.
     """
-    return Cache(_config(config), namespace, clock or SystemClock(), tiers, near, computes)
+    return Cache(config_of(config), namespace, clock or SystemClock(), tiers, near, computes)
 
 
 def aopen(
@@ -347,15 +351,20 @@ def aopen(
     tiers: Sequence[Tier] | None = None,
 ) -> AsyncCache:
     """Like `open`, for `async with`."""
-    return AsyncCache(_config(config), namespace, clock or SystemClock(), tiers)
+    return AsyncCache(config_of(config), namespace, clock or SystemClock(), tiers)
 
 
-def _config(config: object) -> Config:
-    if isinstance(config, str | Path):
-        return Config.load(config)
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"config must be a kvtier.Config or the path of a YAML file, got {type(config).__name__}; a mapping goes "
-            "through Config.parse"
-        )
-    return config
+def reload_on_sighup(cache: Cache, path: str | Path) -> None:
+    """Have SIGHUP call `cache.reload(path)`, on a thread of its own: the cache's lock may be held when the signal
+    comes. A mistake in the file is logged, and changes nothing. Replaces the signal's handler; for the main thread."""
+
+    def reload() -> None:
+        try:
+            cache.reload(path)
+        except KVTierError as wrong:
+            log.error("configuration not reloaded: %s", wrong)
+
+    def start(_number: int, _frame: object) -> None:
+        threading.Thread(target=reload, name="kvtier-reload", daemon=True).start()
+
+    signal.signal(signal.SIGHUP, start)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.clock import Clock
 from kvtier.config import Config
-from kvtier.errors import ClosedError, InvalidRequest
+from kvtier.config.changes import reloadable_changes
+from kvtier.errors import ClosedError, ConfigError, InvalidRequest
 from kvtier.hit import Hit
 from kvtier.identity import hashing
 from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.accounts import Account
-from kvtier.manager.build import build
+from kvtier.manager.build import build, limits_of
 from kvtier.manager.lease import Lease
 from kvtier.manager.work import Work
 from kvtier.named_pins import AsyncNamedPins
@@ -25,6 +28,8 @@ from kvtier.times import Mono
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+log = logging.getLogger(__name__)
 
 
 class Face:
@@ -42,7 +47,7 @@ class Face:
         self.config = config
         self.namespace = namespace
         self._clock = clock
-        self._classes = config.terms()
+        self._retention = config.terms(), config.retention.default
         self._secret = config.scope_secret
         self._pid = os.getpid()
         self.manager = build(config, namespace, clock, lower, near, computes)
@@ -83,7 +88,7 @@ class Face:
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
 
     def _terms(self, retention: Wanted) -> RequestTerms:
-        return request_terms(retention, self._classes, self.config.retention.default)
+        return request_terms(retention, *self._retention)
 
     def _deadline(self, timeout: float | None, default: float) -> Mono:
         if timeout is not None and not timeout >= 0:
@@ -117,6 +122,19 @@ class Face:
             raise InvalidRequest(f"tokens and seconds must be positive, got {tokens} and {seconds}")
         self.manager.computed(tokens / self.namespace.block_tokens, seconds)
 
+    def reload(self, config: Config | str | Path) -> list[str]:
+        """Take over what another configuration, or the YAML file, changes among
+        `kvtier.config.changes.RELOADABLE`, from the next call on and without losing a block. Returns the keys that
+        changed. Raises ConfigError, also for a key that needs a restart; then nothing was changed. Thread-safe, but not
+        to be called from a signal handler (`reload_on_sighup`)."""
+        config = config_of(config)
+        changed = reloadable_changes(self.config, config)
+        self.manager.apply(limits_of(config, self.namespace))
+        self._retention = config.terms(), config.retention.default
+        self.config = config
+        log.info("configuration reloaded: %s", ", ".join(changed) or "nothing changed")
+        return changed
+
     def stats(self) -> dict[str, Any]:
         """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`."""
         return self.manager.stats()
@@ -124,6 +142,18 @@ class Face:
     def check(self) -> None:
         """Assert the invariants of every tier. Reads whole indexes: for tests and after incidents."""
         self.manager.check()
+
+
+def config_of(config: object) -> Config:
+    """A configuration as it is, or read from the file of that path. Raises ConfigError."""
+    if isinstance(config, str | Path):
+        return Config.load(config)
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config must be a kvtier.Config or the path of a YAML file, got {type(config).__name__}; a mapping goes "
+            "through Config.parse"
+        )
+    return config
 
 
 def keys_of_tokens(tokens: Any, namespace: Namespace, scope: Scope) -> list[bytes]:

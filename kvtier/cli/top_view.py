@@ -93,7 +93,7 @@ class Screen:
         return [
             Text(health, style="" if health == "well" else "bold red"),
             f"{now.get('blocks', 0):,.0f}",
-            f"{held / 2**30:,.2f} GiB",
+            f"{held / 2**30:,.1f} GiB" if held >= 1 << 30 else f"{held / 2**20:,.1f} MiB",
             f"{held / capacity:.0%}" if capacity else "",
             f"{now.get('hit_blocks', 0):,.0f}",
             f"{now.get('pinned_blocks', 0):,.0f}",

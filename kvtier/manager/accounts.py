@@ -67,7 +67,7 @@ class Accounts:
 
     def __init__(self, block_tokens: int, classes: Iterable[str]) -> None:
         self._block_tokens = block_tokens
-        self._classes = frozenset(classes)
+        self.name_classes(classes)
         self.lookups = 0
         self.hits: Counter[str] = Counter()
         self.misses: Counter[Miss] = Counter()
@@ -76,6 +76,10 @@ class Accounts:
         self.losses = Losses()
         self._requests: OrderedDict[str, Account] = OrderedDict()
         self._chains = RecentChains(REQUESTS_MAX)
+
+    def name_classes(self, classes: Iterable[str]) -> None:
+        """Those that written tokens are counted by; the rest are OTHER."""
+        self._classes = frozenset(classes)
 
     def record_read(
         self,

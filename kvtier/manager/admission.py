@@ -22,12 +22,15 @@ class Admission:
     def __init__(self, threshold: int = 1, blocks_min: int = 0, blocks_max: int = BLOCKS_MAX) -> None:
         """`threshold`: requests that must have wanted a block; `blocks_min`: length of a prompt below which it stays in
         G2."""
-        self._threshold = threshold
-        self._blocks_min = blocks_min
         self._blocks_max = blocks_max
         self._wanted: OrderedDict[bytes, int] = OrderedDict()
-        self.active = threshold > 1 or blocks_min > 1
         self.refused = 0
+        self.change(threshold, blocks_min)
+
+    def change(self, threshold: int, blocks_min: int) -> None:
+        """Other bounds from now on; what was counted stays."""
+        self._threshold, self._blocks_min = threshold, blocks_min
+        self.active = threshold > 1 or blocks_min > 1
 
     def want(self, keys: Iterable[BlockKey]) -> None:
         """A request stored or found these blocks."""

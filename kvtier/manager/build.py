@@ -33,9 +33,18 @@ def build(
     to leave it the interpreter. Raises ConfigError."""
     tiers, clock = config.tiers, TrustedClock.around(clock)
     arena = Arena(namespace.block_bytes, namespace.ranks_served, tiers.g2.capacity, near)
-    g3 = tiers.g3
+    limits = limits_of(config, namespace)
+    if lower is None:
+        lower = lower_tiers(config, namespace, clock, arena if computes else None)
+    host = HostTier(arena, make_policy(config.policy, arena.slots), config.retention.quota or 0.0)
+    return Manager(host, lower, clock, limits)
+
+
+def limits_of(config: Config, namespace: Namespace) -> ManagerLimits:
+    """The manager's bounds in a configuration. Pure."""
+    g3 = config.tiers.g3
     bound_s = config.security.purge_bound if config.security.purge == "strict" else math.inf
-    limits = ManagerLimits(
+    return ManagerLimits(
         lookup_s=config.deadlines.lookup,
         reserved=config.retention.reserved,
         store_threshold=config.offload.store_threshold,
@@ -47,10 +56,6 @@ def build(
         tombstones_s=min(20.0, bound_s / 3),
         write_rate=float(g3.write_rate or 0) if g3 else 0.0,
     )
-    if lower is None:
-        lower = lower_tiers(config, namespace, clock, arena if computes else None)
-    host = HostTier(arena, make_policy(config.policy, arena.slots), config.retention.quota or 0.0)
-    return Manager(host, lower, clock, limits)
 
 
 def data_keys(config: Config, clock: Clock) -> StoredKeys | None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.admission import Admission
 from kvtier.manager.coalesce import StrideCoalescer
-from kvtier.manager.hierarchy import Hierarchy
+from kvtier.manager.hierarchy import Hierarchy, ManagerLimits
 from kvtier.manager.promote import Promoter
 from kvtier.manager.protection import Protection
 from kvtier.manager.slices import SLICE_BLOCKS, slices
@@ -24,7 +24,7 @@ from kvtier.retention.terms import Depth
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.meter import Metered
-from kvtier.tiers.protocol import Miss, Stored
+from kvtier.tiers.protocol import Miss, Stored, Tier
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Mono
 
@@ -72,16 +72,24 @@ class Demoter:
         for name, queue in fresh.items():
             queue.start(self._hierarchy.supervisor, tiers[name].breaker)
 
+    def apply(self, limits: ManagerLimits) -> None:
+        """Admission and rate of a changed configuration. Under the lock."""
+        self.admission.change(limits.store_threshold, limits.min_prefix_blocks)
+        for queue in self.queues.values():
+            queue.rate.change(*self._rate_of(queue.tier))
+
+    def _rate_of(self, tier: Tier) -> tuple[float, float]:
+        """Rate and burst of a tier's writes; G4 keeps to rates of its own."""
+        rate = self._hierarchy.limits.write_rate if tier.depth is Depth.G3 else 0.0
+        return rate, max(rate, tier.block_bytes)
+
     def _queue_for(self, tier: Metered) -> WriteBehind:
-        rate = self._hierarchy.limits.write_rate
-        if tier.depth is not Depth.G3:
-            rate = 0.0  # G4 keeps to rates of its own
         return WriteBehind(
             tier,
             self._clock,
             QueueLimits(blocks_max=max(tier.stride, self._pinned_max)),
             lock=self._lock,
-            rate=TokenBucket(self._clock, rate, max(rate, tier.block_bytes)),
+            rate=TokenBucket(self._clock, *self._rate_of(tier)),
             finished=lambda batch, results: self._finished(tier, batch, results),
             position=lambda batch: self._hierarchy.position_of(batch.chain, batch.holds),
             flush_uses=self._flush_uses,

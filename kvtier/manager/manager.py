@@ -94,6 +94,13 @@ class Manager:
         Joining(hierarchy, self._purger, self._saved, self.protection, self.demoter).start()
         self._closing, self.closed = None, False
 
+    def apply(self, limits: ManagerLimits) -> None:
+        """Bounds of a changed configuration, in force from the next call on. No block moves."""
+        with self.lock:
+            self._limits = self.hierarchy.limits = limits
+            self.accounts.name_classes(limits.classes)
+            self.demoter.apply(limits)
+
     async def close(self) -> Flushed:
         """Take in nothing more, flush, then close everything, all within `close_s`, whatever a tier does. Leases still
         out keep their bytes. Idempotent: a second call waits for the first. Cancelling the first skips the flush and

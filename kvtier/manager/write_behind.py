@@ -101,7 +101,7 @@ class WriteBehind:
         self._clock = clock
         self._limits = limits
         self._lock = lock
-        self._rate = rate
+        self.rate = rate
         self._finished = finished
         self._queue: deque[ChainBatch] = deque()
         self._queued = 0  # blocks waiting
@@ -227,7 +227,7 @@ class WriteBehind:
         if not await self._has_parent(batch, deadline):
             self.refused["orphan"] += len(batch)
             return [Stored.REFUSED] * len(batch)
-        await self._rate.take(size)
+        await self.rate.take(size)
         with self._lock:
             position = self._position(batch)
         if position is None:

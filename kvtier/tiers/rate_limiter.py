@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvtier.clock import Clock
 
+WAIT_S_MAX = 1.0
+
 
 class TokenBucket:
     """`rate` bytes per second on average, at most `burst` at once. rate 0: no bound.
@@ -18,6 +20,12 @@ class TokenBucket:
         self._burst = burst
         self._level = burst
         self._at = clock.monotonic()
+
+    def change(self, rate: float, burst: float) -> None:
+        """Another rate and burst from now on; who waits already notices within WAIT_S_MAX."""
+        self._refill()
+        self._rate, self._burst = rate, burst
+        self._level = min(self._level, burst) if rate > 0 else burst
 
     def _refill(self) -> None:
         now = self._clock.monotonic()
@@ -38,4 +46,4 @@ class TokenBucket:
         """Wait until `try_take` succeeds."""
         while not self.try_take(amount):
             missing = min(amount, self._burst) - self._level
-            await self._clock.sleep(max(missing / self._rate, 0.001))
+            await self._clock.sleep(min(max(missing / self._rate, 0.001), WAIT_S_MAX))

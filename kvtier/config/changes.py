@@ -1,0 +1,45 @@
+"""What differs between two configurations, and which of it a running cache can take over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from kvtier.config.schema import Config
+from kvtier.errors import ConfigError
+
+RELOADABLE = (
+    "deadlines",
+    "offload.min_prefix",
+    "offload.store_threshold",
+    "retention.classes",
+    "retention.default",
+    "tiers.g3.write_rate",
+)
+"""Keys, and sections of them, whose new values hold from the next call on. The others size memory, files or
+connections, or are part of the data's identity."""
+
+
+def reloadable_changes(old: Config, new: Config) -> list[str]:
+    """Dotted keys in which `new` differs. Pure. Raises ConfigError that names those which need a restart."""
+    changed = sorted(_changed(old, new, ""))
+    fixed = [key for key in changed if not any(f"{key}.".startswith(f"{each}.") for each in RELOADABLE)]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)}: changes at a start only; a running cache takes over {', '.join(RELOADABLE)}. "
+            "Nothing was changed"
+        )
+    return changed
+
+
+def _changed(old: BaseModel, new: BaseModel, prefix: str) -> Iterator[str]:
+    # By attribute: a dump hides secrets, and two of them would look the same.
+    for name in type(old).model_fields:
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after:
+            continue
+        if isinstance(before, BaseModel) and isinstance(after, BaseModel):
+            yield from _changed(before, after, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,164 @@
+"""A running cache takes over what may change, and keeps every block."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.config import Config
+from kvtier.config.changes import RELOADABLE, reloadable_changes
+from kvtier.config.explain import known_keys
+from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.rate_limiter import WAIT_S_MAX, TokenBucket
+
+NS = sample_namespace(4096)
+FILE = """\
+tiers:
+  g2: {{capacity: 1MiB}}
+  g3: {{path: {folder}/g3, capacity: 2MiB, write_rate: {rate}}}
+retention: {{default: {default}, classes: {{{classes}}}}}
+deadlines: {{get: {get}}}
+"""
+
+
+def text(folder: Path, rate: str = "1GiB/s", default: str = "24h", classes: str = "", get: str = "10s") -> str:
+    return FILE.format(folder=folder, rate=rate, default=default, classes=classes, get=get)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text(text(tmp_path))
+    return path
+
+
+@pytest.fixture
+def cache(file: Path) -> Iterator[kvtier.Cache]:
+    with kvtier.open(file, NS) as cache:
+        yield cache
+
+
+def test_classes_deadlines_and_rates_change_and_every_block_stays(cache: kvtier.Cache, file: Path) -> None:
+    keys = chain_of(NS, 8)
+    cache.put(keys, payloads_of(keys, 4096))
+    cache.flush()
+    with pytest.raises(InvalidRequest):
+        cache.put(keys, payloads_of(keys, 4096), retention="night")
+    file.write_text(text(file.parent, "3MiB/s", "night", "night: {ttl: 8h}", "2s"))
+    assert cache.reload(file) == ["deadlines.get", "retention.classes", "retention.default", "tiers.g3.write_rate"]
+    more = chain_of(NS, 4, seed=2)
+    assert cache.put(more, payloads_of(more, 4096)) == 4
+    assert cache.config.deadlines.get == 2 and cache.stats()["requests"]["written_tokens"]["night"] == 4 * 16
+    assert cache.manager.demoter.queues["g3"].rate._rate == 3 << 20
+    for chain in (keys, more):
+        with cache.get(chain) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, 4096)
+    assert cache.reload(file) == []
+    file.write_text(text(file.parent))
+    cache.reload(file)
+    with pytest.raises(InvalidRequest):
+        cache.put(more, payloads_of(more, 4096), retention="night")
+
+
+def test_admission_changes(cache: kvtier.Cache) -> None:
+    config = cache.config.model_copy(update={"offload": Config.parse({"offload": {"store_threshold": 2}}).offload})
+    assert cache.reload(config) == ["offload.store_threshold"]
+    keys = chain_of(NS, 4)
+    cache.put(keys, payloads_of(keys, 4096))
+    cache.flush()
+    assert cache.stats()["g3"]["blocks"] == 0, "wanted once"
+    with cache.get(keys):
+        pass
+    cache.put(keys, payloads_of(keys, 4096))
+    cache.flush()
+    assert cache.stats()["g3"]["blocks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("tiers.g2.capacity", {"tiers": {"g2": {"capacity": "2MiB"}}}),
+        ("tiers.g4", {"tiers": {"g2": {"capacity": "1MiB"}, "g4": {"url": "memory://"}}}),
+        ("security.scope_secret", {"security": {"scope_secret": "0123456789abcdef"}}),
+        ("policy", {"policy": "lru"}),
+    ],
+)
+def test_what_needs_a_restart_is_refused_and_nothing_changes(key: str, change: dict[str, object]) -> None:
+    base = {"tiers": {"g2": {"capacity": "1MiB"}}}
+    with kvtier.open(Config.parse(base), NS) as cache:
+        before = cache.config
+        with pytest.raises(ConfigError, match=f"^{key}: changes at a start only"):
+            cache.reload(Config.parse({**base, **change, "deadlines": {"get": "1s"}}))
+        assert cache.config is before
+
+
+def test_a_changed_secret_is_a_change_though_dumps_hide_it() -> None:
+    def secret(text: str) -> Config:
+        return Config.parse({"tiers": {"g4": {"url": "memory://", "options": {"token": text}}}})
+
+    with pytest.raises(ConfigError, match=r"^tiers\.g4\.options: "):
+        reloadable_changes(secret("a"), secret("b"))
+    assert reloadable_changes(secret("a"), secret("a")) == []
+
+
+def test_the_list_names_keys_that_exist() -> None:
+    known = known_keys(Config)
+    assert all(any(f"{key}.".startswith(f"{each}.") for key in known) for each in RELOADABLE)
+    page = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
+    section = page.partition("### Changing a running cache")[2].partition("##")[0]
+    assert all(f"`{each}`" in section for each in RELOADABLE)
+
+
+async def test_who_waits_at_a_slow_rate_notices_the_new_one() -> None:
+    clock = VirtualClock()
+    bucket = TokenBucket(clock, 1.0, 10.0)
+    assert bucket.try_take(10)
+    waiting = asyncio.create_task(bucket.take(10))
+    await asyncio.sleep(0)
+    bucket.change(1000.0, 1000.0)
+    begin = clock.monotonic()
+    while not waiting.done():
+        clock.advance(WAIT_S_MAX / 4)
+        await asyncio.sleep(0)
+        assert clock.monotonic() - begin <= 2 * WAIT_S_MAX, "ten seconds at the old rate"
+    bucket.change(0.0, 1.0)
+    assert bucket.try_take(1e9), "no bound"
+
+
+def test_sighup_reloads_and_a_mistake_changes_nothing(
+    cache: kvtier.Cache, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    kvtier.reload_on_sighup(cache, file)
+    try:
+        file.write_text(text(file.parent, get="3s"))
+        with cache.manager.lock:  # the main thread may hold it when the signal comes
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert eventually(lambda: cache.config.deadlines.get == 3)
+        file.write_text("tiers: {g2: {capacity: 10MiB}}\n")
+        with caplog.at_level(logging.ERROR, "kvtier.cache"):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert eventually(lambda: "not reloaded: tiers.g2.capacity" in caplog.text)
+        assert cache.config.deadlines.get == 3
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def eventually(true: object) -> bool:
+    """Whether it is so within half a minute."""
+    assert callable(true)
+    end = time.monotonic() + 30
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
