@@ -21,18 +21,19 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError
+from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError, TierTimeout
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.keyring import Keyring
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth
-from kvtier.supervisor import Service, Unwatched
+from kvtier.supervisor import Service, Unwatched, abandon
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.background import Background
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
 from kvtier.tiers.objects.bucket.protocol import TIER
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
+from kvtier.tiers.objects.compression import codes
 from kvtier.tiers.objects.delete import Remover
 from kvtier.tiers.objects.frame import COUNT_MAX
 from kvtier.tiers.objects.loop_thread import LoopThread
@@ -65,7 +66,8 @@ class ObjectTier:
     `url`: any fsspec URL. `options`: the client library's own, credentials included if they are not in its chain.
     `stride`: blocks per object; every replica that shares a bucket must use the same. An unreachable server does not
     keep `open` from returning: until it answers, every verb fails fast with TierError. `problem` says why. `keys`:
-    units are encrypted with these; without them they are plain, and encrypted ones are misses.
+    units are encrypted with these; without them they are plain, and encrypted ones are misses. `compression`:
+    "lossless" codes the units of a namespace of 16-bit floats; coded ones are read with "none", too.
     """
 
     name = TIER
@@ -83,6 +85,7 @@ class ObjectTier:
         limits: BucketLimits | None = None,
         keyring: Keyring | None = None,
         keys: DataKeys | None = None,
+        compression: str = "none",
         attempts: int = 4,
         seed: int | None = None,
     ) -> None:
@@ -100,7 +103,7 @@ class ObjectTier:
         bucket, prefix = open_bucket(url, options or {}, client, clock, limits)
         self._store = ObjectStore(
             RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest, keyring),
-            keyring, self.block_bytes, self.stride, clock, limits, keys,
+            keyring, self.block_bytes, self.stride, clock, limits, keys, codes(compression, namespace.dtype),
         )  # fmt: skip
         self._prober = Prober(self._store, clock)
         self._remover = Remover(self._store)
@@ -111,6 +114,7 @@ class ObjectTier:
         self._pid = 0
         self._started = False
         self._synced = self._retry_at = float("-inf")
+        self._syncing: asyncio.Future[None] | None = None
         self.problem = ""
 
     def __repr__(self) -> str:
@@ -126,7 +130,6 @@ class ObjectTier:
             log.info("g4: no keys are configured (security.key_file): whoever may write to the bucket is believed")
         self._loop.start()
         self._pid = os.getpid()
-        self._sync_lock = asyncio.Lock()
         await self._loop.run(self._start_background())
         try:
             await self._loop.run(self._ready(), OPEN_S)
@@ -164,6 +167,8 @@ class ObjectTier:
         self._background.start(self._service)
 
     async def _disconnect(self, wait_s: float) -> None:
+        if self._syncing is not None:
+            self._syncing.cancel()
         await self._background.close(Mono(self._clock.monotonic() + wait_s))
         await self._store.bucket.close()
 
@@ -201,24 +206,31 @@ class ObjectTier:
 
     async def _ready(self) -> None:
         """Make sure that the server was reached and that the lists of purges and pins are fresh. Raises TierError."""
-        if self._clock.monotonic() - self._synced <= FRESH_S and not self._store.purges.doubtful:
+        now = self._clock.monotonic()
+        if now - self._synced <= FRESH_S and not self._store.purges.doubtful:
             return
-        async with self._sync_lock:
-            now = self._clock.monotonic()
-            if now - self._synced <= FRESH_S and not self._store.purges.doubtful:
-                return
+        if self._syncing is None or self._syncing.done():
             if now < self._retry_at:
                 raise TierError(TIER, "connect", self.problem)
-            try:
+            # One for all, and nobody's alone: that a caller gives up says nothing about the server.
+            self._syncing = asyncio.ensure_future(self._sync(now))
+            abandon(self._syncing)
+        await asyncio.shield(self._syncing)
+
+    async def _sync(self, now: Mono) -> None:
+        try:
+            async with asyncio.timeout(OPEN_S):
                 if not self._started:
                     await self._store.bucket.start()
                     self._started = True
                 await self._store.refresh()
-            except BaseException as error:
-                self.problem = str(error) if isinstance(error, TierError) else "no answer"
-                self._retry_at = now + RETRY_S * self._random.uniform(0.5, 1.5)
-                raise
-            self._synced, self.problem = now, ""
+        except BaseException as error:
+            self.problem = str(error) if isinstance(error, TierError) else "no answer"
+            self._retry_at = now + RETRY_S * self._random.uniform(0.5, 1.5)
+            if isinstance(error, TimeoutError):
+                raise TierTimeout(TIER, "connect", self.problem) from None
+            raise
+        self._synced, self.problem = now, ""
 
     # -- lookup ---------------------------------------------------------------------------------------------------
 
@@ -428,6 +440,7 @@ class ObjectTier:
             "foreign_units": self._store.foreign,
             "purge_log_faults": self._store.purges.faults,
             "learnt_units": self._store.deltas.received,
+            "saved_bytes": self._store.saved_bytes,
             "swept_units": swept.objects,
             "swept_blocks": swept.blocks,
             "swept_bytes": swept.bytes,
