@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command of at most eight minutes: right bytes first, then how fast.
 
-    make gpu-check      needs CUDA, torch, CuPy, numpy, pytest, and for one part transformers and what kvtier itself
+    make gpu-check      needs CUDA, torch, numpy, pytest, and for one part transformers and what kvtier itself
                         needs (`make gpu-wheels` fetches that beforehand); no network
 
 Every check is a row of its own: an error, a crash or a hang costs that row and no other. Prints a table last and writes
@@ -176,7 +176,7 @@ print("gpu=" + driver.name)
 print("cuda=" + str(torch.version.cuda))
 print("batch_copy=" + str(driver.has_batch))
 print("cpus_near=" + str(len(node_cpus(driver.pci_bus_id()))))
-for package in ("cupy", "transformers", "numpy"):
+for package in ("transformers", "numpy"):
     try:
         print(package + "=" + __import__(package).__version__)
     except ImportError as error:

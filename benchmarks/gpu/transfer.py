@@ -19,10 +19,10 @@ import torch
 from gpu.rows import Rows, Skip
 
 from kvtier.kernels import cpu
+from kvtier.kernels.calibration import measurement
 from kvtier.kernels.copy import CopyEngine, CopyLimits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import KERNELS, CudaDriver, DeviceError
-from kvtier.kernels.engine import measurement
 from kvtier.kernels.layout import Paged, Region, Shape
 from kvtier.kernels.method import Method, Table, calibrate
 from kvtier.kernels.page_lock import page_lock, page_unlock
@@ -64,7 +64,7 @@ class Bench:
             self._release = partial(page_unlock, self._driver, chunks)
             started = time.perf_counter()
             try:
-                self._driver.kernel(KERNELS[0])
+                self._driver.prepare(KERNELS[0])
                 self.figures["compile_s"] = time.perf_counter() - started
             except DeviceError as error:  # without kernels the copy engine can still be measured
                 self.figures["no_kernels"] = str(error)

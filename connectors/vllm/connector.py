@@ -280,6 +280,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else self._worker.handshake()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepMeta):
+            copies = bool(connector_metadata.loads or connector_metadata.stores)
+            or_fallback(self._worker.mark, copies, fallback=None)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta, worker = self._get_connector_metadata(), self._worker
         if worker is None or not isinstance(meta, StepMeta):

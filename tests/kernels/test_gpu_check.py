@@ -74,7 +74,7 @@ def test_the_transfer_part_runs_over_a_stand_in_for_the_driver(
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
     for name, stand_in in {"Stream": Stream, "Event": Event, "current_device": lambda: 0, "synchronize": list}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr("kvtier.kernels.engine._CELL_BYTES", 4 << 20)
+    monkeypatch.setattr("kvtier.kernels.calibration._CELL_BYTES", 4 << 20)
     bench = gpu_transfer.Bench("cpu", 4 << 20, cuda=True)
     gpu_transfer.sweep(bench, gpu_rows.Rows(tmp_path / "rows", 100.0), tiny=True)
     bench.close()

@@ -140,7 +140,8 @@ struct Card {
                 if (op->not_before > now + 1e-12) { next = std::min(next, op->not_before - now); continue; }
                 op->begun = true;
                 if (op->decide) op->way = op->decide();
-                if (op->way == INSIDE) op->work *= 2 / p["hbm_bytes_s"];
+                if (op->way == INSIDE)
+                    op->work /= std::min(p["hbm_bytes_s"] / 2, op->most * p["link_latency_s"] / p["hbm_latency_s"]);
             }
         }
         int users[2] = {0, 0};

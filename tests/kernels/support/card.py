@@ -82,6 +82,20 @@ class Card:
         self.library.card_off()
 
 
+class Recorded:
+    """An event of the engine's, recorded now on its stream. As `torch.cuda.Event`."""
+
+    def __init__(self, card: Card) -> None:
+        driver = card.driver()
+        self.cuda_event = driver.event()
+        driver.record(self.cuda_event, STREAM)
+
+    def query(self) -> bool:
+        raise AssertionError("the device waits, not the host")
+
+    synchronize = query
+
+
 @dataclass(frozen=True)
 class Case:
     """One rank's cache: fragments of one size, so many to a block."""

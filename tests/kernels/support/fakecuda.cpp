@@ -19,7 +19,7 @@ struct Attributes {  // CUmemcpyAttributes
 };
 
 static std::string calls;
-static int initialized = 0, depth = 0, handles = 0, pending = 0, has_batch = 1, refuse_memory = 0, moved = 0;
+static int initialized = 0, depth = 0, handles = 0, pending = 0, has_batch = 1, refuse_memory = 0, refuse_kernels = 0, moved = 0;
 static uint64_t registered = 0;
 static void note(const char* name) { calls += name; calls += ' '; }
 static double cost(const char* name) { return card.on ? card.p[name] : 0; }
@@ -31,9 +31,10 @@ extern "C" {
 const char* fake_calls() { return calls.c_str(); }
 void fake_reset(int batch, int pend, int no_memory) {
     calls.clear();
-    has_batch = batch, pending = pend, refuse_memory = no_memory, card.on = false;
+    has_batch = batch, pending = pend, refuse_memory = no_memory, refuse_kernels = 0, card.on = false;
 }
 int fake_depth() { return depth; }
+void fake_refuse_kernels(int yes) { refuse_kernels = yes; }
 void fake_map_elsewhere(int yes) { moved = yes; }
 
 Result cuInit(unsigned flags) { initialized = 1; return flags ? INVALID : SUCCESS; }
@@ -126,20 +127,33 @@ Result cuMemHostGetDevicePointer_v2(uint64_t* mapped, void* address, unsigned fl
 Result cuMemHostUnregister(void* address) { NEEDS_CONTEXT; card.host.erase((uint64_t)address); return SUCCESS; }
 
 // A CUfunction is the unit of a copy kernel, or 99 for the delay.
+Result cuModuleLoadData(void** module, const void* image) {
+    NEEDS_CONTEXT;
+    *module = (void*)0x99;
+    return strstr((const char*)image, ".target sm_80") ? SUCCESS : 200;
+}
+Result cuModuleGetFunction(void** function, void* module, const char* name) {
+    NEEDS_CONTEXT;
+    if (refuse_kernels) return NOT_FOUND;
+    *function = (void*)(intptr_t)(strcmp(name, "kvtier_delay") ? atoi(strrchr(name, '_') + 1) : 99);
+    return module == (void*)0x99 ? SUCCESS : INVALID;
+}
+Result cuModuleUnload(void*) { NEEDS_CONTEXT; return SUCCESS; }
+
 Result cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                       unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** params, void** extra) {
     NEEDS_CONTEXT;
     if (!stream || extra || shared || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1) return INVALID;
     if (block_x > 1024 || !grid_x || !block_x) return INVALID;
-    u64 wide[10];
+    u64 wide[8];
     u32 narrow[5];
     if ((intptr_t)function == 99) {
         memcpy(wide, params[0], 8);
         run_delay(wide[0]);
         return SUCCESS;
     }
-    for (int i = 0; i < 10; ++i) memcpy(&wide[i], params[i], 8);
-    for (int i = 0; i < 5; ++i) memcpy(&narrow[i], params[10 + i], 4);
+    for (int i = 0; i < 8; ++i) memcpy(&wide[i], params[i], 8);
+    for (int i = 0; i < 5; ++i) memcpy(&narrow[i], params[8 + i], 4);
     if (card.on) {
         card.spend(cost("host_launch_s"));
         const double nbytes = (double)narrow[0] * narrow[1] * narrow[2] * narrow[3] * narrow[4];
@@ -147,7 +161,7 @@ Result cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned
                     (double)(intptr_t)function);
         return SUCCESS;
     }
-    return run_copy((u64)(intptr_t)function, grid_x, block_x, wide, narrow) ? INVALID : SUCCESS;
+    return run_copy((u64)(intptr_t)function, grid_x, block_x, wide, narrow, (const Items*)params[13]) ? INVALID : SUCCESS;
 }
 
 // The arguments of the 12.8 interface.
