@@ -33,6 +33,7 @@ from kvtier.kernels.pump import LIMITS, Pump
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
+_LINK_BYTES_S = 40e9  # of a rank's stores: three quarters of what PCIe Gen5 x16 is published to move
 
 _UNENDED: list[object] = []
 """Engines whose copies did not end when they were closed, and the memory that these copies use: for good, since only
@@ -50,6 +51,18 @@ class CacheLayout:
     ranks: int
     rank: int
     replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
+
+
+def store_bounds(cache_layout: CacheLayout, step_blocks: int, on_gpu: bool) -> tuple[int, float]:
+    """(bytes that a step may copy out, bytes per second that the links take), over all ranks.
+
+    On a GPU twice what a step can fill, so that prefill on a pool that has come round loses nothing, at a rate that
+    leaves a link some room. On a CPU the model's own thread makes the copies: little per step.
+    """
+    if not on_gpu:
+        return 64 << 20, math.inf
+    ranks = 1 if cache_layout.replicated else cache_layout.ranks
+    return max(64 << 20, 2 * step_blocks * sum(cache_layout.page_bytes) * ranks), ranks * _LINK_BYTES_S
 
 
 @dataclass(frozen=True, slots=True)
