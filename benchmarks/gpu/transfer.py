@@ -52,6 +52,7 @@ class Bench:
         self.host.copy_(self.pool)
         self.table = Table("cpu", {})
         self.figures: dict[str, Any] = {}
+        self.graphs = cuda  # whether work can be captured
         self._release: Callable[[], None] = lambda: None
         if self.cuda:
             self.ordinal = torch.cuda.current_device()
@@ -70,13 +71,17 @@ class Bench:
                 self.figures["no_kernels"] = str(error)
             started = time.perf_counter()
             measured = measurement(lambda: CudaDriver(self.ordinal))
-            self.table = calibrate(self._driver.name, measured, time.monotonic, first=16 * KIB)
+            self.table = calibrate(self._driver.scope, measured, time.monotonic, first=16 * KIB)
             self.figures["calibration_s"] = time.perf_counter() - started
             self.figures["methods"] = [[s, f, n, m.value] for (s, f, n), m in sorted(self.table.best.items())]
 
     def start_up(self) -> dict[str, Any]:
         """Time to open, and the methods that calibration chose."""
         return self.figures
+
+    def another(self) -> CudaDriver:
+        """A driver of its own on the same device."""
+        return CudaDriver(self.ordinal)
 
     def close(self) -> None:
         self._release()
@@ -210,6 +215,12 @@ class Bench:
         All products are enqueued at once, and the device's clock times them, so that only the device is shared.
         """
         left, right, result = (torch.randn(size, size, device=self.pool.device).bfloat16() for _ in range(3))
+        return self.beside(fragment, count, method, lambda: torch.mm(left, right, out=result), products)
+
+    def beside(
+        self, fragment: int, count: int, method: Method | None, work: Callable[[], object], times: int
+    ) -> dict[str, Any]:
+        """Slowdown of `work`, enqueued so many times, as `interference` has it."""
         engine, blocks, shape = self.engine(fragment, count, method)
         half, generation, moved = blocks // 2, 0, 0
         every = np.arange(half)
@@ -221,8 +232,8 @@ class Bench:
         def run(copying: bool) -> float:
             nonlocal generation, moved
             clock = _Clock(self.cuda)
-            for _ in range(products):
-                torch.mm(left, right, out=result)
+            for _ in range(times):
+                work()
             clock.stop()
             stopped = False
             while not stopped:
