@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-tiers test-engines test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures reference bench gpu-check gpu-wheels clean
+.PHONY: help setup sglang demo test test-tiers test-engines test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -34,8 +34,10 @@ help:
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
 	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
-	@echo "make gpu-check  all tests and measurements that need a GPU, in eight minutes; GPU_PYTHON names the interpreter"
-	@echo "make gpu-wheels beforehand, with a network: the wheels of gpu-check beside CUDA torch, CuPy and transformers"
+	@echo "make gpu-check  all tests and measurements that need a GPU, in nine minutes; GPU_PYTHON names the interpreter"
+	@echo "make ptx        the compiled kernels from kernels/copy.cu; NVRTC names the folder of the wheel nvidia-cuda-nvrtc-cu12==12.0.*"
+	@echo "make gpu-compare two of its results side by side: OLD=… NEW=…"
+	@echo "make gpu-wheels beforehand, with a network: the wheels of gpu-check beside CUDA torch and transformers"
 
 setup: $(READY) $(SGLANG)/.ready
 
@@ -142,7 +144,7 @@ bench: $(BASE)
 	$(BIN)/kvtier bench index --scale --save benchmarks/results
 	for tier in g2 g3 g4; do $(BIN)/kvtier bench tiers --tier $$tier --save benchmarks/results || exit 1; done
 
-# Runs with the interpreter that has CUDA torch, CuPy, NumPy and transformers; kvtier need not be installed there. The few
+# Runs with the interpreter that has CUDA torch, NumPy and transformers; kvtier need not be installed there. The few
 # wheels that gpu-wheels has fetched, for the Python version of that interpreter, are unpacked without a network.
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
@@ -155,10 +157,17 @@ gpu-check: types
 	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR)/benchmarks:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu/check.py \
 		--results $(GPU_RESULTS) $(GPU_OPTIONS)
 
+gpu-compare: types
+	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR)/benchmarks $(BIN)/python benchmarks/gpu/check.py --compare $(OLD) $(NEW)
+
+# The compiled kernels in the package: by the oldest NVRTC, which NVRTC names the folder of, so that every driver reads them.
+ptx:
+	KVTIER_NVRTC=$(NVRTC) $(BIN)/python tests/kernels/support/nvrtc.py
+
 gpu-wheels: $(BASE)
 	$(BIN)/python -m pip download -q -d $(GPU_WHEELS) --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		-c constraints.txt lmdb pydantic xxhash pytest
+		-c constraints.txt lmdb msgspec prometheus-client pydantic pyyaml xxhash pytest
 
 clean:
 	rm -rf build dist .venv .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -5,19 +5,27 @@
 // computes the arguments). Neighbouring threads move neighbouring bytes of a row, then the next b: the caller puts
 // the axis that is denser in host memory last, so that what crosses the bus is contiguous.
 //
+// A launch's items travel with it as a parameter (4 KiB is what every driver takes), so that no table has to be copied
+// behind the copies that fill the link. The bases are the same for every launch and lie in device memory.
+//
 // The kernels use no shared memory, no barriers and no CUDA headers, so that the same source also builds as plain
-// C++ with the few names below supplied by the includer.
+// C++ with the few names below supplied by the includer. copy.ptx is this file as compiled (see `make ptx`).
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
+
+#define KVTIER_ITEMS 480
+struct Items {
+    u32 src[KVTIER_ITEMS], dst[KVTIER_ITEMS];
+};
 
 // Loads in flight per thread: what hides the latency of the bus with few blocks of threads.
 #define KVTIER_UNROLL 4
 
 template <typename Unit>
-__device__ void copy_blocks(const u64* src_bases, const u64* dst_bases, const u64* src_items, const u64* dst_items,
-                            u64 src_stride, u64 dst_stride, u64 src_a, u64 dst_a, u64 src_b, u64 dst_b,
-                            u32 items, u32 planes, u32 count_a, u32 count_b, u32 row_bytes) {
+__device__ void copy_blocks(const u64* src_bases, const u64* dst_bases, u64 src_stride, u64 dst_stride, u64 src_a,
+                            u64 dst_a, u64 src_b, u64 dst_b, u32 items, u32 planes, u32 count_a, u32 count_b,
+                            u32 row_bytes, const Items& numbers) {
     const u32 units = row_bytes / (u32)sizeof(Unit);  // per row
     const u32 total = items * planes * count_a * count_b * units;  // below 2^31, the caller sees to it
     const u32 step = gridDim.x * blockDim.x;
@@ -37,8 +45,8 @@ __device__ void copy_blocks(const u64* src_bases, const u64* dst_bases, const u6
                 rest /= count_a;
                 const u32 plane = rest % planes;
                 const u32 item = rest / planes;
-                const u64 source = src_bases[plane] + src_items[item] * src_stride + a * src_a + b * src_b + byte;
-                target[k] = dst_bases[plane] + dst_items[item] * dst_stride + a * dst_a + b * dst_b + byte;
+                const u64 source = src_bases[plane] + numbers.src[item] * src_stride + a * src_a + b * src_b + byte;
+                target[k] = dst_bases[plane] + numbers.dst[item] * dst_stride + a * dst_a + b * dst_b + byte;
                 held[k] = *(const Unit*)source;
             }
         }
@@ -51,11 +59,11 @@ __device__ void copy_blocks(const u64* src_bases, const u64* dst_bases, const u6
 
 #define KVTIER_COPY_KERNEL(BYTES, UNIT)                                                                              \
     extern "C" __global__ void __launch_bounds__(1024) kvtier_copy_##BYTES(                                          \
-        const u64* src_bases, const u64* dst_bases, const u64* src_items, const u64* dst_items, u64 src_stride,      \
-        u64 dst_stride, u64 src_a, u64 dst_a, u64 src_b, u64 dst_b, u32 items, u32 planes, u32 count_a, u32 count_b, \
-        u32 row_bytes) {                                                                                             \
-        copy_blocks<UNIT>(src_bases, dst_bases, src_items, dst_items, src_stride, dst_stride, src_a, dst_a, src_b,   \
-                          dst_b, items, planes, count_a, count_b, row_bytes);                                        \
+        const u64* src_bases, const u64* dst_bases, u64 src_stride, u64 dst_stride, u64 src_a, u64 dst_a, u64 src_b, \
+        u64 dst_b, u32 items, u32 planes, u32 count_a, u32 count_b, u32 row_bytes,                                   \
+        const __grid_constant__ Items numbers) {                                                                     \
+        copy_blocks<UNIT>(src_bases, dst_bases, src_stride, dst_stride, src_a, dst_a, src_b, dst_b, items, planes,   \
+                          count_a, count_b, row_bytes, numbers);                                                     \
     }
 
 KVTIER_COPY_KERNEL(1, unsigned char)

@@ -63,10 +63,10 @@ class Ack:
 class CopyLimits:
     """Bounds of the engine's queues, in bytes of payload unless named otherwise."""
 
-    chunk_bytes: int = 16 * MIB  # the unit of launching, throttling and cancelling
+    chunk_bytes: int = 64 * MIB  # the unit of launching, throttling and cancelling
     load_window_bytes: int = 4096 * MIB  # loads in flight
     store_window_bytes: int = 1024 * MIB  # stores in flight while no load waits
-    store_window_while_loading_bytes: int = 32 * MIB
+    store_window_while_loading_bytes: int = 64 * MIB
     queued_moves: int = 1 << 20  # waiting or in flight, all lanes
 
 
@@ -139,8 +139,23 @@ class CopyEngine:
         self._broken = ""
         self._closed = False
 
-    def store(self, moves: Moves, *, after: Event | None = None) -> int:
-        """Copy blocks into slots once `after` (None: all work enqueued so far on the current stream) is over.
+    @property
+    def ready(self) -> bool:
+        """Whether commands are taken."""
+        return not self._broken and not self._closed
+
+    def mark(self) -> Event | None:
+        """A point behind all work so far on the current stream, for commands that come later; None where there is
+        none. Like `gate`, from the thread whose stream it is."""
+        return self._mover.mark()
+
+    def gate(self, after: Event | None = None) -> Gate:
+        """The condition of a command that another thread will give: `after`, else as `mark`. It is that command's."""
+        return self._mover.gate(after)
+
+    def store(self, moves: Moves, *, after: Event | None = None, gate: Gate | None = None) -> int:
+        """Copy blocks into slots once `after` (None: all work enqueued so far on the current stream) is over; or, in
+        its place, once a `gate` opens that was taken before.
 
         Returns a ticket; the moves' memory is the engine's until their acknowledgement. Raises InvalidRequest for
         an index out of range or repeated, CapacityError when the queue is full, TierError when broken: in each
@@ -149,9 +164,11 @@ class CopyEngine:
         self._admit(moves, "slot")
         fresh = moves.generations > self._slot_generation[moves.slots]
         fresh &= (self._slot_stored_by[moves.slots] == 0) & (self._slot_loads[moves.slots] == 0)
-        return self._submit(Lane.STORE, moves, fresh, after)
+        return self._submit(Lane.STORE, moves, fresh, after, gate)
 
-    def load(self, moves: Moves, *, after: Event | None = None, expedited: bool = False) -> int:
+    def load(
+        self, moves: Moves, *, after: Event | None = None, gate: Gate | None = None, expedited: bool = False
+    ) -> int:
         """Copy slots into blocks once `after` is over. Several loads may read one slot. Else as `store`."""
         self._admit(moves, "block")
         fresh = moves.generations >= self._slot_generation[moves.slots]
@@ -160,7 +177,7 @@ class CopyEngine:
         np.maximum.at(self._newest, moves.slots, moves.generations)
         fresh &= moves.generations == self._newest[moves.slots]
         self._newest[moves.slots] = -1
-        return self._submit(Lane.EXPEDITED if expedited else Lane.LOAD, moves, fresh, after)
+        return self._submit(Lane.EXPEDITED if expedited else Lane.LOAD, moves, fresh, after, gate)
 
     def poll(self) -> list[Ack]:
         """Launch chunks that may start, and return the acknowledgements since the last call."""
@@ -283,11 +300,15 @@ class CopyEngine:
         if sum(len(chunk.moves) for chunk in self._chunks.values()) + len(moves) > self._limits.queued_moves:
             raise CapacityError(f"copy engine: more than {self._limits.queued_moves} moves waiting")
 
-    def _submit(self, lane: Lane, moves: Moves, fresh: npt.NDArray[np.bool_], after: Event | None) -> int:
+    def _submit(
+        self, lane: Lane, moves: Moves, fresh: npt.NDArray[np.bool_], after: Event | None, given: Gate | None
+    ) -> int:
         refused = moves.take(~fresh)
         if len(refused):
             moves = moves.take(fresh)
-        gate = self._mover.gate(after) if len(moves) else None  # the last call that can raise
+        gate = (given or self._mover.gate(after)) if len(moves) else None  # the last call that can raise
+        if gate is None and given is not None:
+            given.close()
         self._tickets += 1
         ticket = self._tickets
         if len(refused) or gate is None:

@@ -47,6 +47,9 @@ class CpuMover:
     def gate(self, after: Event | None) -> Gate:
         return _Gate(after)
 
+    def mark(self) -> Event | None:
+        return None
+
     def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
         assert isinstance(gate, _Gate)
         store = lane is Lane.STORE

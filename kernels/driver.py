@@ -8,6 +8,7 @@ addresses are plain integers. Signatures and constants: CUDA driver API referenc
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtier.errors import KVTierError
+from kvtier.kernels.memory import bus_link
 from kvtier.kernels.plan import Runs
 
 SUCCESS, OUT_OF_MEMORY, NOT_READY = 0, 2, 600  # CUresult
@@ -29,6 +31,9 @@ _HOST_PORTABLE_AND_MAPPED = 3  # for every context of the process, and for kerne
 
 KERNELS = (*(f"kvtier_copy_{unit}" for unit in (16, 8, 4, 2, 1)), "kvtier_delay")
 """The kernels in copy.cu."""
+
+PTX = Path(__file__).parent / "copy.ptx"
+"""copy.cu for every GPU from sm_80 on and every driver from CUDA 12.0 on."""
 
 
 class DeviceError(KVTierError):
@@ -63,7 +68,10 @@ class Driver(Protocol):
         """Enqueue the runs; with `pageable` host memory among them this may wait for the stream."""
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
-        """`args` are numpy scalars of the kernel's parameter sizes. The first launch compiles: seconds."""
+        """`args` are numpy scalars of the kernel's parameter sizes, and arrays for what it takes by value."""
+
+    def prepare(self, kernel: str) -> None:
+        """Load a kernel ahead of its first launch; the driver compiles it for this GPU where it has not yet."""
 
     def device_memory(self, nbytes: int) -> int:
         """Address of new device memory, which lives until `close`. No pending work anywhere touches it."""
@@ -118,6 +126,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "cuMemHostUnregister": (ctypes.c_void_p,),
     "cuMemHostGetDevicePointer_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuModuleLoadData": (ctypes.c_void_p, ctypes.c_char_p),
+    "cuModuleGetFunction": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
+    "cuModuleUnload": (ctypes.c_void_p,),
     "cuLaunchKernel": (
         ctypes.c_void_p,
         *[ctypes.c_uint] * 7,  # grid, block, bytes of shared memory
@@ -142,11 +153,10 @@ _BATCH_SIGNATURE = ctypes.CFUNCTYPE(
 
 
 class CudaDriver:
-    """libcuda for device `ordinal`, in its primary context, which torch and CuPy use as well.
+    """libcuda for device `ordinal`, in its primary context, which torch uses as well.
 
-    `library` is the loaded libcuda.so.1. torch gives the current stream, CuPy compiles the kernels (NVRTC) at their
-    first launch and caches them on disk. Raises DeviceError where the driver is too old, OSError without
-    one.
+    `library` is the loaded libcuda.so.1. torch gives the current stream; the driver compiles copy.ptx for its GPU, and
+    caches that. Raises DeviceError where the driver is too old, OSError without one.
     """
 
     def __init__(self, ordinal: int, library: Any = None) -> None:
@@ -165,7 +175,7 @@ class CudaDriver:
         self._attributes = _CopyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._first_index = ctypes.c_size_t(0)
         self._kernels: dict[str, int] = {}
-        self._module: Any = None
+        self._module = ctypes.c_void_p()
         self._device_memory: list[int] = []
         self._pinned_memory: list[int] = []
 
@@ -176,11 +186,17 @@ class CudaDriver:
 
     @property
     def name(self) -> str:
-        """Model and driver version: the scope of a calibration."""
+        """Model and driver version."""
         text, version = ctypes.create_string_buffer(128), ctypes.c_int()
         self._call("cuDeviceGetName", text, len(text), self._device)
         self._call("cuDriverGetVersion", ctypes.byref(version))
         return f"{text.value.decode('utf-8', 'replace')}, driver {version.value}"
+
+    @property
+    def scope(self) -> str:
+        """What a measurement of copies holds for: model, driver, link and kernels."""
+        link, kernels = bus_link(self.pci_bus_id()), hashlib.sha256(PTX.read_bytes()).hexdigest()[:12]
+        return f"{self.name}, link {link or 'unknown'}, kernels {kernels}"
 
     def stream(self, priority: int) -> int:
         handle = ctypes.c_void_p()
@@ -241,28 +257,27 @@ class CudaDriver:
                 raise DeviceError("cuMemcpyBatchAsync", code)
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
-        if kernel not in self._kernels:
-            self._kernels[kernel] = self.kernel(kernel)
-        # Each value in eight bytes of its own: the driver reads as many from the start as the parameter has.
-        values = np.array([int(value) for value in args], dtype="<u8")
-        places = values.ctypes.data + 8 * np.arange(len(args), dtype=np.uint64)
+        self.prepare(kernel)
+        # Each value at a multiple of eight, and eight bytes long at least: the driver reads what the parameter has.
+        values = [np.asarray(value).tobytes() for value in args]
+        values = [value.ljust(-(-len(value) // 8) * 8, b"\0") for value in values]
+        memory = np.frombuffer(b"".join(values), dtype="<u8")
+        starts = np.cumsum([0, *map(len, values[:-1])])
+        places = np.uint64(memory.ctypes.data) + starts.astype(np.uint64)
         with self._current():
             self._call(
                 "cuLaunchKernel", self._kernels[kernel], ctas, 1, 1, threads, 1, 1, 0, stream, places.ctypes.data, None
             )
 
-    def kernel(self, name: str) -> int:
-        """The CUfunction of a kernel in copy.cu; the first compiles them all. Raises DeviceError."""
-        try:
-            import cupy
-
-            with cupy.cuda.Device(self.ordinal):
-                if self._module is None:
-                    source = (Path(__file__).parent / "copy.cu").read_text(encoding="ascii")
-                    self._module = cupy.RawModule(code=source, options=("-std=c++17",), backend="nvrtc")
-                return int(self._module.get_function(name).kernel.ptr)
-        except Exception as error:  # no CuPy, no compiler, no such architecture: one error for all
-            raise DeviceError(f"kernel {name} ({error})", int(getattr(error, "status", None) or -1)) from error
+    def prepare(self, kernel: str) -> None:
+        if kernel in self._kernels:
+            return
+        function = ctypes.c_void_p()
+        with self._current():
+            if not self._module:
+                self._call("cuModuleLoadData", ctypes.byref(self._module), PTX.read_bytes())
+            self._call("cuModuleGetFunction", ctypes.byref(function), self._module, kernel.encode("ascii"))
+        self._kernels[kernel] = function.value or 0
 
     def device_memory(self, nbytes: int) -> int:
         # Not from torch's allocator: its memory may still be in use by work queued on torch's stream.
@@ -311,8 +326,10 @@ class CudaDriver:
                 self._call("cuMemFree_v2", address)
             for address in self._pinned_memory:
                 self._call("cuMemFreeHost", address)
+            if self._module:
+                self._call("cuModuleUnload", self._module)
         self._device_memory, self._pinned_memory = [], []
-        self._kernels, self._module = {}, None
+        self._kernels, self._module = {}, ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _call(self, name: str, *args: Any) -> None:

@@ -40,6 +40,17 @@ def node_cpus(pci_bus_id: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
         return frozenset()
 
 
+def bus_link(pci_bus_id: str, sysfs: Path = Path("/sys")) -> str:
+    """The PCI device's link, like "x16 at 32.0 GT/s PCIe": its present width, which a slot may limit, and its speed
+    under load. "" where unknown."""
+    device = sysfs / "bus" / "pci" / "devices" / pci_bus_id
+    try:
+        width = (device / "current_link_width").read_text(encoding="ascii").strip()
+        return f"x{width} at {(device / 'max_link_speed').read_text(encoding='ascii').strip()}"
+    except OSError:
+        return ""
+
+
 def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, progress: Progress | None = None) -> int:
     """Fault every page in, in parallel, from `cpus` (a page lands on the node of the thread that touches it first).
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
@@ -39,10 +39,12 @@ Cell = tuple[bool, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The best method per measured cell; empty: a rule of thumb. `device`: where it was measured."""
+    """The best method per measured cell; empty: a rule of thumb. `device`: where it was measured, and with what;
+    `whole`: nothing that could be measured is missing."""
 
     device: str
     best: Mapping[Cell, Method]
+    whole: bool = field(default=False, compare=False)
 
     def choose(self, store: bool, fragment_bytes: int, count: int) -> Method:
         """The method of the nearest measured cell not above in either direction; the smallest cell below that."""
@@ -81,17 +83,27 @@ def load_table(path: Path, device: str) -> Table | None:
         best = {(bool(store), int(size), int(count)): Method(name) for store, size, count, name in document["best"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Table(device, best)
+    return Table(device, best, whole=True)
 
 
 Measure = Callable[[Method, int], Mapping[tuple[bool, int], float]]
 """Seconds by (store, count) of one method at one fragment size, without the cells that it cannot copy."""
 
 
-def calibrate(device: str, measure: Measure, now: Callable[[], float], *, first: int, budget_s: float = 2.0) -> Table:
-    """Measure fragment sizes, nearest to `first` (bytes) first, until the budget is used up. The rest stay unknown."""
+def calibrate(
+    device: str,
+    measure: Measure,
+    now: Callable[[], float],
+    *,
+    first: int,
+    budget_s: float = 5.0,
+    wanted: Callable[[int, int], bool] = lambda fragment, count: True,
+) -> Table:
+    """Measure fragment sizes, nearest to `first` (bytes) first, until the budget is used up. The rest stay unknown, and
+    the table is not whole; nor is it where a method left out a (fragment bytes, count) that is `wanted`."""
     deadline = now() + budget_s
     best: dict[Cell, Method] = {}
+    whole = True
     for fragment in sorted(FRAGMENTS_BYTES, key=lambda size: max(size, first) / min(size, first)):
         seconds: dict[Method, Mapping[tuple[bool, int], float]] = {}
         for method in Method:
@@ -100,11 +112,12 @@ def calibrate(device: str, measure: Measure, now: Callable[[], float], *, first:
             seconds[method] = measure(method, fragment)
         for store, count in product((False, True), COUNTS):
             known = {method: cells[store, count] for method, cells in seconds.items() if (store, count) in cells}
+            whole &= len(known) == len(Method) or not wanted(fragment, count)
             if known:
                 # Within 5 % the copy engine wins: it leaves the SMs to the model.
                 quickest = min(known.values())
                 best[store, fragment, count] = next(m for m in Method if m in known and known[m] <= quickest * 1.05)
-    return Table(device, best)
+    return Table(device, best, whole)
 
 
 def parse(text: str) -> Method | None:

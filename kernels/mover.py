@@ -79,7 +79,8 @@ class Flight(Protocol):
 
 
 class Mover(Protocol):
-    """Makes copies between one device pool and one set of host slots. Used from one thread."""
+    """Makes copies between one device pool and one set of host slots. Used from one thread, but for `gate` and `mark`,
+    which belong to the thread whose stream they ask about."""
 
     block_bytes: int
     blocks: int
@@ -87,6 +88,9 @@ class Mover(Protocol):
 
     def gate(self, after: Event | None) -> Gate:
         """A gate that opens with `after`; None: with all work enqueued so far on the caller's current stream."""
+
+    def mark(self) -> Event | None:
+        """A point behind all work enqueued so far on the caller's current stream; None where there is no such work."""
 
     def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
         """Start copying, behind the gate and the given flights. Never waits for the device and never raises for it:

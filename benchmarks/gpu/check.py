@@ -1,12 +1,13 @@
-"""Everything that needs a GPU, in one command of at most eight minutes: right bytes first, then how fast.
+"""Everything that needs a GPU, in one command of at most nine minutes: right bytes first, then how fast.
 
-    make gpu-check      needs CUDA, torch, CuPy, numpy, pytest, and for one part transformers and what kvtier itself
+    make gpu-check      needs CUDA, torch, numpy, pytest, and for one part transformers and what kvtier itself
                         needs (`make gpu-wheels` fetches that beforehand); no network
 
 Every check is a row of its own: an error, a crash or a hang costs that row and no other. Prints a table last and writes
-benchmarks/results/gpu-check.json, also when it is interrupted. Exit code 1 when something that must hold did not (a
-wrong byte, a part that broke), 2 without a device; a missed target is shown as such and does not fail. `--smoke` runs
-what a CPU can of it, in tiny sizes.
+benchmarks/results/gpu-check.json, also when it is interrupted, and the table as a page, gpu-check.html. Exit code 1
+when something that must hold did not (a wrong byte, a part that broke or of which nothing ran), 2 without a device; a
+missed target is shown as such and does not fail. `--smoke` runs what a CPU can of it, in tiny sizes. `--compare OLD
+NEW` puts two results side by side.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpu.rows import Rows, append, read, supervise
-from gpu.table import failures, print_table, table
+from gpu.compare import compare, load
+from gpu.page import page
+from gpu.rows import Row, Rows, append, read, supervise
+from gpu.table import errors, failures, print_table, table
 
 from kvtier.bench.record import record, save
 
 HERE = Path(__file__).parent
-TOTAL_S = 465.0
+TOTAL_S = 530.0
 # Seconds each part may take; what one leaves over, the next has in addition.
-BUDGETS = {"tests": 170.0, "transfer": 110.0, "ttft": 125.0, "sanitizer": 60.0}
+BUDGETS = {"tests": 165.0, "transfer": 105.0, "busy": 75.0, "ttft": 120.0, "sanitizer": 65.0}
 MODULES = {
     "tests": ("gpu.kernel_tests", "measure"),
     "transfer": ("gpu.transfer", "measure"),
+    "busy": ("gpu.busy", "measure"),
     "ttft": ("gpu.ttft", "measure"),
     "sanitizer": ("gpu.sanitized", "measure"),
     "overrun": ("gpu.sanitized", "overrun"),
@@ -51,7 +55,11 @@ def main() -> int:
     parser.add_argument("--part", choices=list(MODULES), help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, default=60.0, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="two results side by side")
     options = parser.parse_args()
+    if options.compare:
+        print_table(compare(*(load(path) for path in options.compare)))
+        return 0
     if options.part:
         module, function = MODULES[options.part]
         measure = getattr(importlib.import_module(module), function)
@@ -87,8 +95,12 @@ def run_all(folder: Path, smoke: bool, parts: list[str]) -> int:
             print("gpu-check: interrupted; what was measured until now:")
         path = write()
         print_table(table(results["parts"]))
-        failed = failures(results["parts"], () if smoke else ("tests",))
-        print(f"\nwritten to {path}, {time.monotonic() - started:.0f} s in all; {len(failed)} failed")
+        failed = [] if smoke else failures(results["parts"], ("tests",))
+        failed = failed or errors(results["parts"])
+        shown = path.with_suffix(".html")
+        shown.write_text(page(results, failed), encoding="utf-8")
+        print("".join(f"\nfailed: {name}" for name in failed))
+        print(f"\nwritten to {path} and {shown.name}, {time.monotonic() - started:.0f} s; {len(failed)} failed")
         code = 0 if results["complete"] and not failed else 1
     return code
 
@@ -129,10 +141,23 @@ def sanitize(part: str, path: Path, seconds: float, smoke: bool, seen: Callable[
     else:
         append(path, {"name": "one byte too far is seen", "error": "it was not reported", "detail": output[-3000:]})
     supervise([*checked, *command(part, smoke)], path, seconds / 2, seen)
+    unwritten = [tool, "--tool", "initcheck", "--error-exitcode", "9", "--print-limit", "5"]
+    append(path, initcheck(unwritten, command("overrun", smoke), command(part, smoke), seconds / 4))
+
+
+def initcheck(tool: list[str], control: list[str], part: list[str], seconds: float) -> Row:
+    """Whether the kernels read nothing that was never written; the control does."""
+    row: Row = {"name": "initcheck"}
+    if "Uninitialized" not in overrun([*tool, *control], min(30.0, seconds)):
+        return row | {"skipped": "it does not report the control, which reads memory that was never written"}
+    output = overrun([*tool, *part], seconds)
+    if "Uninitialized" in output:
+        return row | {"error": "a kernel reads memory that was never written", "detail": output[-3000:]}
+    return row | {"passed": True}
 
 
 def overrun(checked: list[str], seconds: float) -> str:
-    """The tool's output on a kernel that reads beyond its memory."""
+    """The tool's output on a part, such as the kernel that reads beyond its memory."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*checked, "--rows", str(Path(folder) / "rows"), "--budget", str(seconds)]
         try:
@@ -176,7 +201,7 @@ print("gpu=" + driver.name)
 print("cuda=" + str(torch.version.cuda))
 print("batch_copy=" + str(driver.has_batch))
 print("cpus_near=" + str(len(node_cpus(driver.pci_bus_id()))))
-for package in ("cupy", "transformers", "numpy"):
+for package in ("transformers", "numpy"):
     try:
         print(package + "=" + __import__(package).__version__)
     except ImportError as error:

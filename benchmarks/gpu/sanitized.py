@@ -13,6 +13,7 @@ import numpy as np
 from gpu.rows import Rows, Skip
 
 from kvtier.kernels.copy import CopyEngine, CopyLimits, Moves, Outcome
+from kvtier.kernels.copy_kernel import ITEMS
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver
 from kvtier.kernels.layout import Order, Paged, Region, Shape, of_slots
@@ -90,10 +91,10 @@ def _too_far(device: str, opened: Callable[[], CudaDriver]) -> Mapping[str, Any]
     driver = opened()
     stream = driver.current_stream()
     small, target = driver.device_memory(4096), driver.pinned_memory(8192)
-    tables = driver.pinned_memory(32)
-    _bytes(tables, 32).view(np.uint64)[:] = [small, target, 0, 0]
-    args: list[Any] = [np.uint64(tables + 8 * i) for i in range(4)] + [np.uint64(0)] * 6
-    args += [np.uint32(value) for value in (1, 1, 1, 1, 4096 + 1)]
+    tables = driver.pinned_memory(16)
+    _bytes(tables, 16).view(np.uint64)[:] = [small, target]
+    args: list[Any] = [np.uint64(tables + 8 * i) for i in range(2)] + [np.uint64(0)] * 6
+    args += [np.uint32(value) for value in (1, 1, 1, 1, 4096 + 1)] + [np.zeros(2 * ITEMS, np.uint32)]
     event = driver.event()
     driver.launch("kvtier_copy_1", 1, 1024, args, stream)
     driver.record(event, stream)

@@ -19,10 +19,10 @@ import torch
 from gpu.rows import Rows, Skip
 
 from kvtier.kernels import cpu
+from kvtier.kernels.calibration import measurement
 from kvtier.kernels.copy import CopyEngine, CopyLimits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import KERNELS, CudaDriver, DeviceError
-from kvtier.kernels.engine import measurement
 from kvtier.kernels.layout import Paged, Region, Shape
 from kvtier.kernels.method import Method, Table, calibrate
 from kvtier.kernels.page_lock import page_lock, page_unlock
@@ -52,6 +52,7 @@ class Bench:
         self.host.copy_(self.pool)
         self.table = Table("cpu", {})
         self.figures: dict[str, Any] = {}
+        self.graphs = cuda  # whether work can be captured
         self._release: Callable[[], None] = lambda: None
         if self.cuda:
             self.ordinal = torch.cuda.current_device()
@@ -64,19 +65,23 @@ class Bench:
             self._release = partial(page_unlock, self._driver, chunks)
             started = time.perf_counter()
             try:
-                self._driver.kernel(KERNELS[0])
+                self._driver.prepare(KERNELS[0])
                 self.figures["compile_s"] = time.perf_counter() - started
             except DeviceError as error:  # without kernels the copy engine can still be measured
                 self.figures["no_kernels"] = str(error)
             started = time.perf_counter()
             measured = measurement(lambda: CudaDriver(self.ordinal))
-            self.table = calibrate(self._driver.name, measured, time.monotonic, first=16 * KIB)
+            self.table = calibrate(self._driver.scope, measured, time.monotonic, first=16 * KIB)
             self.figures["calibration_s"] = time.perf_counter() - started
             self.figures["methods"] = [[s, f, n, m.value] for (s, f, n), m in sorted(self.table.best.items())]
 
     def start_up(self) -> dict[str, Any]:
         """Time to open, and the methods that calibration chose."""
         return self.figures
+
+    def another(self) -> CudaDriver:
+        """A driver of its own on the same device."""
+        return CudaDriver(self.ordinal)
 
     def close(self) -> None:
         self._release()
@@ -210,6 +215,12 @@ class Bench:
         All products are enqueued at once, and the device's clock times them, so that only the device is shared.
         """
         left, right, result = (torch.randn(size, size, device=self.pool.device).bfloat16() for _ in range(3))
+        return self.beside(fragment, count, method, lambda: torch.mm(left, right, out=result), products)
+
+    def beside(
+        self, fragment: int, count: int, method: Method | None, work: Callable[[], object], times: int
+    ) -> dict[str, Any]:
+        """Slowdown of `work`, enqueued so many times, as `interference` has it."""
         engine, blocks, shape = self.engine(fragment, count, method)
         half, generation, moved = blocks // 2, 0, 0
         every = np.arange(half)
@@ -221,8 +232,8 @@ class Bench:
         def run(copying: bool) -> float:
             nonlocal generation, moved
             clock = _Clock(self.cuda)
-            for _ in range(products):
-                torch.mm(left, right, out=result)
+            for _ in range(times):
+                work()
             clock.stop()
             stopped = False
             while not stopped:

@@ -37,11 +37,23 @@ TINY = {
 
 def measure(device: str, rows: Rows, *, tiny: bool) -> None:
     """A row per length, in ascending order; a length that does not fit has the reason."""
-    lengths = (64, 128) if tiny else (8192, 32768, 131072)
+    lengths = (64, 128) if tiny else lengths_for(torch.cuda.mem_get_info()[1])
     with tempfile.TemporaryDirectory(dir=rows.folder) as folder:
         bench = Bench(device, Path(folder), tiny=tiny)
         for tokens in lengths:
             rows.run(f"prefix of {tokens} tokens", lambda n=tokens: bench.length(n, rows))  # type: ignore[misc]
+
+
+def lengths_for(device_bytes: int) -> tuple[int, ...]:
+    """Prefixes that fit beside the model, the longest of them last: 128k tokens take 84 GiB with all copies of them."""
+    longest = 131072 if device_bytes >= _needed(131072) + 18 * GIB else 65536
+    return (8192, 32768, longest)
+
+
+def _needed(tokens: int) -> int:
+    """Device memory of one length, beside the model: the pool, the prefix gathered from it, its layers side by side,
+    and what computing takes. 128 KiB per token."""
+    return 4 * tokens * 128 * 1024 + 4 * GIB
 
 
 class Bench:

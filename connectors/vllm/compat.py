@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from string import hexdigits
 from typing import Any
@@ -239,3 +240,19 @@ def hit_sources(tiers: Mapping[str, int]) -> dict[Any, int]:
         label = labels.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
         out[label] = out.get(label, 0) + count
     return out
+
+
+def on_gpu(vllm_config: Any) -> bool:
+    """Whether the workers' KV tensors lie on CUDA devices."""
+    return str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")) == "cuda"
+
+
+def block_major_layout(vllm_config: Any) -> str | None:
+    """The name of the cache layout in which a block's layers lie side by side, so that it is copied as one run; None
+    where the release (before 0.30) or the device knows none. Backends of SM100 read heads before tokens. vLLM passes
+    over a layout that its backend cannot read."""
+    if not on_gpu(vllm_config) or find_spec("vllm.v1.kv_cache_layout") is None:
+        return None
+    from vllm.platforms import current_platform
+
+    return "BLHNC" if current_platform.is_device_capability_family(100) else "BLNHC"

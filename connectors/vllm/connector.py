@@ -41,7 +41,7 @@ from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stores import ConnectorLimits
-from kvtier.connectors.vllm.worker import WorkerHalf, host_identity
+from kvtier.connectors.vllm.worker import WorkerHalf, host_identity, store_bounds
 from kvtier.errors import ConfigError, IdentityError
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             recompute_failed_loads(type(self).__name__, self._kv_transfer_config, vllm_config.kv_transfer_config)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return or_fallback(compat.block_major_layout, vllm_config, fallback=None)
+
     # A cache delivers nothing: a block that is not saved is computed again.
     @property
     def requires_kv_delivery(self) -> bool:
@@ -99,15 +103,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         config, own = self._settings.config, self._settings.own
         tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         ahead: int | str = config.offload.spill_ahead
+        blocks = -(-tokens // block_tokens_of(self._kv_cache_config))  # that one step can fill
         if ahead == "auto":
             # Blocks that four steps can consume, at most a quarter of the pool.
-            ahead = min(4 * -(-tokens // block_tokens_of(self._kv_cache_config)), self._cache_layout.blocks // 4)
+            ahead = min(4 * blocks, self._cache_layout.blocks // 4)
+        step_bytes, link_bytes_s = store_bounds(self._cache_layout, blocks, compat.on_gpu(self._vllm_config))
         return ConnectorLimits(
             lookup_deadline_s=own.get("lookup_deadline", config.deadlines.lookup),
             prefetch_s=config.deadlines.get,
             flush_timeout_s=own.get("flush_timeout", 3.0),
             ack_timeout_s=own.get("ack_timeout", 30.0),
-            step_bytes=own.get("step_bytes", 64 << 20),
+            step_bytes=own.get("step_bytes", step_bytes),
+            link_bytes_s=link_bytes_s,
             spill_ahead_blocks=int(ahead),
             decode=own.get("decode_blocks", True),
             weighs_loads=own.get("recompute", "auto") == "auto",
@@ -279,6 +286,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else self._worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepMeta):
+            copies = bool(connector_metadata.loads or connector_metadata.stores)
+            or_fallback(self._worker.mark, copies, fallback=None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta, worker = self._get_connector_metadata(), self._worker

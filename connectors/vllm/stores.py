@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _GRAIN_S = 0.25
 """How much later than its age allows a block may be copied out, for the sake of batches."""
+_LEAST_BYTES = 64 << 20
+"""What a step may copy out however short it is."""
 _PRESSED_S = 0.05
 """The same where blocks are handed out again as soon as they are free."""
 
@@ -45,7 +47,8 @@ class ConnectorLimits:
     prefetch_s: float  # a promotion for which no request waits goes on at most so long
     flush_timeout_s: float = 3.0  # an idle or stopping engine copies out at most so long
     ack_timeout_s: float = 30.0  # a rank that leaves a copy unanswered longer has stopped answering
-    step_bytes: int = 64 << 20  # copied out per step
+    step_bytes: int = 64 << 20  # copied out per step, all ranks together
+    link_bytes_s: float = math.inf  # what a step's copies may count on since the last ones, all ranks together
     spill_ahead_blocks: int = 64  # at the head of the free queue: copied before they are handed out
     decode: bool = True  # blocks that were filled by decoding are stored, too
     weighs_loads: bool = True  # blocks that would arrive later than prefill takes are computed
@@ -112,6 +115,7 @@ class Stores:
         self._storing: dict[int, _Storing] = {}
         # Copies go out in batches, since each command costs the workers' threads as much as many blocks.
         self._grain = min(_GRAIN_S, offload.dirty_max_age / 4)
+        self._copied_at = -math.inf  # when copies were last planned
         self._look_at = -math.inf  # when to look for aged blocks again
         self._taken = 0  # blocks handed out since the free queue was looked through
         self._walked_free = 0  # its length then
@@ -201,7 +205,7 @@ class Stores:
             aged = eager = True
         if not near and not aged:
             return []
-        limit = max(1, self.limits.step_bytes // manager.host.block_bytes)
+        limit = max(1, self._step_bytes(now) // manager.host.block_bytes)
         head = pool.head(self.limits.spill_ahead_blocks) if near else ()
         before = (now if eager else now - self._offload.dirty_max_age) if aged else Mono("-inf")
         picked = self._dirty.pick(head, limit, before)
@@ -227,7 +231,13 @@ class Stores:
                 manager.abort(reserved, [slot.generation for slot in reserved])
             raise
         self._storing[moves[0].job] = work
+        self._copied_at = now
         return moves
+
+    def _step_bytes(self, mono_s: float) -> int:
+        """Most bytes of a step's copies: what the link cannot have moved by the next one would only queue."""
+        moved = (mono_s - self._copied_at) * self.limits.link_bytes_s
+        return int(min(self.limits.step_bytes, max(_LEAST_BYTES, moved)))
 
     def _horizon_moved(self, pool: compat.EnginePool) -> bool:
         """Whether blocks may have come close to being handed out since the head of the free queue was last looked

@@ -1,7 +1,9 @@
 """The half of the vLLM connector that runs in every worker: copies between its KV tensors and its rank's arena.
 
 It decides nothing. A job names blocks, slots and generations; the copy engine of `kvtier.kernels` makes the copies
-behind the forward that was launched before, and its acknowledgements go back to the scheduler with the step.
+behind the forwards that were launched before the step, and its acknowledgements go back to the scheduler with the step.
+On a GPU the engine has a thread of its own (`kvtier.kernels.pump`), which opens it, too: until it is open the rank
+answers that it cannot reach the arena, and nothing is offered.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ from kvtier.connectors.vllm.weights import AdapterClaims, WeightsWatch
 from kvtier.errors import IdentityError, KVTierError
 from kvtier.kernels import copy, engine, layout
 from kvtier.kernels.memory import populate
+from kvtier.kernels.pump import LIMITS, Pump
 
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
+_LINK_BYTES_S = 40e9  # of a rank's stores: three quarters of what PCIe Gen5 x16 is published to move
+
+_UNENDED: list[object] = []
+"""Engines whose copies did not end when they were closed, and the memory that these copies use: for good, since only
+the end of the process proves that nothing writes there any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,18 @@ class CacheLayout:
     ranks: int
     rank: int
     replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
+
+
+def store_bounds(cache_layout: CacheLayout, step_blocks: int, on_gpu: bool) -> tuple[int, float]:
+    """(bytes that a step may copy out, bytes per second that the links take), over all ranks.
+
+    On a GPU twice what a step can fill, so that prefill on a pool that has come round loses nothing, at a rate that
+    leaves a link some room. On a CPU the model's own thread makes the copies: little per step.
+    """
+    if not on_gpu:
+        return 64 << 20, math.inf
+    ranks = 1 if cache_layout.replicated else cache_layout.ranks
+    return max(64 << 20, 2 * step_blocks * sum(cache_layout.page_bytes) * ranks), ranks * _LINK_BYTES_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +158,11 @@ def fill_page_table(arena: mmap.mmap) -> threading.Thread:
     return thread
 
 
+def _on_gpu(found: Described) -> bool:
+    tensor: Any = found.memory.owners[0]
+    return bool(tensor.is_cuda)
+
+
 class WorkerHalf:
     """See the module. Used from the worker's one model thread; no call waits for a copy, but on a CPU `poll` makes
     them."""
@@ -157,8 +182,9 @@ class WorkerHalf:
         self._refusal = "no KV tensors were registered"
         self._arena: mmap.mmap | None = None
         self._reached = self._unreached = 0  # numbers of the arena in use, and of one that could not be attached
-        self._engine: copy.CopyEngine | None = None
-        self._open: Callable[[], copy.CopyEngine] | None = None  # makes it anew over the same memory
+        self._engine: copy.CopyEngine | Pump | None = None
+        self._open: Callable[[], copy.CopyEngine | Pump] | None = None  # makes it anew over the same memory
+        self._mark: copy.Event | None = None  # before this step's forward
         # ticket → epoch, job number, moves, request ("" for a store)
         self._jobs: dict[int, tuple[int, int, StepMoves, str]] = {}
         self._done: dict[int, int] = {}
@@ -189,8 +215,9 @@ class WorkerHalf:
     def attach(self, handle: ArenaHandle) -> None:
         """Use this arena from now on. Copies under way into an earlier one are cancelled and answered. Where it cannot
         be reached, the error is logged, every answer says so until it is, and every job fails."""
-        if handle.number == self._reached:
-            return  # another rank could not reach it
+        failed = isinstance(self._engine, Pump) and bool(self._engine.failure)
+        if handle.number == self._reached and not failed:
+            return  # another rank could not reach it, or the engine is being opened
         self._unreached = handle.number
         try:
             self._detach()
@@ -202,25 +229,30 @@ class WorkerHalf:
     def _attach(self, handle: ArenaHandle) -> None:
         assert self._described is not None
         arena = map_arena(handle, self._piece)
-        fill_page_table(arena)
+        if not _on_gpu(self._described):  # there, page-locking does it
+            fill_page_table(arena)
         host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
         found, calibration = self._described, Path(handle.calibration) if handle.calibration else None
         begin = partial(
             engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration
         )
-        self._engine = begin()
-        self._open, self._arena = begin, arena
+        self._open = partial(Pump, partial(begin, limits=LIMITS)) if _on_gpu(found) else begin
+        self._engine, self._arena = self._open(), arena
 
     def suspend(self) -> None:
         """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
         ones fail, until `resume`. Waits for those that the device has begun."""
         ended, self._engine = self._engine, None
         if ended is not None:
-            clean = ended.close(_CLOSE_S)
+            clean = False
+            try:
+                clean = ended.close(_CLOSE_S)
+            finally:
+                if not clean:
+                    _UNENDED.append((ended, self._arena, self._described))
+                    log.error("copies did not end within %.0f s; their memory stays mapped", _CLOSE_S)
             for ack in ended.poll():
                 self._take(ack)
-            if not clean:
-                log.error("copies did not end within %.0f s; their memory stays mapped", _CLOSE_S)
 
     def resume(self) -> None:
         """The tensors have memory again, at the addresses where they had it."""
@@ -238,8 +270,13 @@ class WorkerHalf:
         """A step begins; its number goes back with its answers. Its loads and stores are of weights epoch `epoch`."""
         self._step, self._epoch = step, epoch
 
+    def mark(self, copies: bool = True) -> None:
+        """A step's forward is about to be launched. Its `copies` need not wait for it: what they read was complete, and
+        what they write was free, before. Without a mark they start behind all that was launched when they come."""
+        self._mark = self._engine.mark() if copies and self._engine is not None else None
+
     def load(self, loads: Sequence[Load]) -> None:
-        """Fill blocks, behind everything that this thread has launched on the device."""
+        """Fill blocks, behind the step's mark."""
         for job in loads:
             if job.adapter is None or self._claims.right(*job.adapter, job.moves.blocks):
                 self._submit(job.moves, job.request)
@@ -248,7 +285,7 @@ class WorkerHalf:
                 self._finish(job.moves, job.request, set(range(len(job.moves.blocks))))
 
     def store(self, stores: Sequence[StepMoves]) -> None:
-        """Copy blocks out, behind everything that this thread has launched on the device."""
+        """Copy blocks out, behind the step's mark."""
         for moves in stores:
             if self._writes:
                 self._submit(moves, "")
@@ -259,13 +296,14 @@ class WorkerHalf:
         try:
             if self._epoch != self._watch.epoch:
                 raise KVTierError("the weights have changed")
-            if self._engine is None:
+            if self._engine is None or not self._engine.ready:
                 raise KVTierError("no arena is attached")
             if len(moves.slots) != len(moves.blocks):
                 raise KVTierError("it names no slots")
             columns = (moves.blocks, moves.slots, moves.generations)
             batch = copy.Moves(*(np.array(column, dtype=np.int64) for column in columns))
-            ticket = self._engine.load(batch) if request else self._engine.store(batch)
+            give = self._engine.load if request else self._engine.store
+            ticket = give(batch, after=self._mark)
             self._jobs[ticket] = (self._epoch, moves.job, moves, request)
         except (KVTierError, OSError) as error:
             log.warning("job %d is refused: %s", moves.job, error)
@@ -325,7 +363,12 @@ class WorkerHalf:
         self._done = {}
         adapters = dict(self._watch.adapters)
         news, self._told = (adapters if adapters != self._told else {}), adapters
-        return WorkerMeta(self._step, done, failed, self._unreached, self._watch.epoch, self._watch.weights, news)
+        unreached = self._unreached or (self._reached if not self._usable() else 0)
+        return WorkerMeta(self._step, done, failed, unreached, self._watch.epoch, self._watch.weights, news)
+
+    def _usable(self) -> bool:
+        """Whether copies are made here, but for an engine that sleeps: the scheduler offers nothing to that anyway."""
+        return self._engine is None or self._engine.ready
 
     def close(self) -> None:
         self._detach()

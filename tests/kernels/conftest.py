@@ -23,7 +23,7 @@ def kernel_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         str(build(HERE / "support" / "shim.cpp", tmp_path_factory.mktemp("shim") / "kernels.so", "-shared", "-fPIC"))
     )
     library.run_copy.argtypes = (
-        ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p,
+        ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
     )  # fmt: skip
     library.run_delay.argtypes = (ctypes.c_uint64,)
     return library

@@ -15,7 +15,8 @@ from simulated_driver import COMPUTE, SimulatedDriver
 
 from kvtier.errors import ConfigError, InvalidRequest, TierError
 from kvtier.kernels.copy import CopyEngine, CopyLimits, Lane, Moves, Outcome
-from kvtier.kernels.cuda import MAX_CTAS, CudaMover, _Scratch
+from kvtier.kernels.copy_kernel import BUS_CTAS, ITEMS
+from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import DeviceError
 from kvtier.kernels.engine import open_engine
 from kvtier.kernels.layout import Order, Region, Shape, of_arenas, of_pool, of_slots, of_tensors
@@ -109,8 +110,8 @@ def test_a_launch_waits_then_copies_then_records(kernel_library: ctypes.CDLL) ->
     assert (first.name, first.stream) == ("record", COMPUTE), "the gate is recorded when the command comes"
     stream = driver.calls[1].stream
     assert stream != COMPUTE
-    assert driver.names(stream) == ["wait", "copy", "record", "wait", "copy", "record"]
-    assert [call.detail for call in driver.calls if call.name == "wait"] == [first.detail] * 2
+    assert driver.names(stream) == ["wait", "copy", "record", "copy", "record"], "a stream waits once"
+    assert [call.detail for call in driver.calls if call.name == "wait"] == [first.detail]
     assert [call.detail for call in driver.calls if call.name == "copy"] == [2, 1], "neighbours travel as one run"
     settle(engine, driver)
     assert engine.close(1.0)
@@ -185,7 +186,7 @@ def test_kernels_take_few_ctas(kernel_library: ctypes.CDLL) -> None:
     host = of_arenas([arena_of(64 * 65536)], 65536, shape)
     engine = CopyEngine(CudaMover(driver, device, host, shape, NO_TABLE, method=Method.DIRECT))
     engine.store(Moves.of([(i, i, 0) for i in range(64)]))
-    assert [call.detail[1] for call in driver.calls if call.name == "launch"] == [MAX_CTAS]
+    assert [call.detail[1] for call in driver.calls if call.name == "launch"] == [BUS_CTAS]
     settle(engine, driver)
 
 
@@ -225,7 +226,7 @@ def test_without_an_event_behind_it_a_copy_is_lost_and_its_memory_kept(kernel_li
     assert not engine.close(0.0) and not driver.closed
 
 
-@pytest.mark.parametrize("what", ["launch", "device_memory", "pinned_memory"])
+@pytest.mark.parametrize("what", ["launch", "prepare", "device_memory", "pinned_memory"])
 def test_a_kernel_that_cannot_run_gives_way_to_the_copy_engine(kernel_library: ctypes.CDLL, what: str) -> None:
     for method in (Method.DIRECT, Method.STAGED):
         driver = SimulatedDriver(kernel_library, Random(0))
@@ -237,17 +238,23 @@ def test_a_kernel_that_cannot_run_gives_way_to_the_copy_engine(kernel_library: c
         assert bytes(arena[6 * 64 : 7 * 64]) == pool[5].numpy().tobytes()
 
 
-def test_more_launches_than_item_tables_use_the_copy_engine_for_once(
-    kernel_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_Scratch, "SLICES", 2)
+def test_a_kernels_items_travel_with_its_launch(kernel_library: ctypes.CDLL) -> None:
     driver = SimulatedDriver(kernel_library, Random(0), steps_per_query=0)
-    engine, pool, arena, mover = pool_engine(driver, Method.DIRECT, CopyLimits(chunk_bytes=64))
-    engine.store(Moves.of([(i, 7 - i, 0) for i in range(8)]))
-    assert driver.names().count("launch") == 2
+    pool = torch.arange((ITEMS + 5) * 16, dtype=torch.int64).remainder(251).to(torch.uint8).reshape(-1, 16)
+    device, shape = of_pool(pool)
+    arena = arena_of(len(pool) * 16)
+    mover = CudaMover(driver, device, of_arenas([arena], 16, shape), shape, NO_TABLE, method=Method.DIRECT)
+    engine = CopyEngine(mover, CopyLimits(chunk_bytes=1 << 20))
+    engine.store(Moves.of([(i, len(pool) - 1 - i, 0) for i in range(len(pool))]))
+    names = driver.names()
+    assert names.count("launch") == 2 and names.count("copy") == 1, "the bases alone are copied, once"
     settle(engine, driver)
-    assert b"".join(bytes(arena[64 * (7 - i) : 64 * (8 - i)]) for i in range(8)) == pool.numpy().tobytes()
-    assert mover.method_for(True, 1) is Method.DIRECT
+    assert bytes(arena) == pool.flip(0).numpy().tobytes()
+    engine.load(Moves.of([(0, 1, 0)]))
+    settle(engine, driver)
+    engine.store(Moves.of([(1, 1, 1)]))
+    settle(engine, driver)
+    assert driver.names().count("copy") == 2, "once per direction and stream"
 
 
 def test_pageable_memory_never_sees_a_kernel(kernel_library: ctypes.CDLL) -> None:

@@ -37,7 +37,7 @@ pytestmark = [
 MIB = 1 << 20
 NO_TABLE = Table("", {})
 DEVICE = "cuda"
-SHORT_S = 4.0
+SHORT_S = 8.0
 ITERATIONS = int(os.environ.get("KVTIER_GPU_ITERATIONS", "10000"))
 
 
@@ -293,8 +293,8 @@ def test_pageable_memory_gives_the_same_bytes(
 
 def test_calibration_is_short_and_kept(pool_and_arena: tuple[torch.Tensor, memoryview], tmp_path: Path) -> None:
     pool, arena = pool_and_arena
-    name = open_driver().name
-    engine = open_pool_engine(pool, [arena], MIB, calibration=tmp_path)  # the first also compiles the kernels
+    name = open_driver().scope
+    engine = open_pool_engine(pool, [arena], MIB, calibration=tmp_path)  # the driver compiles the kernels here, too
     assert engine.close(10.0)
     path = table_path(tmp_path, name)
     table = load_table(path, name)
@@ -305,7 +305,7 @@ def test_calibration_is_short_and_kept(pool_and_arena: tuple[torch.Tensor, memor
     started = time.monotonic()
     engine = open_pool_engine(pool, [arena], MIB, calibration=tmp_path)
     took = time.monotonic() - started
-    assert engine.close(10.0) and took < SHORT_S, "2 s of measuring, and page-locking the arena"
+    assert engine.close(10.0) and took < SHORT_S, "5 s of measuring, and page-locking the arena"
     started = time.monotonic()
     engine = open_pool_engine(pool, [arena], MIB, calibration=tmp_path)
     assert engine.close(10.0) and time.monotonic() - started < SHORT_S / 4

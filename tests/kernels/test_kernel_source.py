@@ -2,84 +2,70 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import re
+import shutil
 import struct
 import subprocess
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 from geometry import Problem, byte_addresses, problems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nvrtc import PTX, SOURCE, Nvrtc, digest, libraries
 
+from kvtier.kernels.copy_kernel import ITEMS
 from kvtier.kernels.driver import KERNELS
 from kvtier.kernels.grid import MAX_UNITS, UNIT_BYTES, Grid, grid_of
 from kvtier.kernels.layout import Paged, Shape
 
-SOURCE = Path(__file__).parent.parent.parent / "kernels" / "copy.cu"
 
-
-@pytest.fixture(scope="session")
-def nvrtc() -> ctypes.CDLL:
-    """NVIDIA's run-time compiler from its wheel; it needs no driver and no GPU."""
-    spec = find_spec("nvidia")
-    found = [
-        library
-        for folder in (spec.submodule_search_locations if spec and spec.submodule_search_locations else [])
-        for library in sorted(Path(folder).rglob("libnvrtc.so.*"))
-    ]
-    if not found:
+@pytest.fixture(scope="session", params=libraries() or [None], ids=lambda path: path.name if path else "none")
+def nvrtc(request: pytest.FixtureRequest) -> Nvrtc:
+    """Each of NVIDIA's run-time compilers that is installed here."""
+    if request.param is None:
         if os.environ.get("CI"):
             pytest.fail("the wheel nvidia-cuda-nvrtc is needed to compile the kernels")
         pytest.skip("no nvidia-cuda-nvrtc here: the kernels cannot be compiled")
-    return ctypes.CDLL(str(found[-1]))
+    return Nvrtc(request.param)
 
 
-CUPY_OPTIONS = (b"-ftz=true", b"--device-as-default-execution-space")
-"""What CuPy 14 adds to the options of a RawModule, but for precompiled headers: those only change the log."""
-
-
-def compile_cubin(
-    nvrtc: ctypes.CDLL, source: bytes, architecture: str, more: tuple[bytes, ...] = ()
-) -> tuple[int, bytes, str]:
-    """Result code, cubin and log of one compilation (NVRTC user guide)."""
-    program = ctypes.c_void_p()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"copy.cu", 0, None, None) == 0
-    options = [b"-std=c++17", f"-arch={architecture}".encode(), *more]
-    code = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    size = ctypes.c_size_t()
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    cubin = b""
-    if code == 0:
-        assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
-        image = ctypes.create_string_buffer(size.value)
-        assert nvrtc.nvrtcGetCUBIN(program, image) == 0
-        cubin = image.raw
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return code, cubin, log.value.decode()
-
-
-@pytest.mark.parametrize("more", [(), CUPY_OPTIONS], ids=["", "as CuPy does"])
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_every_kernel_compiles_to_a_cubin(nvrtc: ctypes.CDLL, architecture: str, more: tuple[bytes, ...]) -> None:
-    code, cubin, log = compile_cubin(nvrtc, SOURCE.read_bytes(), architecture, more)
-    assert code == 0 and not log.strip("\0\n "), log
-    assert cubin.startswith(b"\x7fELF")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_every_kernel_compiles_to_a_cubin(nvrtc: Nvrtc, architecture: str) -> None:
+    if nvrtc.version < (12, 8) and architecture in ("sm_100", "sm_120"):
+        pytest.skip("this compiler is older than the GPU: the driver compiles copy.ptx for it")
+    done = nvrtc.compile(SOURCE.read_bytes(), architecture)
+    assert done.code == 0 and not done.log.strip("\0\n "), done.log
+    assert done.image.startswith(b"\x7fELF")
     assert list(KERNELS) == [*(f"kvtier_copy_{unit}" for unit in UNIT_BYTES), "kvtier_delay"]
     for name in KERNELS:
-        assert f".text.{name}".encode() in cubin
+        assert f".text.{name}".encode() in done.image
 
 
-def test_a_wrong_source_does_not_compile(nvrtc: ctypes.CDLL) -> None:
-    code, _, log = compile_cubin(
-        nvrtc, SOURCE.read_bytes().replace(b"u64 rest", b"").replace(b"u32 rest", b""), "sm_90"
-    )
-    assert code != 0 and "rest" in log
+def test_a_wrong_source_does_not_compile(nvrtc: Nvrtc) -> None:
+    done = nvrtc.compile(SOURCE.read_bytes().replace(b"u64 rest", b"").replace(b"u32 rest", b""), "sm_90")
+    assert done.code != 0 and "rest" in done.log
+
+
+def test_the_compiled_kernels_are_of_this_source() -> None:
+    first, text = PTX.read_text(encoding="ascii").split("\n", 1)
+    assert first == f"// copy.cu {digest(SOURCE.read_bytes())}", "copy.cu was changed: make ptx"
+    assert ".version 8.0\n.target sm_80\n" in text, "for every driver from CUDA 12.0 and every GPU from sm_80 on"
+    assert all(f".visible .entry {name}(" in text for name in KERNELS) and ".local" not in text
+    assert f"param_13[{8 * ITEMS}]" in text and f"#define KVTIER_ITEMS {ITEMS}\n" in SOURCE.read_text(encoding="ascii")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_the_compiled_kernels_assemble_without_spills(architecture: str) -> None:
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas here: the driver's is the same, but needs a GPU")
+    command = [ptxas, f"-arch={architecture}", "-v", str(PTX), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("0 bytes spill stores, 0 bytes spill loads") == len(KERNELS)
+    assert max(int(number) for number in re.findall(r"Used (\d+) registers", done.stderr)) <= 48
 
 
 class Packed:
@@ -118,7 +104,8 @@ def run_case(
         len(data[0]), len(data[1]),
     ]  # fmt: skip
     message = struct.pack("<16Q", *head)
-    message += b"".join(np.asarray(table, np.uint64).tobytes() for table in (*bases, *items)) + data[0] + data[1]
+    message += b"".join(np.asarray(table, np.uint64).tobytes() for table in bases)
+    message += b"".join(np.asarray(table, np.uint32).tobytes() for table in items) + data[0] + data[1]
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(message)
     process.stdin.flush()
@@ -152,12 +139,12 @@ def test_the_sanitizer_sees_one_byte_too_far(kernel_process: subprocess.Popen[by
     """The negative control, in a process of its own: the destination is one byte shorter than what is copied."""
     program = str(kernel_process.args[0])  # type: ignore[index]
     message = struct.pack("<16Q", 1, 1, 8, 1, 1, 1, 1, 64, 64, 64, 0, 0, 0, 0, 64, 63)
-    message += struct.pack("<4Q", 0, 0, 0, 0) + bytes(64 + 63)
+    message += struct.pack("<2Q2I", 0, 0, 0, 0) + bytes(64 + 63)
     done = subprocess.run([program], input=message, capture_output=True, timeout=60)
     assert done.returncode != 0 and b"heap-buffer-overflow" in done.stderr
     fits = (
         struct.pack("<16Q", 1, 1, 8, 1, 1, 1, 1, 64, 64, 64, 0, 0, 0, 0, 64, 64)
-        + bytes(32)
+        + bytes(24)
         + bytes(range(64))
         + bytes(64)
     )

@@ -12,6 +12,7 @@ from kvtier.kernels.method import (
     COUNTS,
     FRAGMENTS_BYTES,
     KIB,
+    Measure,
     Method,
     Table,
     calibrate,
@@ -104,3 +105,22 @@ def test_the_configured_method_is_checked() -> None:
     assert parse("auto") is None and parse("staged") is Method.STAGED
     with pytest.raises(ConfigError, match="auto, dma, direct, staged"):
         parse("warp")
+
+
+def test_a_table_is_whole_where_every_method_was_measured_for_every_wanted_cell() -> None:
+    assert calibrate("gpu", times, lambda: 0.0, first=KIB).whole
+
+    def unmeasured(missing: tuple[int, int]) -> Measure:
+        def measure(method: Method, fragment: int) -> Mapping[tuple[bool, int], float]:
+            cells = times(method, fragment).items()
+            return {cell: s for cell, s in cells if method is not Method.STAGED or (fragment, cell[1]) != missing}
+
+        return measure
+
+    def small(fragment: int, count: int) -> bool:
+        return fragment * count < 64 << 20
+
+    assert calibrate("gpu", unmeasured((256 * KIB, 1024)), lambda: 0.0, first=KIB, wanted=small).whole
+    assert not calibrate("gpu", unmeasured((8 * KIB, 64)), lambda: 0.0, first=KIB, wanted=small).whole
+    time = iter(range(100))
+    assert not calibrate("gpu", times, lambda: float(next(time)), first=KIB, budget_s=9.0).whole

@@ -24,6 +24,7 @@ class Delayed:
         self.stream, self.current_stream, self.event = inner.stream, inner.current_stream, inner.event
         self.record, self.wait, self.reached = inner.record, inner.wait, inner.reached
         self.device_memory, self.pinned_memory = inner.device_memory, inner.pinned_memory
+        self.prepare = inner.prepare
         self.register, self.unregister, self.close = inner.register, inner.unregister, inner.close
 
     def copy(self, runs: Runs, stream: int, *, pageable: bool = False) -> None:

@@ -52,6 +52,9 @@ class ManualMover:
         self.gates.append(ManualGate(after))
         return self.gates[-1]
 
+    def mark(self) -> ManualEvent:
+        return ManualEvent()
+
     def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> ManualFlight:
         assert isinstance(gate, ManualGate) and not gate.closed, "launched behind a closed gate"
         self.flights.append(ManualFlight(lane, moves, gate, behind))

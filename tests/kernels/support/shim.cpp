@@ -12,6 +12,7 @@
 #define __global__
 #define __device__
 #define __launch_bounds__(threads)
+#define __grid_constant__
 
 struct Dim {
     unsigned int x = 1;
@@ -31,8 +32,7 @@ static long long clock64() {
 
 #include KERNEL_SOURCE
 
-using Kernel = void (*)(const u64*, const u64*, const u64*, const u64*, u64, u64, u64, u64, u64, u64, u32, u32, u32, u32,
-                        u32);
+using Kernel = void (*)(const u64*, const u64*, u64, u64, u64, u64, u64, u64, u32, u32, u32, u32, u32, Items);
 
 static Kernel kernel_of(u64 unit) {
     switch (unit) {
@@ -45,16 +45,16 @@ static Kernel kernel_of(u64 unit) {
     }
 }
 
-// wide: four table addresses, two strides, four axis strides; narrow: items, planes, count_a, count_b, row_bytes.
-extern "C" int run_copy(u64 unit, u32 ctas, u32 threads, const u64* wide, const u32* narrow) {
+// wide: two table addresses, two strides, four axis strides; narrow: items, planes, count_a, count_b, row_bytes.
+extern "C" int run_copy(u64 unit, u32 ctas, u32 threads, const u64* wide, const u32* narrow, const Items* numbers) {
     Kernel kernel = kernel_of(unit);
     if (!kernel) return 1;
     gridDim.x = ctas;
     blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
-            kernel((const u64*)wide[0], (const u64*)wide[1], (const u64*)wide[2], (const u64*)wide[3], wide[4], wide[5],
-                   wide[6], wide[7], wide[8], wide[9], narrow[0], narrow[1], narrow[2], narrow[3], narrow[4]);
+            kernel((const u64*)wide[0], (const u64*)wide[1], wide[2], wide[3], wide[4], wide[5], wide[6], wide[7],
+                   narrow[0], narrow[1], narrow[2], narrow[3], narrow[4], *numbers);
     return 0;
 }
 
@@ -77,20 +77,21 @@ int main() {
         u64 head[16];
         take(head, sizeof head);
         const u64 items = head[3], planes = head[4];
-        std::vector<u64> src_bases(planes), dst_bases(planes), src_items(items), dst_items(items);
+        std::vector<u64> src_bases(planes), dst_bases(planes);
+        Items numbers{};
         take(src_bases.data(), 8 * planes);
         take(dst_bases.data(), 8 * planes);
-        take(src_items.data(), 8 * items);
-        take(dst_items.data(), 8 * items);
+        take(numbers.src, 4 * items);
+        take(numbers.dst, 4 * items);
         unsigned char *src = page_aligned(head[14]), *dst = page_aligned(head[15]);
         take(src, head[14]);
         take(dst, head[15]);
         for (u64& base : src_bases) base += (u64)src;
         for (u64& base : dst_bases) base += (u64)dst;
-        const u64 wide[10] = {(u64)src_bases.data(), (u64)dst_bases.data(), (u64)src_items.data(), (u64)dst_items.data(),
-                              head[8], head[9], head[10], head[11], head[12], head[13]};
+        const u64 wide[8] = {(u64)src_bases.data(), (u64)dst_bases.data(), head[8], head[9],
+                             head[10], head[11], head[12], head[13]};
         const u32 narrow[5] = {(u32)items, (u32)planes, (u32)head[5], (u32)head[6], (u32)head[7]};
-        if (run_copy(head[0], (u32)head[1], (u32)head[2], wide, narrow)) return 2;
+        if (run_copy(head[0], (u32)head[1], (u32)head[2], wide, narrow, &numbers)) return 2;
         if (fwrite(dst, 1, head[15], stdout) != head[15] || fflush(stdout)) return 3;
         free(src);
         free(dst);

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.kernels.copy_kernel import ITEMS
 from kvtier.kernels.driver import OUT_OF_MEMORY, DeviceError
 from kvtier.kernels.plan import Runs
 
@@ -123,16 +124,20 @@ class SimulatedDriver:
         if kernel == "kvtier_delay":
             self._streams[stream].append(_Operation(lambda: None))
             return
-        assert [arg.itemsize for arg in args] == [8] * 10 + [4] * 5, (
+        assert [arg.itemsize for arg in args] == [8] * 8 + [4] * 5 + [8 * ITEMS], (
             "kernel arguments of other sizes than its parameters"
         )
-        wide, narrow = np.array(args[:10], np.uint64), np.array(args[10:], np.uint32)
+        wide, narrow, numbers = np.array(args[:8], np.uint64), np.array(args[8:13], np.uint32), args[13]
         unit = int(kernel.rpartition("_")[2])
 
         def run() -> None:
-            assert self._kernels.run_copy(unit, min(ctas, 2), 64, wide.ctypes.data, narrow.ctypes.data) == 0
+            tables = (wide.ctypes.data, narrow.ctypes.data, numbers.ctypes.data)
+            assert self._kernels.run_copy(unit, min(ctas, 2), 64, *tables) == 0
 
         self._streams[stream].append(_Operation(run))
+
+    def prepare(self, kernel: str) -> None:
+        self._refuse("prepare", 200)
 
     def device_memory(self, nbytes: int) -> int:
         self._refuse("device_memory", OUT_OF_MEMORY)

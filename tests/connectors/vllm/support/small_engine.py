@@ -86,9 +86,11 @@ class Caches:
 class SmallEngine:
     """Schedules, computes and copies as vLLM does, one step per call."""
 
-    def __init__(self, caching: bool = True, blocks: int = 64, clock: VirtualClock | None = None) -> None:
+    def __init__(
+        self, caching: bool = True, blocks: int = 64, clock: VirtualClock | None = None, capacity: str = "4MiB"
+    ) -> None:
         self.clock = clock or VirtualClock()
-        config = Config.parse({"tiers": {"g2": {"capacity": "4MiB"}}})
+        config = Config.parse({"tiers": {"g2": {"capacity": capacity}}})
         self.cache = kvtier.open(config, sample_namespace(4096, block_tokens=SIZE))
         self.caches = Caches(self.cache)
         limits = ConnectorLimits(1.0, 1.0, flush_timeout_s=5.0, ack_timeout_s=30.0, spill_ahead_blocks=8)

@@ -1,0 +1,76 @@
+"""The kernel of copy.cu as one direction of copies uses it: what is uploaded once, and what each launch brings."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from kvtier.kernels.driver import Driver
+from kvtier.kernels.grid import grid_of
+from kvtier.kernels.layout import Addresses, Indices, Paged, Shape
+from kvtier.kernels.plan import Runs
+
+BUS_CTAS = 12
+"""Blocks of threads for a kernel that crosses the bus. Hiding 2 µs at 55 GB/s takes 110 KB in flight; twelve blocks
+keep 196 KB. More take SMs from the model and are hardly faster."""
+
+DEVICE_CTAS = 64  # for the short kernel between staging memory and the engine's layout, at HBM speed
+
+THREADS = 256
+"""Per block: few enough to lie on an SM beside another kernel's (40 registers each)."""
+
+ITEMS = 480
+"""Blocks per launch: KVTIER_ITEMS of copy.cu, whose numbers travel as a parameter of 4 KiB at most."""
+
+_NUMBERS = np.dtype([("src", "<u4", ITEMS), ("dst", "<u4", ITEMS)])
+
+
+class CopyKernel:
+    """Copies items of one shape from one paged memory to another. Keeps a small table in device memory.
+
+    `dense` is the memory whose rows are walked in order of address, `ctas` the most blocks of threads. Raises
+    DeviceError where the kernel or its table cannot be loaded.
+    """
+
+    def __init__(self, driver: Driver, src: Paged, dst: Paged, shape: Shape, dense: Paged, ctas: int) -> None:
+        self._driver, self._ctas = driver, ctas
+        self._src_stride, self._dst_stride = src.stride, dst.stride
+        self._grid = grid_of(src, dst, shape, dense=dense)
+        self.name = f"kvtier_copy_{self._grid.unit_bytes}"
+        driver.prepare(self.name)
+        bases: Addresses = np.concatenate([src.bases.ravel(), dst.bases.ravel()])
+        self._tables = driver.device_memory(bases.nbytes)
+        self._pinned = driver.pinned_memory(bases.nbytes)
+        self._nbytes, self._planes = bases.nbytes, src.bases.size
+        ctypes.memmove(self._pinned, bases.ctypes.data, bases.nbytes)
+        self._uploaded: set[int] = set()
+
+    def upload(self, stream: int) -> None:
+        """Enqueue the bases ahead of the first launch on this stream. Each stream has its own turn, since nothing else
+        orders them; the bytes are the same."""
+        if stream not in self._uploaded:
+            runs = (np.array([value], np.uint64) for value in (self._pinned, self._tables, self._nbytes))
+            self._driver.copy(Runs(*runs), stream)
+            self._uploaded.add(stream)
+
+    def copy(self, src: Indices, dst: Indices, stream: int) -> None:
+        """Enqueue the copy of items `src[i]` to `dst[i]`."""
+        self.upload(stream)
+        grid = self._grid
+        step = min(grid.max_items, ITEMS)
+        wide = [self._tables, self._tables + 8 * self._planes, self._src_stride, self._dst_stride]
+        wide += [grid.outer.src, grid.outer.dst, grid.inner.src, grid.inner.dst]
+        for start in range(0, len(src), step):
+            part = slice(start, start + step)
+            items = len(src[part])
+            numbers = np.zeros((), _NUMBERS)
+            numbers["src"][:items], numbers["dst"][:items] = src[part], dst[part]
+            narrow = [items, grid.planes, grid.outer.count, grid.inner.count, grid.row_bytes]
+            self._driver.launch(
+                self.name,
+                ctas=max(1, min(self._ctas, -(-grid.units(items) // THREADS))),
+                threads=THREADS,
+                args=[*(np.uint64(value) for value in wide), *(np.uint32(value) for value in narrow), numbers],
+                stream=stream,
+            )

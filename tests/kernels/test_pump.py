@@ -1,0 +1,139 @@
+"""Copies on a thread of their own: what the caller sees, and what of it holds the caller up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from manual_mover import ManualMover
+
+from kvtier.errors import TierError
+from kvtier.kernels.copy import Ack, CopyEngine, Lane, Moves, Outcome
+from kvtier.kernels.pump import Pump
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def outcomes(acks: list[Ack]) -> list[tuple[int, Outcome]]:
+    return [(ack.ticket, ack.outcome) for ack in acks]
+
+
+def opened(mover: ManualMover) -> Pump:
+    pump = Pump(lambda: CopyEngine(mover), threaded=False)
+    pump.open()
+    return pump
+
+
+def test_commands_are_carried_out_by_ticks_and_answered_under_the_callers_tickets() -> None:
+    mover = ManualMover()
+    pump = opened(mover)
+    first, second = pump.store(Moves.of([(1, 2, 0)])), pump.load(Moves.of([(3, 4, 0)]))
+    assert len(mover.gates) == 2 and not mover.flights, "the point in the stream is taken, nothing is launched"
+    assert pump.tick() and len(mover.flights) == 2
+    mover.end(0, 1)
+    assert pump.poll() == [] and pump.tick()
+    assert sorted(outcomes(pump.poll())) == [(first, Outcome.DONE), (second, Outcome.DONE)]
+    assert not pump.tick()
+    third = pump.load(Moves.of([(5, 4, 0)]))
+    pump.tick()
+    pump.cancel(third)
+    pump.cancel(99)
+    pump.tick()
+    mover.end(2)
+    pump.tick()
+    assert outcomes(pump.poll()) == [(third, Outcome.ABORTED)]
+    assert pump.close(1.0) and mover.closed
+    assert outcomes([*pump.poll()]) == []
+    late = pump.store(Moves.of([(1, 2, 1)]))
+    assert outcomes(pump.poll()) == [(late, Outcome.REFUSED)]
+
+
+def test_a_command_that_the_engine_refuses_is_answered_and_its_gate_closed() -> None:
+    mover = ManualMover()
+    pump = opened(mover)
+    wrong = pump.store(Moves.of([(1, 2, 0), (3, 2, 0)]))
+    good = pump.store(Moves.of([(1, 5, 3)]))
+    stale = pump.store(Moves.of([(1, 5, 3)]))
+    pump.tick()
+    assert outcomes(pump.poll()) == [(wrong, Outcome.REFUSED), (stale, Outcome.REFUSED)]
+    mover.end(0)
+    pump.tick()
+    assert outcomes(pump.poll()) == [(good, Outcome.DONE)]
+    assert all(gate.closed == 1 for gate in mover.gates)
+
+
+def test_opening_holds_nobody_up_and_commands_before_its_end_are_refused() -> None:
+    may_open, mover = threading.Event(), ManualMover()
+
+    def slow() -> CopyEngine:
+        assert may_open.wait(20.0)
+        return CopyEngine(mover)
+
+    pump = Pump(slow)
+    ticket = pump.load(Moves.of([(1, 1, 0)]))
+    assert not pump.ready and pump.mark() is None and outcomes(pump.poll()) == [(ticket, Outcome.REFUSED)]
+    may_open.set()
+    eventually(lambda: pump.ready)
+    ticket = pump.load(Moves.of([(1, 1, 0)]))
+    eventually(lambda: mover.flights)
+    mover.end(0)
+    acks: list[Ack] = []
+    eventually(lambda: acks.extend(pump.poll()) or acks)
+    assert outcomes(acks) == [(ticket, Outcome.DONE)]
+    assert pump.close(5.0) and mover.closed
+
+
+def test_an_engine_that_is_still_being_opened_is_closed_once_it_is_open() -> None:
+    may_open, mover = threading.Event(), ManualMover()
+
+    def slow() -> CopyEngine:
+        assert may_open.wait(20.0)
+        return CopyEngine(mover)
+
+    pump = Pump(slow)
+    assert pump.close(0.0) and not mover.closed, "nothing was copied"
+    may_open.set()
+    eventually(lambda: mover.closed)
+
+
+def test_an_engine_that_cannot_be_opened_refuses_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> CopyEngine:
+        raise TierError("g1", "open", "no such device")
+
+    pump = Pump(broken)
+    eventually(lambda: pump.failure)
+    ticket = pump.load(Moves.of([(1, 1, 0)]))
+    assert outcomes(pump.poll()) == [(ticket, Outcome.REFUSED)]
+    assert "no such device" in pump.failure and not pump.ready and pump.close(1.0)
+
+
+def test_a_bug_in_a_tick_is_logged_and_does_not_end_the_thread_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Buggy(ManualMover):
+        times = 0
+
+        def launch(self, *args: object, **options: object) -> object:  # type: ignore[override]
+            self.times += 1
+            if self.times == 1:
+                raise RuntimeError("a bug")
+            return super().launch(*args, **options)  # type: ignore[arg-type]
+
+    mover = Buggy()
+    pump = Pump(lambda: CopyEngine(mover))
+    eventually(lambda: pump.ready)
+    pump.load(Moves(np.array([1]), np.array([1]), np.array([0])))
+    eventually(lambda: "a bug" in caplog.text)
+    pump.load(Moves.of([(2, 2, 0)]))
+    eventually(lambda: mover.flights)
+    assert not pump.failure
+    mover.end(0)
+    eventually(pump.poll)
+    pump.close(0.1)
+    assert {flight.lane for flight in mover.flights} == {Lane.LOAD}
