@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,9 @@ _HOST_PORTABLE_AND_MAPPED = 3  # for every context of the process, and for kerne
 KERNELS = (*(f"kvtier_copy_{unit}" for unit in (16, 8, 4, 2, 1)), "kvtier_delay")
 """The kernels in copy.cu."""
 
-PTX = Path(__file__).parent / "copy.ptx"
+log = logging.getLogger(__name__)
+
+SOURCE, PTX = Path(__file__).parent / "copy.cu", Path(__file__).parent / "copy.ptx"
 """copy.cu for every GPU from sm_80 on and every driver from CUDA 12.0 on."""
 
 
@@ -153,10 +156,11 @@ _BATCH_SIGNATURE = ctypes.CFUNCTYPE(
 
 
 class CudaDriver:
-    """libcuda for device `ordinal`, in its primary context, which torch uses as well.
+    """libcuda for device `ordinal`, in its primary context, which torch and CuPy use as well.
 
-    `library` is the loaded libcuda.so.1. torch gives the current stream; the driver compiles copy.ptx for its GPU, and
-    caches that. Raises DeviceError where the driver is too old, OSError without one.
+    `library` is the loaded libcuda.so.1. torch gives the current stream. CuPy compiles copy.cu for this GPU where it is
+    installed, else the driver compiles copy.ptx; both cache that on disk. Raises DeviceError where the driver is too
+    old, OSError without one.
     """
 
     def __init__(self, ordinal: int, library: Any = None) -> None:
@@ -176,6 +180,7 @@ class CudaDriver:
         self._first_index = ctypes.c_size_t(0)
         self._kernels: dict[str, int] = {}
         self._module = ctypes.c_void_p()
+        self._compiled: Any = None  # CuPy's module
         self._device_memory: list[int] = []
         self._pinned_memory: list[int] = []
 
@@ -272,12 +277,27 @@ class CudaDriver:
     def prepare(self, kernel: str) -> None:
         if kernel in self._kernels:
             return
-        function = ctypes.c_void_p()
-        with self._current():
-            if not self._module:
-                self._call("cuModuleLoadData", ctypes.byref(self._module), PTX.read_bytes())
-            self._call("cuModuleGetFunction", ctypes.byref(function), self._module, kernel.encode("ascii"))
+        function = self._by_cupy(kernel)
+        if not function:
+            with self._current():
+                if not self._module:
+                    self._call("cuModuleLoadData", ctypes.byref(self._module), PTX.read_bytes())
+                self._call("cuModuleGetFunction", ctypes.byref(function), self._module, kernel.encode("ascii"))
         self._kernels[kernel] = function.value or 0
+
+    def _by_cupy(self, kernel: str) -> ctypes.c_void_p:
+        """The CUfunction of a kernel of copy.cu, NULL where CuPy is not installed or cannot compile it."""
+        try:
+            import cupy
+
+            with cupy.cuda.Device(self.ordinal):
+                if self._compiled is None:
+                    source = SOURCE.read_text(encoding="ascii")
+                    self._compiled = cupy.RawModule(code=source, options=("-std=c++17",), backend="nvrtc")
+                return ctypes.c_void_p(int(self._compiled.get_function(kernel).kernel.ptr))
+        except Exception as error:  # no CuPy, no compiler, a driver that is too old for either: the PTX is there
+            log.debug("kernel %s is not compiled by CuPy: %s", kernel, error)
+            return ctypes.c_void_p()
 
     def device_memory(self, nbytes: int) -> int:
         # Not from torch's allocator: its memory may still be in use by work queued on torch's stream.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +130,34 @@ def test_where_kernels_do_not_load_the_copy_engine_serves(
     assert "copy engine from now on" in caplog.text and mover.method_for(True, 1) is Method.DMA
     assert bytes(arena[192:256]) == pool[0].numpy().tobytes()
     assert engine.close(1.0)
+
+
+class StubCupy:
+    """CuPy as far as the driver uses it: a compiler whose kernels are at that address, or that fails at 0."""
+
+    def __init__(self, address: int) -> None:
+        self.address, self.compiled = address, list[str]()
+        self.cuda = SimpleNamespace(Device=lambda ordinal: nullcontext())
+
+    def RawModule(self, code: str, options: tuple[str, ...], backend: str) -> Any:
+        self.compiled.append(code)
+        if not self.address:
+            raise RuntimeError("NVRTC_ERROR_INVALID_OPTION")
+        return SimpleNamespace(get_function=lambda name: SimpleNamespace(kernel=SimpleNamespace(ptr=self.address)))
+
+
+@pytest.mark.parametrize("address", [0x1234, 0])
+def test_cupy_compiles_the_kernels_where_it_is_installed_and_can(
+    driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, address: int
+) -> None:
+    cupy, cuda = StubCupy(address), driver()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for name in ("kvtier_copy_16", "kvtier_copy_4"):
+        cuda.prepare(name)
+    assert all("kvtier_copy" in code for code in cupy.compiled)
+    if address:
+        assert len(cupy.compiled) == 1 and set(cuda._kernels.values()) == {address}
+    assert ("cuModuleLoadData" in libcuda.fake_calls().decode().split()) == (not address)
 
 
 def test_a_driver_without_a_needed_function_is_refused() -> None:
