@@ -45,6 +45,7 @@ class Family(NamedTuple):
 
 
 MISSES = tuple(str(miss) for miss in Miss)
+REFUSALS = ("budget", "forgotten", "orphan", "purged", "queue", "quota")
 BUILD = Family("kvtier_build_info", "1 for the release that runs.", kind=Gauge, label="version")
 
 REQUESTS = {
@@ -104,7 +105,9 @@ TIERS = {
         label="outcome",
         values=tuple(str(stored) for stored in Stored),
     ),
-    "refused": Family("kvtier_tier_refused_blocks", "Blocks the queue did not take, by reason.", label="reason"),
+    "refused": Family(
+        "kvtier_tier_refused_blocks", "Blocks the queue did not take, by reason.", label="reason", values=REFUSALS
+    ),
     "pending": Family("kvtier_tier_pending_blocks", "Blocks waiting to be written.", kind=Gauge),
     "read_bytes": Family("kvtier_tier_read_bytes", "Bytes read."),
     "written_bytes": Family("kvtier_tier_written_bytes", "Bytes written."),

@@ -86,6 +86,18 @@ def test_series_are_there_before_the_first_event() -> None:
         assert {(s.name, *s.labels.items()) for family in fresh.collect() for s in family.samples} == before
 
 
+def test_alerts_see_the_first_event_of_a_tier_s_own_counters(tmp_path: Path) -> None:
+    g3, g4 = {"path": str(tmp_path / "g3"), "capacity": "1MiB"}, {"url": f"file://{tmp_path}/g4"}
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": "1MiB"}, "g3": g3, "g4": g4}})
+    registry = CollectorRegistry()
+    with kvtier.open(config, sample_namespace()) as cache:
+        registry.register(StatsCollector(cache.stats))
+        for tier, kind in (("g3", "set_aside_slots"), ("g3", "unreadable_blocks"), ("g4", "purge_log_faults")):
+            assert registry.get_sample_value("kvtier_tier_events_total", {"tier": tier, "kind": kind}) == 0
+        for reason in ("queue", "orphan", "budget"):
+            assert registry.get_sample_value("kvtier_tier_refused_blocks_total", {"tier": "g3", "reason": reason}) == 0
+
+
 def test_the_default_port_is_no_exporters() -> None:
     """9400 is that of NVIDIA's DCGM exporter, which runs on the same hosts."""
     assert PORT == 19400

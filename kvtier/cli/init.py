@@ -47,7 +47,7 @@ with PrefixCache(kvtier.Config.load("{file}"), model) as prefixes: …""",
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What this machine has, and what a configuration may take of it. Sizes in bytes; g3_bytes 0: no G3."""
+    """Sizes of this machine and the shares that a configuration may take, in bytes; g3_bytes 0: no G3."""
 
     ram_bytes: int
     g2_bytes: int

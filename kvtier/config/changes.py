@@ -1,4 +1,4 @@
-"""What differs between two configurations, and which of it a running cache can take over."""
+"""Differences between two configurations, and which of them a running cache can take over."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def key_references() -> Iterator[KeyReference]:
 
 
 def section_meanings() -> dict[str, str]:
-    """What each section is for, by dotted key. Pure."""
+    """The purpose of each section, by dotted key. Pure."""
     whole = Config.model_json_schema()
     sections = {key.rpartition(".")[0] for key in known_keys(Config) if "." in key}
     found = {}

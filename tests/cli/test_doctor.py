@@ -1,4 +1,4 @@
-"""What `kvtier doctor` says of the machine, and of a configuration whose secrets are elsewhere."""
+"""`kvtier doctor` describes the machine, also for a configuration whose secrets are elsewhere."""
 
 from __future__ import annotations
 

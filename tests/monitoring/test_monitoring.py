@@ -50,7 +50,7 @@ def family_of(name: str) -> Family | None:
 
 
 def faults(query: str) -> Iterator[str]:
-    """What a query names that kvtier does not show."""
+    """Names in a query that kvtier does not show."""
     for name, selector in SELECTOR.findall(query):
         family = family_of(name)
         if family is None:

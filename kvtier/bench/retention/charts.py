@@ -9,12 +9,14 @@ from math import ceil, floor, log10
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 16, 44
 ROW = 52
+LABELS_MAX = 12
+"""More labels below an axis would touch."""
 
 
 def _frame(body: str, label: str, height: int = HEIGHT) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(label)}">'
-        f"<title>{html.escape(label)}</title>{body}</svg>"
+        f'<div class="chart"><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(label)}">'
+        f"<title>{html.escape(label)}</title>{body}</svg></div>"
     )
 
 
@@ -68,9 +70,9 @@ def line(points: Sequence[tuple[float, float]], ticks: Mapping[float, str], labe
 
 
 def stacked(columns: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
-    """One column per entry, parts in percent stacked from below; at most 24 columns are labelled."""
+    """One column per entry, parts in percent stacked from below; at most LABELS_MAX are labelled."""
     step = (WIDTH - LEFT - RIGHT) / max(1, len(columns))
-    every = -(-len(columns) // 24)
+    every = -(-len(columns) // LABELS_MAX)
     body = [_grid(100, " %")]
     for number, (name, parts) in enumerate(columns):
         x, y = LEFT + number * step, float(HEIGHT - BOTTOM)

@@ -80,14 +80,18 @@ def draw_worth(worth: Worth, folder: Path, stem: str) -> list[Path]:
 def draw_policies(results: Mapping[str, Any], path: Path) -> None:
     """Hits above leaf-first LRU by capacity, one panel per trace with enough sizes, with the ceiling. Blocks."""
     results = {name: found for name, found in results.items() if len(found["percent_of_footprint"]) >= 4}
-    figure, _ = _figure(5.0 * len(results), 4.2)
+    rows_of_panels = -(-len(results) // 2)
+    figure, _ = _figure(9.6, 4.0 * rows_of_panels)
     figure.clear()
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    figure.set_facecolor("#ffffff")  # legible on a dark page, too
+    panels = list(figure.subplots(rows_of_panels, 2, squeeze=False).flat)
+    for unused in panels[len(results) :]:
+        unused.set_visible(False)
     styles = {
         "gapduel": ("#1f6feb", 2.6), "arc": ("#8a6fd1", 1.3), "s3fifo": ("#3f9e7a", 1.3),
         "lru + 60 s·log2 f": ("#d98c3f", 1.3), "lru + 300 s·log2 f": ("#c0504d", 1.3), "ceiling": ("#9aa1a9", 1.3),
     }  # fmt: skip
-    for panel, (name, found) in zip(panels, results.items(), strict=True):
+    for panel, (name, found) in zip(panels, results.items(), strict=False):
         rows = found["percent_of_footprint"]
         sizes = [float(size) for size in rows]
         for policy, (color, width) in styles.items():
@@ -96,11 +100,11 @@ def draw_policies(results: Mapping[str, Any], path: Path) -> None:
             panel.plot(sizes, gains, dashed, color=color, linewidth=width, label=policy)
         panel.axhline(0, color="#1d2125", linewidth=1)
         panel.set_xscale("log")
-        panel.set_title(name, fontsize=10)
+        panel.set_title(name, fontsize=12)
         panel.set_xlabel("capacity, % of distinct blocks")
         panel.set_ylabel("points of hits above leaf-first LRU")
         panel.set_ylim(-12, 30)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize=8)
+    panels[min(1, len(results) - 1)].legend(frameon=False, fontsize=10, loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -26,10 +26,12 @@ h2 { font-size: 20px; margin: 52px 0 6px } p { margin: 6px 0 14px; max-width: 68
 .doubt { border-left: 4px solid var(--left); padding: 2px 12px }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 28px 0 }
 .figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 14px 16px }
-.figure b { display: block; font-size: 26px; line-height: 1.15; font-variant-numeric: tabular-nums }
+.figure b { display: block; font-size: clamp(19px, 5vw, 24px); white-space: nowrap;
+  line-height: 1.15; font-variant-numeric: tabular-nums }
 .figure span { color: var(--soft); font-size: 13px }
-svg { width: 100%; height: auto; display: block; background: var(--card); border: 1px solid var(--rule);
-  border-radius: 10px; margin: 12px 0 }
+.chart { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  margin: 12px 0 }
+svg { width: 100%; min-width: 640px; height: auto; display: block }
 .grid { stroke: var(--rule) } .line { fill: none; stroke: var(--main); stroke-width: 2.5 }
 .dot { fill: var(--main) } .hollow { fill: var(--card); stroke: var(--soft); stroke-width: 2 }
 .range { stroke-width: 7; stroke-linecap: round; opacity: .35 } .dot-range { stroke: var(--main) }
@@ -130,10 +132,14 @@ def _headline(worth: Worth, points: Mapping[float, float], longest: float) -> st
     return f'<div class="figures">{"".join(figures)}</div>'
 
 
+def _tick(hours: float) -> str:
+    return f"{hours:.1f}".removesuffix(".0")
+
+
 def _tiers(worth: Worth) -> list[str]:
     names = [store.name for store in worth.stores]
     columns = [
-        (f"{hour['hour']:.3g}", {**{n: hour[n] for n in names}, "left": 100 - sum(hour[n] for n in names)})
+        (_tick(hour["hour"]), {**{n: hour[n] for n in names}, "left": 100 - sum(hour[n] for n in names)})
         for hour in worth.hours
     ]
     rows = [

@@ -56,7 +56,7 @@ def shape_of(name: str) -> CacheShape:
 
 
 def _shape_in(path: Path) -> CacheShape:
-    """The shape that a config.json describes. What its GPU prefills is not in there: taken as an 8B model's."""
+    """The shape that a config.json describes. The prefill rate is not in there: an 8B model's is taken."""
     try:
         whole = json.loads(path.read_bytes()[:CONFIG_BYTES_MAX])
         fields = whole.get("text_config") or whole

@@ -172,7 +172,7 @@ def _deliver(kind: str, trace: Trace, results: dict[str, Any], folder: Path | No
 
 
 def doubts_of(trace: Trace, results: Mapping[str, Any]) -> list[str]:
-    """What the trace is too small for."""
+    """Reasons why the trace is too small for these results."""
     kept = [_seconds(text) for text in results.get("ttls", ())] + [results.get("ttl_s") or 0.0]
     return trace.doubts(max(kept))
 

@@ -178,7 +178,7 @@ class Maintenance:
         return sum(slot >= geometry.slots_of(segment, slot_class) for slot_class, _rank, segment, slot in places)
 
     def due(self) -> dict[str, int]:
-        """What `gc` would do now. Deletes nothing."""
+        """The counts of a `gc` now. Deletes nothing."""
         wall_s, index = self._clock.wall(), self._store.index
         owners = [SlotReservation.decode(key, raw).owner for key, raw in index.rows(RESERVED)]
         counts = {"reclaimed_slots": sum(not owner.alive(self._store.owner) for owner in owners), "deleted_blocks": 0}

@@ -55,8 +55,8 @@ class SlotHealth:
         self._lock = threading.Lock()
         self._moved = 0  # blocks, in all
         self._failures: deque[tuple[Mono, int]] = deque()  # of the last minute: when, and how many had moved by then
-        self.counts: Counter[str] = Counter()
-        """Since it was opened: `set_aside_slots`, `restored_slots`, `unreadable_blocks`."""
+        self.counts = Counter(set_aside_slots=0, restored_slots=0, unreadable_blocks=0)
+        """Since it was opened. There from the start: an alert on their growth is to see the first one."""
 
     def moved(self, count: int) -> None:
         """So many blocks were read or written well."""

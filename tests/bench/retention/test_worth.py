@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvtier.bench.retention.capacity import Rates, plan_capacity
-from kvtier.bench.retention.charts import line, nice, ranges, stacked
+from kvtier.bench.retention.charts import LABELS_MAX, line, nice, ranges, stacked
 from kvtier.bench.retention.curves import CapacityCurve, Reuse
 from kvtier.bench.retention.report import render, write_report
 from kvtier.bench.retention.shapes import SHAPES, CacheShape, shape_of
@@ -88,6 +88,7 @@ def test_charts_cope_with_little() -> None:
         line([(60.0, 0.0), (60.0, 0.0)], {}, "flat"),
         stacked([("0", {"g1": 0.0, "left": 100.0})], "b"),
         stacked([], "none"),
+        stacked([(f"{hour}.5", {"g1": 50.0, "left": 50.0}) for hour in range(24)], "a day"),
         ranges([("x", (0.5, 0.5, 0.5), (0.5, 1.0, 2.0))], "c"),
     ):
         ElementTree.fromstring(svg)
@@ -181,3 +182,9 @@ def test_a_checkpoint_that_says_nothing_is_refused(tmp_path: Path, text: str) ->
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InvalidRequest, match="bytes per token"):
         shape_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("columns", [1, 12, 13, 24, 100])
+def test_labels_below_an_axis_do_not_touch(columns: int) -> None:
+    drawn = stacked([(f"{hour}.5", {"left": 100.0}) for hour in range(columns)], "hours")
+    assert min(columns, LABELS_MAX // 2) <= len(re.findall(r">\d+\.5</text>", drawn)) <= LABELS_MAX
