@@ -102,6 +102,7 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena
                 ),
                 keyring=config.keyring(),
                 keys=keys,
+                compression=g4.compression,
             )
         )
     return out

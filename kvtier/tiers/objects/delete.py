@@ -69,8 +69,12 @@ class Remover:
         return known is not None and not self._store.purges.covers(known.frame.scope, known.frame.position)
 
     async def _delete(self, units: Sequence[Stat]) -> int:
+        known = [self._store.named(stat.name) for stat in units]
         await self._store.delete_named([stat.name for stat in units])
-        return sum(blocks_in(stat.size, self._store.block_bytes) for stat in units)
+        return sum(
+            entry.blocks if entry is not None else blocks_in(stat.size, self._store.block_bytes)
+            for entry, stat in zip(known, units, strict=True)
+        )
 
     async def _list(self, prefix: str) -> AsyncIterator[list[Stat]]:
         """The units below `prefix`, page by page."""

@@ -17,7 +17,7 @@ from kvtier.identity.keys import Scope
 from kvtier.keyring import TAG_BYTES
 from kvtier.tiers.data_keys import DataKeys, load, obtain
 from kvtier.tiers.objects.frame import Frame
-from kvtier.tiers.protocol import Miss, Sealed
+from kvtier.tiers.protocol import Miss, Pieces
 
 ENCRYPTED = 1
 """`Frame.sealed` of an encrypted payload."""
@@ -74,12 +74,8 @@ class UnitEncryption:
         cipher.decrypt_in_place(index, pieces, frame.tag(index), _bound(frame, index), digest)
         return digest.value()
 
-    def is_right(self, frame: Frame, index: int, stored: memoryview) -> bool:
-        """Whether `stored` is the ciphertext of block `index`, as far as the key is known."""
-        key = Miss.NO_KEY if self._keys is None else self._keys.peek(frame.scope)
-        cipher = None if isinstance(key, Miss) else _cipher(key, frame)
-        if cipher is None:
-            return False
+    def is_right(self, frame: Frame, cipher: UnitCipher, index: int, stored: memoryview) -> bool:
+        """Whether `stored` is the ciphertext of block `index`."""
         copy = memoryview(bytearray(stored))
         try:
             self.decrypt(frame, cipher, index, [copy])
@@ -90,17 +86,18 @@ class UnitEncryption:
         return True
 
 
-def encrypt_unit(frame: Frame, blocks: Sequence[Sealed], key: DataKey, out: memoryview) -> Frame:
-    """Encrypt a frame's blocks into `out`, which has TAG_BYTES more than its payload. Returns the frame with what its
-    header is to say of that."""
+def encrypt_unit(frame: Frame, blocks: Sequence[Pieces], key: DataKey, out: memoryview) -> Frame:
+    """Encrypt the stored bytes of a frame's blocks into `out`, which has TAG_BYTES more than its payload. Returns the
+    frame with what its header is to say of that."""
     cipher, tags = key.new_cipher(), bytearray()
     frame = replace(
         frame, sealed=ENCRYPTED, salt=cipher.salt, commitment=cipher.commitment,
         digests=(bytes(DIGEST_BYTES),) * len(blocks),
     )  # fmt: skip
-    for index, block in enumerate(blocks):
-        start, end = index * frame.block_bytes, (index + 1) * frame.block_bytes
-        whole = block.pieces[0] if len(block.pieces) == 1 else memoryview(b"".join(block.pieces))
+    end = 0
+    for index, pieces in enumerate(blocks):
+        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        start, end = end, end + len(whole)
         cipher.encrypt_into(index, whole, _bound(frame, index), out[start : end + TAG_BYTES])
         tags += out[end : end + TAG_BYTES]  # the next block begins where the tag lies
     return replace(frame, tags=bytes(tags))

@@ -10,7 +10,7 @@
     32     32    namespace digest
     64     16    scope
     80     77    lifetime as written (kvtier.retention.terms)
-    157    1     codec of the payload: 0, none
+    157    1     codec of the payload: 0, none; 1: kvtier.codec, for each block that has fewer stored bytes than others
     158    1     sealed: 1 if the payload is encrypted (kvtier.tiers.objects.encryption), else 0
     159    1     zero
     160    8     id of the key that authenticates the frame; zeros: the one that everybody knows
@@ -32,6 +32,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from kvtier import codec
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import CorruptError
 from kvtier.identity.hashing import HASH_BYTES
@@ -144,9 +145,10 @@ def header_bytes_of(count: int) -> int:
 
 
 def blocks_in(size: int, block_bytes: int) -> int:
-    """How many blocks a frame of `size` bytes holds; 0 if it is no whole one. Pure."""
+    """How many blocks a frame of `size` bytes holds; at least how many, if some are coded. Pure."""
     guess = min(size // block_bytes, COUNT_MAX)
-    return next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * block_bytes == size), 0)
+    plain = next((n for n in range(guess, 0, -1) if header_bytes_of(n) + n * block_bytes == size), 0)
+    return plain or max(0, min(COUNT_MAX, -(-(size - HEADER_ALIGN) // block_bytes)))
 
 
 def check_version(raw: bytes | memoryview) -> None:
@@ -183,8 +185,8 @@ def _decode(view: memoryview, keyring: Keyring) -> Frame:
     if len(view) < _FIXED.size:
         raise CorruptError(f"a frame header has at least {_FIXED.size} bytes, got {len(view)}")
     (
-        _, _, count, depth, block_bytes, header_bytes, namespace, scope, life, codec, sealed, key_id, position, salt,
-        commitment,
+        _, _, count, depth, block_bytes, header_bytes, namespace, scope, life, coding, sealed, key_id, position,
+        salt, commitment,
     ) = _FIXED.unpack_from(view)  # fmt: skip
     if not 1 <= count <= COUNT_MAX or not 1 <= block_bytes <= BLOCK_BYTES_MAX:
         raise CorruptError(f"frame with impossible sizes: {count} blocks of {block_bytes} bytes")
@@ -196,14 +198,18 @@ def _decode(view: memoryview, keyring: Keyring) -> Frame:
     keyring.check(key_id, bytes(view[end : end + TAG_BYTES]), _PURPOSE, view[:end])
     if (bytes(view[159:160]) + bytes(view[end + TAG_BYTES : header_bytes])).strip(b"\0"):
         raise CorruptError("frame header padding is not zero")
-    if codec or sealed > 1:
-        raise ForeignFrame(f"a payload of codec {codec}, sealed {sealed}: written by a later release")
+    if coding > codec.FLOAT16 or sealed > 1:
+        raise ForeignFrame(f"a payload of codec {coding}, sealed {sealed}: written by a later release")
+    if coding and not codec.installed():
+        raise ForeignFrame("a compressed payload: needs the package zstandard (pip install 'kvtier[codec]')")
     rows = list(_ENTRY.iter_unpack(view[_FIXED.size : end]))
     hashes, digests, tags, lengths = zip(*rows, strict=True)
     joined = b"".join(tags)
-    if set(lengths) != {block_bytes}:
-        raise CorruptError("a frame whose stored lengths are not its blocks'")
+    sizes = set(lengths)
+    coded = sizes - {block_bytes}
+    if coded and not (coding and block_bytes // 2 < min(coded) and max(coded) <= codec.stored_max(block_bytes)):
+        raise CorruptError("a frame with stored lengths that its blocks cannot have")
     return Frame(
         namespace, Scope(scope), depth, block_bytes, hashes, digests, Lifetime.decode(life), position, key_id, salt,
-        joined if joined.strip(b"\0") else b"", codec, sealed, commitment,
+        joined if joined.strip(b"\0") else b"", coding, sealed, commitment, lengths if coded else (),
     )  # fmt: skip

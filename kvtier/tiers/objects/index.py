@@ -45,6 +45,10 @@ class ObjectEntry:
     def blocks(self) -> int:
         return len(self.frame.hashes)
 
+    def covers(self, life: Lifetime) -> bool:
+        """Whether the object's stamps allow every use that `life` allows."""
+        return all(any(old.covers(new) for old in self.life.stamps) for new in life.stamps)
+
     def holds(self, key: BlockKey, depth: int) -> bool:
         """Whether the block `key` at `depth` of its chain is in the object (a hash commits to all before it)."""
         index = depth - self.frame.depth

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtier import checksum
+from kvtier import checksum, codec
 from kvtier.encryption import DataKey, UnitCipher
 from kvtier.errors import ConfigError, CorruptError
 from kvtier.identity.keys import SCOPE_BYTES, scope_of_key
 from kvtier.keyring import TAG_BYTES, Keyring, UnknownKey
 from kvtier.retention.lifetime import Lifetime
+from kvtier.tiers.objects.compression import decode
 from kvtier.tiers.objects.encryption import UnitEncryption, encrypt_unit
 from kvtier.tiers.objects.frame import SALT_BYTES, Frame
 from kvtier.tiers.objects.index import ObjectEntry
-from kvtier.tiers.protocol import Loaded, Miss, Sealed, Target
+from kvtier.tiers.protocol import Loaded, Miss, Pieces, Sealed, Target
 
 _PURPOSE = "payload"
 
@@ -34,24 +35,30 @@ def require_library() -> None:
 
 
 def make_unit(
-    namespace: bytes, blocks: Sequence[Sealed], life: Lifetime, keyring: Keyring, key: DataKey | None = None
-) -> tuple[Frame, bytearray]:
+    namespace: bytes, blocks: Sequence[Sealed], life: Lifetime, keyring: Keyring, key: DataKey | None = None,
+    stored: Sequence[Pieces] = (),
+) -> tuple[Frame, bytearray]:  # fmt: skip
     """A frame of these blocks, one behind the other in a chain, and its bytes, in memory of their own: a request that
-    outlives its caller must not read the caller's. Encrypted, if there is a `key`."""
+    outlives its caller must not read the caller's. Encrypted, if there is a `key`. `stored`: what is stored of each
+    block, if not its own pieces (kvtier.tiers.objects.compression)."""
+    stored = stored or [block.pieces for block in blocks]
+    lengths = tuple(sum(map(len, pieces)) for pieces in stored)
     frame = Frame(
         namespace, scope_of_key(blocks[0].key), blocks[0].index, sum(map(len, blocks[0].pieces)),
         tuple(block.key[SCOPE_BYTES:] for block in blocks), tuple(block.digest for block in blocks), life,
         min(block.position for block in blocks), keyring.active.id,
         os.urandom(SALT_BYTES) if keyring.trusted else bytes(SALT_BYTES),
     )  # fmt: skip
+    if set(lengths) != {frame.block_bytes}:
+        frame = replace(frame, codec=codec.FLOAT16, lengths=lengths)
     data = bytearray(frame.total_bytes + (TAG_BYTES if key is not None else 0))
     with memoryview(data)[frame.header_bytes :] as payload:
         if key is not None:
-            frame = encrypt_unit(frame, blocks, key, payload)
+            frame = encrypt_unit(frame, stored, key, payload)
         else:
             offset = 0
-            for block in blocks:
-                for piece in block.pieces:
+            for pieces in stored:
+                for piece in pieces:
                     payload[offset : offset + len(piece)] = piece
                     offset += len(piece)
             frame = replace(frame, tags=tag_blocks(frame, keyring, payload))
@@ -72,44 +79,66 @@ def tag_blocks(frame: Frame, keyring: Keyring, payload: memoryview) -> bytes:
     return bytes(out)
 
 
-def is_right(frame: Frame, keyring: Keyring, index: int, pieces: Sequence[memoryview]) -> bool:
-    """Whether `pieces` are the bytes of block `index` as its writer stored them: by its tag where the keyring is
-    trusted, else by its digest."""
-    if not keyring.trusted:
-        return checksum.matches(frame.digests[index], pieces)
+def is_right(frame: Frame, keyring: Keyring, index: int, stored: Pieces) -> bool:
+    """Whether these are the bytes of block `index` as its writer stored them: by its tag where the keyring is trusted,
+    else by the digest of the block."""
+    if keyring.trusted:
+        return _has_tag(frame, keyring, index, stored)
+    block = stored
+    if frame.lengths:
+        block = (memoryview(bytearray(frame.block_bytes)),)
+        try:
+            decode(frame, stored, block)
+        except CorruptError:
+            return False
+    return checksum.matches(frame.digests[index], block)
+
+
+def verify_blocks(
+    entry: ObjectEntry, targets: Sequence[Target], stored: Mapping[int, Pieces], keyring: Keyring,
+    encryption: UnitEncryption, cipher: UnitCipher | None,
+) -> Iterator[tuple[int, Loaded | Miss]]:  # fmt: skip
+    """Check the bytes that were read for each target against the header, decrypt them if there is a `cipher`, and
+    decode them into the target. Yields its depth, and Loaded or CORRUPT. `stored`, by depth: where they lie."""
+    for target in targets:
+        try:
+            index = target.index - entry.frame.depth
+            digest = _open(entry.frame, index, stored[target.index], target.into, keyring, encryption, cipher)
+            yield target.index, Loaded(digest, entry.life)
+        except CorruptError:
+            yield target.index, Miss.CORRUPT
+
+
+def _open(
+    frame: Frame, index: int, stored: Pieces, into: Pieces, keyring: Keyring, encryption: UnitEncryption,
+    cipher: UnitCipher | None,
+) -> bytes:  # fmt: skip
+    """Fill `into`, if the stored bytes do not lie there, and return the block's digest. Raises CorruptError."""
+    digest = encryption.decrypt(frame, cipher, index, stored) if cipher is not None else frame.digests[index]
+    if cipher is None and keyring.trusted and not _has_tag(frame, keyring, index, stored):
+        raise CorruptError("a block does not match its tag")
+    if stored is not into:
+        decode(frame, stored, into)
+    elif cipher is not None or keyring.trusted:
+        return digest
+    found = checksum.digest_of(into)
+    if cipher is None and found != digest:
+        raise CorruptError("a block does not match its digest")
+    return found
+
+
+def _has_tag(frame: Frame, keyring: Keyring, index: int, stored: Pieces) -> bool:
     from cryptography.exceptions import InvalidTag
 
     tag = frame.tag(index)
     try:
-        if len(pieces) == 1:
-            _gcm(frame, keyring).decrypt(_nonce(index), tag, pieces[0])
+        if len(stored) == 1:
+            _gcm(frame, keyring).decrypt(_nonce(index), tag, stored[0])
         else:
-            _check_pieces(frame, keyring, index, pieces)
+            _check_pieces(frame, keyring, index, stored)
     except (InvalidTag, ValueError, UnknownKey):
         return False
     return True
-
-
-def verify_blocks(
-    entry: ObjectEntry, targets: Sequence[Target], keyring: Keyring, encryption: UnitEncryption,
-    cipher: UnitCipher | None,
-) -> dict[int, Loaded | Miss]:  # fmt: skip
-    """Check the targets' bytes against the header, and decrypt them if there is a `cipher`: Loaded or CORRUPT by
-    depth."""
-    results: dict[int, Loaded | Miss] = {}
-    for target in targets:
-        frame, index = entry.frame, target.index - entry.frame.depth
-        try:
-            if cipher is not None:
-                digest = encryption.decrypt(frame, cipher, index, target.into)
-            elif is_right(frame, keyring, index, target.into):
-                digest = frame.digests[index]
-            else:
-                raise CorruptError("a block does not match its header")
-            results[target.index] = Loaded(digest, entry.life)
-        except CorruptError:
-            results[target.index] = Miss.CORRUPT
-    return results
 
 
 def _check_pieces(frame: Frame, keyring: Keyring, index: int, pieces: Sequence[memoryview]) -> None:

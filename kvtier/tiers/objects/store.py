@@ -26,6 +26,7 @@ from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
+from kvtier.tiers.objects.compression import coded, landed, landing, on_thread
 from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.frame import HEADER_ALIGN, ForeignFrame, Frame, check_version, decode, header_bytes_of
@@ -38,7 +39,7 @@ from kvtier.tiers.objects.renewal import Renewer
 from kvtier.tiers.objects.signed import Signer
 from kvtier.tiers.objects.strides import runs
 from kvtier.tiers.objects.uses import UseProofs
-from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
+from kvtier.tiers.protocol import Loaded, Miss, Pieces, Sealed, Stored, Target
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Wall
 
@@ -60,8 +61,9 @@ class ObjectStore:
 
     def __init__(
         self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, block_bytes: int, stride: int,
-        clock: Clock, limits: BucketLimits, keys: DataKeys | None = None,
+        clock: Clock, limits: BucketLimits, keys: DataKeys | None = None, compress: bool = False,
     ) -> None:  # fmt: skip
+        """`compress`: units written are coded, where that saves enough; coded ones are read in any case."""
         self.bucket = bucket
         self.names = names
         self.stride = stride
@@ -77,6 +79,8 @@ class ObjectStore:
         self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
         self.foreign = 0  # times that a foreign object was met
         self.block_bytes = block_bytes
+        self.saved_bytes = 0  # by compression, in objects written
+        self._compress = compress
         self._clock = clock
         self._transfers = asyncio.Semaphore(limits.concurrency)
         self._probes = asyncio.Semaphore(4 * limits.concurrency)
@@ -130,10 +134,11 @@ class ObjectStore:
             self._note_foreign(keys[-1], other)
             return None
 
-    def _note_foreign(self, last: BlockKey, other: ForeignFrame) -> None:
+    def _note_foreign(self, last: BlockKey, other: ForeignFrame) -> Miss:
         self.foreign += 1
         self.index.drop(last)
         self.index.put_absent(last, self._clock.monotonic() + ABSENT_S, other.miss)
+        return other.miss
 
     async def _header(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
         """`probe`, which raises ForeignFrame for a foreign object."""
@@ -183,13 +188,7 @@ class ObjectStore:
             raise ForeignFrame("another object's frame under this name")
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
-        # A use from the future was recorded by a clock that is wrong, or forged: it would keep the object for ever.
-        latest = Wall(self._clock.wall() + FUTURE_S)
-        used = frame.life.last_use
-        if used > latest:
-            used = max((stamp.created for stamp in frame.life.stamps if stamp.created <= latest), default=used)
-        if stat.used is not None and stat.used <= latest:
-            used = max(stat.used, used) if self._proofs.believes(stat.name, frame, stat.used) else used
+        used = self._proofs.last_use(frame, stat, self._clock.wall())
         life = Lifetime(used, frame.life.stamps)
         return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())
 
@@ -211,7 +210,8 @@ class ObjectStore:
             pending = [target for target in targets if not isinstance(results.get(target.index), Loaded)]
             known, entry = None if attempt else entry, None
             try:
-                entry, miss = await self._fill(keys, depth, known, pending)
+                stored: dict[int, Pieces] = {}
+                entry, miss = await self._fill(keys, depth, known, pending, stored)
                 if miss is Miss.RACED or (miss is Miss.EXPIRED and not attempt):
                     continue  # another replica replaced it, or may have renewed it
                 if entry is None or miss is not None:
@@ -220,7 +220,8 @@ class ObjectStore:
                 miss = cipher if isinstance(cipher, Miss) else self.miss_of(entry, self._clock.wall())
                 if isinstance(cipher, Miss) or miss is not None:
                     break
-                results |= verify_blocks(entry, pending, self._keyring, self._encryption, cipher)
+                found = verify_blocks(entry, pending, stored, self._keyring, self._encryption, cipher)
+                results |= dict(await on_thread(found) if entry.frame.lengths else found)
                 if Miss.CORRUPT not in results.values():
                     return results
                 failed[entry.etag] += 1
@@ -228,8 +229,7 @@ class ObjectStore:
                     await self._condemn(keys, depth, entry.etag)
                     break
             except ForeignFrame as other:
-                self._note_foreign(keys[-1], other)
-                miss = other.miss
+                miss = self._note_foreign(keys[-1], other)
                 break
             except CorruptError:
                 miss, failed[None] = Miss.CORRUPT, failed[None] + 1
@@ -243,34 +243,38 @@ class ObjectStore:
             try:
                 miss = await self._condemn(keys, depth, None)
             except ForeignFrame as other:
-                self._note_foreign(keys[-1], other)
-                miss = other.miss
+                miss = self._note_foreign(keys[-1], other)
         return {target.index: miss for target in targets} if miss is not None else results
 
     async def _fill(
-        self, keys: Sequence[BlockKey], depth: int, entry: ObjectEntry | None, targets: Sequence[Target]
-    ) -> tuple[ObjectEntry | None, Miss | None]:
-        """Read the targets' bytes, unverified, and first the header if `entry` is not given. Returns the object's entry
-        if it is there, and why it may not be served: then not all was read.
+        self, keys: Sequence[BlockKey], depth: int, entry: ObjectEntry | None, targets: Sequence[Target],
+        stored: dict[int, Pieces],
+    ) -> tuple[ObjectEntry | None, Miss | None]:  # fmt: skip
+        """Read the targets' stored bytes, unverified, and first the header if `entry` is not given. Returns the
+        object's entry if it is there, and why it may not be served: then not all was read. `stored` gets, by depth,
+        where each target's bytes lie.
 
         Neighbours are read in one request, all from the version of the header; RACED if another has replaced it.
         """
         name = self.names.unit(keys[-1])
         into = {target.index: target.into for target in targets}
-        reads = [(span[0], [view for at in range(*span) for view in into[at]]) for span in runs(sorted(into))]
+        spans = list(runs(sorted(into)))
         if entry is None:
             raw = bytearray(header_bytes_of(len(keys)))
-            lead = reads.pop(0)[1] if reads and reads[0][0] == depth else []
-            stat = await self._get(name, 0, [memoryview(raw), *lead])
+            lead = range(*spans.pop(0)) if spans and spans[0][0] == depth else range(0)
+            stat = await self._get(name, 0, [memoryview(raw), *(view for at in lead for view in into[at])], True)
             if stat is None:
                 self.index.drop(keys[-1])
                 return None, Miss.ABSENT
             entry = self._checked(decode(memoryview(raw), self._keyring), stat, keys, depth)
             self.index.put(entry)
+            stored.update(zip(lead, landed(entry.frame, [into[at] for at in lead]), strict=True))
         miss = await self.settled_miss_of(entry)
         if miss is not None:
             return entry, miss
-        for first, views in reads:
+        for first, stop in spans:
+            stored.update((at, landing(entry.frame, at - depth, into[at])) for at in range(first, stop))
+            views = [view for at in range(first, stop) for view in stored[at]]
             stat = await self._get(name, entry.frame.span(first - depth, first - depth)[0], views)
             if stat is None:
                 self.index.drop(keys[-1])
@@ -279,10 +283,10 @@ class ObjectStore:
                 return entry, Miss.RACED
         return entry, await self.settled_miss_of(entry)
 
-    async def _get(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+    async def _get(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         async with self._transfers:
             await self._read_rate.take(sum(len(view) for view in into))
-            return await self.bucket.read(name, start, into)
+            return await self.bucket.read(name, start, into, clipped)
 
     async def _condemn(self, keys: Sequence[BlockKey], depth: int, etag: str | None) -> Miss:
         """Delete the version that failed its check twice, None: the one that is there, if its head is that of a damaged
@@ -355,7 +359,7 @@ class ObjectStore:
         if known is not None and last not in self._overwrite:
             if self._clock.monotonic() - known.seen > TRUST_S:
                 known = await self.probe(known.frame.keys, known.frame.depth)
-            here = known is not None and self.miss_of(known, self._clock.wall()) is None and _covers(known, life)
+            here = known is not None and self.miss_of(known, self._clock.wall()) is None and known.covers(life)
             if here and known is not None and self._encryption.gives_way(known.frame, key) is None:
                 await self.renewer.record_use(known)
                 return Stored.PRESENT
@@ -367,7 +371,8 @@ class ObjectStore:
         """Create the object, or replace the one that is there unless its life covers `life`."""
         name, last = self.names.unit(keys[-1]), keys[-1]
         scope, depth = scope_of_key(last), blocks[0].index
-        frame, data = make_unit(self.names.namespace, blocks, life, self._keyring, key)
+        stored = await on_thread(coded(blocks)) if self._compress else ()
+        frame, data = make_unit(self.names.namespace, blocks, life, self._keyring, key, stored)
         outcome = Stored.STORED
         for _ in range(REWRITES_MAX):
             if last in self._overwrite:
@@ -392,7 +397,7 @@ class ObjectStore:
                 if gives_way is False:
                     return Stored.REFUSED
                 if gives_way is None and self.miss_of(there, self._clock.wall()) is None:
-                    if _covers(there, life):
+                    if there.covers(life):
                         await self.renewer.record_use(there)
                         return Stored.PRESENT
                     # Both lives apply; the bytes become ours, since a frame holds one writer's.
@@ -416,6 +421,7 @@ class ObjectStore:
         entry = ObjectEntry(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
         self.index.put(entry)
         self.deltas.add(entry)
+        self.saved_bytes += len(blocks) * self.block_bytes + frame.header_bytes - len(data)
         return outcome
 
     # -- deletion -------------------------------------------------------------------------------------------------
@@ -442,8 +448,3 @@ class ObjectStore:
             if known is not None:
                 self.index.drop(known.last)
         await self.bucket.delete_many(names)
-
-
-def _covers(entry: ObjectEntry, life: Lifetime) -> bool:
-    """Whether the object's stamps allow every use that `life` allows."""
-    return all(any(old.covers(new) for old in entry.life.stamps) for new in life.stamps)

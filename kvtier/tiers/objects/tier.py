@@ -33,6 +33,7 @@ from kvtier.tiers.objects.background import Background
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
 from kvtier.tiers.objects.bucket.protocol import TIER
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
+from kvtier.tiers.objects.compression import codes
 from kvtier.tiers.objects.delete import Remover
 from kvtier.tiers.objects.frame import COUNT_MAX
 from kvtier.tiers.objects.loop_thread import LoopThread
@@ -65,7 +66,8 @@ class ObjectTier:
     `url`: any fsspec URL. `options`: the client library's own, credentials included if they are not in its chain.
     `stride`: blocks per object; every replica that shares a bucket must use the same. An unreachable server does not
     keep `open` from returning: until it answers, every verb fails fast with TierError. `problem` says why. `keys`:
-    units are encrypted with these; without them they are plain, and encrypted ones are misses.
+    units are encrypted with these; without them they are plain, and encrypted ones are misses. `compression`:
+    "lossless" codes the units of a namespace of 16-bit floats; coded ones are read with "none", too.
     """
 
     name = TIER
@@ -83,6 +85,7 @@ class ObjectTier:
         limits: BucketLimits | None = None,
         keyring: Keyring | None = None,
         keys: DataKeys | None = None,
+        compression: str = "none",
         attempts: int = 4,
         seed: int | None = None,
     ) -> None:
@@ -100,7 +103,7 @@ class ObjectTier:
         bucket, prefix = open_bucket(url, options or {}, client, clock, limits)
         self._store = ObjectStore(
             RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest, keyring),
-            keyring, self.block_bytes, self.stride, clock, limits, keys,
+            keyring, self.block_bytes, self.stride, clock, limits, keys, codes(compression, namespace.dtype),
         )  # fmt: skip
         self._prober = Prober(self._store, clock)
         self._remover = Remover(self._store)
@@ -428,6 +431,7 @@ class ObjectTier:
             "foreign_units": self._store.foreign,
             "purge_log_faults": self._store.purges.faults,
             "learnt_units": self._store.deltas.received,
+            "saved_bytes": self._store.saved_bytes,
             "swept_units": swept.objects,
             "swept_blocks": swept.blocks,
             "swept_bytes": swept.bytes,

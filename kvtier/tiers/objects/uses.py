@@ -10,7 +10,8 @@ from typing import cast
 
 from kvtier.errors import CorruptError
 from kvtier.keyring import KEY_ID_BYTES, TAG_BYTES, Keyring, UnknownKey
-from kvtier.tiers.objects.bucket.protocol import RecordedUse
+from kvtier.retention.lifetime import FUTURE_S
+from kvtier.tiers.objects.bucket.protocol import RecordedUse, Stat
 from kvtier.tiers.objects.frame import Frame
 from kvtier.times import Wall
 
@@ -44,6 +45,17 @@ class UseProofs:
         except (ValueError, CorruptError, UnknownKey):
             return False
         return True
+
+    def last_use(self, frame: Frame, stat: Stat, wall_s: Wall) -> Wall:
+        """The last use of an object, by its header and by what the server keeps with it. A use from the future was
+        recorded by a clock that is wrong, or forged: it would keep the object for ever."""
+        latest = Wall(wall_s + FUTURE_S)
+        used = frame.life.last_use
+        if used > latest:
+            used = max((stamp.created for stamp in frame.life.stamps if stamp.created <= latest), default=used)
+        if stat.used is not None and stat.used <= latest and self.believes(stat.name, frame, stat.used):
+            used = max(stat.used, used)
+        return used
 
     def _content(self, name: str, frame: Frame, used: Wall) -> bytes:
         return frame.salt + f"{used:.6f} {name.removeprefix(self._root)}".encode()

@@ -199,9 +199,9 @@ async def test_a_tier_reads_its_blocks_this_way(client: str, monkeypatch: pytest
     taken = []
     original = DirectHTTP.get
 
-    async def counting(self: DirectHTTP, url: str, start: int, into: list[memoryview]) -> dict[str, str] | None:
+    async def counting(self: DirectHTTP, url: str, start: int, into: list[memoryview], clipped: bool) -> object:
         taken.append(sum(map(len, into)))
-        return await original(self, url, start, into)
+        return await original(self, url, start, into, clipped)
 
     monkeypatch.setattr(DirectHTTP, "get", counting)
     ns, clock = sample_namespace(32 << 10), VirtualClock()

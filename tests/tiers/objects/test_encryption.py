@@ -144,3 +144,14 @@ async def test_a_unit_that_lives_on_keeps_its_ciphertext(site: Site) -> None:
     assert after[frame.header_bytes :] == before[frame.header_bytes :]
     assert decode(after, ring).tags == frame.tags
     assert outcomes(await site.read(one, CHAIN[:S])) == [True] * S
+
+
+async def test_an_encrypted_unit_is_renewed_by_a_replica_that_forgot_its_key(site: Site) -> None:
+    one = await replica(site, MemoryKeys())
+    await site.store(one, CHAIN)
+    site.clock.advance(60_000)
+    one.touch([CHAIN[S - 1]], site.clock.wall())
+    await one.flush(site.deadline)
+    assert one.counters()["renewed_units"] == 1
+    site.clock.advance(60_000)
+    assert outcomes(await site.read(one, CHAIN, range(S))) == [True] * S

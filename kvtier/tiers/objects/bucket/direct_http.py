@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from kvtier.tiers.objects.bucket.endpoint import unreachable
-from kvtier.tiers.objects.bucket.protocol import TIER, Scatter, Transient
+from kvtier.tiers.objects.bucket.protocol import TIER, Scatter, Transient, clip
 
 DIRECT_BYTES = 16 << 10
 """Reads of at least this size are worth a signed URL."""
@@ -84,8 +84,9 @@ class DirectHTTP:
     def usable(self) -> bool:
         return asyncio.get_running_loop().time() >= self._rests_until
 
-    async def get(self, url: str, start: int, into: Sequence[memoryview]) -> Headers | None:
-        """Fill `into` with the object's bytes from `start` on; returns the response's headers, names in lower case.
+    async def get(self, url: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Headers | None:
+        """Fill `into` with the object's bytes from `start` on, `clipped`: as far as it goes; returns the response's
+        headers, names in lower case.
 
         None if the response is anything but these very bytes: ask again through the library. Raises Transient.
         Nothing is written to `into` after this returns, raises or is cancelled.
@@ -100,12 +101,12 @@ class DirectHTTP:
             connection = self._idle.pop()
             if connection.alive:
                 try:
-                    return await self._ask(connection, request, start, stop, into)
+                    return await self._ask(connection, request, start, stop, into, clipped)
                 except _Stale:
                     break  # the server had closed it meanwhile
         connection = await self._connect(parts.hostname or "", parts.port or 80)
         try:
-            return await self._ask(connection, request, start, stop, into)
+            return await self._ask(connection, request, start, stop, into, clipped)
         except _Stale:
             raise Transient(TIER, "get", "closed without a response") from None
 
@@ -120,10 +121,10 @@ class DirectHTTP:
         return connection
 
     async def _ask(
-        self, connection: _Connection, request: bytes, start: int, stop: int, into: Sequence[memoryview]
+        self, connection: _Connection, request: bytes, start: int, stop: int, into: Sequence[memoryview], clipped: bool
     ) -> Headers | None:
         try:
-            status, headers = await connection.ask(request, start, stop, into, self._read_s)
+            status, headers = await connection.ask(request, start, stop, into, clipped, self._read_s)
         except BaseException:
             connection.abort()
             raise
@@ -155,21 +156,21 @@ class _Connection(asyncio.BufferedProtocol):
         self._head = bytearray(_HEAD_BYTES_MAX)
         self._filled = 0
         self._scatter = Scatter(())
-        self._range = (0, 0)
+        self._range = (0, 0, False)
+        self._into: Sequence[memoryview] = ()
         self._headers: Headers | None = None
         self._answer: asyncio.Future[tuple[int, Headers | None]] | None = None
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
 
     async def ask(
-        self, request: bytes, start: int, stop: int, into: Sequence[memoryview], read_s: float
+        self, request: bytes, start: int, stop: int, into: Sequence[memoryview], clipped: bool, read_s: float
     ) -> tuple[int, Headers | None]:
         """Status and, if `into` is filled, headers. Raises _Stale or Transient; then `abort` it."""
         assert self._transport is not None
         loop = asyncio.get_running_loop()
         self._filled = self._received = 0
-        self._headers, self._range = None, (start, stop)
-        self._scatter = Scatter(into)
+        self._headers, self._range, self._into = None, (start, stop, clipped), into
         answer: asyncio.Future[tuple[int, Headers | None]] = loop.create_future()
         self._answer = answer
         try:
@@ -179,7 +180,7 @@ class _Connection(asyncio.BufferedProtocol):
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            self._answer = None
+            self._answer, self._into = None, ()
 
     def _watch(self, received: int, read_s: float) -> None:
         """Check in `read_s` whether more than `received` bytes have come."""
@@ -198,7 +199,7 @@ class _Connection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """Close at once; no buffer is written to any more."""
         self.alive = False
-        self._scatter = Scatter(())
+        self._scatter, self._into = Scatter(()), ()
         if self._transport is not None:
             self._transport.abort()
 
@@ -238,7 +239,9 @@ class _Connection(asyncio.BufferedProtocol):
         assert self._answer is not None
         status, headers = _parse(bytes(self._head[:end]))
         found = _RANGE.fullmatch(headers.get("content-range", ""))
-        start, stop = self._range
+        start, stop, clipped = self._range
+        if clipped and found is not None:
+            stop = min(stop, int(found[3]))
         if (
             status != 206
             or found is None
@@ -250,6 +253,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._answer.set_result((status, None))
             return
         self._headers = headers
+        self._scatter = Scatter(clip(self._into, stop - start))
         rest = self._scatter.feed(memoryview(self._head)[end + 4 : self._filled])
         self._end_if_full()
         if len(rest):

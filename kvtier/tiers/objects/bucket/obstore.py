@@ -23,7 +23,17 @@ from kvtier.tiers.objects.bucket.direct_http import (
     size_of,
 )
 from kvtier.tiers.objects.bucket.endpoint import unreachable
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use, use_text
+from kvtier.tiers.objects.bucket.protocol import (
+    LIST_PAGE,
+    TIER,
+    USED,
+    Scatter,
+    Stat,
+    Transient,
+    clip,
+    recorded_use,
+    use_text,
+)
 from kvtier.times import Wall
 
 T = TypeVar("T")
@@ -128,10 +138,10 @@ class ObstoreBucket:
             raise self._mapped("head", error) from None
         return _stat(name, answer)
 
-    async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+    async def read(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         stop = start + sum(len(buffer) for buffer in into)
         if self._direct is not None and self._direct.usable and stop - start >= DIRECT_BYTES:
-            headers = await self._direct.get(await self._signed(name), start, into)
+            headers = await self._direct.get(await self._signed(name), start, into, clipped)
             if headers is not None:
                 return _answered(name, headers)
         try:
@@ -141,13 +151,13 @@ class ObstoreBucket:
         except Exception as error:
             # The library raises the same error for a range behind the end and for a broken server.
             there = await self.head(name)
-            if there is not None and there.size < stop:
+            if there is not None and there.size < (start + 1 if clipped else stop):
                 raise CorruptError(f"the object has {there.size} bytes, wanted up to {stop}") from None
             raise self._mapped("get", error) from None
         size, (first, last) = answer.meta["size"], answer.range
-        if size < stop or first > start:
+        if (size < stop and not clipped) or first > start:
             raise CorruptError(f"the object has {size} bytes, wanted up to {stop}")
-        scatter = Scatter(into, skip=start - first)
+        scatter = Scatter(clip(into, size - start), skip=start - first)
         try:
             async with asyncio.timeout(None) as stall:
                 stream = aiter(answer.stream(min_chunk_size=_CHUNK))

@@ -84,9 +84,10 @@ class Bucket(Protocol):
     async def head(self, name: str) -> Stat | None:
         """None if there is no such object."""
 
-    async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+    async def read(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         """Fill `into` with the bytes from `start` on; None if there is no such object. Raises CorruptError if the
-        object ends before that. Nothing is written to `into` after this returns, raises or is cancelled."""
+        object ends before that; `clipped`: only if it ends at `start` or before, and of a shorter one (see `size`) the
+        rest of `into` stays as it was. Nothing is written to `into` after this returns, raises or is cancelled."""
 
     async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         """Record a use of this version; its new state, or None if it is not there any more."""
@@ -127,6 +128,15 @@ def recorded_use(metadata: Mapping[str, str]) -> Wall | None:
     except (KeyError, ValueError):
         return None
     return cast(Wall, used) if 0 <= used < USED_MAX_S else None
+
+
+def clip(into: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Their first `count` bytes. Pure."""
+    out = []
+    for view in into:
+        out.append(view[:count])
+        count -= len(out[-1])
+    return out
 
 
 class Scatter:

@@ -63,8 +63,8 @@ class RetryingBucket:
     async def head(self, name: str) -> Stat | None:
         return await self._retry(lambda: self._inner.head(name))
 
-    async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
-        return await self._retry(lambda: self._inner.read(name, start, into))
+    async def read(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
+        return await self._retry(lambda: self._inner.read(name, start, into, clipped))
 
     async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
         return await self._retry(lambda: self._inner.renew(name, etag, used))

@@ -13,7 +13,17 @@ from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
 from kvtier.tiers.objects.bucket.endpoint import unreachable
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, TIER, USED, Scatter, Stat, Transient, recorded_use, use_text
+from kvtier.tiers.objects.bucket.protocol import (
+    LIST_PAGE,
+    TIER,
+    USED,
+    Scatter,
+    Stat,
+    Transient,
+    clip,
+    recorded_use,
+    use_text,
+)
 from kvtier.times import Wall
 
 SKEW_S = 60.0
@@ -127,10 +137,10 @@ class S3Bucket:
             raise self._mapped("head", error) from None
         return self._stat(name, answer, answer["ContentLength"])
 
-    async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+    async def read(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         stop = start + sum(len(buffer) for buffer in into)
         if self._direct is not None and self._direct.usable and stop - start >= DIRECT_BYTES:
-            headers = await self._direct.get(await self._signed(name), start, into)
+            headers = await self._direct.get(await self._signed(name), start, into, clipped)
             if headers is not None:
                 return self._stat(name, answer_of(headers), size_of(headers))
         try:
@@ -145,9 +155,9 @@ class S3Bucket:
             raise self._mapped("get", error) from None
         async with answer["Body"] as body:
             first, size = _content_range(answer)
-            if size < stop or first > start:
+            if (size < stop and not clipped) or first > start:
                 raise CorruptError(f"the object has {size} bytes, wanted up to {stop}")
-            scatter = Scatter(into, skip=start - first)
+            scatter = Scatter(clip(into, size - start), skip=start - first)
             try:
                 while not scatter.full:
                     chunk = await body.read(_CHUNK)

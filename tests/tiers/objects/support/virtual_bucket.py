@@ -97,14 +97,14 @@ class VirtualBucket(Bucket):
         there = self.server.objects.get(name)
         return None if there is None else self._stat(name, there)
 
-    async def read(self, name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+    async def read(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         self.requests["get"] += 1
         await asyncio.sleep(self.latency_s)
         there = self.server.objects.get(name)
         if there is None:
             return None
         stop = start + sum(map(len, into))
-        if len(there.data) < stop:
+        if len(there.data) < (start + 1 if clipped else stop):
             raise CorruptError("the object ends before that")
         Scatter(into).feed(memoryview(there.data)[start:stop])
         return self._stat(name, there)
@@ -168,7 +168,7 @@ class Replica:
 
     def __init__(
         self, server: VirtualServer, seed: int = 0, stride: int = 4, ahead_s: float = 0.0, latency_s: float = 0.0,
-        keyring: Keyring | None = None,
+        keyring: Keyring | None = None, compress: bool = False,
     ) -> None:  # fmt: skip
         import random
 
@@ -178,7 +178,9 @@ class Replica:
         keyring = keyring or Keyring.public()
         names = ObjectNames("p", NS.digest, keyring)
         retrying = RetryingBucket(self.bucket, attempts=1, seed=seed)
-        self.store = ObjectStore(retrying, names, keyring, NS.block_bytes, stride, self.clock, BucketLimits())
+        self.store = ObjectStore(
+            retrying, names, keyring, NS.block_bytes, stride, self.clock, BucketLimits(), compress=compress
+        )
         self.sweeper = Sweeper(self.store, self.clock, random.Random(seed))
         self.background = Background(self.store, self.sweeper, self.clock)
 
