@@ -1,7 +1,8 @@
 """How far a chain reaches in the bucket: by the index, else by few probes.
 
-A probe reads one object's header by its name. Strides are prefix-closed, so the end of a chain is found by a search
-in √n steps: at most ROUNDS_MAX rounds of parallel probes, each one round trip. Results go into the index.
+A probe reads one object's header by its name. Strides are prefix-closed, so the end of a chain is found by a search: at
+most ROUNDS_MAX rounds of parallel probes, each one round trip. A chain of which nothing is found costs UNKNOWN_MAX
+probes at most. Results go into the index.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Sequence
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
+from kvtier.tiers.objects.frame import COUNT_MAX
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ABSENT_S, ObjectStore
 from kvtier.tiers.objects.strides import narrow, probe_width, spread
 from kvtier.tiers.protocol import Miss
 
-ROUNDS_MAX = 2
+ROUNDS_MAX = 3
+UNKNOWN_MAX = 8
 
 
 class Prober:
@@ -51,16 +54,17 @@ class Prober:
         mono_s = self._clock.monotonic()
         absent = (s for s in range(low, high) if self._store.index.absence(chain[s * size + size - 1], mono_s))
         high = next(absent, max(low, high))
-        width, rounds = probe_width(high - low), 0
+        rounds = probes = 0
         while low < high and rounds < ROUNDS_MAX:
-            points = spread(low, high, width)
+            points = spread(low, high, probe_width(rounds))
             entries = await asyncio.gather(*(self._probe(chain, s * size, s * size + size) for s in points))
             before = low
             low, high = narrow(low, high, {s: entry is not None for s, entry in zip(points, entries, strict=True)})
             presumed.update(range(before, low))
             rounds += 1
-        if low < end and rounds < ROUNDS_MAX:
-            await self.short_stride(chain, low)
+            probes += len(points)
+        if low < end and rounds < 2:
+            await self.short_stride(chain, low, size if low > wanted[0] // size else UNKNOWN_MAX - probes)
 
     def reason(self, chain: Sequence[BlockKey], depth: int) -> Miss:
         """Why the block at `depth`, which is not in the index, cannot be had, as far as recent probes told. No
@@ -75,10 +79,11 @@ class Prober:
         entry = self._store.index.find(chain[first], chain[last], last)
         return entry is not None and self._store.miss_of(entry, self._clock.wall()) is None
 
-    async def short_stride(self, chain: Sequence[BlockKey], stride: int) -> ObjectEntry | None:
-        """The longest short form of a stride that is not there in full; one round. Raises TierError."""
+    async def short_stride(self, chain: Sequence[BlockKey], stride: int, most: int = COUNT_MAX) -> ObjectEntry | None:
+        """The longest short form of a stride that is not there in full, among the `most` longest; one round. Raises
+        TierError."""
         first = stride * self._store.stride
-        stops = range(first + 1, min(first + self._store.stride - 1, len(chain)) + 1)
+        stops = range(first + 1, min(first + self._store.stride - 1, len(chain)) + 1)[-most:]
         entries = await asyncio.gather(*(self._probe(chain, first, stop) for stop in stops))
         return next((entry for entry in reversed(entries) if entry is not None), None)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +15,9 @@ from kvtier.identity.keys import scope_of
 from kvtier.testing import chain_of, payloads_of, sample_namespace
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.objects.bucket.protocol import TIER, Stat, Transient
-from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Wall
+from tests.tiers.objects.support.inline import inline_tier
 from tests.tiers.objects.support.virtual_bucket import SkewedClock, VirtualBucket, VirtualServer
 
 NS = sample_namespace(4096)
@@ -27,27 +26,6 @@ BOUND_S = 60.0
 TENANTS = ("t", "u")
 DAY_S = 86_400.0
 T = TypeVar("T")
-
-
-class Inline:
-    """`LoopThread` on the caller's own loop: a history is one thread, and the same each time."""
-
-    usable = True
-
-    def start(self) -> None:
-        pass
-
-    async def run(self, work: Coroutine[Any, Any, T], budget_s: float | None = None) -> T:
-        async with asyncio.timeout(budget_s):
-            return await work
-
-    async def run_or_abandon(self, work: Coroutine[Any, Any, T]) -> T:
-        return await work
-
-    def stop(self, grace_s: float) -> Future[None]:
-        ended: Future[None] = Future()
-        ended.set_result(None)
-        return ended
 
 
 class Line(VirtualBucket):
@@ -129,10 +107,7 @@ class Member:
                 "security": {"purge": self.world.mode, "purge_bound": f"{BOUND_S:.0f}s"},
             }
         )
-        g4 = ObjectTier("memory://none/x", NS, clock=self.clock, stride=STRIDE, attempts=1, seed=self.number)
-        g4._loop = Inline()  # type: ignore[assignment]
-        g4._store.bucket._inner = self.line
-        g4._store.bucket.keeps_proof = g4._store.bucket.renewable = True
+        g4, _ = inline_tier(NS, self.world.server, STRIDE, bucket=self.line, clock=self.clock, seed=self.number)
         tiers: list[Tier] = [g4]
         if self.folder is not None:
             tiers.insert(0, DiskTier([self.folder], 1 << 20, NS, clock=self.clock))
