@@ -10,9 +10,10 @@ import asyncio
 import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvtier.clock import Clock
 from kvtier.encryption import DataKey
@@ -25,6 +26,7 @@ from kvtier.times import Mono
 T = TypeVar("T")
 
 _asking: dict[Any, Future[Any]] = {}  # by (verb, scope)
+_queued: deque[Any] = deque()  # of those, the ones that no thread has begun
 _asking_lock = threading.Lock()
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ ABSENT_S = 5.0
 KEYS_MAX = 65536
 ASKING_MAX = 16
 """Calls that wait for a store at once."""
+
+QUEUED_MAX = 1024
+"""Calls that wait until one of those ends; of more, the answer is that there was none in time."""
 
 
 class WrappedKey(NamedTuple):
@@ -197,37 +202,44 @@ async def _answers(asked: Mapping[Scope, Future[T] | None], timeout_s: float) ->
 
 
 def _ask(verb: Callable[[Scope], T], scope: Scope) -> Future[T] | None:
-    """A call that may wait for a store, on a thread of its own, which nobody has to wait for. The same call is made
-    once at a time. None if so many are stuck that no other is begun."""
+    """A call that may wait for a store, on a thread that nobody has to wait for. The same call is made once at a time,
+    and behind ASKING_MAX others when one of them ends. None if QUEUED_MAX wait for that already."""
     question = verb, scope
     with _asking_lock:
         if question in _asking:
             return _asking[question]
-        if len(_asking) >= ASKING_MAX:
+        if len(_asking) >= ASKING_MAX + QUEUED_MAX:
             return None
         answer: Future[T] = Future()
         _asking[question] = answer
+        if len(_asking) - len(_queued) > ASKING_MAX:
+            _queued.append(question)
+            return answer
+    try:
+        threading.Thread(target=_answer, args=(question,), name="kvtier-keys", daemon=True).start()
+    except RuntimeError:  # no thread can be started
+        with _asking_lock:
+            del _asking[question]
+        return None
+    return answer
 
-    def run() -> None:
+
+def _answer(question: Any) -> None:
+    """Make this call, and then those that are queued."""
+    while question is not None:
+        verb, scope = question
         result, failure = None, None
         try:
             result = verb(scope)
         except Exception as error:
             failure = error
         with _asking_lock:
-            del _asking[question]
+            answer = _asking.pop(question)
+            question = _queued.popleft() if _queued else None
         if failure is not None:
             answer.set_exception(failure)
         else:
-            answer.set_result(cast(T, result))
-
-    try:
-        threading.Thread(target=run, name="kvtier-keys", daemon=True).start()
-    except RuntimeError:  # no thread can be started
-        with _asking_lock:
-            del _asking[question]
-        return None
-    return answer
+            answer.set_result(result)
 
 
 def wrapping_key_of(key: WrappedKey) -> bytes:

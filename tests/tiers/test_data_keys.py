@@ -7,12 +7,13 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from kvtier.encryption import DataKey
 from kvtier.errors import ConfigError, CorruptError, TierError
-from kvtier.identity.keys import SHARED, scope_of
+from kvtier.identity.keys import SHARED, Scope, scope_of
 from kvtier.keyring import Key, Keyring, KeyState
 from kvtier.testing import VirtualClock
 from kvtier.tiers import key_directory
@@ -154,6 +155,30 @@ async def test_a_store_that_hangs_is_asked_once_and_waited_for_no_longer_than_th
     while _asking():  # noqa: ASYNC110 - a thread's end tells nobody
         await asyncio.sleep(0.01)
     assert isinstance((await load(keys, [TENANT], 5.0))[TENANT], DataKey), "the call that was given up made it"
+
+
+async def test_the_seventeenth_asker_waits_for_one_of_sixteen() -> None:
+    gate, began = threading.Event(), []
+
+    class Slow:
+        def peek(self, scope: Scope) -> Miss:
+            return Miss.LATE
+
+        def find(self, scope: Scope) -> Miss:
+            began.append(scope)
+            gate.wait(10)
+            return Miss.NO_KEY
+
+    scopes = [scope_of(str(number)) for number in range(ASKING_MAX + 20)]
+    slow = cast("StoredKeys", Slow())
+    asked = asyncio.create_task(load(slow, scopes, 10.0))
+    while len(began) < ASKING_MAX:  # noqa: ASYNC110 - a thread's start tells nobody
+        await asyncio.sleep(0.001)
+    assert 0 < _asking() <= ASKING_MAX and not asked.done()
+    assert set((await load(slow, [scope_of("last")], 0.01)).values()) == {Miss.LATE}, "and no longer than it may"
+    gate.set()
+    assert set((await asked).values()) == {Miss.NO_KEY}
+    assert len(began) <= len(scopes) + 1
 
 
 def _asking() -> int:

@@ -10,11 +10,12 @@ tenant.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtier.clock import Clock
-from kvtier.errors import CorruptError, InvalidRequest
+from kvtier.errors import CorruptError, InvalidRequest, TierError
 from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.retention import pins as codec
 from kvtier.retention.lifetime import FUTURE_S
@@ -25,7 +26,7 @@ from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.signed import Signer
-from kvtier.times import Wall
+from kvtier.times import Mono, Wall
 
 PIN_BYTES_MAX = 16 << 20
 """One pin's object: about 300,000 blocks."""
@@ -37,6 +38,9 @@ PIN_S_MAX = 2.0**31
 """68 years: half of what a block's stamps can say."""
 
 READS_AT_ONCE = 16
+
+UNREADABLE_S = 24 * 3600.0
+"""For so long the sweep spares what a pin may hold that cannot be read."""
 
 
 class SharedPins:
@@ -53,12 +57,20 @@ class SharedPins:
         self._ends: dict[BlockKey, Wall] = {}
         self._ended: set[str] = set()  # of those known: by a purge
         self._unread: dict[str, Stat] = {}
+        self._junk: dict[str, tuple[str, Wall]] = {}  # ETags of those that do not count, and until when
+        self._failing: dict[str, Mono] = {}  # of those unread: since when they cannot be read
         self._reading = asyncio.Lock()
 
     @property
     def settled(self) -> bool:
         """Whether all pins of the last listing were read."""
         return not self._unread
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether a pin may hold what no known one does: one is not read yet, nor has failed to be for UNREADABLE_S."""
+        now = self._clock.monotonic()
+        return any(now - self._failing.get(name, now) < UNREADABLE_S for name in self._unread)
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -92,27 +104,44 @@ class SharedPins:
         if self._known.keys() - found.keys() or ended != self._ended:
             self._set({name: known for name, known in self._known.items() if name in found})
         self._unread = unread
+        self._junk = {name: known for name, known in self._junk.items() if name in found}
+        self._failing = {name: since for name, since in self._failing.items() if name in unread}
 
     def _same(self, name: str, stat: Stat) -> bool:
         known = self._known.get(name)
-        return known is not None and known[0] == stat.etag != ""
+        if known is not None and known[0] == stat.etag != "":
+            return True
+        etag, until = self._junk.get(name, ("", 0.0))
+        return etag == stat.etag != "" and self._clock.wall() < until
 
     async def settle(self) -> None:
-        """Read what is unread, at most READS_AT_ONCE at once; what was read stays read, however this ends. A pin that
-        cannot be read does not count until it changes. Raises TierError."""
+        """Read what is unread, each once, READS_AT_ONCE at once; what was read stays read, however this ends. One that
+        is no pin does not count until it changes. Raises TierError, when the others have been read."""
+        failed: BaseException | None = None
         async with self._reading:
-            while self._unread:
-                some = list(self._unread.values())[:READS_AT_ONCE]
+            tried: set[Stat] = set()
+            while some := [stat for stat in self._unread.values() if stat not in tried][:READS_AT_ONCE]:
+                tried.update(some)
                 results = await asyncio.gather(*map(self._settle_one, some), return_exceptions=True)
-                for error in results:
-                    if isinstance(error, BaseException):
-                        raise error
+                failed = next((error for error in results if isinstance(error, BaseException)), failed)
+        if failed is not None:
+            raise failed
 
     async def _settle_one(self, stat: Stat) -> None:
-        pin = await self._read(stat)
+        try:
+            pin = await self._read(stat)
+        except TierError:
+            self._failing.setdefault(stat.name, self._clock.monotonic())
+            raise
         if self._unread.get(stat.name) is not stat:
             return  # listed anew meanwhile
         del self._unread[stat.name]
+        self._failing.pop(stat.name, None)
+        self._junk.pop(stat.name, None)
+        if pin is None or not self._possible(pin):
+            # One from the future may be right when our own clock is.
+            until = Wall(math.inf) if pin is None else Wall(self._clock.wall() + FUTURE_S)
+            self._junk[stat.name], pin = (stat.etag, until), None
         old = self._known.pop(stat.name, None)
         if pin is not None:
             self._known[stat.name] = (stat.etag, pin)
@@ -129,8 +158,7 @@ class SharedPins:
             pins = codec.decode(self._signer.open(stat.name, raw))
         except CorruptError:
             return None
-        right = len(pins) == 1 and self._name(pins[0].name) == stat.name
-        return pins[0] if right and self._possible(pins[0]) else None
+        return pins[0] if len(pins) == 1 and self._name(pins[0].name) == stat.name else None
 
     def _possible(self, pin: Pin) -> bool:
         """Whether a replica whose clock is right can have made it."""

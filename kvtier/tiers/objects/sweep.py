@@ -11,10 +11,12 @@ earlier of two times: this clock's, when it may be trusted, and the server's, wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
+from kvtier.errors import TierError
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
@@ -74,7 +76,8 @@ class Sweeper:
         end of the namespace and starts over. What was done stays done if this is cancelled. Raises TierError."""
         self._rest(SWEEP_S)
         await self._store.refresh()  # with an old list a block pinned since would be deleted
-        await self._store.pins.settle()
+        with contextlib.suppress(TierError):
+            await self._store.pins.settle()
         if self._cursor is None:
             self._cursor = self._random_start()
         names = self._store.names
@@ -133,13 +136,14 @@ class Sweeper:
         return bool(self._store.pins) and stat.modified is not None and stat.modified <= self._clock.wall() - RENEW_S
 
     async def _look(self, stat: Stat, now: Wall | None) -> None:
-        """Delete an object that its present header, if it is authentic, shows to be dead, in that very version; renew
-        one that only a pin keeps, by a copy onto itself. One that cannot be read is left to the next read of its
-        name."""
+        """Delete an object that its present header, if it is authentic, shows to be dead, in that very version, but for
+        an expired one that an unread pin may hold; renew one that only a pin keeps, by a copy onto itself. One that
+        cannot be read is left to the next read of its name."""
         entry = await self._store.inspect(stat.name, stat.size)
         if entry is None:
             return
-        if now is not None and self._store.dead_at(entry, now):
+        purged = self._store.purges.covers(entry.frame.scope, entry.frame.position)
+        if now is not None and (purged or (not self._store.pins.doubtful and self._store.dead_at(entry, now))):
             if await self._store.delete_version(entry):
                 self._count(entry)
         elif self._old(stat) and self._pinned_only(entry):

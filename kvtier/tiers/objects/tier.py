@@ -21,13 +21,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError
+from kvtier.errors import ClosedError, ConfigError, InvalidRequest, TierError, TierTimeout
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.keyring import Keyring
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth
-from kvtier.supervisor import Service, Unwatched
+from kvtier.supervisor import Service, Unwatched, abandon
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.background import Background
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
@@ -114,6 +114,7 @@ class ObjectTier:
         self._pid = 0
         self._started = False
         self._synced = self._retry_at = float("-inf")
+        self._syncing: asyncio.Future[None] | None = None
         self.problem = ""
 
     def __repr__(self) -> str:
@@ -129,7 +130,6 @@ class ObjectTier:
             log.info("g4: no keys are configured (security.key_file): whoever may write to the bucket is believed")
         self._loop.start()
         self._pid = os.getpid()
-        self._sync_lock = asyncio.Lock()
         await self._loop.run(self._start_background())
         try:
             await self._loop.run(self._ready(), OPEN_S)
@@ -167,6 +167,8 @@ class ObjectTier:
         self._background.start(self._service)
 
     async def _disconnect(self, wait_s: float) -> None:
+        if self._syncing is not None:
+            self._syncing.cancel()
         await self._background.close(Mono(self._clock.monotonic() + wait_s))
         await self._store.bucket.close()
 
@@ -204,24 +206,31 @@ class ObjectTier:
 
     async def _ready(self) -> None:
         """Make sure that the server was reached and that the lists of purges and pins are fresh. Raises TierError."""
-        if self._clock.monotonic() - self._synced <= FRESH_S and not self._store.purges.doubtful:
+        now = self._clock.monotonic()
+        if now - self._synced <= FRESH_S and not self._store.purges.doubtful:
             return
-        async with self._sync_lock:
-            now = self._clock.monotonic()
-            if now - self._synced <= FRESH_S and not self._store.purges.doubtful:
-                return
+        if self._syncing is None or self._syncing.done():
             if now < self._retry_at:
                 raise TierError(TIER, "connect", self.problem)
-            try:
+            # One for all, and nobody's alone: that a caller gives up says nothing about the server.
+            self._syncing = asyncio.ensure_future(self._sync(now))
+            abandon(self._syncing)
+        await asyncio.shield(self._syncing)
+
+    async def _sync(self, now: Mono) -> None:
+        try:
+            async with asyncio.timeout(OPEN_S):
                 if not self._started:
                     await self._store.bucket.start()
                     self._started = True
                 await self._store.refresh()
-            except BaseException as error:
-                self.problem = str(error) if isinstance(error, TierError) else "no answer"
-                self._retry_at = now + RETRY_S * self._random.uniform(0.5, 1.5)
-                raise
-            self._synced, self.problem = now, ""
+        except BaseException as error:
+            self.problem = str(error) if isinstance(error, TierError) else "no answer"
+            self._retry_at = now + RETRY_S * self._random.uniform(0.5, 1.5)
+            if isinstance(error, TimeoutError):
+                raise TierTimeout(TIER, "connect", self.problem) from None
+            raise
+        self._synced, self.problem = now, ""
 
     # -- lookup ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from kvtier.errors import InvalidRequest
+from kvtier.errors import InvalidRequest, TierError
+from kvtier.identity.keys import scope_of
 from kvtier.keyring import Keyring
 from kvtier.retention import pins as codec
 from kvtier.retention.pins import Pin
@@ -88,3 +89,65 @@ async def test_pins_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     await other.store.refresh()
     await other.store.pins.settle()
     assert len(other.store.pins.list()) <= 11 < len(replica.store.pins.list())
+
+
+async def test_what_is_no_pin_is_read_once_until_it_changes() -> None:
+    server = VirtualServer()
+    replica = Replica(server)
+    name = f"{replica.store.names.pins}{'0' * 32}"
+    server.put(name, b"junk")
+    for _ in range(5):
+        await replica.store.refresh()
+        await replica.store.pins.settle()
+    assert replica.bucket.requests["get"] == 1
+    server.put(name, b"other junk")
+    await replica.store.refresh()
+    await replica.store.pins.settle()
+    assert replica.bucket.requests["get"] == 2
+
+
+async def test_a_pin_from_the_future_is_read_again_when_it_may_be_right() -> None:
+    server = VirtualServer()
+    ahead, replica = Replica(server, ahead_s=3600.0), Replica(server)
+    now = ahead.clock.wall()
+    await ahead.store.pins.put(Pin("p", tuple(chain_of(NS, 4)), now, now + 86400))
+    for _ in range(3):
+        await replica.store.refresh()
+        await replica.store.pins.settle()
+    assert replica.bucket.requests["get"] == 1 and replica.store.pins.list() == []
+    server.clock.advance(3600)
+    await replica.store.refresh()
+    await replica.store.pins.settle()
+    assert [pin.name for pin in replica.store.pins.list()] == ["p"]
+
+
+async def test_an_unreadable_pin_stops_neither_the_others_nor_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = VirtualServer()
+    writer, replica = Replica(server), Replica(server)
+    old, purged, kept = (chain_of(NS, 4, seed, scope_of(str(seed))) for seed in range(3))
+    for chain in (old, purged, kept):
+        await writer.write(chain, ttl=3600)
+    now = server.clock.wall()
+    for count in range(40):
+        await writer.store.pins.put(Pin(f"p{count}", tuple(kept), now, now + 30 * 86400))
+    bad = set(server.under("pins")[:20])
+    original = replica.bucket.read
+
+    async def read(name: str, *args: object) -> object:
+        if name in bad:
+            raise TierError("g4", "get", "AccessDenied")
+        return await original(name, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replica.bucket, "read", read)
+    await replica.store.refresh()
+    with pytest.raises(TierError):
+        await replica.store.pins.settle()
+    assert len(replica.store.pins.list()) == 20
+    await writer.store.purges.append(scope_of("1"))
+    server.clock.advance(2 * 3600)
+    await replica.walk()
+    assert replica.sweeper.swept.objects == 1, "what was purged goes at once"
+    server.clock.advance(25 * 3600)
+    await replica.walk()
+    assert replica.sweeper.swept.objects == 2, "what may be pinned goes after a day"
+    assert await writer.store.probe(kept, 0) is not None and await writer.store.probe(old, 0) is None
