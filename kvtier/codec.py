@@ -42,9 +42,9 @@ ELEMENT_BYTES = 2
 
 _STEP = 1 << 17
 """Elements that are split or joined at a time: few calls, and what they touch stays in a core's own cache."""
-_SAMPLE, _SAMPLES = 1024, 16
+_SAMPLE, _SAMPLES = 512, 8
 
-_compressors: list[zstandard.ZstdCompressor] = []
+_encoders: list[_Encoder] = []
 _decompressors: list[zstandard.ZstdDecompressor] = []
 
 Bytes = npt.NDArray[np.uint8]
@@ -77,10 +77,11 @@ def encode_unit(unit: memoryview) -> memoryview | None:
     count = len(elements)
     if not count or _saving(elements) < SAVING_MIN:
         return None
-    high, stored = np.empty(count, np.uint8), np.empty(stored_max(len(unit)), np.uint8)
-    _split(elements, high, stored[:count])
-    with _lent(_compressors, _new_compressor) as compressor:
-        coded = compressor.compress(high.data)
+    stored = np.empty(stored_max(len(unit)), np.uint8)
+    with _lent(_encoders, _Encoder) as encoder:
+        high = encoder.plane(count)
+        _split(elements, high, stored[:count])
+        coded = encoder.compressor.compress(high.data)
     if count + len(coded) > len(stored):
         return None
     stored[count : count + len(coded)] = np.frombuffer(coded, np.uint8)
@@ -151,16 +152,26 @@ def _lent(idle: list[T], make: Callable[[], T]) -> Iterator[T]:
     idle.append(found)
 
 
-def _new_compressor() -> zstandard.ZstdCompressor:
-    """Matches of 7 bytes in a small window are hardly looked for."""
-    import zstandard
+class _Encoder:
+    """A compressor for which matches of 7 bytes in a small window are hardly looked for, and memory for a plane: fresh
+    pages would cost as much as the split."""
 
-    return zstandard.ZstdCompressor(
-        compression_params=zstandard.ZstdCompressionParameters(
-            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7,
-            target_length=0, write_content_size=True, write_checksum=False, write_dict_id=False,
-        )
-    )  # fmt: skip
+    def __init__(self) -> None:
+        import zstandard
+
+        self.compressor = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters(
+                strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7,
+                target_length=0, write_content_size=True, write_checksum=False, write_dict_id=False,
+            )
+        )  # fmt: skip
+        self._plane = np.empty(0, np.uint8)
+
+    def plane(self, count: int) -> Bytes:
+        """The same memory each time."""
+        if len(self._plane) < count:
+            self._plane = np.empty(count, np.uint8)
+        return self._plane[:count]
 
 
 def _new_decompressor() -> zstandard.ZstdDecompressor:

@@ -46,7 +46,8 @@ class Purger:
         self.owed: dict[Scope, Wall] = {}
         """Purges that some tier in use has not confirmed: tenant → mark."""
         self._missed: dict[Scope, Wall] = {}  # those that a tier has missed which is left out
-        self._in_force: dict[Scope, Wall] = {}  # those of `owed` that were purged here: G2 has dropped what they cover
+        self._in_force: dict[Scope, Wall] = {}
+        """Those of `owed` that the log, as read, does not have: G2 has dropped what they cover."""
         self._synced = False  # whether `sync` has learned what is new before anything was stored here
         self._seen: dict[str, array[int]] = {}  # tier → hashes of the tombstones that `sync` has learned from it
 
@@ -132,10 +133,12 @@ class Purger:
                 await asyncio.sleep(0)
         first, self._synced = not self._synced and not self._hierarchy.position, True
         await self._drop_below_floor()
-        for part in slices(list(self._local(latest, first).items()), _APPLIED):
+        # A number that the log does not have is a guess: the log may give it to another purge.
+        logged = next((tombstones for tier, tombstones in asked if tier.purge_log() is not None), {})
+        last = await aside(len(logged), partial(_last_number, logged))
+        for part in slices(list(self._local(latest, first, logged).items()), _APPLIED):
             await self._hierarchy.drop_slices(self.apply_tombstones(dict(part)))
         with self._hierarchy.lock:
-            last = max(map(number_of, latest.values()), default=0)
             self._hierarchy.position = max(last, self._hierarchy.position)
             if any(tier.purge_log() is not None for tier, _ in asked):
                 log = self._hierarchy.purge_log()
@@ -144,6 +147,7 @@ class Purger:
         for part in slices(list(latest.items()), _APPLIED):
             _add(self.owed, part)
             await asyncio.sleep(0)
+            self._in_force.update((scope, before) for scope, before in part if number_of(before) > last)
         self._seen = seen  # what was new is owed now
         done = await asyncio.gather(*(self._spread(tier, latest, known) for tier, known in asked))
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
@@ -163,18 +167,20 @@ class Purger:
         with hierarchy.lock:
             hierarchy.position = max(floor, hierarchy.position)
 
-    def _local(self, latest: Mapping[Scope, Wall], first: bool) -> dict[Scope, Wall]:
-        """These tombstones as times of this process. An entry of the purge log that is not in force here yet covers
-        whatever is in G2 and under way: that was taken in before it, whatever clock stamped it. At the `first` look of
-        a process without memory of the log there is nothing."""
+    def _local(self, latest: Mapping[Scope, Wall], first: bool, logged: Mapping[Scope, Wall]) -> dict[Scope, Wall]:
+        """These tombstones as times of this process; `logged` are those of the purge log. An entry of it that is not in
+        force here yet covers whatever is in G2 and under way: that was taken in before it, whatever clock stamped it.
+        At the `first` look of a process without memory of the log there is nothing."""
         made_by, position = self._hierarchy.made_by(), self._hierarchy.position
         times: dict[Scope, Wall] = {}
         for tenant, before in latest.items():
             number = number_of(before)
             if number == 0:
                 times[tenant] = before
-            elif number > position and not first and self._in_force.get(tenant) != before:
-                times[tenant] = made_by
+            elif number > position and not first:
+                entry = number_of(logged.get(tenant, Wall(0.0)))
+                if entry > position or self._in_force.get(tenant) != before:
+                    times[tenant] = made_by
         return times
 
     async def forget(self) -> None:
@@ -213,6 +219,10 @@ class Purger:
 def _add(purges: dict[Scope, Wall], more: Iterable[tuple[Scope, Wall]]) -> None:
     """Of each scope the latest."""
     purges.update((scope, max(before, purges.get(scope, before))) for scope, before in more)
+
+
+def _last_number(tombstones: Mapping[Scope, Wall]) -> int:
+    return max(map(number_of, tombstones.values()), default=0)
 
 
 def _news(tombstones: Mapping[Scope, Wall], seen: array[int] | None) -> tuple[Mapping[Scope, Wall], array[int]]:

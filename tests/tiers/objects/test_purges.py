@@ -208,3 +208,27 @@ async def test_a_log_that_was_cut_while_a_replica_was_away_takes_its_g4_out(flee
         await again.evict("g3")
         assert await found(again, other) == [], "G4 is not believed"
         assert again.stats()["g4"]["counters"]["purge_log_faults"] >= 1
+
+
+@pytest.mark.parametrize("tenant", ["u", "t"])
+async def test_a_purge_that_failed_hides_no_other_of_the_same_number(fleet: Fleet, tenant: str) -> None:
+    """The log gives the number of the entry that could not be written to another replica's purge."""
+    async with fleet.open("a") as one, fleet.open("b", g3=False) as two:
+        await two.purge("first")
+        await learn(fleet, one)
+        tier = one.manager.lower["g4"].inner.inner
+        create, tier._store.bucket.create = tier._store.bucket.create, fail  # type: ignore[attr-defined]
+        with pytest.raises(KVTierError):
+            await one.purge(tenant)
+        fleet.clock.advance(1)
+        chain = chain_of(NS, 8, 1, scope_of("t"))
+        assert await one.put(chain, payloads_of(chain, 4096)) == 8
+        await learn(fleet, one)
+        fleet.clock.advance(1)
+        await two.purge("t")
+        tier._store.bucket.create = create  # type: ignore[attr-defined]
+        await learn(fleet, one)
+        await learn(fleet, one)
+        assert await found(one, chain) == []
+        await one.evict("g2")
+        assert await found(one, chain) == []

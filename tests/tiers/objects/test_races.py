@@ -37,11 +37,11 @@ def before_reads(one: Replica, *acts: object) -> None:
     """The n-th read of a bucket comes behind the n-th of `acts`; None: nothing happens."""
     inner, left = one.bucket.read, list(acts)
 
-    async def read(name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+    async def read(name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         act = left.pop(0) if left else None
         if act is not None:
             act()  # type: ignore[operator]
-        return await inner(name, start, into)
+        return await inner(name, start, into, clipped)
 
     one.bucket.read = read  # type: ignore[method-assign]
 
@@ -155,10 +155,10 @@ async def test_a_snapshot_has_the_purges_that_came_before_it_while_it_was_writte
 def unreadable_pins(one: Replica) -> None:
     inner = one.bucket.read
 
-    async def read(name: str, start: int, into: Sequence[memoryview]) -> Stat | None:
+    async def read(name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         if name.startswith(one.store.names.pins):
             raise TierError("g4", "get", "403")
-        return await inner(name, start, into)
+        return await inner(name, start, into, clipped)
 
     one.bucket.read = read  # type: ignore[method-assign]
 
