@@ -1,8 +1,9 @@
 """Memory of G2: one memfd per rank, populated before use, cut into equal slots.
 
 A memfd has no /dev/shm limit, travels between processes as a file descriptor and is freed by the kernel with
-its last holder. Where enough huge pages are reserved it lies in them: they are populated and page-locked faster. Every page is faulted in at start (MADV_POPULATE_WRITE), since a page that is missing at first
-touch is a SIGBUS that no handler survives.
+its last holder. Where enough huge pages are reserved it lies in them: they are populated and page-locked faster.
+Every page is faulted in at start (MADV_POPULATE_WRITE), since a page that is missing at first touch is a SIGBUS that
+no handler survives.
 """
 
 from __future__ import annotations
