@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,29 @@ def bus_link(pci_bus_id: str, sysfs: Path = Path("/sys")) -> str:
         return f"x{width} at {(device / 'max_link_speed').read_text(encoding='ascii').strip()}"
     except OSError:
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class HugePages:
+    """The kernel's reserved huge pages of its default size. None reserved: `free` is 0."""
+
+    page_bytes: int
+    free: int
+
+    def pages(self, nbytes: int) -> int:
+        """How many hold so many bytes."""
+        return -(-nbytes // self.page_bytes)
+
+
+def huge_pages(meminfo: Path = Path("/proc/meminfo")) -> HugePages:
+    """Those that nobody has taken or been promised."""
+    try:
+        lines = (line.partition(":") for line in meminfo.read_text(encoding="ascii").splitlines())
+        values = {name: int(rest.split()[0]) for name, _, rest in lines if name.startswith("Huge")}
+        free = values["HugePages_Free"] - values["HugePages_Rsvd"]
+        return HugePages(values["Hugepagesize"] << 10, max(0, free))
+    except (OSError, ValueError, KeyError, IndexError):
+        return HugePages(2 << 20, 0)
 
 
 def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, progress: Progress | None = None) -> int:

@@ -56,10 +56,10 @@ class PageCopies:
         self._manager = cache.manager
         arena = self._manager.host.arena
         # A mapping of its own: it must outlive the cache's while a copy is under way.
-        mapping = mmap.mmap(arena.fds()[0], arena.slots * arena.slot_bytes)
+        mapping = mmap.mmap(arena.fds()[0], 0)  # whole
         self._engine = open_engine(
             pool.pages(),
-            of_slots(memoryview(mapping), arena.slot_bytes, pool.shape),
+            of_slots(memoryview(mapping)[: arena.slots * arena.slot_bytes], arena.slot_bytes, pool.shape),
             pool.shape,
             method=cache.config.offload.copy_by,
             calibration=calibration_folder(),

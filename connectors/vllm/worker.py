@@ -140,7 +140,7 @@ def map_arena(handle: ArenaHandle, rank: int) -> mmap.mmap:
         stat = os.fstat(fd)
         if stat.st_ino != inode or stat.st_size < handle.slots * handle.slot_bytes:
             raise OSError(f"descriptor {number} of process {handle.pid} is not the arena any more")
-        return mmap.mmap(fd, handle.slots * handle.slot_bytes, flags=mmap.MAP_SHARED)
+        return mmap.mmap(fd, stat.st_size, flags=mmap.MAP_SHARED)  # whole: huge pages end on a border of theirs
     finally:
         os.close(fd)
 
@@ -231,7 +231,8 @@ class WorkerHalf:
         arena = map_arena(handle, self._piece)
         if not _on_gpu(self._described):  # there, page-locking does it
             fill_page_table(arena)
-        host = layout.of_slots(memoryview(arena), handle.slot_bytes, self._described.shape)
+        slots = memoryview(arena)[: handle.slots * handle.slot_bytes]
+        host = layout.of_slots(slots, handle.slot_bytes, self._described.shape)
         found, calibration = self._described, Path(handle.calibration) if handle.calibration else None
         begin = partial(
             engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration

