@@ -54,6 +54,7 @@ def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:
         told([key], True)
     told([], True)
     assert events.take() == [Change("g2", tuple(keys[2:]), True)] and events.dropped == 2
+    assert events.unheard == 0, "only arrivals"
     told(keys[:1], True)
     told(keys[:1], False)
     events.of("g3")(keys[:1], True)

@@ -94,6 +94,7 @@ class KVEvents:
         self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
         self._isolated: set[Scope] = set()  # as many as classes, adapters and tenants of isolated classes make
         self._cleared = False
+        self._unheard = 0  # removals that no subscriber was told of, up to the last AllBlocksCleared
 
     def remember(self, request: Any, chain: Sequence[BlockKey], start: int, *, isolated: bool = False) -> None:
         """Remember what the request's blocks from `start` on hold. `isolated`: in a scope of an isolated class."""
@@ -128,9 +129,11 @@ class KVEvents:
         self._cleared = True
 
     def take(self) -> Iterable[Any]:
-        """vLLM's events since the last call."""
-        if self._cleared:
-            self._cleared = False
+        """vLLM's events since the last call. After removals that were dropped, routers are to forget all blocks of this
+        engine: they would send requests to it for ever for blocks that it does not have."""
+        unheard = self.events.unheard  # of changes before those that are taken now
+        if self._cleared or unheard > self._unheard:
+            self._cleared, self._unheard = False, unheard
             yield AllBlocksCleared()
         for change in self.events.take():
             if change.tier not in self._tiers:

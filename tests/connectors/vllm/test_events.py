@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvtier.connectors.vllm.events import KVEvents, tiers_announced
 from kvtier.errors import InvalidRequest
+from kvtier.events import Events
 from kvtier.identity.keys import SHARED, Scope, make_keys, scope_of
 from kvtier.testing import chain_of, sample_namespace
 from tests.connectors.vllm.support.requests import Kind, engine_request
@@ -110,6 +111,21 @@ def test_new_weights_clear_what_was_reported() -> None:
     events.events.of("g2")(CHAIN, True)
     events.clear()
     assert [type(event) for event in events.take()] == [AllBlocksCleared]
+
+
+def test_routers_forget_everything_after_a_removal_that_they_were_not_told_of() -> None:
+    events = learnt()
+    events.events = Events(keys_max=2)
+    told = events.events.of("g2")
+    told(CHAIN[:3], True)
+    assert {type(event) for event in events.take()} == {BlockStored}, "a block that routers do not know does no harm"
+    told(CHAIN[1:3], False)
+    told(CHAIN[3:], True)
+    cleared, removed, stored = events.take()
+    assert (type(cleared), removed.block_hashes) == (AllBlocksCleared, [reported(2)])
+    assert stored.block_hashes == [reported(3)] and events.events.dropped == 2
+    told(CHAIN[:1], True)
+    assert [type(event) for event in events.take()] == [BlockStored], "once is enough"
 
 
 def test_what_requests_hold_is_remembered_of_the_last_ones() -> None:
