@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -43,8 +43,8 @@ def tiers_announced(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Consecutive blocks of one request: their keys, the hash before them, their tokens and extra keys. `first` is the
-    number of the first block among all that were remembered."""
+    """Consecutive blocks of one request: their keys, the hash before them, their tokens and extra keys, and their names
+    from the first event on. `first` is the number of the first block among all that were remembered."""
 
     first: int
     keys: list[BlockKey]
@@ -52,6 +52,13 @@ class _Run:
     tokens: Sequence[int]
     extra_keys: list[tuple[Any, ...] | None]
     request: Mapping[str, Any]  # fields that are the whole request's
+    _names: list[Any] = field(default_factory=list)
+
+    def names(self, first: int, stop: int) -> list[Any]:
+        """Of these blocks, as events have them. Each tier has an event of its own for them."""
+        if not self._names:
+            self._names.extend(_names(self.keys))
+        return self._names[first:stop]
 
 
 class _Known:
@@ -162,7 +169,7 @@ class KVEvents:
             parent = run.keys[first - 1][-HASH_BYTES:] if first else run.parent
             yield _made(
                 BlockStored,
-                block_hashes=_names(run.keys[first:stop]),
+                block_hashes=run.names(first, stop),
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
                 token_ids=run.tokens[first * self._block_tokens : stop * self._block_tokens],
                 block_size=self._block_tokens,

@@ -23,10 +23,10 @@ NAMED = "dynamo-cache-salt:"  # begins the salts that Dynamo's frontend gives to
 
 
 class Routed:
-    """An engine and the indexer that hears it."""
+    """An engine and the indexer that hears it. `begin` starts the engine, with the G3 that the last one left."""
 
-    def __init__(self, engine: Any, events: str, replay: str, log: Path) -> None:
-        self.engine = engine
+    def __init__(self, begin: Callable[[], Any], events: str, replay: str, log: Path) -> None:
+        self.begin, self.engine = begin, begin()
         self._addresses, self._log, self._spent = (events, replay, BLOCK, log), log, 100
         self.indexer = Indexer(*self._addresses)
 
@@ -83,8 +83,11 @@ def routed(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) 
         "replay_endpoint": f"tcp://*:{replay}",
     }
     options = {"max_model_len": 512, "num_gpu_blocks_override": 48, "enable_lora": True, "max_lora_rank": 8}
-    engine = start(config=config, engine={"kv_events_config": publisher, **options})
-    here = Routed(engine, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}", folder / "indexer.log")
+
+    def begin() -> Any:
+        return start(config=config, engine={"kv_events_config": publisher, **options})
+
+    here = Routed(begin, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}", folder / "indexer.log")
     yield here
     here.indexer.close()
 
@@ -129,3 +132,19 @@ def test_salts_and_adapters_are_told_apart(routed: Routed, write_adapter: Any, t
     assert engine.purge(salt=NAMED + "tenant") > 0
     assert routed.agree(asked, salt="tenant") == [[0, 0, 0]]
     assert routed.agree(asked, adapter=adapter)[0][2] == 288
+
+
+def test_blocks_of_an_earlier_engine_are_known_once_they_were_read(routed: Routed) -> None:
+    """An engine of its own knows the names of what G3 kept, but not the tokens."""
+    assert routed.engine.stop() == 0
+    routed.engine = routed.begin()
+    routed.restart()
+    read, unread = PROMPTS[:2], PROMPTS[2:]
+    for one in read:
+        assert routed.engine.generate(prompts=[one], tokens=4)[0]["read"] == {"g3": 288}
+    assert routed.agree(read) == [[288, 288, 288]] * 2
+    assert routed.engine.evict(tier="g2") > 0
+    for one in unread[:6]:
+        routed.engine.generate(prompts=[one], tokens=4)
+    told = routed.agree(read)
+    assert all(counts[2] == 288 > counts[0] for counts in told), "they have left G1, and G3 has them still"
