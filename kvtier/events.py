@@ -1,7 +1,8 @@
 """Changes of residence per tier, for routers that send a request to the replica that holds its prefix.
 
 Hints only: changes that other processes make to a shared tier are not seen here, and where changes are not taken for
-long, the oldest are dropped and counted. Only a read says which blocks are there.
+long, the oldest are dropped and counted. Who was told of a block and not of its removal believes in it for ever, so
+`unheard` says when to forget everything. Only a read says which blocks are there.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Events:
         self._changes: deque[tuple[str, list[BlockKey], bool]] = deque()
         self._waiting = 0
         self.dropped = 0  # keys whose change was never taken
+        self.unheard = 0  # of these, how many had left their tier
 
     def of(self, tier: str) -> Notify:
         """The callback for the tier of this name."""
@@ -54,8 +56,9 @@ class Events:
                     self._changes.append((tier, list(keys), stored))
                 self._waiting += len(keys)
                 while (excess := self._waiting - self._keys_max) > 0:
-                    oldest = self._changes[0][1]
+                    _, oldest, came = self._changes[0]
                     lost = min(excess, len(oldest))
+                    self.unheard += 0 if came else lost
                     del oldest[:lost]
                     if not oldest:
                         self._changes.popleft()

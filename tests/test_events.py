@@ -46,6 +46,23 @@ def test_every_tier_tells_what_comes_and_goes(tmp_path: Path) -> None:
         assert events.take() == []
 
 
+def test_blocks_of_an_earlier_process_are_told_of_when_a_read_finds_them(tmp_path: Path) -> None:
+    namespace = sample_namespace(block_bytes=8192)
+    tiers = {"g2": {"capacity": 64 * 8192}, "g3": {"path": str(tmp_path / "g3"), "capacity": 64 * 8192}}
+    chains = [chain_of(namespace, 6, seed) for seed in range(2)]
+    with kvtier.open(Config.parse({"tiers": tiers}), namespace) as cache:
+        for chain in chains:
+            assert cache.put(chain, payloads_of(chain, 8192)) == 6
+        assert cache.flush(20).pending == 0
+    events = Events()
+    with kvtier.open(Config.parse({"tiers": tiers}), namespace) as cache:
+        cache.manager.subscribe(events)
+        with cache.get(chains[0], 20) as lease:
+            assert list(lease.tiers) == ["g3"] * 6
+        heard = events.take()
+        assert resident(heard, "g2") == resident(heard, "g3") == set(chains[0])
+
+
 def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:
     events = Events(keys_max=3)
     told = events.of("g2")
@@ -54,6 +71,7 @@ def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:
         told([key], True)
     told([], True)
     assert events.take() == [Change("g2", tuple(keys[2:]), True)] and events.dropped == 2
+    assert events.unheard == 0, "only arrivals"
     told(keys[:1], True)
     told(keys[:1], False)
     events.of("g3")(keys[:1], True)

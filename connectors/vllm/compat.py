@@ -219,6 +219,28 @@ def publishes(vllm_config: Any) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
+def extra_keys_of(request: Any, start: int, stop: int, block_tokens: int) -> list[tuple[Any, ...] | None]:
+    """Of the request's blocks from `start` to `stop`, which lie beside the tokens in vLLM's hashes: adapter, images and
+    salt, as vLLM's events have them. Only blocks with images or a salt are looked at one by one."""
+    lora = getattr(request, "lora_request", None)
+    out: list[tuple[Any, ...] | None] = [None if lora is None else (lora.lora_name,)] * (stop - start)
+    own = {0} if start == 0 and salt_of(request) is not None else set()
+    for feature in getattr(request, "mm_features", None) or ():
+        place = feature.mm_position
+        last = -(-(place.offset + place.length) // block_tokens)
+        own.update(range(max(start, place.offset // block_tokens), min(stop, last)))
+    if own:
+        from vllm.v1.core import kv_cache_utils
+
+        untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # older releases tag nothing
+        seen = 0
+        for depth in sorted(own):
+            begin = depth * block_tokens
+            keys, seen = kv_cache_utils.generate_block_hash_extra_keys(request, begin, begin + block_tokens, seen)
+            (out[depth - start],) = untagged([keys])
+    return out
+
+
 def kind_of(kv_cache_config: Any) -> str | None:
     """vLLM's name of the kind of its KV cache group; None where this release has none."""
     try:

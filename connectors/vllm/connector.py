@@ -31,7 +31,7 @@ from kvtier.connectors.startup import start_line
 from kvtier.connectors.tier_figures import TierGrowth
 from kvtier.connectors.vllm import capabilities, compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
-from kvtier.connectors.vllm.events import KVEvents
+from kvtier.connectors.vllm.events import TIERS, KVEvents, tiers_announced
 from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.log_lines import speak_as_vllm
 from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
@@ -57,6 +57,7 @@ ARGUMENTS: Mapping[str, settings.Reader] = {
     "step_bytes": settings.size,
     "decode_blocks": settings.flag,
     "recompute": settings.recompute,
+    "event_tiers": tiers_announced,
 }
 
 
@@ -146,7 +147,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._settings.config
         near = [shake.cpus for _, shake in sorted(ranks.items())]
         events = (
-            KVEvents(namespace.block_tokens, compat.kind_of(self._kv_cache_config))
+            KVEvents(
+                namespace.block_tokens,
+                compat.kind_of(self._kv_cache_config),
+                tiers=self._settings.own.get("event_tiers", TIERS),
+            )
             if compat.publishes(self._vllm_config)
             else None
         )

@@ -1,16 +1,18 @@
 """kvtier's blocks in vLLM's own KV events: which prompts lie in which tier, for routers that send requests there.
 
-    G2: medium CPU, LOCAL        G3: medium STORAGE, LOCAL        G4: medium STORAGE, REMOTE        ownership "kvtier"
+    G2: medium CPU, LOCAL        G3: medium STORAGE, LOCAL        G4, where it is asked for: medium STORAGE, REMOTE
 
-A BlockStored names consecutive blocks, their tokens and the block before them, as vLLM's own do, where this engine saw
-their request lately; else only a hash, with `block_size` 0, as vLLM's offloading does.
+A BlockStored is the one that vLLM makes when it fills the same blocks in G1, but for its medium and its locality. A
+block of no request that this engine saw lately is not announced, since routers read no hash without its tokens; nor is
+one of an isolated class, which vLLM's hash does not tell from the shared block of the same tokens. `ownership` stays
+at its default: Dynamo drops events of owners that it does not know.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -18,26 +20,45 @@ import numpy as np
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvtier.events import Change, Events
+from kvtier.connectors.vllm.compat import extra_keys_of
+from kvtier.errors import InvalidRequest
+from kvtier.events import Events
 from kvtier.identity.hashing import HASH_BYTES
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.units import shorten
 
-OWNERSHIP = "kvtier"
 MEDIA = {"g2": ("CPU", "LOCAL"), "g3": ("STORAGE", "LOCAL"), "g4": ("STORAGE", "REMOTE")}
+TIERS = ("g2", "g3")
+"""Announced by default. G4 is every replica's, so it is no reason to prefer one of them, and some routers count any
+medium that they do not know as the GPU's."""
 _KNOWN_MAX = 1 << 17
+
+
+def tiers_announced(value: Any) -> tuple[str, ...]:
+    """The connector's argument `event_tiers`. Raises InvalidRequest."""
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name in MEDIA for name in value):
+        raise InvalidRequest(f"must be a list of {', '.join(MEDIA)}, got {shorten(value)}")
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Consecutive blocks of one request: their keys, the hash before them, and their tokens. `first` is the number of
-    the first block among all that were remembered."""
+    """Consecutive blocks of one request: their keys, the hash before them, their tokens and extra keys, and their names
+    from the first event on. `first` is the number of the first block among all that were remembered."""
 
     first: int
     keys: list[BlockKey]
     parent: bytes | None
     tokens: Sequence[int]
-    lora_id: int | None
-    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None]
+    request: Mapping[str, Any]  # fields that are the whole request's
+    _names: list[Any] = field(default_factory=list)
+
+    def names(self, first: int, stop: int) -> list[Any]:
+        """Of these blocks, as events have them. Each tier has an event of its own for them."""
+        if not self._names:
+            self._names.extend(_names(self.keys))
+        return self._names[first:stop]
 
 
 class _Known:
@@ -62,19 +83,31 @@ _first = attrgetter("first")
 class KVEvents:
     """Turns tiers' changes into vLLM's events. Used on the engine's thread; `events` may be written to on any."""
 
-    def __init__(self, block_tokens: int, kind: str | None = None, known_max: int = _KNOWN_MAX) -> None:
-        """`kind`: vLLM's name of the KV cache group's kind. What they hold is remembered of at most `known_max` blocks
-        or the latest request's, and of the last half as many at least."""
+    def __init__(
+        self,
+        block_tokens: int,
+        kind: str | None = None,
+        known_max: int = _KNOWN_MAX,
+        tiers: Collection[str] = TIERS,
+    ) -> None:
+        """`kind`: vLLM's name of the KV cache group's kind. `tiers` are announced. What blocks hold is remembered of at
+        most `known_max` or the latest request's, and of the last half as many at least."""
         self.events = Events()
+        self._tiers = frozenset(tiers)
         self._block_tokens = block_tokens
         self._kind = kind
         self._known_max = known_max
         self._count = 0  # blocks ever remembered
         self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
+        self._isolated: set[Scope] = set()  # as many as classes, adapters and tenants of isolated classes make
         self._cleared = False
+        self._unheard = 0  # removals that no subscriber was told of, up to the last AllBlocksCleared
 
-    def remember(self, request: Any, chain: Sequence[BlockKey], start: int) -> None:
-        """Remember what the request's blocks from `start` on hold."""
+    def remember(self, request: Any, chain: Sequence[BlockKey], start: int, *, isolated: bool = False) -> None:
+        """Remember what the request's blocks from `start` on hold. `isolated`: in a scope of an isolated class."""
+        if isolated:
+            self._isolated.add(scope_of_key(chain[start]))
+            return
         size, lora = self._block_tokens, getattr(request, "lora_request", None)
         keys = list(chain[start:])
         if 2 * (len(self._recent.numbers) + len(keys)) > self._known_max and self._recent.runs:
@@ -85,8 +118,12 @@ class KVEvents:
             keys,
             chain[start - 1][-HASH_BYTES:] if start else None,
             request.all_token_ids[start * size : len(chain) * size],
-            None if lora is None else lora.lora_int_id,
-            None if lora is None else lora.lora_name,
+            extra_keys_of(request, start, len(chain), size),
+            {
+                "lora_id": None if lora is None else lora.lora_int_id,
+                "lora_name": None if lora is None else lora.lora_name,
+                "session_id": getattr(request, "session_id", None),
+            },
         )
         self._recent.runs.append(run)
         self._recent.numbers.update(zip(keys, range(self._count, self._count + len(keys)), strict=True))
@@ -99,31 +136,31 @@ class KVEvents:
         self._cleared = True
 
     def take(self) -> Iterable[Any]:
-        """vLLM's events since the last call."""
-        if self._cleared:
-            self._cleared = False
+        """vLLM's events since the last call. After removals that were dropped, routers are to forget all blocks of this
+        engine: they would send requests to it for ever for blocks that it does not have."""
+        unheard = self.events.unheard  # of changes before those that are taken now
+        if self._cleared or unheard > self._unheard:
+            self._cleared, self._unheard = False, unheard
             yield AllBlocksCleared()
         for change in self.events.take():
-            if change.tier not in MEDIA:
+            if change.tier not in self._tiers:
                 continue
+            keys = change.keys
+            if self._isolated:
+                keys = tuple(key for key in keys if scope_of_key(key) not in self._isolated)
             medium, locality = MEDIA[change.tier]
+            where = {"medium": medium, "group_idx": 0, "locality": locality}
             if change.stored:
-                yield from self._stored(change, medium, locality)
-            else:
-                names = _names(change.keys)
-                where = {"medium": medium, "group_idx": 0, "locality": locality, "ownership": OWNERSHIP}
-                yield _made(BlockRemoved, block_hashes=names, **where)
+                yield from self._stored(keys, where)
+            elif keys:
+                yield _made(BlockRemoved, block_hashes=_names(keys), **where)
 
-    def _stored(self, change: Change, medium: str, locality: str) -> Iterable[Any]:
+    def _stored(self, keys: Sequence[BlockKey], where: Mapping[str, Any]) -> Iterable[Any]:
         """One event per stretch of consecutive blocks of one request."""
-        where = {"medium": medium, "group_idx": 0, "locality": locality, "ownership": OWNERSHIP}
-        keys, begin = list(change.keys), 0
+        begin = 0
         while begin < len(keys):
             found = self._recent.find(keys[begin]) or self._older.find(keys[begin])
             if found is None:
-                names = _names(keys[begin : begin + 1])
-                unknown = {"block_hashes": names, "parent_block_hash": None, "token_ids": [], "block_size": 0}
-                yield _made(BlockStored, **unknown, lora_id=None, lora_name=None, kv_cache_spec_kind=None, **where)
                 begin += 1
                 continue
             run, first = found
@@ -132,21 +169,21 @@ class KVEvents:
             parent = run.keys[first - 1][-HASH_BYTES:] if first else run.parent
             yield _made(
                 BlockStored,
-                block_hashes=_names(run.keys[first:stop]),
+                block_hashes=run.names(first, stop),
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
                 token_ids=run.tokens[first * self._block_tokens : stop * self._block_tokens],
                 block_size=self._block_tokens,
-                lora_id=run.lora_id,
-                lora_name=run.lora_name,
+                extra_keys=run.extra_keys[first:stop],
                 kv_cache_spec_kind=self._kind,
+                **run.request,
                 **where,
             )
 
 
-def _equal(keys: list[BlockKey], begin: int, others: list[BlockKey], first: int) -> int:
+def _equal(keys: Sequence[BlockKey], begin: int, others: list[BlockKey], first: int) -> int:
     """How many keys are equal one by one, from these places on."""
     count = min(len(keys) - begin, len(others) - first)
-    if keys[begin : begin + count] == others[first : first + count]:  # mostly
+    if list(keys[begin : begin + count]) == others[first : first + count]:  # mostly
         return count
     return next(at for at in range(count) if keys[begin + at] != others[first + at])
 

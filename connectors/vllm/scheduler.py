@@ -149,7 +149,7 @@ class SchedulerHalf:
         if hashes := compat.hashes_of(request, known):
             chain.extend(engine_keys(state.scope, hashes))
             if self._events is not None:
-                self._events.remember(request, chain, known)
+                self._events.remember(request, chain, known, isolated=bool(state.control.request.isolated))
 
     def _readable(self, state: RequestState) -> int:
         """Blocks that may be read: the last token is always computed."""
@@ -397,7 +397,10 @@ class SchedulerHalf:
 
     def take_events(self) -> list[Any]:
         """vLLM's KV events of the tiers' blocks since the last call."""
-        return [] if self._events is None else list(self._events.take())
+        if self._events is None:
+            return []
+        self.counters["events_dropped"] = self._events.events.dropped
+        return list(self._events.take())
 
     def _begin_epoch(self, epoch: int, weights: str) -> None:
         """The workers have other weights, of this name. What they were not told yet is of the old ones, and says so."""

@@ -116,7 +116,8 @@ class Metered(Wrapper):
         return all(hasattr(self.inner.inner, verb) for verb in vars(protocol) if not verb.startswith("_"))
 
     def subscribe(self, notify: Notify | None) -> None:
-        """Call `notify` for blocks that become durable here, or turn out to be gone."""
+        """Call `notify` for blocks that become durable here, and for those that a read finds, or finds gone: a tier
+        that outlives its process has many that nobody was told of."""
         self._notify = notify
         super().subscribe(notify)
 
@@ -130,9 +131,9 @@ class Metered(Wrapper):
         self.misses.update(result for result in results if isinstance(result, Miss))
         self.read_latency.add(took_s)
         if self._notify is not None:
-            pairs = zip(targets, results, strict=True)
-            gone = [target.index for target, result in pairs if isinstance(result, Miss) and result in _GONE]
-            self._notify([chain[index] for index in gone], False)
+            pairs = [(chain[target.index], result) for target, result in zip(targets, results, strict=True)]
+            self._notify([key for key, result in pairs if isinstance(result, Loaded)], True)
+            self._notify([key for key, result in pairs if isinstance(result, Miss) and result in _GONE], False)
         if loaded:
             sample, old = took_s / loaded, self._read_s_per_block
             self._read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)

@@ -43,11 +43,11 @@ from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.identity import engine_keys, namespace_of_weights
 from kvtier.connectors.runs import runs_of
-from kvtier.connectors.settings import Settings, seconds
+from kvtier.connectors.settings import Reader, Settings, seconds
 from kvtier.connectors.startup import start_line
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
-from kvtier.connectors.vllm.events import OWNERSHIP
+from kvtier.connectors.vllm.events import TIERS, tiers_announced
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
 from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, TierRequest
 from kvtier.connectors.vllm.offloading.rows import Placed, Rows
@@ -61,7 +61,12 @@ from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 
-ARGUMENTS = {"lookup_deadline": seconds, "flush_timeout": seconds, "store_wait": seconds}
+ARGUMENTS: Mapping[str, Reader] = {
+    "lookup_deadline": seconds,
+    "flush_timeout": seconds,
+    "store_wait": seconds,
+    "event_tiers": tiers_announced,
+}
 _TOKENS_READ, _EVENTS = f"vllm:{TOKENS_READ.name}", f"vllm:{EVENTS.name}"
 _SEARCHES_MAX = 4  # per request; more would mean that its blocks push each other out of vLLM's host cache
 _LOCALITY = {"g3": Locality.LOCAL, "g4": Locality.REMOTE}
@@ -116,6 +121,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._growth: Growth[tuple[str, str]] = Growth()
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
+        self._announced = _LOCALITY.keys() & settings.own.get("event_tiers", TIERS)
         alone = offloading_spec.config.parallel.world_size == 1  # then this is the worker's process, too
         self._caches = SchedulerCache(settings, namespace, events=self._events, computes=alone)
         self._caches.open()
@@ -392,13 +398,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Blocks that came to the disk or the object store, or left it. vLLM adds the tokens it knows."""
         for change in self._events.take() if self._events is not None else ():
-            if change.tier in _LOCALITY:
+            if change.tier in self._announced:
                 yield OffloadingEvent(
                     keys=[key[-HASH_BYTES:] + self._group for key in change.keys],
                     medium=Medium.STORAGE,
                     removed=not change.stored,
                     locality=_LOCALITY[change.tier],
-                    ownership=OWNERSHIP,
                 )
 
     def shutdown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,12 @@ import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvtier.connectors.vllm.events import KVEvents
+from kvtier.connectors.vllm.events import KVEvents, tiers_announced
+from kvtier.errors import InvalidRequest
+from kvtier.events import Events
+from kvtier.identity.keys import SHARED, Scope, make_keys, scope_of
 from kvtier.testing import chain_of, sample_namespace
+from tests.connectors.vllm.support.requests import Kind, engine_request
 
 SIZE = 16
 CHAIN = chain_of(sample_namespace(), 4)
@@ -25,8 +30,8 @@ def reported(depth: int) -> object:
     return maybe_convert_block_hash(BlockHash(CHAIN[depth][-32:]))
 
 
-def learnt(known_max: int = 100) -> KVEvents:
-    events = KVEvents(SIZE, "full_attention", known_max)
+def learnt(known_max: int = 100, **options: Any) -> KVEvents:
+    events = KVEvents(SIZE, "full_attention", known_max, **options)
     request = SimpleNamespace(all_token_ids=list(range(5 * SIZE)), lora_request=None)
     events.remember(request, CHAIN[:2], 0)
     events.remember(request, CHAIN, 2)
@@ -38,27 +43,67 @@ def test_each_tier_has_its_medium_and_each_block_its_tokens_and_parent() -> None
     for tier in ("g2", "g3", "g4"):
         events.events.of(tier)(CHAIN[1:3], True)
     events.events.of("g2")(CHAIN[1:2], False)
+    events.events.of("g4")(CHAIN[1:2], False)
     out = list(events.take())
     stored = [event for event in out if isinstance(event, BlockStored)]
-    assert [(e.medium, e.locality) for e in stored[::2]] == [
-        ("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE"),
-    ]  # fmt: skip
-    for event, depth in zip(stored, [1, 2] * 3, strict=True):
+    assert [(e.medium, e.locality) for e in stored[::2]] == [("CPU", "LOCAL"), ("STORAGE", "LOCAL")], "G4 is not told"
+    for event, depth in zip(stored, [1, 2] * 2, strict=True):
         assert event.block_hashes == [reported(depth)] and event.parent_block_hash == reported(depth - 1)
         assert event.token_ids == list(range(depth * SIZE, (depth + 1) * SIZE)) and event.block_size == SIZE
     (removed,) = [event for event in out if isinstance(event, BlockRemoved)]
-    assert removed.block_hashes == [reported(1)] and removed.medium == "CPU" and removed.ownership == "kvtier"
+    assert removed.block_hashes == [reported(1)] and removed.medium == "CPU"
+    assert all(event.ownership is None for event in out), "Dynamo drops the events of owners that it does not know"
     assert list(events.take()) == []
     batch = KVEventBatch(ts=1.0, events=out)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch)
-    assert [type(event) for event in again.events] == [type(event) for event in out], "it is what subscribers decode"
+    assert again.events == out, "it is what subscribers decode"
 
 
-def test_a_block_of_which_only_the_name_is_known_says_so() -> None:
+def test_g4_is_announced_where_it_is_asked_for() -> None:
+    events = learnt(tiers=tiers_announced(["g4"]))
+    for tier in ("g2", "g3", "g4"):
+        events.events.of(tier)(CHAIN[:1], True)
+    assert [(e.medium, e.locality) for e in events.take()] == [("STORAGE", "REMOTE")]
+    for wrong in ("g2", ["g1"], {"g2": True}, [2]):
+        with pytest.raises(InvalidRequest, match=r"^must be a list of g2, g3, g4, got "):
+            tiers_announced(wrong)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_an_event_is_the_engines_own_but_for_the_medium(kind: Kind) -> None:
+    """Blocks 1 to 5, which the engine fills in one go; the tiers announce two stretches of them."""
+    request, theirs = engine_request(kind, tokens=6 * SIZE + 3, size=SIZE)
+    chain = make_keys(SHARED, [bytes(name) for name in request.block_hashes])
+    events = KVEvents(SIZE)
+    events.remember(request, chain[:2], 0)
+    events.remember(request, chain, 2)
+    told = events.events.of("g3")
+    for first, last in ((0, 2), (2, 6), (3, 4)):
+        told(chain[first:last], True)
+        (ours,) = events.take()
+        engine = theirs(first, last)
+        assert ours.extra_keys is not None and (ours.medium, ours.locality) == ("STORAGE", "LOCAL")
+        ours.medium, ours.locality, ours.kv_cache_spec_kind = engine.medium, None, engine.kv_cache_spec_kind
+        assert ours == engine
+        assert all(type(name) is int for name in ours.block_hashes)
+
+
+def test_a_block_of_which_only_the_name_is_known_is_not_announced() -> None:
     events = learnt(known_max=1)
-    events.events.of("g3")(CHAIN[:1], True)
+    events.events.of("g3")([*CHAIN[:1], *CHAIN[3:]], True)
     (event,) = events.take()
-    assert event.token_ids == [] and event.block_size == 0 and event.block_hashes == [reported(0)]
+    assert event.block_hashes == [reported(3)], "block 0 is not remembered any more"
+
+
+def test_blocks_of_an_isolated_class_are_neither_announced_nor_withdrawn() -> None:
+    """Their names in vLLM are those of the shared blocks of the same tokens."""
+    events = learnt()
+    isolated = make_keys(Scope(scope_of(None, b"", "private")), [key[-32:] for key in CHAIN])
+    request = SimpleNamespace(all_token_ids=list(range(5 * SIZE)), lora_request=None)
+    events.remember(request, isolated, 0, isolated=True)
+    events.events.of("g2")([*CHAIN, *isolated], True)
+    events.events.of("g2")(isolated, False)
+    assert [len(event.block_hashes) for event in events.take()] == [2, 2]
 
 
 def test_new_weights_clear_what_was_reported() -> None:
@@ -66,6 +111,21 @@ def test_new_weights_clear_what_was_reported() -> None:
     events.events.of("g2")(CHAIN, True)
     events.clear()
     assert [type(event) for event in events.take()] == [AllBlocksCleared]
+
+
+def test_routers_forget_everything_after_a_removal_that_they_were_not_told_of() -> None:
+    events = learnt()
+    events.events = Events(keys_max=2)
+    told = events.events.of("g2")
+    told(CHAIN[:3], True)
+    assert {type(event) for event in events.take()} == {BlockStored}, "a block that routers do not know does no harm"
+    told(CHAIN[1:3], False)
+    told(CHAIN[3:], True)
+    cleared, removed, stored = events.take()
+    assert (type(cleared), removed.block_hashes) == (AllBlocksCleared, [reported(2)])
+    assert stored.block_hashes == [reported(3)] and events.events.dropped == 2
+    told(CHAIN[:1], True)
+    assert [type(event) for event in events.take()] == [BlockStored], "once is enough"
 
 
 def test_what_requests_hold_is_remembered_of_the_last_ones() -> None:

@@ -212,6 +212,36 @@ class Insides:
             for hashes, parent, tokens in blocks_of(event)
         ]
 
+    def places(
+        self, prompt: list[int], salt: str | None = None, adapter: list[Any] | None = None
+    ) -> dict[str, list[bool]]:
+        """Which blocks of a prompt are in the engine's own cache, in G2 and in G3."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.request import Request
+
+        from kvtier.identity.keys import make_keys
+
+        request = Request(
+            request_id="probe",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            lora_request=LoRARequest(*adapter) if adapter else None,
+            cache_salt=salt,
+            block_hasher=self.core.request_block_hasher,
+        )
+        pool, manager = self.core.scheduler.kv_cache_manager.block_pool, self.cache.manager
+        keys = make_keys(self.half._reader.read(request)[1], [bytes(digest) for digest in request.block_hashes])
+        return {
+            "g1": [pool.get_cached_block(digest, [0]) is not None for digest in request.block_hashes],
+            "g2": [manager.prefix([key]) == 1 for key in keys],
+            "g3": [manager.lower["g3"].peek([key], [0]) == [None] for key in keys],
+        }
+
+    def purge(self, salt: str) -> int:
+        return int(self.cache.purge(salt=salt))
+
     def pins(self, count: int) -> dict[str, int]:
         """Named pins, and how many of their blocks are in G2; waits a while for `count` of them."""
         deadline = time.monotonic() + 10
