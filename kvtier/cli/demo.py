@@ -33,13 +33,13 @@ def demo(
     model: Model = None, g4: Bucket = None, g4_endpoint: Endpoint = None, folder: Folder = None, json: Json = False
 ) -> None:
     """Replay conversations through four tiers, end the process, start another, compare bytes and tokens."""
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: no directory with a transformers checkpoint (it has no config.json)")
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"the demo runs a model and needs {' and '.join(missing)}: pip install 'kvtier[transformers]'"
         )
-    if model is not None and not (model / "config.json").is_file():
-        raise ConfigError(f"--model {model}: no directory with a transformers checkpoint (it has no config.json)")
     with ExitStack() as stack:
         parent = _parent(folder)
         work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=parent))
