@@ -53,6 +53,12 @@ class CacheLayout:
     replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
 
 
+def cpus_by_piece(cache_layout: CacheLayout, cpus: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """CPUs whose NUMA nodes get each piece's memory, from those beside each rank's GPU: a piece that all ranks read is
+    spread over the nodes of all."""
+    return [frozenset[int]().union(*cpus)] if cache_layout.replicated else list(cpus)
+
+
 def store_bounds(cache_layout: CacheLayout, step_blocks: int, on_gpu: bool) -> tuple[int, float]:
     """(bytes that a step may copy out, bytes per second that the links take), over all ranks.
 
