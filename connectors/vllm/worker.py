@@ -249,7 +249,7 @@ class WorkerHalf:
     def suspend(self) -> None:
         """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
         ones fail, until `resume`. Waits for those that the device has begun."""
-        ended, self._engine = self._engine, None
+        ended, self._engine, self._mark = self._engine, None, None
         if ended is not None:
             clean = False
             try:
@@ -280,7 +280,9 @@ class WorkerHalf:
     def mark(self, copies: bool = True) -> None:
         """A step's forward is about to be launched. Its `copies` need not wait for it: what they read was complete, and
         what they write was free, before. Without a mark they start behind all that was launched when they come."""
-        self._mark = self._engine.mark() if copies and self._engine is not None else None
+        self._mark = None  # an earlier step's would be too early
+        if copies and self._engine is not None:
+            self._mark = self._engine.mark()
 
     def load(self, loads: Sequence[Load]) -> None:
         """Fill blocks, behind the step's mark."""
