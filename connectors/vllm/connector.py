@@ -41,7 +41,7 @@ from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stores import ConnectorLimits
-from kvtier.connectors.vllm.worker import WorkerHalf, host_identity, store_bounds
+from kvtier.connectors.vllm.worker import WorkerHalf, cpus_by_piece, host_identity, store_bounds
 from kvtier.errors import ConfigError, IdentityError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         namespace = namespace_of(self._vllm_config, self._settings, self._cache_layout, ranks)
         config = self._settings.config
-        near = [shake.cpus for _, shake in sorted(ranks.items())]
+        near = cpus_by_piece(self._cache_layout, [shake.cpus for _, shake in sorted(ranks.items())])
         events = (
             KVEvents(
                 namespace.block_tokens,

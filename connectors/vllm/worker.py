@@ -53,6 +53,12 @@ class CacheLayout:
     replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
 
 
+def cpus_by_piece(cache_layout: CacheLayout, cpus: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """CPUs whose NUMA nodes get each piece's memory, from those beside each rank's GPU: a piece that all ranks read is
+    spread over the nodes of all."""
+    return [frozenset[int]().union(*cpus)] if cache_layout.replicated else list(cpus)
+
+
 def store_bounds(cache_layout: CacheLayout, step_blocks: int, on_gpu: bool) -> tuple[int, float]:
     """(bytes that a step may copy out, bytes per second that the links take), over all ranks.
 
@@ -243,7 +249,7 @@ class WorkerHalf:
     def suspend(self) -> None:
         """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
         ones fail, until `resume`. Waits for those that the device has begun."""
-        ended, self._engine = self._engine, None
+        ended, self._engine, self._mark = self._engine, None, None
         if ended is not None:
             clean = False
             try:
@@ -274,7 +280,9 @@ class WorkerHalf:
     def mark(self, copies: bool = True) -> None:
         """A step's forward is about to be launched. Its `copies` need not wait for it: what they read was complete, and
         what they write was free, before. Without a mark they start behind all that was launched when they come."""
-        self._mark = self._engine.mark() if copies and self._engine is not None else None
+        self._mark = None  # an earlier step's would be too early
+        if copies and self._engine is not None:
+            self._mark = self._engine.mark()
 
     def load(self, loads: Sequence[Load]) -> None:
         """Fill blocks, behind the step's mark."""

@@ -7,9 +7,11 @@ import re
 import shutil
 import struct
 import subprocess
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from geometry import Problem, byte_addresses, problems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from nvrtc import PTX, SOURCE, Nvrtc, digest, libraries
 from kvtier.kernels.copy_kernel import ITEMS
 from kvtier.kernels.driver import KERNELS
 from kvtier.kernels.grid import MAX_UNITS, UNIT_BYTES, Grid, grid_of
-from kvtier.kernels.layout import Paged, Shape
+from kvtier.kernels.layout import Order, Paged, Shape, of_slots, of_tensors
 
 
 @pytest.fixture(scope="session", params=libraries() or [None], ids=lambda path: path.name if path else "none")
@@ -177,3 +179,49 @@ def test_equal_layouts_walk_long_rows_in_wide_units() -> None:
     assert (turned.row_bytes, turned.unit_bytes) == (256, 16)
     assert (turned.inner.dst, turned.inner.count) == (256, 16), "the host's order is walked innermost"
     assert turned.max_items * turned.units(1) <= MAX_UNITS
+
+
+ENGINES = {
+    "vLLM LBNHC": ("LBNHC", 1),
+    "vLLM LBHNC": ("LBHNC", 1),
+    "vLLM BLNHC": ("BLNHC", 1),
+    "vLLM BLHNC": ("BLHNC", 1),
+    "K and V in one tensor": ("LKBNHC", 2),
+    "SGLang, K and V apart": ("BNHC", 2),
+}
+UNITS_BY_CHANNELS = {16: 16, 8: 8, 4: 4, 2: 2, 1: 1}  # channels of one byte each: the widest unit that divides them
+
+
+@pytest.mark.parametrize("channels", UNITS_BY_CHANNELS)
+@pytest.mark.parametrize("element_bytes", [1, 2], ids=["fp8", "halves"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_kernel_in_every_engines_layout(
+    kernel_process: subprocess.Popen[bytes], name: str, element_bytes: int, channels: int
+) -> None:
+    """Every width of load over the layouts of vLLM and SGLang, in buffers of exactly their size. The host's slots have
+    heads before tokens, so that no axis but the channels continues a row where the device has tokens first."""
+    dims, kv = ENGINES[name]
+    shape = Shape(layers=3, kv=kv, tokens=4, heads=3, channels=channels, element_bytes=element_bytes)
+    extents = {"L": 3, "K": kv, "B": 5, "N": 4, "H": 3, "C": channels}
+    dtype = {1: torch.uint8, 2: torch.float16}[element_bytes]
+
+    def tensor() -> torch.Tensor:
+        return torch.zeros([extents[axis] for axis in dims], dtype=dtype)
+
+    tensors: list[Any] = [tensor()] if "L" in dims else [(tensor(), tensor()) for _ in range(3)]
+    device = of_tensors(tensors, dims, shape)
+    arena = np.zeros(6 * shape.block_bytes + 4096, np.uint8)
+    start = -arena.ctypes.data % 4096
+    host = of_slots(memoryview(arena[start : start + 6 * shape.block_bytes]), shape.block_bytes, shape, Order.HND)
+    blocks, slots = np.array([4, 0, 2]), np.array([1, 5, 3])
+    for (src, dst), (froms, tos) in (((device, host), (blocks, slots)), ((host, device), (slots, blocks))):
+        grid = grid_of(src, dst, shape, dense=host)
+        packed = Packed(src), Packed(dst)
+        data = tuple(np.random.default_rng(channels).integers(0, 256, end.nbytes, dtype=np.uint8) for end in packed)
+        expected = data[1].copy()
+        read = packed[0].place(byte_addresses(src, shape, froms).ravel())
+        expected[packed[1].place(byte_addresses(dst, shape, tos).ravel())] = data[0][read]
+        raw = data[0].tobytes(), data[1].tobytes()
+        assert run_case(kernel_process, grid, (src, dst), (froms, tos), raw, 2, 32) == expected.tobytes()
+        if "NH" in dims and element_bytes == 1:
+            assert grid.unit_bytes == UNITS_BY_CHANNELS[channels]

@@ -23,7 +23,15 @@ from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.compat import hash_problem
 from kvtier.connectors.vllm.identity import Adapters, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
-from kvtier.connectors.vllm.worker import CacheLayout, WorkerHalf, describe, fill_page_table, host_identity, map_arena
+from kvtier.connectors.vllm.worker import (
+    CacheLayout,
+    WorkerHalf,
+    cpus_by_piece,
+    describe,
+    fill_page_table,
+    host_identity,
+    map_arena,
+)
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.tiers.host.arena import Arena
 
@@ -187,6 +195,12 @@ def test_an_engine_that_sleeps_copies_nothing_and_wakes_with_the_same_arena() ->
     worker.load([Load("closed", StepMoves(5, (4,), (1,), (0,)))])
     assert worker.bad_blocks() == {4}
     arena.close()
+
+
+def test_memory_lies_beside_the_gpus_that_copy_it() -> None:
+    beside = [frozenset({0, 1}), frozenset({8, 9})]
+    assert cpus_by_piece(pages(ranks=2), beside) == beside
+    assert cpus_by_piece(pages(ranks=2, replicated=True), beside) == [frozenset({0, 1, 8, 9})]
 
 
 def test_a_replicated_cache_is_written_by_rank_zero_only() -> None:

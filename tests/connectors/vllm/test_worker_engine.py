@@ -16,6 +16,7 @@ import torch
 from kvtier.connectors.vllm import worker as module
 from kvtier.connectors.vllm.messages import Load, StepMeta, StepMoves
 from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.errors import TierError
 from kvtier.kernels import engine
 from kvtier.kernels.copy import CopyEngine
 from kvtier.tiers.host.arena import Arena
@@ -121,6 +122,20 @@ def test_a_steps_copies_wait_for_the_mark_before_its_forward(monkeypatch: pytest
     mark.passed = True
     worker.poll()
     assert worker.answer().done == {1: 1}
+
+    def refused() -> None:
+        raise TierError("g1", "record event", "the device is busy")
+
+    monkeypatch.setattr(worker._engine, "mark", refused)
+    mark.passed = False
+    with pytest.raises(TierError):
+        worker.mark()
+    assert worker._mark is None, "an earlier step's mark would be too early"
+    monkeypatch.setattr(worker._engine, "mark", lambda: mark)
+    worker.mark()
+    worker.suspend()
+    assert worker._mark is None, "it was of the engine that is closed"
+    worker.resume()
     worker.mark(copies=False)
     worker.store([StepMoves(2, (4,), (3,), (1,))])
     worker.poll()
