@@ -2,10 +2,13 @@
 
     G2: medium CPU, LOCAL        G3: medium STORAGE, LOCAL        G4, where it is asked for: medium STORAGE, REMOTE
 
-A BlockStored is the one that vLLM makes when it fills the same blocks in G1, but for its medium and its locality. A
-block of no request that this engine saw lately is not announced, since routers read no hash without its tokens; nor is
-one of an isolated class, which vLLM's hash does not tell from the shared block of the same tokens. `ownership` stays
-at its default: Dynamo drops events of owners that it does not know.
+A BlockStored is the one that vLLM makes when it fills the same blocks in G1, but for its medium, its locality, and the
+salt, which the first of `extra_keys` has in every event. vLLM has it in the first block of a chain only; Dynamo then
+knows whose the later ones are as long as it knows their parent, and loses that with the parent's removal from any tier.
+
+A block of no request that this engine saw lately is not announced, since routers read no hash without its tokens; nor
+is one of an isolated class, which vLLM's hash does not tell from the shared block of the same tokens. `ownership`
+stays at its default: Dynamo drops events of owners that it does not know.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvtier.connectors.vllm.compat import extra_keys_of
+from kvtier.connectors.vllm.compat import extra_keys_of, salt_of
 from kvtier.errors import InvalidRequest
 from kvtier.events import Events
 from kvtier.identity.hashing import HASH_BYTES
@@ -51,6 +54,7 @@ class _Run:
     parent: bytes | None
     tokens: Sequence[int]
     extra_keys: list[tuple[Any, ...] | None]
+    salt: str | None
     request: Mapping[str, Any]  # fields that are the whole request's
     _names: list[Any] = field(default_factory=list)
 
@@ -119,6 +123,7 @@ class KVEvents:
             chain[start - 1][-HASH_BYTES:] if start else None,
             request.all_token_ids[start * size : len(chain) * size],
             extra_keys_of(request, start, len(chain), size),
+            salt_of(request),
             {
                 "lora_id": None if lora is None else lora.lora_int_id,
                 "lora_name": None if lora is None else lora.lora_name,
@@ -167,13 +172,16 @@ class KVEvents:
             count = _equal(keys, begin, run.keys, first)
             begin, stop = begin + count, first + count
             parent = run.keys[first - 1][-HASH_BYTES:] if first else run.parent
+            extra_keys = run.extra_keys[first:stop]
+            if run.salt is not None and parent is not None:
+                extra_keys[0] = (*(extra_keys[0] or ()), run.salt)
             yield _made(
                 BlockStored,
                 block_hashes=run.names(first, stop),
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
                 token_ids=run.tokens[first * self._block_tokens : stop * self._block_tokens],
                 block_size=self._block_tokens,
-                extra_keys=run.extra_keys[first:stop],
+                extra_keys=extra_keys,
                 kv_cache_spec_kind=self._kind,
                 **run.request,
                 **where,

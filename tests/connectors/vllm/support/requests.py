@@ -30,7 +30,7 @@ def engine_request(kind: Kind, tokens: int, size: int) -> tuple[Any, Callable[[i
     init_none_hash(sha256_cbor)
     extra: dict[str, Any] = {}
     if kind in (Kind.SALTED, Kind.SALTED_ADAPTER):
-        extra["cache_salt"] = "tenant"
+        extra["cache_salt"] = "dynamo-cache-salt:tenant"
     if kind in (Kind.ADAPTER, Kind.SALTED_ADAPTER):
         extra["lora_request"] = LoRARequest("tuned", 7, "/nowhere")
     if kind is Kind.IMAGES:
