@@ -61,6 +61,7 @@ class RequestState:
     pinning: PinFuture | None = None
     wait_until_s: Mono | None = None  # for the promotion
     lease: Lease | None = None
+    also: Lease | None = None  # pins what other groups need where the lease ends
     lease_start: int = 0
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken
     lease_until_s: float = 0.0  # monotonic
@@ -84,9 +85,10 @@ class RequestState:
         self.scope, self.track.storable = None, False
 
     def drop_lease(self) -> None:
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
+        for lease in (self.lease, self.also):
+            if lease is not None:
+                lease.release()
+        self.lease = self.also = None
 
 
 async def promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:

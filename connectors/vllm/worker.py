@@ -43,6 +43,8 @@ class CacheLayout:
     ranks: int
     rank: int
     replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
+    overlays: tuple[tuple[str, ...], ...] = ()  # layers of other groups, which lie in the same pages
+    groups: str = ""  # name of the set of groups; "" for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
         inner.append(f"{'x'.join(map(str, extents))}/{'x'.join(map(str, steps))}/{split}@{page}")
         storage = tensor.untyped_storage()
         regions[storage.data_ptr()] = layout.Region(storage.data_ptr(), storage.nbytes())
+    _refuse_apart(cache_layout, tensors)
     if len(strides) != 1:
         raise IdentityError(f"layers lie {sorted(strides)} bytes apart per block; equal strides are needed")
     shape = layout.Shape.opaque(unit, len(bases))
@@ -104,6 +107,25 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
     kinds = sorted(set(inner))
     identity = f"{len(cache_layout.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
     return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."))
+
+
+def _refuse_apart(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> None:
+    """Raises IdentityError where a group's layers lie elsewhere than those that are copied."""
+
+    def pages(layers: Sequence[str]) -> list[tuple[int, int]]:
+        found = [tensors.get(name) for name in layers]
+        if any(tensor is None or isinstance(tensor, (list, tuple)) for tensor in found):
+            return []
+        return sorted(
+            (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for tensor in found if tensor is not None
+        )
+
+    for layers in cache_layout.overlays:
+        if pages(layers) != pages(cache_layout.layers):
+            raise IdentityError(
+                f"layer {layers[0]} and its group lie in other memory than {cache_layout.layers[0]} and its group; "
+                "groups of KV cache that share their pages are needed"
+            )
 
 
 def host_identity() -> str:
@@ -164,6 +186,7 @@ class WorkerHalf:
         self._done: dict[int, int] = {}
         self._failed: dict[int, set[int]] = {}
         self._received: set[str] = set()
+        self._unloaded: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._step = -1
         self._epoch = self._watch.epoch  # of this step's loads and stores
@@ -306,11 +329,18 @@ class WorkerHalf:
         if request:
             self._received.add(request)
             self._bad_blocks.update(moves.blocks[position] for position in failed)
+            if failed:
+                self._unloaded.add(request)
 
     def received(self) -> set[str]:
         """Requests whose loads have ended on this rank since the last call."""
         received, self._received = self._received, set()
         return received
+
+    def unloaded(self) -> set[str]:
+        """Requests some of whose loads went wrong on this rank, since the last call."""
+        unloaded, self._unloaded = self._unloaded, set()
+        return unloaded
 
     def bad_blocks(self) -> set[int]:
         """Blocks that loads left without content, or with that of other weights, since the last call."""

@@ -103,7 +103,9 @@ def test_what_a_group_needs_at_a_boundary(group: Group, boundary: int, depths: l
 def test_a_wrong_rule_would_be_noticed() -> None:
     """The control: one token less of the window is another set for some boundary."""
     wrong = Group(Kind.WINDOW, 4, 8)
-    assert any(reads(Group(Kind.WINDOW, 4, 10), boundary) != set(wrong.needed(boundary)) for boundary in range(0, 40, 4))
+    assert any(
+        reads(Group(Kind.WINDOW, 4, 10), boundary) != set(wrong.needed(boundary)) for boundary in range(0, 40, 4)
+    )
 
 
 def test_names_of_a_boundary_are_its_own() -> None:
