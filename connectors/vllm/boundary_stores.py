@@ -56,9 +56,9 @@ class BoundaryStores:
         self._job = job
         self._copying: dict[int, _Copy] = {}
 
-    def __bool__(self) -> bool:
-        """Whether a copy is under way."""
-        return bool(self._copying)
+    def __len__(self) -> int:
+        """Copies under way."""
+        return len(self._copying)
 
     def plan(self, manager: Manager, windows: WindowBlocks) -> list[StepMoves]:
         """This step's copies: boundaries that are ready, at least one, at most as many as `step_bytes` allows."""

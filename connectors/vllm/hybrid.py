@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvtier.cache import Cache
@@ -81,7 +82,7 @@ class HybridHalf(SchedulerHalf):
             return
         chain = state.track.chain[:usable]
         start = self._resident(chain)
-        if start == usable or self._longest(manager, chain, start) == usable:
+        if start + manager.prefix(chain[start:]) == usable and self._longest(manager, chain, start, usable) == usable:
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
         found = promote_boundary(manager, chain, lambda depth: self._keys(chain, depth), deadline, start)
@@ -94,14 +95,12 @@ class HybridHalf(SchedulerHalf):
             return 0
         full = pool.resident(chain) * self._block_tokens
         lacking = [
-            lacking_blocks(window.group, lambda depth, number=window.number: pool.has(chain[depth], number))
-            for window in self._groups.windows
+            lacking_blocks(window.group, partial(_has, pool, chain, window.number)) for window in self._groups.windows
         ]
         return longest_boundary(full, self._block_tokens, lacking) // self._block_tokens
 
-    def _longest(self, manager: Manager, chain: Sequence[BlockKey], start: int) -> int:
-        """The longest boundary beyond `start` that G2 can serve; `start` if there is none."""
-        top = start + manager.prefix(chain[start:])
+    def _longest(self, manager: Manager, chain: Sequence[BlockKey], start: int, top: int) -> int:
+        """The longest boundary beyond `start`, up to `top`, whose windows G2 can serve; `start` if there is none."""
         for depth in range(top, max(start, top - _TRIED), -1):
             keys = self._keys(chain, depth)
             if not keys or (manager.holds(keys[0]) and manager.prefix(keys) == len(keys)):
@@ -110,7 +109,9 @@ class HybridHalf(SchedulerHalf):
 
     def _pin(self, manager: Manager, state: RequestState, start: int, usable: int) -> Lease:
         chain = state.track.chain
-        depth = self._longest(manager, chain[:usable], start)
+        top = start + manager.prefix(chain[start:usable])
+        state.known = max(top, self._pool.resident(chain[:usable]) if self._pool is not None else 0)
+        depth = self._longest(manager, chain, start, top)
         lease = manager.pin(chain[:depth], start)
         also = manager.pin(self._keys(chain, depth)) if depth > start else None
         if also is not None and (len(lease) < depth - start or also.miss is not None):  # evicted meanwhile
@@ -127,7 +128,8 @@ class HybridHalf(SchedulerHalf):
         tables = [compat.table_of(blocks, window.number) for window in self._groups.windows]
         assert self._windows is not None
         self._windows.place(track, tables)
-        self._want_junction(state, count)
+        if state.known > start + count:  # other prompts will leave the known chain there, too
+            self._windows.want(track, state.known * self._block_tokens)
         if not count:
             return ()
         depth = start + count
@@ -144,17 +146,6 @@ class HybridHalf(SchedulerHalf):
         if any(not block for block, _ in more):
             raise AssertionError("the engine has no block for a window that is to be loaded")
         return more
-
-    def _want_junction(self, state: RequestState, count: int) -> None:
-        """Where the known part of the chain is longer than what can be resumed, other prompts will leave it there, too:
-        keep that boundary."""
-        manager, pool = self._manager, self._pool
-        if manager is None or pool is None or state.scope is None or self._windows is None:
-            return
-        chain = state.track.chain[: self._readable(state)]
-        known = max(manager.prefix(chain), pool.resident(chain))
-        if known > state.lease_start + count:
-            self._windows.want(state.track, known * self._block_tokens)
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,6 +233,10 @@ class HybridHalf(SchedulerHalf):
         super().check()
         if self._windows is not None:
             self._windows.check()
+
+
+def _has(pool: compat.EnginePool, chain: Sequence[BlockKey], group: int, depth: int) -> bool:
+    return pool.has(chain[depth], group)
 
 
 async def promote_boundary(

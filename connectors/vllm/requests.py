@@ -62,6 +62,7 @@ class RequestState:
     wait_until_s: Mono | None = None  # for the promotion
     lease: Lease | None = None
     also: Lease | None = None  # pins what other groups need where the lease ends
+    known: int = 0  # leading blocks that were known when it was matched, though not all may be of use
     lease_start: int = 0
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken
     lease_until_s: float = 0.0  # monotonic
