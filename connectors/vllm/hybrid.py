@@ -123,7 +123,13 @@ class HybridHalf(SchedulerHalf):
         state.also = also
         return lease
 
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        state = self._state_of(request)
+        state.more = self._more(state, blocks, tokens // self._block_tokens)
+        super().allocated(request, blocks, tokens)
+
     def _more(self, state: RequestState, blocks: Any, count: int) -> Sequence[tuple[int, Slot]]:
+        """The windows' blocks, and their slots, that are loaded with `count` blocks of the request's chain."""
         track, start = state.track, state.lease_start
         tables = [compat.table_of(blocks, window.number) for window in self._groups.windows]
         assert self._windows is not None

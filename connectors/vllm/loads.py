@@ -21,7 +21,6 @@ from kvtier.connectors.vllm.messages import Load, StepMoves
 from kvtier.connectors.vllm.requests import RequestState
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
-from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
 
@@ -81,12 +80,9 @@ class Loads:
         """Whether the request has a load that some rank has not answered: until then its blocks belong to the copy."""
         return name in self._job_of
 
-    def plan(
-        self, manager: Manager | None, state: RequestState, count: int, more: Sequence[tuple[int, Slot]] = ()
-    ) -> None:
-        """Load `count` blocks into the request's table, from the start of its lease on, and with them `more`, blocks of
-        other groups from the slots that `also` pins. Both leases are this object's from now on. Raises AssertionError
-        where fewer are pinned."""
+    def plan(self, manager: Manager | None, state: RequestState, count: int) -> None:
+        """Load `count` blocks into the request's table, from the start of its lease on, and with them its `more` of
+        other groups. Both leases are this object's from now on. Raises AssertionError where fewer are pinned."""
         lease, start = state.lease, state.lease_start
         pinned = 0 if lease is None else len(lease)
         if lease is None or not 0 < count <= pinned:
@@ -95,15 +91,15 @@ class Loads:
             if count:
                 raise AssertionError(f"{count} blocks are to be loaded, {pinned} are pinned")
             return
-        slots = [*lease.slots[:count], *(slot for _, slot in more)]
+        slots = [*lease.slots[:count], *(slot for _, slot in state.more)]
         moves = StepMoves(
             self._job(),
-            (*state.track.table[start : start + count], *(block for block, _ in more)),
+            (*state.track.table[start : start + count], *(block for block, _ in state.more)),
             tuple(slot.number for slot in slots),
             tuple(slot.generation for slot in slots),
         )
         self._begin(state.track.name, state, lease, moves, start, count)
-        state.lease = state.also = None
+        state.lease, state.also, state.more = None, None, ()
 
     def refuse(self, name: str, state: RequestState | None, blocks: Sequence[int]) -> None:
         """The request's load went wrong here, and it waits: have the workers report these blocks as failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvtier.connectors.vllm.identity import Adapters
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
+from kvtier.tiers.host.slot import Slot
 from kvtier.times import Mono
 
 
@@ -62,6 +63,7 @@ class RequestState:
     wait_until_s: Mono | None = None  # for the promotion
     lease: Lease | None = None
     also: Lease | None = None  # pins what other groups need where the lease ends
+    more: Sequence[tuple[int, Slot]] = ()  # blocks of other groups that are to be loaded from slots that `also` pins
     known: int = 0  # leading blocks that were known when it was matched, though not all may be of use
     lease_start: int = 0
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken

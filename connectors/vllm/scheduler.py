@@ -37,7 +37,6 @@ from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
-from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 
@@ -208,17 +207,13 @@ class SchedulerHalf:
         """Pin what can be loaded of the request's blocks from `start` on."""
         return manager.pin(state.track.chain[:usable], start)
 
-    def _more(self, state: RequestState, blocks: Any, count: int) -> Sequence[tuple[int, Slot]]:
-        """Blocks of other groups, and their slots, that are loaded with `count` blocks of the request's chain."""
-        return ()
-
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine gave the request blocks, and expects `tokens` of them to be loaded."""
         state = self._state_of(request)
-        table, count = compat.table_of(blocks, self._group), tokens // self._block_tokens
+        table = compat.table_of(blocks, self._group)
         self._stores.taken(len(table))
         self._stores.forget(self._confirmer.place(state.track, table))
-        self._loads.plan(self._manager, state, count, self._more(state, blocks, count))
+        self._loads.plan(self._manager, state, tokens // self._block_tokens)
 
     def refuse(self, request: Any, blocks: Any) -> None:
         """`allocated` failed, and the request waits for its load: have the workers report all of it as failed."""

@@ -1,7 +1,7 @@
 """Models with sliding windows beside full attention, in a real vLLM engine: Gemma 3 and gpt-oss, small and random.
 
-Tokens are those of the engine's own hit at the same boundary; every block that is loaded is compared, byte by byte, with
-the one that was stored under its name. Each comparison has a control that fails.
+Tokens are those of the engine's own hit at the same boundary; every block that is loaded is compared, byte by byte,
+with the one that was stored under its name. Each comparison has a control that fails.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class Faults:
     _struck = 0
 
     def break_loads(self, how: str, positions: list[int] | None = None) -> None:
-        """`zeros`: loads bring zeros (at these positions) and say they succeeded; `fail`: the given positions of the next load fail;
+        """`zeros`: loads bring zeros (at these positions) and say they succeeded;
+        `fail`: the given positions of the next load fail;
         `always`: those of every load fail;
         `hang`: loads are not answered until `mend`;
         `now and then`: every third fails at one position, every fifth is made three steps late."""
