@@ -68,7 +68,7 @@ class BoundaryStores:
             boundary = windows.ready.pop(0)
             left -= len(boundary.blocks)
             try:
-                copy = None if boundary.lost or self.stopped else self._reserve(manager, boundary)
+                copy = None if self.stopped or not windows.lasting(boundary) else self._reserve(manager, boundary)
             except BaseException:
                 windows.give_back(boundary)
                 raise
@@ -102,15 +102,15 @@ class BoundaryStores:
         copy.failed |= failed
         if copy.ranks >= self._ranks:
             del self._copying[job]
-            self._copied(copy)
+            self._copied(copy, windows.lasting(copy.boundary))
             windows.give_back(copy.boundary)
         return True
 
-    def _copied(self, copy: _Copy) -> None:
+    def _copied(self, copy: _Copy, lasting: bool) -> None:
         if copy.abandoned:
             for slot, generation in zip(copy.slots, copy.generations, strict=True):
                 copy.manager.acknowledge(slot, generation)
-        elif copy.failed or copy.boundary.lost:
+        elif copy.failed or not lasting:
             self._counters["copies_failed" if copy.failed else "spill_lost"] += len(copy.slots)
             copy.manager.abort(copy.slots, copy.generations)
         else:

@@ -187,11 +187,14 @@ class EnginePool:
     def give_back(self, blocks: Iterable[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
-    def watch(self, blocks: Iterable[int], reused: Callable[[int], None]) -> None:
+    def watch(self, blocks: Iterable[int], reused: Callable[[Any], None]) -> None:
         """Give back held blocks, to be handed out last; `reused` is called with each that is, or that is reset."""
-        self._pool.unpin_blocks(
-            [self._pool.blocks[block] for block in blocks], on_reuse=lambda block: reused(block.block_id)
-        )
+        self._pool.unpin_blocks([self._pool.blocks[block] for block in blocks], on_reuse=reused)
+
+    def watched(self, blocks: Iterable[int], reused: Callable[[Any], None]) -> bool:
+        """Whether `reused` still would be called with each of these: the engine calls the last one that watches."""
+        watching = self._pool._reuse_watchers
+        return all(watching.get(block) is reused for block in blocks)
 
     def free(self) -> int:
         """Blocks that could be handed out."""

@@ -72,8 +72,8 @@ def groups_of(kv_cache_config: Any) -> Groups:
         raise IdentityError(f"{said} in blocks of {sorted(sizes)} tokens; equal blocks are needed, so {advice}")
     if len(pages) != 1:
         raise IdentityError(
-            f"{said} of {sorted(pages)} layers and bytes per block and layer; equal groups are needed, since the rest of a "
-            f"block would be what another request left there, so {advice}"
+            f"{said} of {sorted(pages)} layers and bytes per block and layer; equal groups are needed, since the rest "
+            f"of a block would be what another request left there, so {advice}"
         )
     if any(getattr(group.kv_cache_spec, "extra_retained_tokens", 0) for group in groups):
         raise IdentityError(f"{said} and retains tokens outside of its windows, which kvtier does not, so {advice}")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier.connectors.vllm.compat import EnginePool
 from kvtier.connectors.vllm.confirm import Chain, Track
@@ -75,6 +76,8 @@ class WindowBlocks:
         self._pending: list[Boundary] = []
         self._known: dict[tuple[int, int], object] = {}  # by window and block: the name under which it is right
         self._held = 0
+        self._watched: dict[int, list[Boundary]] = {}  # by block: those that are lost when it is handed out
+        self._on_reuse = self._reused  # one object: it is compared
 
     def __bool__(self) -> bool:
         return bool(self._pending or self.ready)
@@ -265,13 +268,20 @@ class WindowBlocks:
         """Its request is over: the engine may have the blocks where it needs them, and the boundary is lost then."""
         if not boundary.held:
             return
-
-        def reused(block: int) -> None:
-            boundary.lost = True
-
         boundary.held = False
         self._held -= len(boundary.blocks)
-        self._pool.watch(boundary.blocks, reused)
+        for block in boundary.blocks:
+            self._watched.setdefault(block, []).append(boundary)
+        self._pool.watch(boundary.blocks, self._on_reuse)
+
+    def _reused(self, block: Any) -> None:
+        for boundary in self._watched.pop(block.block_id, ()):
+            boundary.lost = True
+
+    def lasting(self, boundary: Boundary) -> bool:
+        """Whether no block of it was handed out since it was filled. A block that somebody else watches now may have
+        been."""
+        return not boundary.lost and (boundary.held or self._pool.watched(boundary.blocks, self._on_reuse))
 
     def running(self, boundary: Boundary) -> bool:
         """Whether its request goes on."""
@@ -280,6 +290,10 @@ class WindowBlocks:
 
     def give_back(self, boundary: Boundary) -> None:
         """It is copied, or will not be. Idempotent."""
+        for block in boundary.blocks if self._watched else ():
+            watching = self._watched.get(block, [])
+            if boundary in watching:
+                watching.remove(boundary)
         if boundary.held:
             boundary.held = False
             self._held -= len(boundary.blocks)
