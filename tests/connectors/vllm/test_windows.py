@@ -175,6 +175,9 @@ def test_a_block_that_is_handed_out_makes_its_boundaries_lost() -> None:
     assert all(map(machine.windows.lasting, found))
     machine.pool.get_new_blocks(machine.pool.get_num_free_blocks())
     assert not any(map(machine.windows.lasting, found)), "both of them, though the engine calls one watcher per block"
+    again = [block for boundary in found for block in boundary.blocks]
+    EnginePool(machine.pool).watch(dict.fromkeys(again), machine.windows._on_reuse)
+    assert not any(map(machine.windows.lasting, found)), "also when they are watched for others by then"
 
 
 def test_a_boundary_that_somebody_else_watches_is_not_trusted() -> None:
