@@ -173,10 +173,14 @@ def test_a_block_that_is_handed_out_makes_its_boundaries_lost() -> None:
         machine.windows.watch(boundary)
     assert machine.pool.get_num_free_blocks() == machine.pool.num_gpu_blocks - 1, "they count as free"
     assert all(map(machine.windows.lasting, found))
-    machine.pool.get_new_blocks(machine.pool.get_num_free_blocks())
+    shared = sorted(set(found[0].blocks) & set(found[1].blocks))
+    queue = machine.pool.free_block_queue
+    for block in shared:  # they are handed out next
+        queue.remove(machine.pool.blocks[block])
+    queue.prepend_n([machine.pool.blocks[block] for block in shared])
+    machine.pool.get_new_blocks(len(shared))
     assert not any(map(machine.windows.lasting, found)), "both of them, though the engine calls one watcher per block"
-    again = [block for boundary in found for block in boundary.blocks]
-    EnginePool(machine.pool).watch(dict.fromkeys(again), machine.windows._on_reuse)
+    EnginePool(machine.pool).watch(shared, machine.windows._on_reuse)
     assert not any(map(machine.windows.lasting, found)), "also when they are watched for others by then"
 
 
