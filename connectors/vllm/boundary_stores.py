@@ -60,15 +60,17 @@ class BoundaryStores:
         """Copies under way."""
         return len(self._copying)
 
-    def plan(self, manager: Manager, windows: WindowBlocks) -> list[StepMoves]:
-        """This step's copies: boundaries that are ready, at least one, at most as many as `step_bytes` allows."""
+    def plan(self, manager: Manager | None, windows: WindowBlocks) -> list[StepMoves]:
+        """This step's copies: boundaries that are ready, at least one, at most as many as `step_bytes` allows. Without
+        a cache (`manager` is None) they are given up."""
         moves: list[StepMoves] = []
-        left = max(1, self._limits.step_bytes // manager.host.block_bytes)
+        left = 0 if manager is None else max(1, self._limits.step_bytes // manager.host.block_bytes)
         while windows.ready and (not moves or len(windows.ready[0].blocks) <= left):
             boundary = windows.ready.pop(0)
             left -= len(boundary.blocks)
             try:
-                copy = None if self.stopped or not windows.lasting(boundary) else self._reserve(manager, boundary)
+                given_up = manager is None or self.stopped or not windows.lasting(boundary)
+                copy = None if manager is None or given_up else self._reserve(manager, boundary)
             except BaseException:
                 windows.give_back(boundary)
                 raise

@@ -26,7 +26,7 @@ from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestState
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.windows import WindowBlocks
-from kvtier.identity.groups import boundary_keys, lacking_blocks, longest_boundary
+from kvtier.identity.groups import boundary_keys, first_boundary_key, lacking_blocks, longest_boundary
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
@@ -35,7 +35,7 @@ from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
 
-_TRIED = 1024
+_TRIED = 512
 """Boundaries that are tried for one request, from the longest on: each is a look-up."""
 _ASKED_AT_ONCE = 16
 """Boundaries that lower tiers are asked for at the same time."""
@@ -76,6 +76,9 @@ class HybridHalf(SchedulerHalf):
         """Names of the windows' blocks at a boundary."""
         return boundary_keys(chain[depth - 1], self._groups.counts(depth * self._block_tokens))
 
+    def _first_key(self, chain: Sequence[BlockKey], depth: int) -> BlockKey | None:
+        return first_boundary_key(chain[depth - 1], self._groups.counts(depth * self._block_tokens))
+
     def _prefetch(self, cache: Cache, state: RequestState) -> None:
         manager, usable = cache.manager, self._readable(state)
         if not manager.lower or not usable:
@@ -85,7 +88,8 @@ class HybridHalf(SchedulerHalf):
         if start + manager.prefix(chain[start:]) == usable and self._longest(manager, chain, start, usable) == usable:
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
-        found = promote_boundary(manager, chain, lambda depth: self._keys(chain, depth), deadline, start)
+        ends = (partial(self._first_key, chain), partial(self._keys, chain))
+        found = promote_boundary(manager, chain, *ends, deadline, start)
         state.promoted = Promoted(cache.submit(found), start)
 
     def _resident(self, chain: Sequence[BlockKey]) -> int:
@@ -102,8 +106,8 @@ class HybridHalf(SchedulerHalf):
     def _longest(self, manager: Manager, chain: Sequence[BlockKey], start: int, top: int) -> int:
         """The longest boundary beyond `start`, up to `top`, whose windows G2 can serve; `start` if there is none."""
         for depth in range(top, max(start, top - _TRIED), -1):
-            keys = self._keys(chain, depth)
-            if not keys or (manager.holds(keys[0]) and manager.prefix(keys) == len(keys)):
+            first = self._first_key(chain, depth)
+            if first is None or (manager.holds(first) and _whole(manager, self._keys(chain, depth))):
                 return depth
         return start
 
@@ -157,10 +161,9 @@ class HybridHalf(SchedulerHalf):
 
     def plan(self, output: Any) -> StepMeta:
         meta = super().plan(output)
-        manager, windows = self._manager, self._windows
-        if windows is not None and manager is not None and (windows.ready or self._boundaries):
+        if (windows := self._windows) is not None and windows.ready:
             nothing: list[Any] = []
-            meta.stores += or_fallback(self._boundaries.plan, manager, windows, fallback=nothing)
+            meta.stores += or_fallback(self._boundaries.plan, self._manager, windows, fallback=nothing)
         return meta
 
     def _follow(self, output: Any) -> None:
@@ -245,17 +248,22 @@ def _has(pool: compat.EnginePool, chain: Sequence[BlockKey], group: int, depth: 
     return pool.has(chain[depth], group)
 
 
+def _whole(manager: Manager, keys: Sequence[BlockKey]) -> bool:
+    return manager.prefix(keys) == len(keys)
+
+
 async def promote_boundary(
     manager: Manager,
     chain: Sequence[BlockKey],
+    first_at: Callable[[int], BlockKey | None],
     keys_at: Callable[[int], list[BlockKey]],
     deadline: Mono,
     start: int,
 ) -> Lease:
     """Promote the longest boundary beyond `start` that the tiers can serve: the chain up to there, and the windows'
-    blocks (`keys_at` a depth). Releases what it pinned; see `requests.promote`."""
+    blocks (`keys_at` a depth, of which `first_at` is the first). Releases what it pinned; see `requests.promote`."""
     top = await manager.match(chain, deadline)
-    depth = await _stored(manager, keys_at, range(top, max(start, top - _TRIED), -1), deadline)
+    depth = await _stored(manager, first_at, keys_at, range(top, max(start, top - _TRIED), -1), deadline)
     if depth is None:
         return await manager.promote(chain[:start], deadline, start)
     with await manager.promote(chain[:depth], deadline, start) as lease:
@@ -265,15 +273,25 @@ async def promote_boundary(
 
 
 async def _stored(
-    manager: Manager, keys_at: Callable[[int], list[BlockKey]], depths: Iterable[int], deadline: Mono
+    manager: Manager,
+    first_at: Callable[[int], BlockKey | None],
+    keys_at: Callable[[int], list[BlockKey]],
+    depths: Iterable[int],
+    deadline: Mono,
 ) -> int | None:
     """The first of `depths` whose windows' blocks are all in some tier."""
     waiting = list(depths)
     while waiting:
         part, waiting = waiting[:_ASKED_AT_ONCE], waiting[_ASKED_AT_ONCE:]
-        heads = await asyncio.gather(*(manager.match(keys_at(depth)[:1], deadline) for depth in part))
-        for depth, head in zip(part, heads, strict=True):
-            keys = keys_at(depth)
-            if not keys or (head and await manager.match(keys, deadline) == len(keys)):
+        heads = [first for depth in part if (first := first_at(depth)) is not None]
+        found = await asyncio.gather(*(manager.match([head], deadline) for head in heads))
+        here = {head for head, count in zip(heads, found, strict=True) if count}
+        for depth in part:
+            first = first_at(depth)
+            if first is None:
                 return depth
+            if first in here:
+                keys = keys_at(depth)
+                if await manager.match(keys, deadline) == len(keys):
+                    return depth
     return None

@@ -11,7 +11,7 @@ tokens, where every group has what tokens from T on read:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -85,11 +85,18 @@ def boundary_keys(head: BlockKey, counts: Sequence[int]) -> list[BlockKey]:
 
         hash = SHA-256("kvtier-boundary-1" ‖ hash of `head` ‖ u32 group ‖ u32 place in the group)
     """
+    return list(_boundary_keys(head, counts))
+
+
+def first_boundary_key(head: BlockKey, counts: Sequence[int]) -> BlockKey | None:
+    """The first of `boundary_keys`, at the cost of one; None where there are none."""
+    return next(_boundary_keys(head, counts), None)
+
+
+def _boundary_keys(head: BlockKey, counts: Sequence[int]) -> Iterator[BlockKey]:
     scope, stem = head[:SCOPE_BYTES], hashlib.sha256(b"kvtier-boundary-1" + head[SCOPE_BYTES:])
-    keys: list[BlockKey] = []
     for group, count in enumerate(counts):
         for place in range(count):
             digest = stem.copy()
             digest.update(group.to_bytes(4, "little") + place.to_bytes(4, "little"))
-            keys.append(BlockKey(scope + digest.digest()))
-    return keys
+            yield BlockKey(scope + digest.digest())

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.identity.groups import Group, Kind, boundary_keys, lacking_blocks, longest_boundary
+from kvtier.identity.groups import (
+    Group,
+    Kind,
+    boundary_keys,
+    first_boundary_key,
+    lacking_blocks,
+    longest_boundary,
+)
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey
 
 
@@ -113,4 +120,6 @@ def test_names_of_a_boundary_are_its_own() -> None:
     keys = [boundary_keys(head, counts) for head in heads for counts in ([2, 3],)]
     assert len({key for some in keys for key in some}) == 4 * 5
     assert all(key[:SCOPE_BYTES] == head[:SCOPE_BYTES] for head, some in zip(heads, keys, strict=True) for key in some)
+    for counts in ([2, 3], [0, 3], [0, 0], []):
+        assert first_boundary_key(heads[0], counts) == next(iter(boundary_keys(heads[0], counts)), None)
     assert boundary_keys(heads[0], [2, 3]) == keys[0] and boundary_keys(heads[0], [2])[:2] == keys[0][:2]

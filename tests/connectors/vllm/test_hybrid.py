@@ -265,6 +265,46 @@ def test_the_engines_own_settings(
     assert engine.stop() == 0
 
 
+def agent(engine: Any, forget: Callable[[], None]) -> tuple[list[int], list[list[int]]]:
+    """An agent's conversations: one system prompt, three tasks, answers of tools of many lengths. Returns the tokens
+    that each prompt was given from a cache, and all answers; `forget` is called before each prompt."""
+    system, cached, answers = prompt(200, 290), [], []
+    for task in range(3):
+        history = [*system, *prompt(201 + task, 45)]
+        for turn in range(9):
+            forget()
+            out = engine.generate(prompts=[history], tokens=30)[0]
+            cached.append(out["cached"])
+            answers.append(out["tokens"])
+            history = [*history, *out["tokens"], *prompt(210 + 10 * task + turn, 20 + 37 * (turn * turn % 5))]
+    return cached, answers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("retention", [0, None])
+def test_an_agent_hits_after_a_restart_what_the_engine_hits_with_all_its_memory(
+    start: Start, make_other: Callable[[str], Path], tmp_path: Path, retention: int | None
+) -> None:
+    """Before each prompt kvtier has lost all but its disk; the engine of the comparison loses nothing."""
+    model = str(make_other("sliding"))
+    kept = {"num_gpu_blocks_override": 1500, "prefix_cache_retention_interval": retention}
+    plain = start(model=model, config=None, engine=kept)
+    theirs, right = agent(plain, lambda: None)
+    plain.kill()
+    engine = start(model=model, config=tiers(tmp_path))
+
+    def forget() -> None:
+        engine.flush()
+        engine.evict(tier="g2")
+        assert engine.reset()
+
+    ours, answers = agent(engine, forget)
+    print(f"hits {sum(ours)} of {sum(theirs)} tokens, retention {retention}: {sum(ours) / sum(theirs):.3f}")
+    assert answers == right and sum(ours) >= 0.95 * sum(theirs)
+    assert engine.check() == IDLE
+    assert engine.stop() == 0
+
+
 def test_what_one_engine_wrote_another_finds(hybrid: Any, start: Start, make_other: Callable[[str], Path]) -> None:
     asked = [prompt(40, 400), *conversation(hybrid, 41, 2)]
     right = [hybrid.generate(prompts=[one])[0]["tokens"] for one in asked]
