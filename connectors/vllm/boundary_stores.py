@@ -80,7 +80,9 @@ class BoundaryStores:
             job = self._job()
             self._copying[job] = copy
             blocks = tuple(boundary.blocks[slot.index] for slot in copy.slots)
-            moves.append(StepMoves(job, blocks, tuple(slot.number for slot in copy.slots), tuple(copy.generations)))
+            slots = tuple(slot.number for slot in copy.slots)
+            groups = tuple(boundary.groups[slot.index] for slot in copy.slots)
+            moves.append(StepMoves(job, blocks, slots, tuple(copy.generations), groups))
         return moves
 
     def _reserve(self, manager: Manager, boundary: Boundary) -> _Copy | None:

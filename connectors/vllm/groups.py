@@ -67,13 +67,14 @@ def groups_of(kv_cache_config: Any) -> Groups:
             f"{said}; kvtier serves one group of full attention, alone or beside sliding windows, so {advice}"
         )
     sizes = {int(group.kv_cache_spec.block_size) for group in groups}
-    pages = {(len(group.layer_names), int(group.kv_cache_spec.page_size_bytes)) for group in groups}
     if len(sizes) != 1 or getattr(kv_cache_config, "hash_block_size", None) not in (None, *sizes):
         raise IdentityError(f"{said} in blocks of {sorted(sizes)} tokens; equal blocks are needed, so {advice}")
-    if len(pages) != 1:
+    pages = {int(group.kv_cache_spec.page_size_bytes) for group in groups}
+    layers = [len(group.layer_names) for group in groups]
+    if len(pages) != 1 or max(layers) > layers[full[0]]:
         raise IdentityError(
-            f"{said} of {sorted(pages)} layers and bytes per block and layer; equal groups are needed, since the rest "
-            f"of a block would be what another request left there, so {advice}"
+            f"{said} of {layers} layers, with pages of {sorted(pages)} bytes; equal pages are needed, and no more layers "
+            f"than the group of full attention has, so {advice}"
         )
     if any(getattr(group.kv_cache_spec, "extra_retained_tokens", 0) for group in groups):
         raise IdentityError(f"{said} and retains tokens outside of its windows, which kvtier does not, so {advice}")

@@ -43,6 +43,7 @@ class Boundary:
     tokens: int
     chain: Chain
     blocks: list[int]
+    groups: list[int]  # of each block: its place among `Groups.windows`
     step: int
     held: bool = True
     lost: bool = False
@@ -186,7 +187,8 @@ class WindowBlocks:
         _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
         keys = boundary_keys(track.chain[depth - 1], [len(depths) for depths in needed])
         chain = Chain(keys, uniform(block_terms.terms))
-        self._pending.append(Boundary(track, track.life, tokens, chain, blocks, step))
+        places = [place for place, depths in enumerate(needed) for _ in depths]
+        self._pending.append(Boundary(track, track.life, tokens, chain, blocks, places, step))
         known.taken = max(known.taken, tokens)
 
     def _hold_tail(self, known: _Windows, tokens: int) -> None:

@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from kvtier.kernels.memory import populate
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
+_BLANKED_BYTES = 8 << 20
+"""Bytes of slots that one step blanks: about a millisecond of the model's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Described:
     shape: layout.Shape
     identity: str
     dtype: str
+    absent: tuple[tuple[tuple[int, int], ...], ...] = ()  # see `absent_pages`
 
 
 def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described:
@@ -90,7 +94,7 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
         inner.append(f"{'x'.join(map(str, extents))}/{'x'.join(map(str, steps))}/{split}@{page}")
         storage = tensor.untyped_storage()
         regions[storage.data_ptr()] = layout.Region(storage.data_ptr(), storage.nbytes())
-    _refuse_apart(cache_layout, tensors)
+    absent = absent_pages(cache_layout, tensors)
     if len(strides) != 1:
         raise IdentityError(f"layers lie {sorted(strides)} bytes apart per block; equal strides are needed")
     shape = layout.Shape.opaque(unit, len(bases))
@@ -106,26 +110,32 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
     first = tensors[cache_layout.layers[0]]
     kinds = sorted(set(inner))
     identity = f"{len(cache_layout.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
-    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."))
+    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."), absent)
 
 
-def _refuse_apart(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> None:
-    """Raises IdentityError where a group's layers lie elsewhere than those that are copied."""
+def absent_pages(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each overlay the pages of a block that none of its layers has: offset in the block, and bytes. Raises
+    IdentityError where a layer lies in none of the pages that are copied."""
 
-    def pages(layers: Sequence[str]) -> list[tuple[int, int]]:
-        found = [tensors.get(name) for name in layers]
-        if any(tensor is None or isinstance(tensor, (list, tuple)) for tensor in found):
-            return []
-        return sorted(
-            (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for tensor in found if tensor is not None
-        )
+    def place(name: str) -> tuple[int, int]:
+        tensor = tensors.get(name)
+        if tensor is None or isinstance(tensor, (list, tuple)):
+            raise IdentityError(f"layer {name} has no KV tensor of its own; such models are not served")
+        return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
 
+    pages = {place(name): number for number, name in enumerate(cache_layout.layers)}
+    out = []
     for layers in cache_layout.overlays:
-        if pages(layers) != pages(cache_layout.layers):
+        places = {place(name) for name in layers}
+        if not places <= pages.keys():
             raise IdentityError(
                 f"layer {layers[0]} and its group lie in other memory than {cache_layout.layers[0]} and its group; "
                 "groups of KV cache that share their pages are needed"
             )
+        absent = sorted(number for where, number in pages.items() if where not in places)
+        sizes = cache_layout.page_bytes
+        out.append(tuple((sum(sizes[:number]), sizes[number]) for number in absent))
+    return tuple(out)
 
 
 def host_identity() -> str:
@@ -178,6 +188,7 @@ class WorkerHalf:
         self._described: Described | None = None
         self._refusal = "no KV tensors were registered"
         self._arena: mmap.mmap | None = None
+        self._slot_bytes = 0
         self._reached = self._unreached = 0  # numbers of the arena in use, and of one that could not be attached
         self._engine: copy.CopyEngine | None = None
         self._open: Callable[[], copy.CopyEngine] | None = None  # makes it anew over the same memory
@@ -187,6 +198,8 @@ class WorkerHalf:
         self._failed: dict[int, set[int]] = {}
         self._received: set[str] = set()
         self._unloaded: set[str] = set()
+        self._blanking: deque[StepMoves] = deque()  # stores that are copied but for their absent pages
+        self._blanked = 0  # moves of the first of these
         self._bad_blocks: set[int] = set()
         self._step = -1
         self._epoch = self._watch.epoch  # of this step's loads and stores
@@ -232,7 +245,7 @@ class WorkerHalf:
             engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration
         )
         self._engine = begin()
-        self._open, self._arena = begin, arena
+        self._open, self._arena, self._slot_bytes = begin, arena, handle.slot_bytes
 
     def suspend(self) -> None:
         """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
@@ -256,6 +269,9 @@ class WorkerHalf:
             self.suspend()
         finally:
             self._arena = self._open = None
+            waiting, self._blanking, self._blanked = self._blanking, deque(), 0
+            for moves in waiting:
+                self._finish(moves, "", set(range(len(moves.blocks))))
 
     def start(self, step: int, epoch: int = 0) -> None:
         """A step begins; its number goes back with its answers. Its loads and stores are of weights epoch `epoch`."""
@@ -310,6 +326,7 @@ class WorkerHalf:
         if self._engine is not None:
             for ack in self._engine.poll():
                 self._take(ack)
+        self._blank()
 
     def _take(self, ack: copy.Ack) -> None:
         epoch, number, moves, request = self._jobs[ack.ticket]
@@ -319,7 +336,27 @@ class WorkerHalf:
             self._failed.setdefault(number, set()).update(i for i, triple in enumerate(triples) if triple in lost)
         if ack.last:
             del self._jobs[ack.ticket]
-            self._finish(moves, request, set())
+            if moves.groups and not request and self._described is not None and any(self._described.absent):
+                self._blanking.append(moves)
+            else:
+                self._finish(moves, request, set())
+
+    def _blank(self) -> None:
+        """Clear the pages that a block's group has no layer for: in the engine's memory they hold what another request
+        left there. At most _BLANKED_BYTES and one block."""
+        left = _BLANKED_BYTES
+        while self._blanking and self._arena is not None and self._described is not None and left > 0:
+            moves, arena = self._blanking[0], self._arena
+            while self._blanked < len(moves.slots) and left > 0:
+                first = moves.slots[self._blanked] * self._slot_bytes
+                for offset, count in self._described.absent[moves.groups[self._blanked]]:
+                    np.frombuffer(arena, np.uint8, count, first + offset).fill(0)
+                    left -= count
+                self._blanked += 1
+            if self._blanked == len(moves.slots):
+                self._blanking.popleft()
+                self._blanked = 0
+                self._finish(moves, "", set())
 
     def _finish(self, moves: StepMoves, request: str, failed: set[int]) -> None:
         failed |= self._failed.get(moves.job, set())

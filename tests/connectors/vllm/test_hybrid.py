@@ -19,11 +19,12 @@ from tests.connectors.vllm.support.storms import storm
 pytestmark = pytest.mark.timeout(900)
 
 Start = Callable[..., Any]
-KINDS = {"sliding": 1, "gptoss": 1, "many_windows": 2}
+KINDS = {"sliding": 1, "gptoss": 1, "many_windows": 2, "filled_up": 2}
 """Windows of each model."""
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("many_windows", "filled_up")]
 
 
-@pytest.fixture(scope="module", params=["sliding", "gptoss", pytest.param("many_windows", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["sliding", "gptoss", *LONG])
 def hybrid(
     request: pytest.FixtureRequest, start: Start, make_other: Callable[[str], Path], tmp_path_factory: Any
 ) -> Iterator[Any]:
@@ -35,6 +36,7 @@ def hybrid(
     yield engine
     watched = engine.bytes_watched()
     assert watched["compared"] > 0 and watched["wrong"] == 0
+    assert (watched["blank"] > 0) == (request.param == "filled_up")
     engine.kill()
 
 
@@ -179,7 +181,7 @@ def test_one_group_that_is_damaged_on_disk_costs_a_shorter_hit(hybrid: Any, grou
 def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(hybrid: Any, position: int) -> None:
     asked = prompt(30 + position, 500)
     right = hybrid.generate(prompts=[asked])[0]["tokens"]
-    moved = 15 + 2 * KINDS[hybrid.kind] + (hybrid.kind == "many_windows") * 2
+    moved = 15 + {"many_windows": 3}.get(hybrid.kind, 2) * KINDS[hybrid.kind]
     assert hybrid.reset()
     failures = hybrid.counters().get("load_failures", 0)
     hybrid.break_loads(how="fail", positions=[position % moved])

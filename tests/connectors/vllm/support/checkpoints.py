@@ -96,6 +96,18 @@ def write_many_windows(path: Path) -> None:
     ))  # fmt: skip
 
 
+def write_filled_up(path: Path) -> None:
+    """A group of windows has fewer layers than the group of full attention."""
+    from transformers import Gemma3TextConfig
+
+    _write_causal(path, Gemma3TextConfig(
+        **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64, initializer_range=0.15,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        pad_token_id=0, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
 def write_state(path: Path) -> None:
     """Every other layer keeps a state."""
     from transformers import Qwen3NextConfig
@@ -177,6 +189,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "sliding": write_sliding,
     "gptoss": write_gptoss,
     "many_windows": write_many_windows,
+    "filled_up": write_filled_up,
     "state": write_state,
     "prefix_lm": write_prefix_lm,
     "longrope": write_longrope,

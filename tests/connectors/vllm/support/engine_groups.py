@@ -20,15 +20,21 @@ class GroupsOfEngine:
         raise NotImplementedError
 
     def watch_bytes(self) -> None:
-        """From now on compare every block that is loaded with the one that was stored under its name."""
+        """From now on compare every block that is loaded with the one that was stored under its name. Pages that its
+        group has no layer for are to be clear."""
         worker, plain = self.worker, self.worker._finish
         seen: dict[Any, bytes] = {}
-        counts = self._watched = {"stored": 0, "compared": 0, "wrong": 0, "windows": 0}
+        counts = self._watched = {"stored": 0, "compared": 0, "wrong": 0, "windows": 0, "blank": 0}
 
-        def content(block: int) -> bytes:
+        def content(block: int, group: int | None = None) -> bytes:
             digest = hashlib.sha256()
+            absent = () if group is None else [offset for offset, _ in worker._described.absent[group]]
+            offset = 0
             for tensor in worker._described.memory.owners:
-                digest.update(bytes(tensor[block].contiguous().view(-1).numpy().view("uint8").tobytes()))
+                page = tensor[block].contiguous().view(-1).numpy().view("uint8").tobytes()
+                digest.update(bytes(len(page)) if offset in absent else page)
+                counts["blank"] += offset in absent
+                offset += len(page)
             return digest.digest()
 
         def finish(moves: Any, request: str, failed: set[int]) -> None:
@@ -44,7 +50,8 @@ class GroupsOfEngine:
                     counts["compared"] += 1
                     counts["wrong"] += seen.get(slot.key, content(block)) != content(block)
                 else:
-                    counts["stored"] += seen.setdefault(slot.key, content(block)) is not None
+                    found = content(block, moves.groups[place] if moves.groups else None)
+                    counts["stored"] += seen.setdefault(slot.key, found) is not None
             if request:
                 counts["windows"] += len(moves.blocks) - len(set(moves.blocks) & set(self._full_blocks(request)))
             plain(moves, request, failed)
