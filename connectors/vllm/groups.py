@@ -73,8 +73,8 @@ def groups_of(kv_cache_config: Any) -> Groups:
     layers = [len(group.layer_names) for group in groups]
     if len(pages) != 1 or max(layers) > layers[full[0]]:
         raise IdentityError(
-            f"{said} of {layers} layers, with pages of {sorted(pages)} bytes; equal pages are needed, and no more layers "
-            f"than the group of full attention has, so {advice}"
+            f"{said} of {layers} layers, with pages of {sorted(pages)} bytes; equal pages are needed, and no more "
+            f"layers than the group of full attention has, so {advice}"
         )
     if any(getattr(group.kv_cache_spec, "extra_retained_tokens", 0) for group in groups):
         raise IdentityError(f"{said} and retains tokens outside of its windows, which kvtier does not, so {advice}")

@@ -40,6 +40,8 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     specs = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
     for name, layer in specs.items():
         _refuse_layer(name, layer)
+    for other in kv_cache_config.kv_cache_groups:
+        _refuse_scales(other.layer_names[0], other.kv_cache_spec)
     unit = getattr(kv_cache_config, "hash_block_size", None)
     if unit not in (None, spec.block_size):
         raise IdentityError(
@@ -75,6 +77,10 @@ def _refuse_layer(name: str, spec: Any) -> None:
     kind = type(spec).__name__
     if kind not in FULL:
         raise IdentityError(f"layer {name} keeps its KV as {kind}; kvtier serves full attention and MLA")
+    _refuse_scales(name, spec)
+
+
+def _refuse_scales(name: str, spec: Any) -> None:
     mode = getattr(spec, "kv_quant_mode", None)
     if mode is not None and "TOKEN" in str(getattr(mode, "name", mode)).upper():
         raise IdentityError(f"layer {name} keeps scales computed at run time ({mode}); use a static or no scale")
