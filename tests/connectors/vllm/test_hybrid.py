@@ -21,10 +21,10 @@ pytestmark = pytest.mark.timeout(900)
 Start = Callable[..., Any]
 KINDS = {"sliding": 1, "gptoss": 1, "many_windows": 2, "filled_up": 2}
 """Windows of each model."""
-LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("many_windows", "filled_up")]
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("gptoss", "many_windows", "filled_up")]
 
 
-@pytest.fixture(scope="module", params=["sliding", "gptoss", *LONG])
+@pytest.fixture(scope="module", params=["sliding", *LONG])
 def hybrid(
     request: pytest.FixtureRequest, start: Start, make_other: Callable[[str], Path], tmp_path_factory: Any
 ) -> Iterator[Any]:
