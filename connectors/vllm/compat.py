@@ -6,7 +6,7 @@ Requests, block tables, the block pool, scheduler output: read here, nowhere els
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from string import hexdigits
@@ -14,8 +14,6 @@ from typing import Any
 
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
-
-_GROUP = 0  # one KV cache group is served
 
 
 def going_on(output: Any) -> tuple[Sequence[str], Sequence[Any], Sequence[int]]:
@@ -31,15 +29,15 @@ def resumed(output: Any) -> Collection[str]:
     return names
 
 
-def appended(blocks: Any) -> Sequence[int]:
+def appended(blocks: Any, group: int = 0) -> Sequence[int]:
     """The table, or its new part, of an entry of `going_on`."""
-    return () if blocks is None else blocks[_GROUP]
+    return () if blocks is None else blocks[group]
 
 
-def starting(output: Any) -> Iterator[tuple[str, Sequence[int], int]]:
+def starting(output: Any, group: int = 0) -> Iterator[tuple[str, Sequence[int], int]]:
     """Requests that are new to the workers: name, table, and the first token that is computed."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids[_GROUP], new.num_computed_tokens
+        yield new.req_id, new.block_ids[group], new.num_computed_tokens
 
 
 def tokens_of(output: Any) -> Mapping[str, int]:
@@ -68,9 +66,9 @@ def preempted(output: Any) -> set[str]:
     return getattr(output, "preempted_req_ids", None) or set()
 
 
-def table_of(blocks: Any) -> list[int]:
-    """Block ids of a KVCacheBlocks."""
-    ids: list[int] = list(blocks.get_block_ids()[_GROUP])
+def table_of(blocks: Any, group: int = 0) -> list[int]:
+    """Block ids of a KVCacheBlocks; 0 where a window has none any more."""
+    ids: list[int] = list(blocks.get_block_ids()[group])
     return ids
 
 
@@ -146,8 +144,10 @@ class EnginePool:
     """vLLM's BlockPool, read only. Its blocks are named by `block_hash`: chain hash ‖ group index, a bytes object
     that is made anew whenever a block is filled anew."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, group: int = 0) -> None:
+        """`group`: the one whose blocks are meant where names are."""
         self._pool = pool
+        self._group = group.to_bytes(4, "big")
         self.blocks: int = pool.num_gpu_blocks
         self.caching: bool = bool(pool.enable_caching)
 
@@ -166,11 +166,36 @@ class EnginePool:
     def resident(self, chain: Sequence[BlockKey]) -> int:
         """Leading blocks of a chain that the pool has under their names."""
         find = self._pool.cached_block_hash_to_block.get_one_block
-        group = _GROUP.to_bytes(4, "big")
         for index, key in enumerate(chain):
-            if find(key[-HASH_BYTES:] + group) is None:
+            if find(key[-HASH_BYTES:] + self._group) is None:
                 return index
         return len(chain)
+
+    def has(self, key: BlockKey, group: int) -> bool:
+        """Whether the pool has a group's block under its name."""
+        name = key[-HASH_BYTES:] + group.to_bytes(4, "big")
+        return self._pool.cached_block_hash_to_block.get_one_block(name) is not None
+
+    def named(self, block: int, key: BlockKey, group: int) -> object | None:
+        """The block's current name object, if that is the group's name of this key."""
+        name: Any = self._pool.blocks[block].block_hash
+        return name if name is not None and name == key[-HASH_BYTES:] + group.to_bytes(4, "big") else None
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Keep blocks from being handed out, whoever else gives them back, until `give_back` or `watch`."""
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+    def watch(self, blocks: Iterable[int], reused: Callable[[Any], None]) -> None:
+        """Give back held blocks, to be handed out last; `reused` is called with each that is, or that is reset."""
+        self._pool.unpin_blocks([self._pool.blocks[block] for block in blocks], on_reuse=reused)
+
+    def watched(self, blocks: Iterable[int], reused: Callable[[Any], None]) -> bool:
+        """Whether `reused` still would be called with each of these: the engine calls the last one that watches."""
+        watching = self._pool._reuse_watchers
+        return all(watching.get(block) is reused for block in blocks)
 
     def free(self) -> int:
         """Blocks that could be handed out."""
@@ -247,7 +272,7 @@ def kind_of(kv_cache_config: Any) -> str | None:
         from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
     except ImportError:
         return None
-    return str(get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[_GROUP].kv_cache_spec).value)
+    return str(get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value)
 
 
 def hit_sources(tiers: Mapping[str, int]) -> dict[Any, int]:

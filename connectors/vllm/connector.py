@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,6 +33,8 @@ from kvtier.connectors.tier_figures import TierGrowth
 from kvtier.connectors.vllm import capabilities, compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.events import TIERS, KVEvents, tiers_announced
+from kvtier.connectors.vllm.groups import groups_of
+from kvtier.connectors.vllm.hybrid import HybridHalf
 from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.log_lines import speak_as_vllm
 from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
@@ -85,6 +88,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvtier is off: %s", self._off)
             return
         self._cache_layout: CacheLayout = cache_layout_of(vllm_config, kv_cache_config)
+        self._groups = groups_of(kv_cache_config)
         if role == KVConnectorRole.WORKER:
             unwatched = weights.install()
             self._worker = WorkerHalf(self._cache_layout, weights.watched(), unwatched)
@@ -152,7 +156,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 compat.kind_of(self._kv_cache_config),
                 tiers=self._settings.own.get("event_tiers", TIERS),
             )
-            if compat.publishes(self._vllm_config)
+            if compat.publishes(self._vllm_config) and not self._groups.windows
             else None
         )
         caches = SchedulerCache(
@@ -166,7 +170,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._tiers = TierGrowth(lambda: {} if caches.cache is None else caches.cache.stats(), SystemClock())
         epochs = {shake.epoch for shake in ranks.values()}
         log.info("%s", start_line(caches.cache, namespace, self._limited(namespace, ranks.values())))
-        self._scheduler = SchedulerHalf(
+        half = partial(HybridHalf, self._groups) if self._groups.windows else SchedulerHalf
+        self._scheduler = half(
             caches,
             RequestReader(config, names_images=compat.names_images(self._vllm_config)),
             config.offload,
@@ -192,6 +197,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if unwatched := sorted({name.rpartition(".")[2] for shake in shakes for name in shake.unwatched}):
             limits.append(f"changes by {', '.join(unwatched)} are not seen: this vLLM has no such hook")
+        if self._groups.windows:
+            limits.append("requests with adapters are not cached: this model has several groups of KV cache")
+        if self._groups.windows and compat.publishes(self._vllm_config):
+            limits.append("no events of blocks: this model has several groups of KV cache")
         if not compat.names_images(self._vllm_config):
             limits.append("requests with images are not cached: vLLM does not name images by their content")
         return limits
@@ -234,7 +243,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        half = self._scheduler
+        if not isinstance(half, HybridHalf):
+            return self.request_finished(request, block_ids[0])
+        nothing: tuple[bool, dict[str, Any] | None] = (False, None)
+        return or_fallback(half.finish, request, block_ids, fallback=nothing)
 
     @falls_back_to(False)
     def has_pending_push_work(self) -> bool:
@@ -335,8 +348,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         freed = set(meta.freed) if isinstance(meta, StepMeta) else set()
         return freed or None, worker.received() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None and self._whole():
+            results.failed_recving |= self._worker.unloaded()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.bad_blocks()
+        bad = set() if self._worker is None else self._worker.bad_blocks()
+        return set() if self._whole() else bad
+
+    def _whole(self) -> bool:
+        """Whether a load fails as a whole: with several groups, vLLM takes no news of single blocks."""
+        return not self._off and bool(self._groups.windows)
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
         return None if self._worker is None else self._worker.answer()

@@ -18,6 +18,7 @@ from kvtier.connectors.identity import model_name, random_weights, rope_of, weig
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.compat import hash_problem
 from kvtier.connectors.vllm.configuration import configuration_of
+from kvtier.connectors.vllm.groups import FULL, groups_of, refuse_unproven
 from kvtier.connectors.vllm.messages import Handshake
 from kvtier.connectors.vllm.worker import CacheLayout
 from kvtier.errors import IdentityError
@@ -26,25 +27,21 @@ from kvtier.identity.namespace import Namespace
 HASH_VERSION = "vllm-1"
 """vLLM's hash chain H((parent, tokens, extra keys)): one form in all supported releases."""
 
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _ADAPTERS_MAX = 4096
 
 
 def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """Layers and bytes of a block. Raises IdentityError for models and set-ups that are not served."""
     _refuse_shapes(vllm_config.parallel_config)
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise IdentityError(
-            f"this model keeps {len(groups)} groups of KV cache ({kinds}); kvtier serves models with one group of full "
-            "attention, so start this engine without the connector"
-        )
-    (group,) = groups
+    groups = groups_of(kv_cache_config)
+    refuse_unproven(vllm_config, groups)
+    group = kv_cache_config.kv_cache_groups[groups.full]
     spec = group.kv_cache_spec
     specs = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
     for name, layer in specs.items():
         _refuse_layer(name, layer)
+    for other in kv_cache_config.kv_cache_groups:
+        _refuse_scales(other.layer_names[0], other.kv_cache_spec)
     unit = getattr(kv_cache_config, "hash_block_size", None)
     if unit not in (None, spec.block_size):
         raise IdentityError(
@@ -65,6 +62,8 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         ranks=parallel.tensor_parallel_size,
         rank=parallel.rank % parallel.tensor_parallel_size,
         replicated=replicated,
+        overlays=tuple(one.layers for one in groups.windows),
+        groups=groups.name,
     )
 
 
@@ -76,8 +75,12 @@ def _refuse_shapes(parallel: Any) -> None:
 
 def _refuse_layer(name: str, spec: Any) -> None:
     kind = type(spec).__name__
-    if kind not in _FULL:
+    if kind not in FULL:
         raise IdentityError(f"layer {name} keeps its KV as {kind}; kvtier serves full attention and MLA")
+    _refuse_scales(name, spec)
+
+
+def _refuse_scales(name: str, spec: Any) -> None:
     mode = getattr(spec, "kv_quant_mode", None)
     if mode is not None and "TOKEN" in str(getattr(mode, "name", mode)).upper():
         raise IdentityError(f"layer {name} keeps scales computed at run time ({mode}); use a static or no scale")
@@ -120,7 +123,7 @@ def namespace_of(
         layers=f"0:{len(cache_layout.layers)}",
         ranks_served=pieces,
         tp=cache_layout.ranks,
-        **fields,
+        **{**fields, "group": cache_layout.groups or fields["group"]},
     )
 
 

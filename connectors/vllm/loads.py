@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -33,8 +34,10 @@ class _Loading:
     name: str
     state: RequestState | None
     lease: Lease | None
+    also: Lease | None  # of other groups' blocks, which come with these or not at all
     blocks: tuple[int, ...]
     start: int
+    count: int  # leading `blocks` that are the chain's
     since_s: Mono
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
@@ -78,8 +81,8 @@ class Loads:
         return name in self._job_of
 
     def plan(self, manager: Manager | None, state: RequestState, count: int) -> None:
-        """Load `count` blocks into the request's table, from the start of its lease on, which this object owns from now
-        on. Raises AssertionError where fewer are pinned."""
+        """Load `count` blocks into the request's table, from the start of its lease on, and with them its `more` of
+        other groups. Both leases are this object's from now on. Raises AssertionError where fewer are pinned."""
         lease, start = state.lease, state.lease_start
         pinned = 0 if lease is None else len(lease)
         if lease is None or not 0 < count <= pinned:
@@ -88,22 +91,25 @@ class Loads:
             if count:
                 raise AssertionError(f"{count} blocks are to be loaded, {pinned} are pinned")
             return
-        slots = lease.slots[:count]
+        slots = [*lease.slots[:count], *(slot for _, slot in state.more)]
         moves = StepMoves(
             self._job(),
-            tuple(state.track.table[start : start + count]),
+            (*state.track.table[start : start + count], *(block for block, _ in state.more)),
             tuple(slot.number for slot in slots),
             tuple(slot.generation for slot in slots),
         )
-        self._begin(state.track.name, state, lease, moves, start)
-        state.lease = None
+        self._begin(state.track.name, state, lease, moves, start, count)
+        state.lease, state.also, state.more = None, None, ()
 
     def refuse(self, name: str, state: RequestState | None, blocks: Sequence[int]) -> None:
         """The request's load went wrong here, and it waits: have the workers report these blocks as failed."""
-        self._begin(name, state, None, StepMoves(self._job(), tuple(blocks), (), ()), 0)
+        self._begin(name, state, None, StepMoves(self._job(), tuple(blocks), (), ()), 0, 0)
 
-    def _begin(self, name: str, state: RequestState | None, lease: Lease | None, moves: StepMoves, start: int) -> None:
-        work = _Loading(name, state, lease, moves.blocks, start, self._clock.monotonic())
+    def _begin(
+        self, name: str, state: RequestState | None, lease: Lease | None, moves: StepMoves, start: int, count: int
+    ) -> None:
+        also = state.also if state is not None and lease is not None else None
+        work = _Loading(name, state, lease, also, moves.blocks, start, count, self._clock.monotonic())
         load = Load(name, moves, state.adapter if state is not None and lease is not None else None)
         self._loading[moves.job] = work
         self._job_of[name] = moves.job
@@ -138,7 +144,7 @@ class Loads:
         work = self._loading.get(self._job_of.get(name, -1))
         if work is None or work.state is None or work.lease is None:
             return {}
-        return tokens_by_tier(work.state.promoted.tiers(work.start, len(work.blocks)), self._block_tokens)
+        return tokens_by_tier(work.state.promoted.tiers(work.start, work.count), self._block_tokens)
 
     def answer(self, manager: Manager | None, job: int, ranks: int, failed: set[int]) -> bool:
         """So many more ranks are done with a job, whose moves at these positions went wrong. False: it is no load."""
@@ -163,8 +169,8 @@ class Loads:
         state.load_failed |= bool(work.failed)  # it would fail again: nothing more is offered to this request
         if lease is None:
             return
-        with lease:
-            good = min(work.failed, default=len(work.blocks))
+        with lease, work.also or nullcontext():
+            good = min(work.failed, default=work.count) if work.also is None or not work.failed else 0
             state.track.load_begin = work.start * self._block_tokens
             state.track.loaded = (work.start + good) * self._block_tokens
             self._record(manager, state, lease, work.start, good, bool(work.failed))
@@ -192,5 +198,6 @@ class Loads:
     def close(self) -> None:
         """Release every lease."""
         for work in self._loading.values():
-            if work.lease is not None:
-                work.lease.release()
+            for lease in (work.lease, work.also):
+                if lease is not None:
+                    lease.release()

@@ -45,12 +45,14 @@ class ArenaHandle:
 
 @dataclass(frozen=True, slots=True)
 class StepMoves:
-    """Copies of one job: block ↔ (slot, generation), position by position."""
+    """Copies of one job: block ↔ (slot, generation), position by position. `groups`: the overlay that each block is
+    of (`CacheLayout.overlays`); empty where all are of the layers that are copied."""
 
     job: int
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     generations: tuple[int, ...]
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvtier.connectors.vllm.identity import Adapters
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
+from kvtier.tiers.host.slot import Slot
 from kvtier.times import Mono
 
 
@@ -61,6 +62,9 @@ class RequestState:
     pinning: PinFuture | None = None
     wait_until_s: Mono | None = None  # for the promotion
     lease: Lease | None = None
+    also: Lease | None = None  # pins what other groups need where the lease ends
+    more: Sequence[tuple[int, Slot]] = ()  # blocks of other groups that are to be loaded from slots that `also` pins
+    known: int = 0  # leading blocks that were known when it was matched, though not all may be of use
     lease_start: int = 0
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken
     lease_until_s: float = 0.0  # monotonic
@@ -84,9 +88,10 @@ class RequestState:
         self.scope, self.track.storable = None, False
 
     def drop_lease(self) -> None:
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
+        for lease in (self.lease, self.also):
+            if lease is not None:
+                lease.release()
+        self.lease = self.also = None
 
 
 async def promote(manager: Manager, chain: list[BlockKey], deadline: Mono, start: int) -> Lease:

@@ -35,6 +35,7 @@ from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.identity.namespace import Namespace
+from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ _LAUNCHED_MAX = 64
 
 class SchedulerHalf:
     """See the module. Owns the state of one engine's requests and blocks; the cache itself belongs to `caches`."""
+
+    _group = 0  # the engine's number of the group of full attention
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class SchedulerHalf:
 
     def bind(self, pool: Any) -> None:
         """The engine's block pool, before the first request."""
-        self._pool = compat.EnginePool(pool)
+        self._pool = compat.EnginePool(pool, self._group)
         self._confirmer = Confirmer(self._block_tokens, self._pool if self._pool.caching else None)
         self._stores.bind(self._pool, self._confirmer)
 
@@ -196,22 +199,26 @@ class SchedulerHalf:
                 return None, False
             self.counters["lookups_late"] += 1
         state.asked = usable - start
-        lease = manager.pin(track.chain[:usable], start)
+        lease = self._pin(manager, state, start, usable)
         state.lease, state.lease_start, state.lease_usable, state.lease_until_s = lease, start, usable, now + _LEASE_S
         return len(lease) * self._block_tokens, len(lease) > 0
+
+    def _pin(self, manager: Manager, state: RequestState, start: int, usable: int) -> Lease:
+        """Pin what can be loaded of the request's blocks from `start` on."""
+        return manager.pin(state.track.chain[:usable], start)
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine gave the request blocks, and expects `tokens` of them to be loaded."""
         state = self._state_of(request)
-        table = compat.table_of(blocks)
+        table = compat.table_of(blocks, self._group)
         self._stores.taken(len(table))
         self._stores.forget(self._confirmer.place(state.track, table))
         self._loads.plan(self._manager, state, tokens // self._block_tokens)
 
     def refuse(self, request: Any, blocks: Any) -> None:
         """`allocated` failed, and the request waits for its load: have the workers report all of it as failed."""
-        name = request.request_id
-        self._loads.refuse(name, self._requests.get(name), compat.table_of(blocks))
+        state = self._requests.get(request.request_id)
+        self._loads.refuse(request.request_id, state, compat.table_of(blocks, self._group))
 
     def sources(self, request: Any) -> dict[str, int]:
         """Tokens of the load that was just planned for a request, by the tier they were found in."""
@@ -260,8 +267,10 @@ class SchedulerHalf:
                     track.drafts = True
             tokens, resumed = compat.tokens_of(output), compat.resumed(output)
             for track, blocks, begin, end in confirmer.passing(*compat.going_on(output), tokens):
-                self._cover(track, compat.appended(blocks), bool(resumed) and track.name in resumed, begin, end)
-            for name, table, begin in compat.starting(output):
+                self._cover(
+                    track, compat.appended(blocks, self._group), bool(resumed) and track.name in resumed, begin, end
+                )
+            for name, table, begin in compat.starting(output, self._group):
                 if (track := confirmer.get(name)) is not None:
                     self._cover(track, table, True, begin, begin + tokens.get(name, 0))
         except BaseException:
@@ -338,8 +347,7 @@ class SchedulerHalf:
         state.forget_found()
         or_fallback(self._grow, state, fallback=None)
         held = self._delay(state)
-        nothing: dict[str, Any] = {}
-        answer = or_fallback(self._answer_to, state, fallback=nothing)
+        answer = or_fallback(self._answer_to, state, fallback=dict[str, Any]())
         return held, {"kvtier": answer} if answer else None
 
     def _answer_to(self, state: RequestState) -> dict[str, Any]:

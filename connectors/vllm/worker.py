@@ -15,6 +15,7 @@ import mmap
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
 _LINK_BYTES_S = 40e9  # of a rank's stores: three quarters of what PCIe Gen5 x16 is published to move
+_BLANKED_BYTES = 8 << 20
+"""Bytes of slots that one step blanks: about a millisecond of the model's thread."""
 
 _UNENDED: list[object] = []
 """Engines whose copies did not end when they were closed, and the memory that these copies use: for good, since only
@@ -51,6 +54,8 @@ class CacheLayout:
     ranks: int
     rank: int
     replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
+    overlays: tuple[tuple[str, ...], ...] = ()  # layers of other groups, which lie in the same pages
+    groups: str = ""  # name of the set of groups; "" for one
 
 
 def cpus_by_piece(cache_layout: CacheLayout, cpus: Sequence[frozenset[int]]) -> list[frozenset[int]]:
@@ -79,6 +84,7 @@ class Described:
     shape: layout.Shape
     identity: str
     dtype: str
+    absent: tuple[tuple[tuple[int, int], ...], ...] = ()  # see `absent_pages`
 
 
 def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described:
@@ -114,6 +120,7 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
         inner.append(f"{'x'.join(map(str, extents))}/{'x'.join(map(str, steps))}/{split}@{page}")
         storage = tensor.untyped_storage()
         regions[storage.data_ptr()] = layout.Region(storage.data_ptr(), storage.nbytes())
+    absent = absent_pages(cache_layout, tensors)
     if len(strides) != 1:
         raise IdentityError(f"layers lie {sorted(strides)} bytes apart per block; equal strides are needed")
     shape = layout.Shape.opaque(unit, len(bases))
@@ -129,7 +136,32 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
     first = tensors[cache_layout.layers[0]]
     kinds = sorted(set(inner))
     identity = f"{len(cache_layout.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
-    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."))
+    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."), absent)
+
+
+def absent_pages(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each overlay the pages of a block that none of its layers has: offset in the block, and bytes. Raises
+    IdentityError where a layer lies in none of the pages that are copied."""
+
+    def place(name: str) -> tuple[int, int]:
+        tensor = tensors.get(name)
+        if tensor is None or isinstance(tensor, (list, tuple)):
+            raise IdentityError(f"layer {name} has no KV tensor of its own; such models are not served")
+        return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+
+    pages = {place(name): number for number, name in enumerate(cache_layout.layers)}
+    out = []
+    for layers in cache_layout.overlays:
+        places = {place(name) for name in layers}
+        if not places <= pages.keys():
+            raise IdentityError(
+                f"layer {layers[0]} and its group lie in other memory than {cache_layout.layers[0]} and its group; "
+                "groups of KV cache that share their pages are needed"
+            )
+        absent = sorted(number for where, number in pages.items() if where not in places)
+        sizes = cache_layout.page_bytes
+        out.append(tuple((sum(sizes[:number]), sizes[number]) for number in absent))
+    return tuple(out)
 
 
 def host_identity() -> str:
@@ -187,6 +219,7 @@ class WorkerHalf:
         self._described: Described | None = None
         self._refusal = "no KV tensors were registered"
         self._arena: mmap.mmap | None = None
+        self._slot_bytes = 0
         self._reached = self._unreached = 0  # numbers of the arena in use, and of one that could not be attached
         self._engine: copy.CopyEngine | Pump | None = None
         self._open: Callable[[], copy.CopyEngine | Pump] | None = None  # makes it anew over the same memory
@@ -196,6 +229,9 @@ class WorkerHalf:
         self._done: dict[int, int] = {}
         self._failed: dict[int, set[int]] = {}
         self._received: set[str] = set()
+        self._unloaded: set[str] = set()
+        self._blanking: deque[StepMoves] = deque()  # stores that are copied but for their absent pages
+        self._blanked = 0  # moves of the first of these
         self._bad_blocks: set[int] = set()
         self._step = -1
         self._epoch = self._watch.epoch  # of this step's loads and stores
@@ -244,7 +280,7 @@ class WorkerHalf:
             engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration
         )
         self._open = partial(Pump, partial(begin, limits=LIMITS)) if _on_gpu(found) else begin
-        self._engine, self._arena = self._open(), arena
+        self._engine, self._arena, self._slot_bytes = self._open(), arena, handle.slot_bytes
 
     def suspend(self) -> None:
         """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
@@ -272,6 +308,9 @@ class WorkerHalf:
             self.suspend()
         finally:
             self._arena = self._open = None
+            waiting, self._blanking, self._blanked = self._blanking, deque(), 0
+            for moves in waiting:
+                self._finish(moves, "", set(range(len(moves.blocks))))
 
     def start(self, step: int, epoch: int = 0) -> None:
         """A step begins; its number goes back with its answers. Its loads and stores are of weights epoch `epoch`."""
@@ -334,6 +373,7 @@ class WorkerHalf:
         if self._engine is not None:
             for ack in self._engine.poll():
                 self._take(ack)
+        self._blank()
 
     def _take(self, ack: copy.Ack) -> None:
         epoch, number, moves, request = self._jobs[ack.ticket]
@@ -343,7 +383,27 @@ class WorkerHalf:
             self._failed.setdefault(number, set()).update(i for i, triple in enumerate(triples) if triple in lost)
         if ack.last:
             del self._jobs[ack.ticket]
-            self._finish(moves, request, set())
+            if moves.groups and not request and self._described is not None and any(self._described.absent):
+                self._blanking.append(moves)
+            else:
+                self._finish(moves, request, set())
+
+    def _blank(self) -> None:
+        """Clear the pages that a block's group has no layer for: in the engine's memory they hold what another request
+        left there. At most _BLANKED_BYTES and one block."""
+        left = _BLANKED_BYTES
+        while self._blanking and self._arena is not None and self._described is not None and left > 0:
+            moves, arena = self._blanking[0], self._arena
+            while self._blanked < len(moves.slots) and left > 0:
+                first = moves.slots[self._blanked] * self._slot_bytes
+                for offset, count in self._described.absent[moves.groups[self._blanked]]:
+                    np.frombuffer(arena, np.uint8, count, first + offset).fill(0)
+                    left -= count
+                self._blanked += 1
+            if self._blanked == len(moves.slots):
+                self._blanking.popleft()
+                self._blanked = 0
+                self._finish(moves, "", set())
 
     def _finish(self, moves: StepMoves, request: str, failed: set[int]) -> None:
         failed |= self._failed.get(moves.job, set())
@@ -353,11 +413,18 @@ class WorkerHalf:
         if request:
             self._received.add(request)
             self._bad_blocks.update(moves.blocks[position] for position in failed)
+            if failed:
+                self._unloaded.add(request)
 
     def received(self) -> set[str]:
         """Requests whose loads have ended on this rank since the last call."""
         received, self._received = self._received, set()
         return received
+
+    def unloaded(self) -> set[str]:
+        """Requests some of whose loads went wrong on this rank, since the last call."""
+        unloaded, self._unloaded = self._unloaded, set()
+        return unloaded
 
     def bad_blocks(self) -> set[int]:
         """Blocks that loads left without content, or with that of other weights, since the last call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -28,7 +28,7 @@ class EmptyArena(Arena):
         super().__init__(1, 1, slots * BLOCK_BYTES)
         self.slots = slots
 
-    def open(self, free: Callable[[], int] = lambda: 0) -> None:
+    def open(self, *_: object, **__: object) -> None:
         """Nothing to allocate."""
 
     def pieces(self, slot: int) -> tuple[memoryview, ...]:

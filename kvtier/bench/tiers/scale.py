@@ -45,7 +45,7 @@ class FlatArena(Arena):
         super().__init__(len(_BLOCK), 1, slots * 4096)
         self.slots = slots
 
-    def open(self, room: Callable[[], int] = lambda: 0) -> None:
+    def open(self, *_: object, **__: object) -> None:
         self._memory = memoryview(bytearray(self.slots * len(_BLOCK)))
 
     def pieces(self, slot: int) -> tuple[memoryview, ...]:

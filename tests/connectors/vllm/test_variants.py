@@ -109,7 +109,13 @@ def test_latent_attention(start: Start, make_other: Callable[[str], Path], tmp_p
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("sliding", {}, "2 groups of KV cache"),
+        ("state", {"dtype": "bfloat16", "block_size": None}, r"groups of KV cache \(FullAttentionSpec, MambaSpec\)"),
+        ("sliding", {"enable_prefix_caching": False}, "2 groups of KV cache with prefix caching off"),
+        (
+            "sliding",
+            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 2}},
+            "with speculative decoding",
+        ),
         ("llama", {"prefix_caching_hash_algo": "xxhash"}, "start with --prefix-caching-hash-algo sha256_cbor"),
         ("llama", {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size is 2"),
     ],

@@ -67,8 +67,57 @@ def write_sliding(path: Path) -> None:
 
     _write_causal(path, Gemma3TextConfig(
         **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64, initializer_range=0.15,
+        layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+def write_gptoss(path: Path) -> None:
+    """Every other layer has a window; attention sinks, and experts."""
+    from transformers import GptOssConfig
+
+    _write_causal(path, GptOssConfig(
+        **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64, initializer_range=0.15,
+        layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0, num_local_experts=4,
+        num_experts_per_tok=2, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+def write_many_windows(path: Path) -> None:
+    """Two groups of windows to one of full attention."""
+    from transformers import Gemma3TextConfig
+
+    _write_causal(path, Gemma3TextConfig(
+        **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=80, initializer_range=0.15,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, pad_token_id=0,
+        tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+def write_filled_up(path: Path) -> None:
+    """A group of windows has fewer layers than the group of full attention."""
+    from transformers import Gemma3TextConfig
+
+    _write_causal(path, Gemma3TextConfig(
+        **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64, initializer_range=0.15,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        pad_token_id=0, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+def write_state(path: Path) -> None:
+    """Every other layer keeps a state."""
+    from transformers import Qwen3NextConfig
+
+    _write_causal(path, Qwen3NextConfig(
+        **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, pad_token_id=0, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64, decoder_sparse_step=1,
+        mlp_only_layers=[], linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=64,
+        linear_value_head_dim=64, linear_conv_kernel_dim=4, layer_types=["linear_attention", "full_attention"] * 2,
     ))  # fmt: skip
 
 
@@ -138,6 +187,10 @@ def _write_causal(path: Path, config: Any) -> None:
 OTHERS: dict[str, Callable[[Path], None]] = {
     "mla": write_mla,
     "sliding": write_sliding,
+    "gptoss": write_gptoss,
+    "many_windows": write_many_windows,
+    "filled_up": write_filled_up,
+    "state": write_state,
     "prefix_lm": write_prefix_lm,
     "longrope": write_longrope,
     "eagle": write_eagle,

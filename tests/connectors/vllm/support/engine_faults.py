@@ -26,7 +26,8 @@ class Faults:
     _struck = 0
 
     def break_loads(self, how: str, positions: list[int] | None = None) -> None:
-        """`zeros`: loads bring zeros and say they succeeded; `fail`: the given positions of the next load fail;
+        """`zeros`: loads bring zeros (at these positions) and say they succeeded;
+        `fail`: the given positions of the next load fail;
         `always`: those of every load fail;
         `hang`: loads are not answered until `mend`;
         `now and then`: every third fails at one position, every fifth is made three steps late."""
@@ -40,8 +41,8 @@ class Faults:
                 tensors = worker._described.memory.owners
                 for job in loads:
                     for tensor in tensors:
-                        for block in job.moves.blocks:
-                            tensor[block].zero_()
+                        for place in range(len(job.moves.blocks)) if positions is None else positions:
+                            tensor[job.moves.blocks[place]].zero_()
 
             worker.load = zeros
         elif how in ("fail", "always"):

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))  # run by itself with -P, which leaves its folder out
 
 from engine_faults import Faults
+from engine_groups import GroupsOfEngine
 from engine_insides import Insides
 from engine_requests import Requests
 
@@ -64,7 +65,7 @@ class Logs(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-class Host(Requests, Insides, Faults):
+class Host(Requests, Insides, Faults, GroupsOfEngine):
     def __init__(self, options: dict[str, Any]) -> None:
         self._logs = Logs()
         logging.getLogger("kvtier").addHandler(self._logs)

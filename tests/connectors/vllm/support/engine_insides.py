@@ -76,7 +76,7 @@ class Insides:
         return {
             "requests": len(self.half._requests),
             "loading": len(self.half._loads),
-            "storing": len(self.half._stores._storing),
+            "storing": len(self.half._stores._storing) + len(getattr(self.half, "_boundaries", None) or ()),
             "dirty": len(self.half._stores._dirty),
             "pinned": self.cache.stats()["g2"]["pinned"],
             "quarantined": self.cache.stats()["g2"]["quarantined"],

@@ -1,0 +1,315 @@
+"""Blocks of sliding windows: which of them a request can be resumed with, and held until they are copied.
+
+The engine takes a window's block back as soon as no later token reads it, mostly in the step after the one that filled
+it. So a boundary's blocks are *held* when the step that reaches it is planned:
+
+    step planned     → `cover`: holds the boundaries that the step crosses: the prompt's last one, and those asked for
+                       by `want`; of a decoding request, the blocks that the engine will take back before the next one
+    request ended    → `finish`: holds the last boundary that it reached
+    step completed   → `complete`: boundaries whose tokens are trusted (`Track.trusted`) are ready; others are given up
+    copied, or given up, or the pool is short → the blocks are given back
+
+A request that begins behind blocks of the engine's pool is trusted with them only if their windows are known to be
+right: computed by a request whose tokens were trusted, and still under the name that they had then.
+
+Called on the engine's one scheduler thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.connectors.vllm.compat import EnginePool
+from kvtier.connectors.vllm.confirm import Chain, Track
+from kvtier.connectors.vllm.groups import Groups
+from kvtier.identity.groups import boundary_keys
+from kvtier.retention.ranges import uniform
+
+_HELD_FRACTION = 4
+"""At most one in so many of the pool's blocks is held."""
+_SHORT_FRACTION = 16
+"""With fewer free than one in so many, nothing is held."""
+
+
+@dataclass(slots=True, eq=False)
+class Boundary:
+    """What the windows need after `tokens` of a track, in the order of their names in `chain`. `lost`: the engine has
+    handed out one of the blocks."""
+
+    track: Track
+    life: int
+    tokens: int
+    chain: Chain
+    blocks: list[int]
+    groups: list[int]  # of each block: its place among `Groups.windows`
+    step: int
+    held: bool = True
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Windows:
+    """One request's tables of windows, 0 where there is no block, in one life of its track."""
+
+    track: Track
+    life: int
+    tables: list[list[int]]
+    begin: int = -1  # where it began to compute; -1: it has not
+    proved: bool = True  # what lies before `begin` is right
+    noted: int = 0  # leading blocks whose windows are known, or were not to be
+    wanted: set[int] = field(default_factory=set)
+    taken: int = 0  # the last boundary that was held
+    tail: list[int] = field(default_factory=list)  # held: of the boundary `tail_of`, and taken back before the next
+    tail_of: int = 0
+
+
+class WindowBlocks:
+    """See the module. Owns the references that it took in the engine's pool."""
+
+    def __init__(self, groups: Groups, pool: EnginePool) -> None:
+        self.ready: list[Boundary] = []  # for the caller to copy, who takes them out
+        self.given_up = 0  # blocks of boundaries that were not stored
+        self._groups, self._size = groups, groups.block_tokens
+        self._pool = pool
+        self._requests: dict[str, _Windows] = {}
+        self._pending: list[Boundary] = []
+        self._known: dict[tuple[int, int], object] = {}  # by window and block: the name under which it is right
+        self._held = 0
+        self._watched: dict[int, list[Boundary]] = {}  # by block: those that are lost when it is handed out
+        self._on_reuse = self._reused  # one object: it is compared
+
+    def __bool__(self) -> bool:
+        return bool(self._pending or self.ready)
+
+    # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def place(self, track: Track, tables: Sequence[Sequence[int]]) -> None:
+        """The engine gave the request these whole tables of windows."""
+        known = self._of(track)
+        if known is None:
+            known = self._requests[track.name] = _Windows(track, track.life, [])
+        known.tables = [list(table) for table in tables]
+
+    def extend(self, track: Track, tables: Sequence[Sequence[int]]) -> None:
+        """The engine appended blocks to the request's tables."""
+        known = self._of(track)
+        if known is not None:
+            for table, new in zip(known.tables, tables, strict=True):
+                table.extend(new)
+
+    def _of(self, track: Track) -> _Windows | None:
+        """The request's tables, if they are of this life."""
+        known = self._requests.get(track.name)
+        if known is not None and (known.track is not track or known.life != track.life):
+            self.drop(track.name)
+            return None
+        return known
+
+    def drop(self, name: str) -> None:
+        """The engine took the request's blocks, or it is over."""
+        known = self._requests.pop(name, None)
+        if known is not None:
+            self._release_tail(known)
+
+    def want(self, track: Track, tokens: int) -> None:
+        """Hold the boundary after so many tokens, when a step crosses it: other prompts branch off there."""
+        known = self._of(track)
+        if known is not None:
+            known.wanted.add(tokens)
+
+    # ── holding ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def cover(self, step: int, track: Track, begin: int, end: int) -> None:
+        """The step that is being planned computes tokens begin … end-1 of a request."""
+        known = self._of(track)
+        if known is None or end <= begin:
+            return
+        if known.begin < 0:
+            self._begin(known, begin)
+        if end // self._size == begin // self._size:
+            return
+        prompt = track.request.num_prompt_tokens
+        wanted = {(prompt - 1) // self._size * self._size, *known.wanted}
+        for tokens in sorted(boundary for boundary in wanted if begin < boundary <= end):
+            self._hold(known, tokens, step, ())
+            known.wanted.discard(tokens)
+        last = end // self._size * self._size
+        self._release_tail(known)
+        if last > prompt and not self._short():
+            self._hold_tail(known, last)
+
+    def _begin(self, known: _Windows, begin: int) -> None:
+        """The request goes on after `begin` tokens, which were found in the pool, or loaded."""
+        track, loaded = known.track, known.track.loaded
+        first = (track.load_begin if loaded >= begin else begin) // self._size
+        known.begin, known.noted = begin, first
+        known.proved = all(
+            self._right(window, known.tables[place][depth], track.chain, depth)
+            for place, (window, depths) in enumerate(self._needed(begin))
+            for depth in depths
+            if depth < first
+        )
+
+    def _right(self, window: int, block: int, chain: Chain, depth: int) -> bool:
+        if depth >= len(chain):
+            return False
+        name = self._pool.named(block, chain[depth], window)
+        return name is not None and self._known.get((window, block)) is name
+
+    def _needed(self, tokens: int) -> Iterable[tuple[int, range]]:
+        """The engine's number of each window, and the depths of the blocks that it needs."""
+        numbers = (window.number for window in self._groups.windows)
+        return zip(numbers, self._groups.needed(tokens), strict=True)
+
+    def _hold(self, known: _Windows, tokens: int, step: int, tail: Collection[int]) -> None:
+        """Hold a boundary. `tail`: blocks of it that are held already, and whose references it takes over."""
+        track = known.track
+        depth = tokens // self._size
+        if not track.storable or depth > min(len(track.chain), track.storable_blocks):
+            return
+        needed = [depths for _, depths in self._needed(tokens)]
+        first = min((depths.start for depths in needed), default=depth)
+        blocks = [
+            block
+            for table, depths in zip(known.tables, needed, strict=True)
+            for block in table[depths.start : depths.stop]
+        ]
+        complete = len(blocks) == sum(map(len, needed)) and 0 not in blocks
+        proved = known.proved or first * self._size >= known.begin
+        room = self._held + len(blocks) <= self._pool.blocks // _HELD_FRACTION and not self._short()
+        if not (complete and proved and room and blocks):
+            self.given_up += len(blocks)
+            return
+        self._pool.hold(block for block in blocks if block not in tail)
+        self._held += len(blocks) - len(tail)
+        _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
+        keys = boundary_keys(track.chain[depth - 1], [len(depths) for depths in needed])
+        chain = Chain(keys, uniform(block_terms.terms))
+        places = [place for place, depths in enumerate(needed) for _ in depths]
+        self._pending.append(Boundary(track, track.life, tokens, chain, blocks, places, step))
+        known.taken = max(known.taken, tokens)
+
+    def _hold_tail(self, known: _Windows, tokens: int) -> None:
+        """Hold those blocks of a boundary that the engine takes back before the next one: where the request ends before
+        that, they complete it."""
+        tail: list[int] = []
+        later = self._groups.needed(tokens + self._size - 1)
+        for table, depths, kept in zip(known.tables, self._groups.needed(tokens), later, strict=True):
+            tail += table[depths.start : min(kept.start, depths.stop)]
+        if 0 in tail or self._held + len(tail) > self._pool.blocks // _HELD_FRACTION:
+            return
+        self._pool.hold(tail)
+        self._held += len(tail)
+        known.tail, known.tail_of = tail, tokens
+
+    def _release_tail(self, known: _Windows) -> None:
+        if known.tail:
+            self._pool.give_back(known.tail)
+            self._held -= len(known.tail)
+        known.tail, known.tail_of = [], 0
+
+    def _short(self) -> bool:
+        return self._pool.free() * _SHORT_FRACTION < self._pool.blocks
+
+    def finish(self, track: Track, computed: int, tables: Sequence[Sequence[int]], step: int) -> None:
+        """The request is over, with KV of `computed` tokens in these tables, which the engine is about to take back."""
+        known = self._of(track)
+        if known is None:
+            return
+        tokens = computed // self._size * self._size
+        if known.begin >= 0 and tokens > max(known.taken, known.begin) and self._still(known, tokens, tables):
+            tail = known.tail if known.tail_of == tokens else []
+            self._hold(known, tokens, step, tail)
+            if self._pending and tail and self._pending[-1].track is track and self._pending[-1].tokens == tokens:
+                known.tail = []  # the boundary's now
+        self.drop(track.name)
+
+    def _still(self, known: _Windows, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
+        """Whether all blocks of a boundary are the request's yet, or held."""
+        tail = set(known.tail) if known.tail_of == tokens else set()
+        return all(
+            block in tail or (depth < len(now) and now[depth] == block)
+            for table, now, (_, depths) in zip(known.tables, tables, self._needed(tokens), strict=True)
+            for depth, block in zip(depths, table[depths.start : depths.stop], strict=False)
+        )
+
+    # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def complete(self, step: int) -> None:
+        """Everything up to `step` has run: `trusted` of every track is as it left it."""
+        for known in self._requests.values():
+            if known.life == known.track.life and known.track.confirmed > known.noted:
+                self._note(known)
+        waiting = []
+        for boundary in self._pending:
+            track = boundary.track
+            if track.life == boundary.life and track.trusted >= boundary.tokens:
+                self.ready.append(boundary)
+            elif boundary.step <= step or track.life != boundary.life:
+                self.given_up += len(boundary.blocks)
+                self.give_back(boundary)
+            else:
+                waiting.append(boundary)
+        self._pending = waiting
+
+    def _note(self, known: _Windows) -> None:
+        """Blocks of the request were confirmed: those of its windows at these depths are right, too."""
+        track = known.track
+        for place, window in enumerate(self._groups.windows):
+            table = known.tables[place]
+            for depth in range(known.noted, min(track.confirmed, len(table))):
+                block = table[depth]
+                name = self._pool.named(block, track.chain[depth], window.number) if block else None
+                if name is not None:
+                    self._known[window.number, block] = name
+        known.noted = track.confirmed
+
+    def watch(self, boundary: Boundary) -> None:
+        """Its request is over: the engine may have the blocks where it needs them, and the boundary is lost then."""
+        if not boundary.held:
+            return
+        boundary.held = False
+        self._held -= len(boundary.blocks)
+        for block in boundary.blocks:
+            self._watched.setdefault(block, []).append(boundary)
+        self._pool.watch(boundary.blocks, self._on_reuse)
+
+    def _reused(self, block: Any) -> None:
+        for boundary in self._watched.pop(block.block_id, ()):
+            boundary.lost = True
+
+    def lasting(self, boundary: Boundary) -> bool:
+        """Whether no block of it was handed out since it was filled. A block that somebody else watches now may have
+        been."""
+        return not boundary.lost and (boundary.held or self._pool.watched(boundary.blocks, self._on_reuse))
+
+    def running(self, boundary: Boundary) -> bool:
+        """Whether its request goes on."""
+        known = self._requests.get(boundary.track.name)
+        return known is not None and known.track is boundary.track
+
+    def give_back(self, boundary: Boundary) -> None:
+        """It is copied, or will not be. Idempotent."""
+        for block in boundary.blocks if self._watched else ():
+            watching = self._watched.get(block, [])
+            if boundary in watching:
+                watching.remove(boundary)
+        if boundary.held:
+            boundary.held = False
+            self._held -= len(boundary.blocks)
+            self._pool.give_back(boundary.blocks)
+
+    def clear(self) -> None:
+        """Nothing that was computed until now counts."""
+        for boundary in (*self._pending, *self.ready):
+            self.give_back(boundary)
+        self._pending, self.ready = [], []
+        self._known.clear()
+        for name in list(self._requests):
+            self.drop(name)
+
+    def check(self) -> None:
+        """Assert that what is held is what is owned."""
+        assert self._held >= sum(len(known.tail) for known in self._requests.values()), "a tail was given back twice"

