@@ -14,6 +14,7 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing import VirtualClock
 from kvtier.tiers.objects.bucket.local import LocalFiles
+from kvtier.tiers.objects.bucket.obstore import ObstoreBucket
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
 
 
@@ -136,3 +137,32 @@ def test_obstore_is_refused_a_session_token_that_redirects_would_carry_away() ->
     with pytest.raises(ConfigError, match="client: s3fs") as caught:
         open_bucket("s3://bucket/p", options, "obstore", VirtualClock(), BucketLimits())
     assert "topsecret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("client", ["s3fs", "auto", "obstore"])
+async def test_nor_a_token_of_the_clients_own_chain(
+    servers: list[http.server.ThreadingHTTPServer], client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("SESSION_TOKEN", "topsecret")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    options = {"endpoint_url": f"http://127.0.0.1:{servers[0].server_port}"}
+    bucket, _ = open_bucket("s3://bucket/p", options, client, VirtualClock(), BucketLimits(connect_s=1, read_s=1))
+    await bucket.start()
+    for work in (bucket.head("p/a"), bucket.create("p/a", bytearray(b"x"), 1.0), bucket.delete("p/a")):  # type: ignore[arg-type]
+        with pytest.raises(TierError):
+            await work
+    await bucket.close()
+    assert servers[1].seen == []  # type: ignore[attr-defined]
+
+
+async def test_obstore_alone_does_not_start_with_such_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("SESSION_TOKEN", "topsecret")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    config = {"endpoint": "http://127.0.0.1:9000"}
+    bucket = ObstoreBucket("bucket", config, connect_timeout_s=1, read_timeout_s=1)
+    with pytest.raises(ConfigError, match="client: s3fs") as caught:
+        await bucket.start()
+    assert "topsecret" not in str(caught.value)
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
+    await bucket.start()
+    await bucket.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvtier.tiers.objects.bucket.obstore import TokenForwarded
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.times import Wall
 
@@ -22,8 +23,20 @@ class CombinedBucket:
         self._secondary = secondary
         self._started = False
         self._starting = asyncio.Lock()
-        self.start, self.create, self.replace, self.head = primary.start, primary.create, primary.replace, primary.head
-        self.read, self.delete_many, self.list = primary.read, primary.delete_many, primary.list
+        self._use(primary)
+
+    def _use(self, bucket: Bucket) -> None:
+        self.create, self.replace, self.head = bucket.create, bucket.replace, bucket.head
+        self.read, self.delete_many, self.list = bucket.read, bucket.delete_many, bucket.list
+        self._deletes = bucket
+
+    async def start(self) -> None:
+        """`secondary` does everything where `primary` would give a token away."""
+        try:
+            await self._primary.start()
+            self._use(self._primary)
+        except TokenForwarded:
+            self._use(await self._connected())
 
     async def _connected(self) -> Bucket:
         async with self._starting:
@@ -36,7 +49,7 @@ class CombinedBucket:
         return await (await self._connected()).renew(name, etag, used)
 
     async def delete(self, name: str, etag: str | None = None) -> bool:
-        bucket = self._primary if etag is None else await self._connected()
+        bucket = self._deletes if etag is None else await self._connected()
         return await bucket.delete(name, etag)
 
     async def close(self) -> None:

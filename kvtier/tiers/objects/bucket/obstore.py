@@ -61,6 +61,10 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: value for name, value in out.items() if value is not None}
 
 
+class TokenForwarded(ConfigError):
+    """The client's chain gives a session token, which obstore would send to whatever host the endpoint redirects to."""
+
+
 class ObstoreBucket:
     """One bucket of an S3 server. `config` is obstore's; without keys in it, boto's chain is asked for them."""
 
@@ -86,6 +90,8 @@ class ObstoreBucket:
         credentials = None
         if "access_key_id" not in self._config and not self._config.get("skip_signature"):
             credentials = await asyncio.get_running_loop().run_in_executor(None, _boto_credentials)
+            if credentials is not None and self._config.get("endpoint"):
+                credentials = await _without_token(credentials)
         try:
             self._store = S3Store(
                 self._bucket,
@@ -273,6 +279,22 @@ def _mapped(operation: str, error: Exception) -> TierError:
         obstore.NotSupportedError, obstore.UnknownConfigurationKeyError, ValueError, TypeError,
     )  # fmt: skip
     return (TierError if isinstance(error, hopeless) else Transient)(TIER, operation, name)
+
+
+async def _without_token(provide: Callable[[], Awaitable[dict[str, Any]]]) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """The provider, which raises TokenForwarded, as this does, where there is a session token."""
+
+    async def checked() -> dict[str, Any]:
+        found = await provide()
+        if found["token"]:
+            raise TokenForwarded(
+                "tiers.g4.client: obstore sends a session token along with redirects to any host, and the client's own "
+                "chain has one: set client: s3fs for this endpoint (pip install 'kvtier[s3]')"
+            )
+        return found
+
+    await checked()
+    return checked
 
 
 def _boto_credentials() -> Callable[[], Awaitable[dict[str, Any]]] | None:
