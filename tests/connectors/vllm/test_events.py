@@ -20,7 +20,7 @@ from kvtier.errors import InvalidRequest
 from kvtier.events import Events
 from kvtier.identity.keys import SHARED, Scope, make_keys, scope_of
 from kvtier.testing import chain_of, sample_namespace
-from tests.connectors.vllm.support.requests import Kind, engine_request
+from tests.connectors.vllm.support.request_kinds import Kind, engine_request
 
 SIZE = 16
 CHAIN = chain_of(sample_namespace(), 4)

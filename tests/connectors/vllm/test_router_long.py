@@ -15,9 +15,9 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 
 from kvtier.connectors.vllm.events import KVEvents
 from kvtier.identity.keys import SHARED, make_keys
-from tests.connectors.vllm.support.dynamo import HOW, PYTHON, Indexer, free_port
+from tests.connectors.vllm.support.indexer import HOW, PYTHON, Indexer, free_port
 from tests.connectors.vllm.support.prompts import BLOCK, prompt, tiers
-from tests.connectors.vllm.support.requests import Kind, engine_request
+from tests.connectors.vllm.support.request_kinds import Kind, engine_request
 
 pytestmark = [
     pytest.mark.long,
