@@ -137,7 +137,7 @@ pictures:
 # docs/metrics.md and docs/configuration.md from the code, and Grafana's dashboard.
 reference: $(BASE)
 	$(BIN)/python docs/generate.py
-	$(BIN)/python monitoring/dashboard.py
+	$(BIN)/python docs/monitoring/dashboard.py
 
 bench: $(BASE)
 	$(BIN)/kvtier bench index --save benchmarks/results

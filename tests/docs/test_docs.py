@@ -20,7 +20,7 @@ TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 MODULE = re.compile(r"(?<![\w./])kvtier(?:\.[A-Za-z_]\w*)+")
-FOLDERS = "kvtier|connectors|kernels|tests|docs|benchmarks|configs|monitoring"
+FOLDERS = "kvtier|connectors|kernels|tests|docs|benchmarks|configs"
 FILE = re.compile(rf"(?<![\w./])(?:{FOLDERS})/[\w./*-]*\.(?:py|yaml|md|svg)\b")
 
 

@@ -24,7 +24,7 @@ from kvtier.testing import chain_of, payloads_of, sample_namespace
 from kvtier.testing.servers import free_ports
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "monitoring"
+FOLDER = ROOT / "docs" / "monitoring"
 FAMILIES = {family.name: family for family in (BUILD, *REQUESTS.values(), *TASKS.values(), *TIERS.values())}
 RULES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
 SELECTOR = re.compile(r"\b(kvtier_\w+)(?:\{([^}]*)\})?")
