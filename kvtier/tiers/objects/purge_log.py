@@ -252,7 +252,8 @@ class TenantLog:
                 self._apply(number, bytes(raw))
                 self._etag = stat.etag
                 return number
-            # Somebody else's, or ours, created by a request whose answer was lost.
+            # Somebody else's, or ours, created by a request whose answer was lost. An earlier purge of the same tenant
+            # looks the same and does not cover what was written since: in either case another entry is written.
             there = await self._bucket.head(self._names.entry(number))
             if there is None:
                 raise LogBroken(f"entry {number} is taken, and gone")
@@ -260,8 +261,6 @@ class TenantLog:
             if theirs is not None:
                 self._apply(number, theirs)
                 self._etag = there.etag
-                if theirs == bytes(raw):
-                    return number
         raise TierError(TIER, "purge log", f"{APPENDS_MAX} others were faster")
 
     async def _write_snapshot(self) -> None:

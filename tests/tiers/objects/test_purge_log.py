@@ -236,3 +236,15 @@ async def test_pins_made_before_a_purge_end_and_later_ones_stay() -> None:
         await replica.store.refresh()
         await replica.store.pins.settle()
         assert [pin.name for pin in replica.store.pins.list()] == ["new"]
+
+
+async def test_a_purge_that_looks_like_an_earlier_one_covers_what_was_written_between_them() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    await one.store.purges.append(A)
+    chain = chain_of(NS, S, scope=A)
+    await one.write(chain)
+    await two.store.purges.append(A)  # it has not read the first
+    await one.store.refresh()
+    assert len(log_names(server)) == 2
+    assert await miss(one, chain) is Miss.PURGED and await miss(two, chain) is Miss.PURGED
