@@ -40,7 +40,12 @@ class Events:
         self._changes: deque[tuple[str, list[BlockKey], bool]] = deque()
         self._waiting = 0
         self.dropped = 0  # keys whose change was never taken
-        self.unheard = 0  # of these, how many had left their tier
+        self.unheard = 0  # how many removals nobody can be told of: dropped here, or without names (`miss`)
+
+    def miss(self) -> None:
+        """Blocks have left a tier, and nobody knows which."""
+        with self._lock:
+            self.unheard += 1
 
     def of(self, tier: str) -> Notify:
         """The callback for the tier of this name."""

@@ -63,6 +63,18 @@ def test_blocks_of_an_earlier_process_are_told_of_when_a_read_finds_them(tmp_pat
         assert resident(heard, "g2") == resident(heard, "g3") == set(chains[0])
 
 
+def test_a_purge_says_that_blocks_have_left_without_their_names(tmp_path: Path) -> None:
+    namespace, events = sample_namespace(block_bytes=8192), Events()
+    tiers = {"g2": {"capacity": 64 * 8192}, "g3": {"path": str(tmp_path / "g3"), "capacity": 64 * 8192}}
+    with kvtier.open(Config.parse({"tiers": tiers}), namespace) as cache:
+        cache.manager.subscribe(events)
+        chain = chain_of(namespace, 6)
+        assert cache.put(chain, payloads_of(chain, 8192)) == 6 and cache.flush(20).pending == 0
+        assert events.unheard == 0
+        assert cache.purge() > 0
+        assert events.unheard == 1
+
+
 def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:
     events = Events(keys_max=3)
     told = events.of("g2")

@@ -67,6 +67,11 @@ class LowerTiers(Mapping[str, Metered]):
         for tier in self._used.values():
             self._subscribe(tier)
 
+    def lose_count(self) -> None:
+        """Blocks have left without their names: after a purge no tier says which."""
+        if self._events is not None:
+            self._events.miss()
+
     def _subscribe(self, tier: Metered) -> None:
         tier.subscribe(None if self._events is None else self._events.of(tier.name))
 

@@ -73,7 +73,9 @@ class Purger:
             _add(asked, purges.items())
         calls = (tier.purge(tenant, mark) for tier in self._lower.values() for tenant in tenants)
         count = 0
-        for answer in await asyncio.gather(dropping, *calls, return_exceptions=True):
+        answers = await asyncio.gather(dropping, *calls, return_exceptions=True)
+        self._lower.lose_count()
+        for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
             count += answer
