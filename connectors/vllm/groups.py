@@ -36,6 +36,7 @@ class Groups:
     block_tokens: int
     full: int = 0
     windows: tuple[Window, ...] = ()
+    filled_up: bool = False  # some windows have fewer layers than the full group
 
     @property
     def name(self) -> str:
@@ -87,7 +88,8 @@ def groups_of(kv_cache_config: Any) -> Groups:
         for number, group in enumerate(groups)
         if number != full[0]
     ]
-    return Groups(next(iter(sizes)), full[0], tuple(sorted(windows, key=lambda one: one.layers)))
+    ordered = tuple(sorted(windows, key=lambda one: one.layers))
+    return Groups(next(iter(sizes)), full[0], ordered, min(layers) < layers[full[0]])
 
 
 def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
@@ -100,6 +102,7 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
     reasons = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "prefix caching off": not vllm_config.cache_config.enable_prefix_caching,
+        "fewer layers in a group than in that of full attention": groups.filled_up,
         "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "a vLLM that cannot report a failed load of several groups": not hasattr(base, "KVConnectorTransferResults"),
         "a vLLM that cannot say when a block is handed out again": not hasattr(BlockPool, "unpin_blocks"),
