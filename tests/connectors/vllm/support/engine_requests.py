@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 
@@ -14,14 +15,15 @@ def image_of(seed: int) -> Any:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8))
 
 
-class Requests:
+class Requests(ABC):
     """Asks `llm`, whole or step by step; what needs the engine's `core` runs with the scheduler in this process."""
 
     llm: Any
     core: Any
 
+    @abstractmethod
     def settle(self) -> None:
-        raise NotImplementedError
+        """Step an idle engine until all is copied, as one in a process of its own does by itself."""
 
     def generate(
         self,
