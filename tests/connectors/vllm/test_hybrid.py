@@ -235,7 +235,7 @@ def test_five_hundred_requests_with_faults(hybrid: Any) -> None:
     "options",
     [
         {"async_scheduling": True},
-        {"num_gpu_blocks_override": 60, "max_model_len": 1024, "scheduling_policy": "priority"},
+        {"num_gpu_blocks_override": 54, "max_model_len": 704, "scheduling_policy": "priority"},
         {"prefix_cache_retention_interval": None},
         {"max_num_batched_tokens": 96},
     ],
