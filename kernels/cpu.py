@@ -7,6 +7,7 @@ acknowledgements and races as with CUDA.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from kvtier.kernels.copy import MIB, CopyEngine, CopyLimits
 from kvtier.kernels.layout import Paged, Shape
 from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
 from kvtier.kernels.plan import Planner
+
+_LOOK_S = 0.0001
+"""Between two looks at an event that a fence waits for."""
 
 LIMITS = CopyLimits(chunk_bytes=4 * MIB, load_window_bytes=256 * MIB, store_window_bytes=64 * MIB)
 """Windows bound what one `poll` copies, since here the caller's thread does the copying."""
@@ -100,8 +104,8 @@ class _CpuFlight:
             head = self._lane[0]
             for flight in head._behind:
                 flight.fence()
-            if head._after is not None:
-                head._after.synchronize()
+            while head._after is not None and not head._after.query():
+                time.sleep(_LOOK_S)
             head._copy()
 
     def _may_start(self) -> bool:

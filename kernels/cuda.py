@@ -233,9 +233,6 @@ class _Mark:
     def query(self) -> bool:
         return self._driver.reached(self.cuda_event)
 
-    def synchronize(self) -> None:
-        raise NotImplementedError("the device waits for a mark, never the host")
-
 
 class _CudaFlight:
     def __init__(self, driver: Driver, events: _Events, event: int, state: State, result: State = State.DONE) -> None:

@@ -58,8 +58,6 @@ class Event(Protocol):
 
     def query(self) -> bool: ...
 
-    def synchronize(self) -> None: ...
-
 
 class Gate(Protocol):
     """A condition for the start of a copy; taken when the command arrives."""

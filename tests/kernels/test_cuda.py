@@ -166,8 +166,6 @@ def test_a_callers_event_is_waited_for_and_an_unrecorded_one_refused(kernel_libr
         def query(self) -> bool:
             raise AssertionError("the device waits, not the host")
 
-        synchronize = query  # type: ignore[assignment]
-
     event = TorchEvent()
     with pytest.raises(InvalidRequest, match="recorded"):
         engine.store(Moves.of([(0, 0, 0)]), after=event)  # type: ignore[arg-type]

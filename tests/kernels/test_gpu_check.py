@@ -35,6 +35,22 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     return gpu_rows.read(path)
 
 
+class Event:
+    """torch.cuda.Event of a device that reaches it at the sixth look."""
+
+    cuda_event, asked = 88, 0
+
+    def __init__(self, **_: bool) -> None: ...
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 5
+
+    def elapsed_time(self, other: Event) -> float:
+        return 3.0
+
+
 # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -59,19 +75,6 @@ def test_the_transfer_part_runs_over_a_stand_in_for_the_driver(
 
     class Stream:
         cuda_stream = 77
-
-    class Event:
-        cuda_event, asked = 88, 0
-
-        def __init__(self, **_: bool) -> None: ...
-        def record(self) -> None: ...
-
-        def query(self) -> bool:
-            self.asked += 1
-            return self.asked > 5
-
-        def elapsed_time(self, other: Event) -> float:
-            return 3.0
 
     libcuda.fake_reset(1, 0, 0)
     empty = torch.empty
@@ -123,19 +126,6 @@ def test_copies_beside_other_work_run_over_the_stand_in(
     from gpu import busy as gpu_busy
     from gpu import rows as gpu_rows
     from gpu import transfer as gpu_transfer
-
-    class Event:
-        asked, cuda_event = 0, 4711
-
-        def __init__(self, **_: bool) -> None: ...
-        def record(self) -> None: ...
-
-        def query(self) -> bool:
-            self.asked += 1
-            return self.asked > 5
-
-        def elapsed_time(self, other: Event) -> float:
-            return 3.0
 
     libcuda.fake_reset(1, 0, 0)
     monkeypatch.setattr(gpu_transfer, "CudaDriver", lambda ordinal: HeadlessDriver(ordinal, library=libcuda))

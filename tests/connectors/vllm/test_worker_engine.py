@@ -107,9 +107,6 @@ def test_a_steps_copies_wait_for_the_mark_before_its_forward(monkeypatch: pytest
         def query(self) -> bool:
             return self.passed
 
-        def synchronize(self) -> None:
-            raise AssertionError
-
     worker, _ = registered()
     worker.attach(handle_of(arena))
     mark = Mark()

@@ -14,9 +14,6 @@ class ManualEvent:
     def query(self) -> bool:
         return self.reached
 
-    def synchronize(self) -> None:
-        assert self.reached, "waited for an event that nothing reaches"
-
 
 class ManualGate:
     def __init__(self, after: Event | None) -> None:

@@ -6,18 +6,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from engine_insides import Insides
 
-class GroupsOfEngine:
+
+class GroupsOfEngine(Insides):
     """Looks at single blocks of the pool and of the tiers, by group."""
 
-    core: Any
-    half: Any
-    worker: Any
-    cache: Any
     _watched: dict[str, Any]
-
-    def _chain(self, prompt: list[int]) -> Any:
-        raise NotImplementedError
 
     def watch_bytes(self) -> None:
         """From now on compare every block that is loaded with the one that was stored under its name. Pages that its

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # run by itself with -P, which l
 
 from engine_faults import Faults
 from engine_groups import GroupsOfEngine
-from engine_insides import Insides
 from engine_requests import Requests
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -65,7 +64,7 @@ class Logs(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-class Host(Requests, Insides, Faults, GroupsOfEngine):
+class Host(Requests, GroupsOfEngine, Faults):
     def __init__(self, options: dict[str, Any]) -> None:
         self._logs = Logs()
         logging.getLogger("kvtier").addHandler(self._logs)
