@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
-from kvtier.kernels.mover import Event, Flight, Gate, Lane, Mover, Moves, State
+from kvtier.kernels.mover import Event, Flight, Gate, Lane, Mover, Moves, State, launched, state_of
 
 __all__ = ["Ack", "CopyEngine", "Event", "Lane", "CopyLimits", "Moves", "Outcome", "Stats"]
 
@@ -389,7 +389,7 @@ class CopyEngine:
             for n in chunk.behind
             if (other := self._chunks.get(n)) is not None and other.flight is not None
         ]
-        chunk.flight = self._mover.launch(lane, chunk.moves, chunk.job.gate, flights)
+        chunk.flight = launched(self._mover, lane, chunk.moves, chunk.job.gate, flights)
         self._unlaunched(chunk)
         self._flying[lane].append(chunk)
         self._flying_moves[lane] += len(chunk.moves)
@@ -409,7 +409,7 @@ class CopyEngine:
             while flying:
                 chunk = flying[0]
                 assert chunk.flight is not None
-                state = chunk.flight.state()
+                state = state_of(chunk.flight)
                 if state is State.LOST and not chunk.lost:
                     chunk.lost = True
                     self._break(f"a copy on lane {lane.name.lower()} was lost; restart the process")

@@ -128,6 +128,9 @@ class CudaMover:
         except DeviceError as error:
             log.warning("copy of %d blocks on lane %s refused: %s", len(moves), lane.name.lower(), error)
             failed = True
+        except Exception:  # planning or staging went wrong; what was enqueued before it still runs
+            log.exception("copy of %d blocks on lane %s failed", len(moves), lane.name.lower())
+            failed = True
         try:
             if not event:
                 raise DeviceError("no event to record", -1)

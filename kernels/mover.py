@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -10,7 +11,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import TierError
 from kvtier.kernels.layout import Indices
+
+log = logging.getLogger(__name__)
 
 
 class Lane(IntEnum):
@@ -96,3 +100,29 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """Release streams, events and memory. Only when no flight is pending."""
+
+
+def launched(mover: Mover, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
+    """As `mover.launch`, of a mover that may have bugs: an error does not tell how much of the copy was begun."""
+    try:
+        return mover.launch(lane, moves, gate, behind)
+    except Exception:
+        log.exception("the end of a copy of %d blocks is unknown", len(moves))
+        return _Lost()
+
+
+def state_of(flight: Flight) -> State:
+    """As `flight.state`, of a mover that may have bugs."""
+    try:
+        return flight.state()
+    except Exception:
+        log.exception("the end of a copy is unknown")
+        return State.LOST
+
+
+class _Lost:
+    def state(self) -> State:
+        return State.LOST
+
+    def fence(self) -> None:
+        raise TierError("g1", "fence", "behind a copy that was lost")

@@ -125,8 +125,10 @@ class Pump:
     def _begin(self, ticket: int, lane: Lane, moves: Moves, gate: Gate, engine: CopyEngine) -> None:
         try:
             theirs = engine.store(moves, gate=gate) if lane is Lane.STORE else engine.load(moves, gate=gate)
-        except KVTierError as error:
-            log.warning("a copy of %d blocks is refused: %s", len(moves), error)
+        except Exception as error:  # each leaves everything as it was
+            log.warning(
+                "a copy of %d blocks is refused: %s", len(moves), error, exc_info=not isinstance(error, KVTierError)
+            )
             gate.close()
             self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
             return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
-from manual_mover import ManualEvent, ManualMover
+from manual_mover import ManualEvent, ManualFlight, ManualMover
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
 from kvtier.kernels.copy import Ack, CopyEngine, CopyLimits, Lane, Moves, Outcome
-from kvtier.kernels.mover import State
+from kvtier.kernels.mover import Flight, Gate, State
 
 SMALL = CopyLimits(
     chunk_bytes=200, load_window_bytes=10_000, store_window_bytes=1_000, store_window_while_loading_bytes=400
@@ -238,6 +239,40 @@ def test_what_never_flew_is_given_back_when_the_engine_breaks() -> None:
     assert outcomes(acks) == {Outcome.FAILED: 2} and not any(ack.last for ack in acks)
     assert engine.stats().quarantined == 1 and len(mover.flights) == 1 and mover.gates[0].closed == 1
     engine.check()
+
+
+class Buggy(ManualMover):
+    """Its launches from number `good` on go wrong, after they have begun to copy."""
+
+    good = 1
+
+    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> ManualFlight:
+        flight = super().launch(lane, moves, gate, behind)
+        if len(self.flights) > self.good:
+            raise RuntimeError("a bug")
+        return flight
+
+
+@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.STORE])
+def test_a_launch_that_raises_is_lost_and_its_command_has_a_ticket(lane: Lane) -> None:
+    mover = Buggy()
+    engine = engine_of(mover)
+    give = engine.load if lane is Lane.LOAD else engine.store
+    ticket = give(some(4))  # two chunks: one flies, one is perhaps being copied
+    assert engine.poll() == [], "who gave the command may not use its memory: copies are under way"
+    mover.end(0)
+    acks = engine.poll()
+    assert [(ack.ticket, ack.outcome, ack.moves.slots.tolist()) for ack in acks] == [(ticket, Outcome.DONE, [0, 1])]
+    assert not engine.ready and engine.stats().quarantined == 2 and not engine.close(0.0)
+    engine.check()
+
+
+def test_a_flight_whose_state_cannot_be_asked_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = ManualMover()
+    engine = engine_of(mover)
+    engine.store(some(1))
+    monkeypatch.setattr(ManualFlight, "state", lambda self: 1 / 0)
+    assert engine.poll() == [] and not engine.ready and not engine.close(0.0) and not mover.closed
 
 
 def test_a_fence_launches_the_whole_ticket_and_orders_the_stream_behind_it() -> None:

@@ -199,6 +199,28 @@ def test_a_refused_copy_fails_once_its_part_is_over(kernel_library: ctypes.CDLL)
     assert settle(engine, driver) == [(again, Outcome.DONE)]
 
 
+@pytest.mark.parametrize("method", Method)
+def test_a_launch_with_a_bug_fails_once_its_part_is_over(
+    kernel_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, method: Method
+) -> None:
+    driver = SimulatedDriver(kernel_library, Random(0))
+    engine, *_ = pool_engine(driver, method)
+    name = "launch" if method is Method.DIRECT else "copy"
+    real = getattr(driver, name)
+
+    def buggy(*args: object, **options: object) -> None:
+        real(*args, **options)
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, name, buggy)
+        ticket = engine.store(Moves.of([(0, 3, 0), (5, 6, 0)]))
+    assert engine.stats().in_flight == 2, "not free while what was accepted still runs"
+    assert settle(engine, driver) == [(ticket, Outcome.FAILED)]
+    again = engine.store(Moves.of([(0, 3, 1), (5, 6, 1)]))
+    assert settle(engine, driver) == [(again, Outcome.DONE)]
+
+
 def test_nothing_is_copied_when_its_gate_cannot_be_waited_for(kernel_library: ctypes.CDLL) -> None:
     driver = SimulatedDriver(kernel_library, Random(0))
     engine, *_ = pool_engine(driver)

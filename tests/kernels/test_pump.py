@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from manual_mover import ManualMover
+from manual_mover import ManualFlight, ManualMover
 
 from kvtier.errors import TierError
-from kvtier.kernels.copy import Ack, CopyEngine, Lane, Moves, Outcome
+from kvtier.kernels.copy import Ack, CopyEngine, Moves, Outcome
 from kvtier.kernels.pump import Pump
 
 
@@ -115,25 +114,58 @@ def test_an_engine_that_cannot_be_opened_refuses_and_says_why(caplog: pytest.Log
     assert "no such device" in pump.failure and not pump.ready and pump.close(1.0)
 
 
-def test_a_bug_in_a_tick_is_logged_and_does_not_end_the_thread_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Buggy(ManualMover):
-        times = 0
+class Buggy(ManualMover):
+    """Its launches go wrong from its second on."""
 
-        def launch(self, *args: object, **options: object) -> object:  # type: ignore[override]
-            self.times += 1
-            if self.times == 1:
-                raise RuntimeError("a bug")
-            return super().launch(*args, **options)  # type: ignore[arg-type]
+    def launch(self, *args: object, **options: object) -> ManualFlight:  # type: ignore[override]
+        if self.flights:
+            raise RuntimeError("a bug")
+        return super().launch(*args, **options)  # type: ignore[arg-type]
 
+
+def test_a_bug_in_a_launch_leaves_others_answers_and_ends_with_refusals() -> None:
     mover = Buggy()
+    pump = opened(mover)
+    good, lost = pump.load(Moves.of([(1, 1, 0)])), pump.load(Moves.of([(2, 2, 0)]))
+    pump.tick()
+    mover.end(0)
+    pump.tick()
+    assert outcomes(pump.poll()) == [(good, Outcome.DONE)], "the other may still be under way"
+    assert not pump.ready
+    late = pump.load(Moves.of([(3, 3, 0)]))
+    assert outcomes(pump.poll()) == [(late, Outcome.REFUSED)] and lost < late
+    assert not pump.close(0.0), "its memory stays held"
+
+
+def test_a_bug_in_a_command_is_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = ManualMover()
+    pump = opened(mover)
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyEngine, "load", lambda *args, **options: [][0])
+        wrong, good = pump.load(Moves.of([(1, 1, 0)])), pump.store(Moves.of([(2, 2, 0)]))
+        pump.tick()
+    mover.end(0)
+    pump.tick()
+    assert outcomes(pump.poll()) == [(wrong, Outcome.REFUSED), (good, Outcome.DONE)]
+    assert [gate.closed for gate in mover.gates] == [1, 1]
+
+
+def test_a_bug_in_a_tick_is_logged_and_does_not_end_the_thread_at_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover, real, bugs = ManualMover(), CopyEngine.poll, iter([True])
+
+    def buggy(self: CopyEngine) -> list[Ack]:
+        if next(bugs, False):
+            raise RuntimeError("a bug")
+        return real(self)
+
+    monkeypatch.setattr(CopyEngine, "poll", buggy)
     pump = Pump(lambda: CopyEngine(mover))
-    eventually(lambda: pump.ready)
-    pump.load(Moves(np.array([1]), np.array([1]), np.array([0])))
     eventually(lambda: "a bug" in caplog.text)
     pump.load(Moves.of([(2, 2, 0)]))
     eventually(lambda: mover.flights)
     assert not pump.failure
     mover.end(0)
     eventually(pump.poll)
-    pump.close(0.1)
-    assert {flight.lane for flight in mover.flights} == {Lane.LOAD}
+    assert pump.close(5.0)
