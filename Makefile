@@ -19,14 +19,14 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-tiers test-engines test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
 	@echo "make sglang     .venv-sglang: SGLang for the CPU on top of .venv (250 MB more); part of setup"
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
 	@echo "make test       the quick tests        make test-long   all of them"
-	@echo "make test-tiers and make test-engines are its two parts, make test-sglang SGLang's of the second"
+	@echo "make test-engines (test-vllm, test-sglang) and make test-tiers (test-disk, test-objects, test-core) are its parts"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
@@ -76,18 +76,30 @@ $(VLLM)/.ready: $(READY) pyproject.toml
 demo: $(BASE)
 	$(BIN)/kvtier demo
 
-# Two parts at once, since most of their tests use one core; each shows its results when it ends. PARTS=1: one by one.
-# Exit status 5: none of the tests was selected by $(PYTEST).
+# Several parts, PARTS of them at once, since most of their tests use one core: a part begins when another ends, so the
+# longest come first. Each shows its results when it ends. Exit status 5: none of its tests was selected by $(PYTEST).
 PARTS ?= 2
 test: $(READY) $(SGLANG)/.ready
-	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target test-engines test-tiers
+	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target \
+		test-vllm test-disk test-core test-sglang test-objects
 
-test-tiers: $(READY)
-	$(BIN)/python -m pytest --ignore=tests/connectors/sglang --ignore=tests/connectors/vllm $(PYTEST) || test $$? -eq 5
+test-engines: test-vllm test-sglang
 
-test-engines: $(READY) $(SGLANG)/.ready
+test-tiers: test-disk test-core test-objects
+
+test-disk: $(READY)
+	$(BIN)/python -m pytest tests/tiers/disk $(PYTEST) || test $$? -eq 5
+
+test-objects: $(READY)
+	$(BIN)/python -m pytest tests/tiers/objects $(PYTEST) || test $$? -eq 5
+
+# All that the other parts leave.
+test-core: $(READY)
+	$(BIN)/python -m pytest $(addprefix --ignore=tests/,connectors/sglang connectors/vllm tiers/disk tiers/objects) \
+		$(PYTEST) || test $$? -eq 5
+
+test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/connectors/vllm $(PYTEST) || test $$? -eq 5
-	$(SGLANG)/bin/python -m pytest tests/connectors/sglang $(PYTEST) || test $$? -eq 5
 
 test-sglang: $(SGLANG)/.ready
 	$(SGLANG)/bin/python -m pytest tests/connectors/sglang $(PYTEST) || test $$? -eq 5

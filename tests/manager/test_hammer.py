@@ -14,8 +14,7 @@ from tests.manager.support.hammer_world import STACKS
 @pytest.mark.parametrize(
     ("stack", "seed"),
     [
-        ("memory", 1), ("memory", 2), ("memory", 3), ("disk", 1), ("disk", 3), ("objects", 2), ("both", 2), ("both", 3),
-        ("worker", 1), ("s3", 2), ("long", 1),
+        ("memory", 2), ("memory", 3), ("disk", 1), ("objects", 2), ("both", 3), ("worker", 1), ("s3", 2), ("long", 1),
     ],
 )  # fmt: skip
 async def test_everything_at_once(stack: str, seed: int, tmp_path: Path) -> None:

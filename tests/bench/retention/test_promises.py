@@ -53,7 +53,7 @@ def test_gapduel_is_near_the_best_fixed_policy_when_squeezed(claude: Trace, hour
     assert regret(claude.squeezed(hours * 3600.0, seed=7), fraction) <= 0.05
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.10])
+@pytest.mark.parametrize("fraction", [pytest.param(0.01, marks=pytest.mark.long), 0.10])
 def test_gapduel_stays_near_lru_or_above_on_the_mooncake_trace(mooncake: Trace, fraction: float) -> None:
     capacity = capacity_of(mooncake, fraction)
     ours = drive(mooncake, GapDuel(capacity), capacity)

