@@ -65,7 +65,7 @@ def test_a_contender_that_cannot_run_says_why_and_the_others_run(
         count = len(prompts)
         return Replay(1.0, 2.0, 10 * count, 33 * count, [[1]] * count, [0.1] * count, [[1.0]] * count)
 
-    monkeypatch.setattr(peers, "_replay", replay)
+    monkeypatch.setattr(peers, "replay", replay)
     contest = Contest(tmp_path, [[1] * 33] * 6, 80, 64, tmp_path, again=2)
     out = peers.compare(contest)
     assert out["native"] == {"not_run": "the engine ended: no such device"}
@@ -79,7 +79,7 @@ def test_a_contender_that_cannot_run_says_why_and_the_others_run(
             raise KeyboardInterrupt
         return replay(contest, name, more, prompts, margins)
 
-    monkeypatch.setattr(peers, "_replay", stop)
+    monkeypatch.setattr(peers, "replay", stop)
     out = peers.compare(replace(contest, folder=tmp_path / "again"))
     assert "computed_share" in out["kvtier"] and out["lmcache"] == out["native"] == {"not_run": "interrupted"}
     with pytest.raises(InvalidRequest, match="no-such"):

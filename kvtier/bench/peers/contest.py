@@ -43,6 +43,7 @@ class Replay:
     tokens: list[list[int]]
     ttft_s: list[float]
     margins: list[list[float]]
+    cpu_s: list[float] = field(default_factory=list)  # of the engine's process, per request, where it says
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class Contest:
             tokens=[out["tokens"] for out in outs],
             ttft_s=[out["ttft_s"] for out in outs],
             margins=[out["margins"] for out in outs],
+            cpu_s=[out["cpu_s"] for out in outs if "cpu_s" in out],
         )
 
 

@@ -6,6 +6,9 @@
     native+kvtier  vLLM's tiered offloading: its host cache, and kvtier as its tier
     lmcache        LMCache's server (MP) with its fs_native adapter, through LMCacheMPConnector
 
+and, if asked for, what its choices are worth: `kvtier always` loads whatever it finds, `kvtier between` does so between
+steps only, `kvtier never` only stores.
+
 All have as much host memory and the same disk. A slice of the trace is replayed one request after another; then the
 engine (and LMCache's server) end, start again, and the slice's last requests are repeated. Each of the trace's
 blocks of 512 tokens stands for one block of the engine, so that a small model on a CPU can follow. Every request's
@@ -30,31 +33,33 @@ from kvtier.errors import InvalidRequest
 from kvtier.testing.servers import free_ports
 
 NAMES = ("nothing", "kvtier", "native", "native+kvtier", "lmcache")
+VARIANTS = ("kvtier always", "kvtier between", "kvtier never")
 _ENGINE = Path(__file__).with_name("vllm_engine.py")
 
 
 def compare(contest: Contest, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Figures per contender. Starts engines one after another; blocks for minutes. A contender that cannot be run has
     an entry with the reason."""
-    truth = _replay(contest, "oracle", {"enable_prefix_caching": False}, contest.prompts, margins=True)
-    return contest.compare(names, truth, _transfer, _replay)
+    truth = replay(contest, "oracle", {"enable_prefix_caching": False}, contest.prompts, margins=True)
+    return contest.compare(names, truth, transfer, replay)
 
 
 @contextmanager
-def _transfer(contest: Contest, name: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Arguments of the engine that switch a contender on; what it needs beside the engine runs meanwhile."""
+def transfer(contest: Contest, name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Arguments of the engine that switch a contender on, and `control`, kvtier's parameters of each request; what it
+    needs beside the engine runs meanwhile."""
     host, disk = contest.host_blocks * BLOCK_BYTES, str(folder / "disk")
     if name == "nothing":
         yield {}
-    elif name == "kvtier":
+    elif name in ("kvtier", *VARIANTS):
         tiers = {"g2": {"capacity": host}, "g3": {"path": disk, "capacity": "4GiB"}}
-        yield _connector(
-            "KVTierConnector",
-            "kvtier.connectors.vllm",
-            kvtier_config={"tiers": tiers},
-            lookup_deadline="1s",
-            recompute="never",  # a model this small computes faster than any disk reads
-        )
+        given: dict[str, Any] = {"kvtier_config": {"tiers": tiers}, "lookup_deadline": "1s"}
+        if name in ("kvtier always", "kvtier between"):
+            given["recompute"] = "never"
+        if name == "kvtier between":
+            given["in_step_bytes"] = 0
+        arguments = _connector("KVTierConnector", "kvtier.connectors.vllm", **given)
+        yield {**arguments, "control": {"load": name != "kvtier never"}}
     elif name == "native":
         yield _native(host, {"type": "fs", "root_dir": disk, "n_read_threads": 4, "n_write_threads": 4})
     elif name == "native+kvtier":
@@ -65,7 +70,7 @@ def _transfer(contest: Contest, name: str, folder: Path) -> Iterator[dict[str, A
         with _lmcache(contest, host, disk) as port:
             yield _connector("LMCacheMPConnector", None, **{"lmcache.mp.port": port})
     else:
-        raise InvalidRequest(f"{name!r} is not a contender; known: {', '.join(NAMES)}")
+        raise InvalidRequest(f"{name!r} is not a contender; known: {', '.join((*NAMES, *VARIANTS))}")
 
 
 def _connector(kind: str, module: str | None, **extra: Any) -> dict[str, Any]:
@@ -123,17 +128,28 @@ def _until_listening(server: subprocess.Popen[Any], port: int, log: Path) -> Non
     raise PeerFailed(f"LMCache's server does not answer: {error_in(log.read_text())}")
 
 
-def _replay(
+def replay(
     contest: Contest, name: str, more: Mapping[str, Any], prompts: Sequence[Sequence[int]], margins: bool = False
 ) -> Replay:
     """Run one engine over the prompts. Raises PeerFailed if it does not start, dies or stops answering."""
+    return contest.run_engine(name, command(contest, name), job(contest, more, prompts, margins=margins))
+
+
+def command(contest: Contest, name: str) -> list[str]:
+    """Starts the engine of a contender, which reads its job."""
+    interpreter = contest.lmcache if name == "lmcache" and contest.lmcache is not None else Path(sys.executable)
+    return [str(interpreter), "-P", str(_ENGINE)]
+
+
+def job(contest: Contest, more: Mapping[str, Any], prompts: Sequence[Sequence[int]], **given: Any) -> dict[str, Any]:
+    """Of `vllm_engine`: the prompts for an engine with `more` arguments; what else is `given`."""
+    switched = {name: value for name, value in more.items() if name != "control"}
     engine = {
         "model": str(contest.model), "skip_tokenizer_init": True, "dtype": "float32", "seed": 0,
         "max_model_len": BLOCK_TOKENS * (PROMPT_BLOCKS_MAX + 4), "block_size": BLOCK_TOKENS,
         "num_gpu_blocks_override": contest.gpu_blocks, "gpu_memory_utilization": 0.2, "enforce_eager": True,
         "disable_log_stats": False, "max_num_batched_tokens": 512, "async_scheduling": False,
-        "prefix_caching_hash_algo": "sha256_cbor", "distributed_executor_backend": "uni", **more,
+        "prefix_caching_hash_algo": "sha256_cbor", "distributed_executor_backend": "uni", **switched,
     }  # fmt: skip
-    job = {"engine": engine, "prompts": [*map(list, prompts)], "tokens": OUTPUT_TOKENS, "margins": margins}
-    interpreter = contest.lmcache if name == "lmcache" and contest.lmcache is not None else Path(sys.executable)
-    return contest.run_engine(name, [str(interpreter), "-P", str(_ENGINE)], job)
+    asked = {"prompts": [*map(list, prompts)], "tokens": OUTPUT_TOKENS, "control": more.get("control")}
+    return {"engine": engine, **asked, "margins": False, **given}

@@ -1,13 +1,16 @@
 """One vLLM engine that replays prompts one after another, in a process of its own. Run by `kvtier.bench.peers.vllm`.
 
-    python -P vllm_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false}'
+    python -P vllm_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false, "control": null}'
+
+With `"in_turn": true` it waits for a line on standard input before each prompt.
 
 Scheduler and worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which starts in a third of the time. An
 engine in a process of its own goes on stepping while it is idle and its connector has work; here that happens between
 two requests, for at most IDLE_S, and at the end for at most END_S, for every contender alike.
 
 Imports vLLM and nothing of kvtier, so that an interpreter with another cache's packages can run it. Writes JSON lines:
-{"ready": seconds}, one {"tokens", "ttft_s", "cached", "margins"} per prompt, {"computed", "prompted"} at the end.
+{"ready": seconds}, one {"tokens", "ttft_s", "cpu_s", "cached", "margins"} per prompt, {"computed", "prompted"} at the
+end.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def read_job() -> tuple[dict[str, Any], Callable[..., None]]:
         lines.write(json.dumps(fields) + "\n")
         lines.flush()
 
-    return json.load(sys.stdin), report
+    return json.loads(sys.stdin.readline()), report
 
 
 def main() -> None:
@@ -47,17 +50,23 @@ def main() -> None:
     sampling = SamplingParams(
         temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False,
         logprobs=2 if job["margins"] else None,
+        extra_args={"kv_transfer_params": {"kvtier": job["control"]}} if job.get("control") else None,
     )  # fmt: skip
     # Warm-up, not measured.
     llm.generate([{"prompt_token_ids": [7] * 40}], sampling, use_tqdm=False)
     before = _sources(llm)
     report(ready=time.monotonic() - began)
     for prompt in job["prompts"]:
+        if job.get("in_turn"):
+            sys.stdin.readline()
+        computing = time.process_time()
         (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        computing = time.process_time() - computing
         _idle(llm, IDLE_S)
         report(
             tokens=list(out.outputs[0].token_ids),
             ttft_s=out.metrics.first_token_latency,
+            cpu_s=computing,
             cached=out.num_cached_tokens or 0,
             margins=[_margin(step) for step in out.outputs[0].logprobs] if job["margins"] else [],
         )

@@ -46,8 +46,9 @@ def peers(
     """Start an engine per contender, and once more after a restart: minutes."""
     if engine not in ("vllm", "sglang"):
         raise ConfigError(f"--engine {engine}: vllm and sglang can be compared")
-    known = vllm_peers.NAMES if engine == "vllm" else sglang_peers.NAMES
-    names = [name.strip() for name in only.split(",") if name.strip()] or list(known)
+    usual = vllm_peers.NAMES if engine == "vllm" else sglang_peers.NAMES
+    known = (*usual, *vllm_peers.VARIANTS) if engine == "vllm" else usual
+    names = [name.strip() for name in only.split(",") if name.strip()] or list(usual)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: no such contender; known: {', '.join(known)}")
     chains, load_before = slice_of(trace, requests, seed), os.getloadavg()
