@@ -87,6 +87,11 @@ def size(value: Any) -> int:
     return parse_size(value)
 
 
+def size_or_none(value: Any) -> int:
+    """The same, or 0: nothing."""
+    return 0 if value in (0, "0") and not isinstance(value, bool) else size(value)
+
+
 def flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"must be true or false, got {shorten(value)}")

@@ -96,6 +96,19 @@ def computed(request: Any) -> int:
     return int(min(request.num_tokens - 1, done))
 
 
+def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether the engine puts right what a load leaves that is made, and fails, within the step that reads it. Only
+    where a step's outcome is known before the next one is planned, which could build upon a failed load; where the pool
+    can forget names; where a single group of blocks has them, since a state that comes within the step, or fails in it,
+    is not put right; and where the step does not clear new blocks, since that might come after the load."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    stages = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", None)
+    in_turn = stages == 1 and getattr(vllm_config.scheduler_config, "async_scheduling", None) is False
+    plain = len(kv_cache_config.kv_cache_groups) == 1 and not getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    return in_turn and plain and hasattr(BlockPool, "evict_blocks")
+
+
 def unwanted(request: Any) -> bool:
     """The request must not read any cache (prompt log-probabilities, say)."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
@@ -141,8 +154,8 @@ def holds_foreign_state(request: Any) -> bool:
 
 
 class EnginePool:
-    """vLLM's BlockPool, read only. Its blocks are named by `block_hash`: chain hash ‖ group index, a bytes object
-    that is made anew whenever a block is filled anew."""
+    """vLLM's BlockPool, read only but for `unname`. Its blocks are named by `block_hash`: chain hash ‖ group index, a
+    bytes object that is made anew whenever a block is filled anew."""
 
     def __init__(self, pool: Any, group: int = 0) -> None:
         """`group`: the one whose blocks are meant where names are."""
@@ -196,6 +209,11 @@ class EnginePool:
         """Whether `reused` still would be called with each of these: the engine calls the last one that watches."""
         watching = self._pool._reuse_watchers
         return all(watching.get(block) is reused for block in blocks)
+
+    def unname(self, blocks: Collection[int]) -> None:
+        """Have the engine forget what it named these blocks: they hold something else. Who has them keeps them."""
+        if self.caching:
+            self._pool.evict_blocks({block for block in blocks if not self._pool.blocks[block].is_null})
 
     def free(self) -> int:
         """Blocks that could be handed out."""

@@ -48,7 +48,7 @@ from kvtier.connectors.vllm.worker import WorkerHalf, cpus_by_piece, host_identi
 from kvtier.errors import ConfigError, IdentityError
 
 if TYPE_CHECKING:
-    from kvtier.connectors.vllm.worker import CacheLayout
+    from kvtier.connectors.vllm.tensors import CacheLayout
     from kvtier.identity.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ ARGUMENTS: Mapping[str, settings.Reader] = {
     "flush_timeout": settings.seconds,
     "ack_timeout": settings.seconds,
     "step_bytes": settings.size,
+    "in_step_bytes": settings.size_or_none,
     "decode_blocks": settings.flag,
     "recompute": settings.recompute,
     "event_tiers": tiers_announced,
@@ -112,7 +113,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if ahead == "auto":
             # Blocks that four steps can consume, at most a quarter of the pool.
             ahead = min(4 * blocks, self._cache_layout.blocks // 4)
-        step_bytes, link_bytes_s = store_bounds(self._cache_layout, blocks, compat.on_gpu(self._vllm_config))
+        on_gpu = compat.on_gpu(self._vllm_config)
+        in_step = not on_gpu and compat.loads_in_step(self._vllm_config, self._kv_cache_config)
+        step_bytes, link_bytes_s = store_bounds(self._cache_layout, blocks, on_gpu)
         return ConnectorLimits(
             lookup_deadline_s=own.get("lookup_deadline", config.deadlines.lookup),
             prefetch_s=config.deadlines.get,
@@ -123,6 +126,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             spill_ahead_blocks=int(ahead),
             decode=own.get("decode_blocks", True),
             weighs_loads=own.get("recompute", "auto") == "auto",
+            in_step_bytes=own.get("in_step_bytes", 16 << 20) if in_step else 0,
+            shares_cores=not on_gpu,
         )
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from kvtier.connectors.vllm.compat import hash_problem
 from kvtier.connectors.vllm.configuration import configuration_of
 from kvtier.connectors.vllm.groups import FULL, groups_of, refuse_unproven
 from kvtier.connectors.vllm.messages import Handshake
-from kvtier.connectors.vllm.worker import CacheLayout
+from kvtier.connectors.vllm.tensors import CacheLayout
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
 

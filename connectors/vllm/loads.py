@@ -1,5 +1,9 @@
 """Loads: blocks on their way from G2 into vLLM's pool, from the request's allocation to every rank's answer.
 
+A load *in step* is over before the forward of the step that it is planned for, which computes the rest of the request.
+The engine has named its blocks by then, and those that are computed behind them: until the step has run no other
+request may build upon them, and if the load failed, their names are taken back.
+
 A load that some rank leaves unanswered for `ack_timeout_s` is cancelled. Until all such loads are answered, none is
 offered: `late`. The memory of a cancelled load belongs to the copy until its answer, like that of any other.
 
@@ -17,8 +21,10 @@ from itertools import takewhile
 
 from kvtier.clock import Clock
 from kvtier.connectors.counters import tokens_by_tier
+from kvtier.connectors.vllm.compat import EnginePool
 from kvtier.connectors.vllm.messages import Load, StepMoves
 from kvtier.connectors.vllm.requests import RequestState
+from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 from kvtier.tiers.protocol import Miss
@@ -39,8 +45,10 @@ class _Loading:
     start: int
     count: int  # leading `blocks` that are the chain's
     since_s: Mono
+    in_step: bool = False
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
+    table: tuple[int, ...] = ()  # of a load in step: the request's, as it was then
 
 
 class Loads:
@@ -66,6 +74,8 @@ class Loads:
         self._loading: dict[int, _Loading] = {}
         self._job_of: dict[str, int] = {}  # of a request that waits
         self._cancelled: set[int] = set()
+        self.in_step_blocks = 0  # of loads within the step being planned
+        self._named: list[tuple[int, BlockKey | None]] = []  # depth and name of the first block of loads in this step
 
     def __len__(self) -> int:
         """Loads that some rank has not answered."""
@@ -77,8 +87,35 @@ class Loads:
         return bool(self._cancelled)
 
     def waits(self, name: str) -> bool:
-        """Whether the request has a load that some rank has not answered: until then its blocks belong to the copy."""
-        return name in self._job_of
+        """Whether the request has a load that some rank has not answered: until then its blocks belong to the copy. One
+        within a step is over with the step."""
+        work = self._loading.get(self._job_of.get(name, -1))
+        return work is not None and not work.in_step
+
+    def builds_upon(self, chain: Sequence[BlockKey], blocks: int) -> bool:
+        """Whether the first `blocks` of a chain, which the engine's pool has, contain some that are loaded in the step
+        being planned. A request without names may be any."""
+        return any(
+            depth < blocks and (name is None or depth >= len(chain) or chain[depth] == name)
+            for depth, name in self._named
+        )
+
+    def read(self, state: RequestState) -> Counter[str]:
+        """Tokens by tier that a request has read which ends now. If it ends with the step that loaded them, no answer
+        has been taken yet; had that load failed, the engine would not have ended it."""
+        within = self.sources(state.track.name) if state.in_step else {}
+        return state.read + Counter(within)
+
+    def unname(self, pool: EnginePool | None, bad: set[int]) -> None:
+        """Take back the names of blocks that do not hold what the engine named them, since loads in the step that has
+        run left these `bad` ones without content: all of their requests from the first bad one on."""
+        found: set[int] = set()
+        for work in self._loading.values():
+            first = next((at for at, block in enumerate(work.blocks) if block in bad), None) if work.in_step else None
+            if first is not None:
+                found.update(work.table[work.start + first :])
+        if found and pool is not None:
+            pool.unname(found)
 
     def plan(self, manager: Manager | None, state: RequestState, count: int) -> None:
         """Load `count` blocks into the request's table, from the start of its lease on, and with them its `more` of
@@ -98,19 +135,27 @@ class Loads:
             tuple(slot.number for slot in slots),
             tuple(slot.generation for slot in slots),
         )
+        if state.in_step:
+            self._named.append((start, state.track.chain[start]))
+            self.in_step_blocks += count
         self._begin(state.track.name, state, lease, moves, start, count)
         state.lease, state.also, state.more = None, None, ()
 
     def refuse(self, name: str, state: RequestState | None, blocks: Sequence[int]) -> None:
         """The request's load went wrong here, and it waits: have the workers report these blocks as failed."""
+        if state is not None and state.in_step:
+            self._named.append((0, None))
         self._begin(name, state, None, StepMoves(self._job(), tuple(blocks), (), ()), 0, 0)
 
     def _begin(
         self, name: str, state: RequestState | None, lease: Lease | None, moves: StepMoves, start: int, count: int
     ) -> None:
         also = state.also if state is not None and lease is not None else None
-        work = _Loading(name, state, lease, also, moves.blocks, start, count, self._clock.monotonic())
-        load = Load(name, moves, state.adapter if state is not None and lease is not None else None)
+        in_step = state is not None and state.in_step
+        work = _Loading(name, state, lease, also, moves.blocks, start, count, self._clock.monotonic(), in_step)
+        if state is not None and in_step:
+            work.table = tuple(state.track.table) if lease is not None else moves.blocks
+        load = Load(name, moves, state.adapter if state is not None and lease is not None else None, in_step)
         self._loading[moves.job] = work
         self._job_of[name] = moves.job
         self._planned.append(load)
@@ -127,16 +172,21 @@ class Loads:
         return jobs
 
     def own(self, bad: set[int], failed: Mapping[int, set[int]]) -> set[int]:
-        """Those of the `bad` blocks that these `failed` moves of loads account for: only their request has them."""
+        """The `bad` blocks that these `failed` moves account for, where their request alone has them, and waits."""
         loads = ((self._loading.get(job), places) for job, places in failed.items())
         own = [
-            work.blocks[at] for work, places in loads if work is not None and work.lease is not None for at in places
+            work.blocks[at]
+            for work, places in loads
+            if work is not None and work.lease is not None and not work.in_step
+            for at in places
         ]
         return bad.intersection(own)
 
     def take(self) -> list[Load]:
         """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
         loads, self._planned = self._planned, []
+        self._named.clear()  # the next step is planned when this one has been answered
+        self.in_step_blocks = 0
         return loads
 
     def sources(self, name: str) -> dict[str, int]:

@@ -57,12 +57,13 @@ class StepMoves:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A request's blocks that are to be filled. The request waits until every rank has answered. The blocks are of the
-    adapter (id, name) `adapter`."""
+    """A request's blocks that are to be filled. The request waits until every rank has answered; with `in_step` it is
+    computed in the same step, whose forward waits. The blocks are of the adapter (id, name) `adapter`."""
 
     request: str
     moves: StepMoves
     adapter: tuple[int, str] | None = None
+    in_step: bool = False
 
 
 @dataclass

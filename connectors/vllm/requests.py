@@ -18,6 +18,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
 
 
@@ -61,6 +62,7 @@ class RequestState:
     promoted: Promoted = field(default_factory=Promoted)
     pinning: PinFuture | None = None
     wait_until_s: Mono | None = None  # for the promotion
+    local: int | None = None  # blocks that the engine has itself, from its question until it gives the request a table
     lease: Lease | None = None
     also: Lease | None = None  # pins what other groups need where the lease ends
     more: Sequence[tuple[int, Slot]] = ()  # blocks of other groups that are to be loaded from slots that `also` pins
@@ -69,6 +71,7 @@ class RequestState:
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken
     lease_until_s: float = 0.0  # monotonic
     load_failed: bool = False  # it is offered none any more
+    in_step: bool = False  # whether what was offered last is loaded within the step that computes the rest
     asked: int = 0  # blocks beyond the engine's own hit, until their reading is recorded
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
 
@@ -86,6 +89,16 @@ class RequestState:
         """Neither read nor keep anything more of it."""
         self.drop_lease()
         self.scope, self.track.storable = None, False
+
+    def offered(self, block_tokens: int) -> tuple[int, bool]:
+        """Tokens that the lease pins, and whether they come before the request may run."""
+        blocks = 0 if self.lease is None else len(self.lease)
+        return blocks * block_tokens, blocks > 0 and not self.in_step
+
+    def decline(self) -> None:
+        """It is not worth its load: give back what was found, and keep the reason."""
+        self.drop_lease()
+        self.lease = Lease((), (), Miss.SLOWER, lambda holds: None)
 
     def drop_lease(self) -> None:
         for lease in (self.lease, self.also):

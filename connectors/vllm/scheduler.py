@@ -30,10 +30,12 @@ from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.confirm import Chain, Confirmer, Track
 from kvtier.connectors.vllm.events import KVEvents
+from kvtier.connectors.vllm.kept import KeptBlocks
 from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
+from kvtier.connectors.vllm.weighing import LOWER, Ran, Weighing, ran_of, way_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
@@ -78,7 +80,6 @@ class SchedulerHalf:
         self._clock = clock
         self._block_tokens = caches.namespace.block_tokens
         self._requests: dict[str, RequestState] = {}
-        self._delayed: dict[str, tuple[Track, int, float]] = {}  # finished, blocks kept: track, last step, deadline
         self._feedback = Feedback(self._block_tokens)
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers were told of
@@ -88,8 +89,10 @@ class SchedulerHalf:
         self._idle_since_s: float | None = None
         self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, clock, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
+        self._kept = KeptBlocks(self._stores, self._loads, clock, self.counters)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
-        self._launched: deque[tuple[int, int, float]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, since
+        self._weighing = Weighing(limits.weighs_loads, self._requests, self._block_tokens, clock)
+        self._launched: deque[tuple[int, int, Ran]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, the step
         self._pool: compat.EnginePool | None = None
         self._confirmer = Confirmer(self._block_tokens, None)
 
@@ -98,6 +101,7 @@ class SchedulerHalf:
         self._pool = compat.EnginePool(pool, self._group)
         self._confirmer = Confirmer(self._block_tokens, self._pool if self._pool.caching else None)
         self._stores.bind(self._pool, self._confirmer)
+        self._kept.bind(self._pool, self._confirmer)
 
     def _job(self) -> int:
         self._jobs += 1
@@ -167,7 +171,7 @@ class SchedulerHalf:
             return
         chain = state.track.chain[:usable]
         start = self._pool.resident(chain) if self._pool is not None else 0
-        if manager.prefix(chain[start:]) == usable - start:
+        if manager.prefix(chain[start:]) == usable - start or not self._weighing.worth(state, LOWER, usable - start):
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
         state.promoted = Promoted(cache.submit(promote(manager, chain, deadline, start)), start)
@@ -179,16 +183,14 @@ class SchedulerHalf:
         if track.table:
             self._confirmer.displace(track)
         self._grow(state)
-        manager = self._manager
-        start, usable = computed // self._block_tokens, self._readable(state)
-        now = self._clock.monotonic()
-        lease = state.lease
-        if (
-            lease is not None
-            and now < state.lease_until_s
-            and (state.lease_start, state.lease_usable) == (start, usable)
-        ):
-            return len(lease) * self._block_tokens, len(lease) > 0  # it was asked for before, and got no blocks
+        manager, now = self._manager, self._clock.monotonic()
+        start = state.local = computed // self._block_tokens
+        usable = self._readable(state)
+        if start and self._loads.builds_upon(track.chain, start):
+            return None, False
+        lease, asked_before = state.lease, (state.lease_start, state.lease_usable) == (start, usable)
+        if lease is not None and asked_before and now < state.lease_until_s:  # it got no blocks
+            return state.offered(self._block_tokens)
         state.drop_lease()
         if manager is None or start >= usable or self._loads.late:
             return 0, False
@@ -196,12 +198,20 @@ class SchedulerHalf:
             if state.wait_until_s is None:
                 state.wait_until_s = now + self._limits.lookup_deadline_s
             if now < state.wait_until_s:
+                self._weighing.waits(state)
                 return None, False
             self.counters["lookups_late"] += 1
+        self._weighing.ready(state)
         state.asked = usable - start
         lease = self._pin(manager, state, start, usable)
+        # An adapter may turn out to be another one when the forward needs it: too late for a load in step.
+        found = (len(lease) + self._loads.in_step_blocks) * manager.host.block_bytes
+        state.in_step = len(lease) > 0 and state.adapter is None and found <= self._limits.in_step_bytes
         state.lease, state.lease_start, state.lease_usable, state.lease_until_s = lease, start, usable, now + _LEASE_S
-        return len(lease) * self._block_tokens, len(lease) > 0
+        if len(lease) and not self._weighing.worth(state, way_of(state, start, len(lease)), len(lease)):
+            state.decline()
+            self.counters["loads_declined"] += 1
+        return state.offered(self._block_tokens)
 
     def _pin(self, manager: Manager, state: RequestState, start: int, usable: int) -> Lease:
         """Pin what can be loaded of the request's blocks from `start` on."""
@@ -213,6 +223,7 @@ class SchedulerHalf:
         table = compat.table_of(blocks, self._group)
         self._stores.taken(len(table))
         self._stores.forget(self._confirmer.place(state.track, table))
+        self._weighing.placed(state, tokens // self._block_tokens)
         self._loads.plan(self._manager, state, tokens // self._block_tokens)
 
     def refuse(self, request: Any, blocks: Any) -> None:
@@ -237,14 +248,14 @@ class SchedulerHalf:
         self._confirmer.plan(self._step)
         out = self._outbox
         self._add_arena(out)
-        self._add_freed(out)
+        self._kept.free(out.freed)
         out.cancelled += self._loads.overdue()
         out.loads += self._loads.take()
         if self._stores and (manager := self._manager) is not None:
-            out.stores += self._stores.plan(manager, idle=not self._requests)
-        # On a CPU the forward waits for the step's loads.
-        tokens = 0 if out.loads else compat.prefilled(output)
-        self._launched.append((self._step, tokens, self._clock.monotonic()))
+            busy = self._limits.shares_cores and (bool(out.loads) or compat.prefilled(output) > 0)
+            out.stores += self._stores.plan(manager, idle=not self._requests, busy=busy)
+        tokens = 0 if out.loads else compat.prefilled(output)  # on a CPU the forward waits for loads
+        self._launched.append((self._step, tokens, ran_of(output, out, self._clock.monotonic())))
         out.step = self._step
         return self.undelivered()
 
@@ -301,6 +312,7 @@ class SchedulerHalf:
         meta = getattr(output, "kv_connector_worker_meta", None)
         answers = meta if isinstance(meta, WorkerMeta) else None
         if bad := getattr(output, "invalid_block_ids", None):  # first: copies of these may be among the answers
+            self._loads.unname(self._pool, bad)
             own = set() if answers is None else self._loads.own(bad, answers.failed)
             self._confirmer.fail(bad, own)
             self._stores.distrust(bad)
@@ -317,17 +329,18 @@ class SchedulerHalf:
             self._stores.mark(confirmed, self._manager, self._default)
         now = self._clock.monotonic()
         while self._launched and self._launched[0][0] <= answers.step:
-            _, tokens, began = self._launched.popleft()
-            self._prefill.ran(tokens, began, now)
+            _, tokens, ran = self._launched.popleft()
+            self._prefill.ran(tokens, ran.began_s, now)
+            self._weighing.step(ran, now)
         self._stores.abort_overdue(now)
+
+    def _computed(self, blocks: int, seconds: float) -> None:
+        if (manager := self._manager if self._limits.weighs_loads else None) is not None:
+            manager.computed(blocks, seconds)
 
     def _answer(self, job: int, ranks: int, failed: set[int]) -> None:
         if not self._loads.answer(self._manager, job, ranks, failed):
             self._stores.answer(job, ranks, failed)
-
-    def _computed(self, blocks: int, seconds: float) -> None:
-        if self._limits.weighs_loads and (manager := self._manager) is not None:
-            manager.computed(blocks, seconds)
 
     def _known(self, track: Track) -> int:
         state = self._requests.get(track.name)
@@ -344,45 +357,20 @@ class SchedulerHalf:
         if state is None:
             return False, None
         self._confirmer.finish(name)
+        self._weighing.ended(name)
         state.forget_found()
         or_fallback(self._grow, state, fallback=None)
-        held = self._delay(state)
+        held = self._kept.keep(state.track, self._step)
         answer = or_fallback(self._answer_to, state, fallback=dict[str, Any]())
         return held, {"kvtier": answer} if answer else None
 
     def _answer_to(self, state: RequestState) -> dict[str, Any]:
         """The answer to the request's sender."""
+        read = self._loads.read(state)
         if state.scope is None:
-            return {"tokens_read": dict(state.read)} if state.read else {}
+            return {"tokens_read": dict(read)} if read else {}
         name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
-        return self._feedback.of(name, state.scope, state.control, prompt, state.read, state.pinning)
-
-    def _delay(self, state: RequestState) -> bool:
-        """Without names in the pool, blocks are only known as long as the request holds them: keep them until they
-        are copied, at most a quarter of the pool and not long. Those of a request that waits for its load are the
-        load's: the engine keeps them until that has ended, and there is nothing else in them."""
-        pool, track = self._pool, state.track
-        if pool is None or pool.caching:
-            return False
-        wanted = track.storable and track.table and not self._stores.stopped and not self._loads.waits(track.name)
-        held = sum(len(track.table) for track, _, _ in self._delayed.values())
-        if wanted and 4 * (held + len(track.table)) <= pool.blocks:
-            self._delayed[track.name] = (track, self._step, self._clock.monotonic() + self._limits.flush_timeout_s)
-            return True
-        self.counters["spill_lost"] += len(track.table) if wanted else 0
-        self._confirmer.displace(track)
-        return False
-
-    def _add_freed(self, out: StepMeta) -> None:
-        """Give back the blocks of ended requests that are copied, or held for too long."""
-        now = self._clock.monotonic()
-        busy = self._stores.busy() if self._delayed else set()
-        for name, (track, last, deadline) in list(self._delayed.items()):
-            done = not self._confirmer.under_way(last) and id(track.chain.terms) not in busy
-            if done or now >= deadline:
-                self._confirmer.displace(track)
-                out.freed.append(name)
-                del self._delayed[name]
+        return self._feedback.of(name, state.scope, state.control, prompt, read, state.pinning)
 
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
@@ -393,7 +381,7 @@ class SchedulerHalf:
         if self._idle_since_s is None:
             self._idle_since_s = now
         idle = now - self._idle_since_s
-        if self._delayed or self._loads:  # steps take the answers that give these blocks back to the engine
+        if self._kept or self._loads:  # steps take the answers that give these blocks back to the engine
             return idle < self._limits.flush_timeout_s + _RETURN_S
         if idle >= self._limits.flush_timeout_s:
             return False

@@ -52,6 +52,8 @@ class ConnectorLimits:
     spill_ahead_blocks: int = 64  # at the head of the free queue: copied before they are handed out
     decode: bool = True  # blocks that were filled by decoding are stored, too
     weighs_loads: bool = True  # blocks that would arrive later than prefill takes are computed
+    in_step_bytes: int = 0  # of loads that one step makes within itself, before it computes the rest; 0: none
+    shares_cores: bool = False  # copies are made by the cores that compute
 
 
 @dataclass(slots=True, eq=False)
@@ -190,15 +192,16 @@ class Stores:
 
     # ── choosing ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, manager: Manager, idle: bool) -> list[StepMoves]:
-        """This step's copies; all that is dirty where the engine is `idle`."""
+    def plan(self, manager: Manager, idle: bool, busy: bool = False) -> list[StepMoves]:
+        """This step's copies; all that is dirty where the engine is `idle`, and only what would be lost where it is
+        `busy`: a request's first token would wait for the rest."""
         pool = self._pool
         if pool is None or self.stopped or not self._dirty:
             return []
         now = self._clock.monotonic()
         eager = idle or self._offload.mode == "eager" or not pool.caching
         by_age = self._offload.mode != "lazy" and now >= self._look_at
-        near, aged = self._horizon_moved(pool), eager or by_age
+        near, aged = self._horizon_moved(pool), (eager or by_age) and not (busy and pool.caching)
         # With fewer free blocks than the horizon has, blocks in use come next: handed out as soon as they are free.
         pressed = pool.caching and pool.free() < self.limits.spill_ahead_blocks
         if pressed and now >= self._look_at - self._grain + _PRESSED_S:

@@ -17,16 +17,16 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
+from kvtier.connectors.vllm.tensors import CacheLayout, Described, describe
 from kvtier.connectors.vllm.weights import AdapterClaims, WeightsWatch
-from kvtier.errors import IdentityError, KVTierError
+from kvtier.errors import KVTierError
 from kvtier.kernels import copy, engine, layout
 from kvtier.kernels.memory import populate
 from kvtier.kernels.pump import LIMITS, Pump
@@ -41,21 +41,8 @@ _BLANKED_BYTES = 8 << 20
 _UNENDED: list[object] = []
 """Engines whose copies did not end when they were closed, and the memory that these copies use: for good, since only
 the end of the process proves that nothing writes there any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """The engine's description of its cache: layers in their order, and bytes per block of each."""
-
-    layers: tuple[str, ...]
-    page_bytes: tuple[int, ...]
-    blocks: int
-    layout: str  # the engine's own name of the byte order
-    ranks: int
-    rank: int
-    replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
-    overlays: tuple[tuple[str, ...], ...] = ()  # layers of other groups, which lie in the same pages
-    groups: str = ""  # name of the set of groups; "" for one
+_IN_STEP_S = 5.0
+"""A forward waits for its loads at most so long; a device that takes longer does not work any more."""
 
 
 def cpus_by_piece(cache_layout: CacheLayout, cpus: Sequence[frozenset[int]]) -> list[frozenset[int]]:
@@ -74,94 +61,6 @@ def store_bounds(cache_layout: CacheLayout, step_blocks: int, on_gpu: bool) -> t
         return 64 << 20, math.inf
     ranks = 1 if cache_layout.replicated else cache_layout.ranks
     return max(64 << 20, 2 * step_blocks * sum(cache_layout.page_bytes) * ranks), ranks * _LINK_BYTES_S
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """KV tensors as the copy engine sees them: whole pages, one after another in layer order."""
-
-    memory: layout.Paged
-    shape: layout.Shape
-    identity: str
-    dtype: str
-    absent: tuple[tuple[tuple[int, int], ...], ...] = ()  # see `absent_pages`
-
-
-def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described:
-    """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for tensors
-    whose layout is not certain."""
-    missing = [name for name in cache_layout.layers if name not in tensors]
-    if missing:
-        raise IdentityError(f"layer {missing[0]} has no KV tensor of its own; such models are not served")
-    unit = math.gcd(*cache_layout.page_bytes)
-    bases: list[int] = []
-    inner: list[str] = []
-    strides: set[int] = set()
-    regions: dict[int, layout.Region] = {}
-    for name, page in zip(cache_layout.layers, cache_layout.page_bytes, strict=True):
-        tensor = tensors[name]
-        if isinstance(tensor, (list, tuple)):
-            raise IdentityError(f"layer {name} keeps its state in {len(tensor)} tensors; such models are not served")
-        size, split = tensor.element_size(), tensor.shape[0] // cache_layout.blocks
-        if split < 1 or tensor.shape[0] % cache_layout.blocks:
-            raise IdentityError(
-                f"layer {name}: {tensor.shape[0]} rows do not divide among {cache_layout.blocks} blocks"
-            )
-        extents, steps = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
-        run = 1 + sum((n - 1) * step for n, step in zip(extents, steps, strict=True))
-        if run != math.prod(extents) or tensor.stride(0) * split * size < page or run * split * size > page:
-            raise IdentityError(
-                f"layer {name}: a block is no single run of bytes in layout {cache_layout.layout} (shape "
-                f"{tuple(tensor.shape)}, strides {tuple(tensor.stride())}); choose a layout with heads inside the "
-                "block, such as VLLM_KV_CACHE_LAYOUT=NHD"
-            )
-        strides.add(tensor.stride(0) * split * size)
-        bases += range(tensor.data_ptr(), tensor.data_ptr() + page, unit)
-        inner.append(f"{'x'.join(map(str, extents))}/{'x'.join(map(str, steps))}/{split}@{page}")
-        storage = tensor.untyped_storage()
-        regions[storage.data_ptr()] = layout.Region(storage.data_ptr(), storage.nbytes())
-    absent = absent_pages(cache_layout, tensors)
-    if len(strides) != 1:
-        raise IdentityError(f"layers lie {sorted(strides)} bytes apart per block; equal strides are needed")
-    shape = layout.Shape.opaque(unit, len(bases))
-    memory = layout.Paged(
-        bases=np.array(bases, dtype=np.uint64)[:, None],
-        count=cache_layout.blocks,
-        stride=strides.pop(),
-        token=0,
-        head=0,
-        regions=tuple(sorted(regions.values(), key=lambda region: region.start)),
-        owners=tuple(tensors[name] for name in cache_layout.layers),
-    ).validate(shape)
-    first = tensors[cache_layout.layers[0]]
-    kinds = sorted(set(inner))
-    identity = f"{len(cache_layout.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
-    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."), absent)
-
-
-def absent_pages(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Of each overlay the pages of a block that none of its layers has: offset in the block, and bytes. Raises
-    IdentityError where a layer lies in none of the pages that are copied."""
-
-    def place(name: str) -> tuple[int, int]:
-        tensor = tensors.get(name)
-        if tensor is None or isinstance(tensor, (list, tuple)):
-            raise IdentityError(f"layer {name} has no KV tensor of its own; such models are not served")
-        return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-
-    pages = {place(name): number for number, name in enumerate(cache_layout.layers)}
-    out = []
-    for layers in cache_layout.overlays:
-        places = {place(name) for name in layers}
-        if not places <= pages.keys():
-            raise IdentityError(
-                f"layer {layers[0]} and its group lie in other memory than {cache_layout.layers[0]} and its group; "
-                "groups of KV cache that share their pages are needed"
-            )
-        absent = sorted(number for where, number in pages.items() if where not in places)
-        sizes = cache_layout.page_bytes
-        out.append(tuple((sum(sizes[:number]), sizes[number]) for number in absent))
-    return tuple(out)
 
 
 def host_identity() -> str:
@@ -196,9 +95,13 @@ def fill_page_table(arena: mmap.mmap) -> threading.Thread:
     return thread
 
 
-def _on_gpu(found: Described) -> bool:
-    tensor: Any = found.memory.owners[0]
-    return bool(tensor.is_cuda)
+class _Job(NamedTuple):
+    """Moves under way: a request's load (`in_step`: its forward waits for it), or a store."""
+
+    moves: StepMoves
+    request: str = ""
+    in_step: bool = False
+    epoch: int = 0
 
 
 class WorkerHalf:
@@ -224,8 +127,7 @@ class WorkerHalf:
         self._engine: copy.CopyEngine | Pump | None = None
         self._open: Callable[[], copy.CopyEngine | Pump] | None = None  # makes it anew over the same memory
         self._mark: copy.Event | None = None  # before this step's forward
-        # ticket → epoch, job number, moves, request ("" for a store)
-        self._jobs: dict[int, tuple[int, int, StepMoves, str]] = {}
+        self._jobs: dict[int, _Job] = {}  # by ticket
         self._done: dict[int, int] = {}
         self._failed: dict[int, set[int]] = {}
         self._received: set[str] = set()
@@ -271,7 +173,7 @@ class WorkerHalf:
     def _attach(self, handle: ArenaHandle) -> None:
         assert self._described is not None
         arena = map_arena(handle, self._piece)
-        if not _on_gpu(self._described):  # there, page-locking does it
+        if not self._described.on_gpu:  # there, page-locking does it
             fill_page_table(arena)
         slots = memoryview(arena)[: handle.slots * handle.slot_bytes]
         host = layout.of_slots(slots, handle.slot_bytes, self._described.shape)
@@ -279,38 +181,42 @@ class WorkerHalf:
         begin = partial(
             engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration
         )
-        self._open = partial(Pump, partial(begin, limits=LIMITS)) if _on_gpu(found) else begin
+        self._open = partial(Pump, partial(begin, limits=LIMITS)) if found.on_gpu else begin
         self._engine, self._arena, self._slot_bytes = self._open(), arena, handle.slot_bytes
 
-    def suspend(self) -> None:
+    def suspend(self) -> bool:
         """The engine is about to free the tensors' memory (sleep). Copies under way are cancelled and answered; later
-        ones fail, until `resume`. Waits for those that the device has begun."""
+        ones fail, until `resume`. Waits for those that the device has begun. False: some have not ended, and may write
+        yet; their memory stays mapped."""
         ended, self._engine, self._mark = self._engine, None, None
-        if ended is not None:
-            clean = False
-            try:
-                clean = ended.close(_CLOSE_S)
-            finally:
-                if not clean:
-                    _UNENDED.append((ended, self._arena, self._described))
-                    log.error("copies did not end within %.0f s; their memory stays mapped", _CLOSE_S)
-            for ack in ended.poll():
-                self._take(ack)
+        if ended is None:
+            return True
+        clean = False
+        try:
+            clean = ended.close(_CLOSE_S)
+        finally:
+            if not clean:
+                _UNENDED.append((ended, self._arena, self._described))
+                log.error("copies did not end within %.0f s; their memory stays mapped", _CLOSE_S)
+        for ack in ended.poll():
+            self._take(ack)
+        return clean
 
     def resume(self) -> None:
         """The tensors have memory again, at the addresses where they had it."""
         if self._engine is None and self._open is not None:
             self._engine = self._open()
 
-    def _detach(self) -> None:
+    def _detach(self) -> bool:
+        """As `suspend`; there is no arena any more."""
         self._reached = 0
         try:
-            self.suspend()
+            return self.suspend()
         finally:
             self._arena = self._open = None
             waiting, self._blanking, self._blanked = self._blanking, deque(), 0
             for moves in waiting:
-                self._finish(moves, "", set(range(len(moves.blocks))))
+                self._refuse(_Job(moves))
 
     def start(self, step: int, epoch: int = 0) -> None:
         """A step begins; its number goes back with its answers. Its loads and stores are of weights epoch `epoch`."""
@@ -324,23 +230,50 @@ class WorkerHalf:
             self._mark = self._engine.mark()
 
     def load(self, loads: Sequence[Load]) -> None:
-        """Fill blocks, behind the step's mark."""
-        for job in loads:
-            if job.adapter is None or self._claims.right(*job.adapter, job.moves.blocks):
-                self._submit(job.moves, job.request)
+        """Fill blocks, behind the step's mark; those of loads in step at once."""
+        awaited: list[int] = []
+        for load in loads:
+            job = _Job(load.moves, load.request, load.in_step, self._epoch)
+            if load.adapter is None or self._claims.right(*load.adapter, load.moves.blocks):
+                ticket = self._submit(job)
+                awaited += [ticket] if job.in_step and ticket is not None else []
             else:
-                log.warning("job %d is refused: adapter %d has other weights", job.moves.job, job.adapter[0])
-                self._finish(job.moves, job.request, set(range(len(job.moves.blocks))))
+                log.warning("job %d is refused: adapter %d has other weights", load.moves.job, load.adapter[0])
+                self._refuse(job)
+        if awaited and isinstance(self._engine, copy.CopyEngine):
+            self._await(self._engine, awaited)
+
+    def _await(self, copies: copy.CopyEngine, tickets: Sequence[int]) -> None:
+        """Until these loads are over: the forward reads what they bring. Where they do not end all copying does. Raises
+        KVTierError, which ends the engine, where the device has begun one and does not end it: the engine hands the
+        block out again, and the copy may write into it still."""
+        try:
+            over = copies.wait(tickets, _IN_STEP_S)
+            for ack in copies.poll():
+                self._take(ack)
+        except Exception:
+            log.exception("loads in step went wrong")
+            over = False
+        if not over:
+            log.error("loads in step did not end within %.0f s: this rank neither loads nor stores", _IN_STEP_S)
+            self._unreached, clean = self._reached, self._detach()
+            if not clean:
+                raise KVTierError("a copy into the engine's cache was begun and does not end; restart the engine")
+        for ticket in tickets:
+            if (job := self._jobs.pop(ticket, None)) is not None:
+                self._refuse(job)
 
     def store(self, stores: Sequence[StepMoves]) -> None:
         """Copy blocks out, behind the step's mark."""
         for moves in stores:
             if self._writes:
-                self._submit(moves, "")
+                self._submit(_Job(moves, epoch=self._epoch))
             else:
                 self._done[moves.job] = self._done.get(moves.job, 0) + 1
 
-    def _submit(self, moves: StepMoves, request: str) -> None:
+    def _submit(self, job: _Job) -> int | None:
+        """The ticket of the copies; None where they are refused, which is answered then."""
+        moves = job.moves
         try:
             if self._epoch != self._watch.epoch:
                 raise KVTierError("the weights have changed")
@@ -349,23 +282,34 @@ class WorkerHalf:
             if len(moves.slots) != len(moves.blocks):
                 raise KVTierError("it names no slots")
             columns = (moves.blocks, moves.slots, moves.generations)
-            batch = copy.Moves(*(np.array(column, dtype=np.int64) for column in columns))
-            give = self._engine.load if request else self._engine.store
-            ticket = give(batch, after=self._mark)
-            self._jobs[ticket] = (self._epoch, moves.job, moves, request)
+            ticket = self._give(job, copy.Moves(*(np.array(column, dtype=np.int64) for column in columns)))
         except (KVTierError, OSError) as error:
             log.warning("job %d is refused: %s", moves.job, error)
-            self._finish(moves, request, set(range(len(moves.blocks))))
+            self._refuse(job)
+            return None
         except Exception:  # a request waits for its load: it must be answered
             log.exception("job %d is refused", moves.job)
-            self._finish(moves, request, set(range(len(moves.blocks))))
+            self._refuse(job)
+            return None
+        self._jobs[ticket] = job
+        return ticket
+
+    def _give(self, job: _Job, batch: copy.Moves) -> int:
+        assert self._engine is not None
+        if not job.request:
+            return self._engine.store(batch, after=self._mark)
+        if not job.in_step:
+            return self._engine.load(batch, after=self._mark)
+        if isinstance(self._engine, Pump):
+            raise KVTierError("a forward does not wait for the copies of another thread")
+        return self._engine.load(batch, expedited=True)
 
     def cancel(self, jobs: Collection[int]) -> None:
         """Give these jobs up. Each is answered once nothing touches its memory any more; one that has been answered is
         left alone."""
         if self._engine is not None:
-            for ticket, (_, number, _, _) in self._jobs.items():
-                if number in jobs:
+            for ticket, job in self._jobs.items():
+                if job.moves.job in jobs:
                     self._engine.cancel(ticket)
 
     def poll(self) -> None:
@@ -376,17 +320,18 @@ class WorkerHalf:
         self._blank()
 
     def _take(self, ack: copy.Ack) -> None:
-        epoch, number, moves, request = self._jobs[ack.ticket]
-        if ack.outcome is not copy.Outcome.DONE or epoch != self._watch.epoch:
+        job = self._jobs[ack.ticket]
+        moves = job.moves
+        if ack.outcome is not copy.Outcome.DONE or job.epoch != self._watch.epoch:
             lost = set(ack.moves.triples())
             triples = zip(moves.blocks, moves.slots, moves.generations, strict=True)
-            self._failed.setdefault(number, set()).update(i for i, triple in enumerate(triples) if triple in lost)
+            self._failed.setdefault(moves.job, set()).update(i for i, triple in enumerate(triples) if triple in lost)
         if ack.last:
             del self._jobs[ack.ticket]
-            if moves.groups and not request and self._described is not None and any(self._described.absent):
+            if moves.groups and not job.request and self._described is not None and any(self._described.absent):
                 self._blanking.append(moves)
             else:
-                self._finish(moves, request, set())
+                self._finish(job)
 
     def _blank(self) -> None:
         """Clear the pages that a block's group has no layer for: in the engine's memory they hold what another request
@@ -403,18 +348,23 @@ class WorkerHalf:
             if self._blanked == len(moves.slots):
                 self._blanking.popleft()
                 self._blanked = 0
-                self._finish(moves, "", set())
+                self._finish(_Job(moves))
 
-    def _finish(self, moves: StepMoves, request: str, failed: set[int]) -> None:
-        failed |= self._failed.get(moves.job, set())
-        if failed:
-            self._failed[moves.job] = failed
+    def _refuse(self, job: _Job) -> None:
+        """All of the job went wrong."""
+        self._failed[job.moves.job] = set(range(len(job.moves.blocks)))
+        self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        moves, failed = job.moves, self._failed.get(job.moves.job, set())
         self._done[moves.job] = self._done.get(moves.job, 0) + 1
-        if request:
-            self._received.add(request)
-            self._bad_blocks.update(moves.blocks[position] for position in failed)
-            if failed:
-                self._unloaded.add(request)
+        if not job.request:
+            return
+        if not job.in_step:  # else the request does not wait
+            self._received.add(job.request)
+        self._bad_blocks.update(moves.blocks[position] for position in failed)
+        if failed:
+            self._unloaded.add(job.request)
 
     def received(self) -> set[str]:
         """Requests whose loads have ended on this rank since the last call."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.connectors.settings import Settings, flag, port, recompute, seconds, size
+from kvtier.connectors.settings import Settings, flag, port, recompute, seconds, size, size_or_none
 
 
 def test_arguments_name_a_file_or_carry_the_configuration(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_wrong_arguments_are_named(extra: dict[str, object], said: str) -> None:
         Settings.parse(extra)
 
 
-OWN = {"wait": seconds, "bytes": size, "on": flag, "at": port, "recompute": recompute}
+OWN = {"wait": seconds, "bytes": size, "room": size_or_none, "on": flag, "at": port, "recompute": recompute}
 
 
 def test_a_connectors_own_arguments_are_read() -> None:
@@ -56,13 +56,15 @@ def test_a_connectors_own_arguments_are_read() -> None:
     }
     assert Settings.parse({"wait": 2, "bytes": 5}, OWN).own == {"wait": 2.0, "bytes": 5}
     assert Settings.parse({"wait": None}, OWN).own == {}
+    assert [Settings.parse({"room": room}, OWN).own["room"] for room in (0, "0", "3MiB")] == [0, 0, 3 << 20]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("wait", "10 parsecs"), ("wait", -1), ("wait", float("inf")), ("wait", float("nan")), ("wait", True),
-        ("wait", [1]), ("bytes", "many"), ("bytes", -1), ("bytes", 1.5), ("on", "no"), ("at", "9400"), ("at", 70000),
+        ("wait", [1]), ("bytes", "many"), ("bytes", -1), ("bytes", 0), ("bytes", 1.5), ("room", -1), ("room", False),
+        ("on", "no"), ("at", "9400"), ("at", 70000),
         ("recompute", "sometimes"),
     ],
 )  # fmt: skip

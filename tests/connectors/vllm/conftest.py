@@ -120,8 +120,10 @@ def start(make_checkpoint: Callable[[int], Path]) -> Iterator[Callable[..., Engi
 
 @pytest.fixture(scope="session")
 def engine(make_checkpoint: Callable[[int], Path], config: dict[str, Any]) -> Iterator[Engine]:
-    """One engine for every module that has none of its own."""
-    engine = Engine(model=str(make_checkpoint(0)), config=config, events=True)
+    """One engine for every module that has none of its own. It loads between steps, where a load can be held up, fail
+    late and outlive its request; test_engine_in_step has the others."""
+    arguments = {"in_step_bytes": 0}
+    engine = Engine(model=str(make_checkpoint(0)), config=config, events=True, arguments=arguments)
     yield engine
     engine.kill()
 

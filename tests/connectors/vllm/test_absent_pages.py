@@ -14,7 +14,8 @@ import torch
 
 from kvtier.connectors.vllm import worker as workers
 from kvtier.connectors.vllm.messages import StepMoves
-from kvtier.connectors.vllm.worker import CacheLayout, WorkerHalf, absent_pages
+from kvtier.connectors.vllm.tensors import CacheLayout, absent_pages
+from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import IdentityError
 
 PAGE, BLOCKS = 64, 4

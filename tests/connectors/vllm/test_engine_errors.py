@@ -80,7 +80,7 @@ CALLS = [
     ("half", "_follow"),
     ("_confirmer", "plan"),
     ("half", "_add_arena"),
-    ("half", "_add_freed"),
+    ("_kept", "free"),
     ("_loads", "overdue"),
     ("_loads", "take"),
     ("_stores", "plan"),

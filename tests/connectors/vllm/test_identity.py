@@ -31,7 +31,7 @@ from kvtier.connectors.vllm.configuration import configuration_of
 from kvtier.connectors.vllm.identity import engine_fields, namespace_of
 from kvtier.connectors.vllm.messages import Handshake
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
-from kvtier.connectors.vllm.worker import CacheLayout
+from kvtier.connectors.vllm.tensors import CacheLayout
 from kvtier.identity.namespace import Namespace
 
 

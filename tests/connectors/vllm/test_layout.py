@@ -13,7 +13,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 import torch
 
 from kvtier.connectors.vllm import KVTierConnector, compat
-from kvtier.connectors.vllm.worker import describe
+from kvtier.connectors.vllm.tensors import describe
 from kvtier.kernels.layout import of_slots
 from kvtier.kernels.plan import Planner
 from tests.connectors.vllm.test_parts import BLOCKS, DIM, HEADS, LAYERS, TOKENS, block_outside, layer_outside, pages

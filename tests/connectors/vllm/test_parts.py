@@ -20,19 +20,12 @@ import torch
 from kvtier.config import Config
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm import KVTierConnector
-from kvtier.connectors.vllm.compat import hash_problem
+from kvtier.connectors.vllm.compat import hash_problem, loads_in_step
 from kvtier.connectors.vllm.identity import Adapters, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
-from kvtier.connectors.vllm.worker import (
-    CacheLayout,
-    WorkerHalf,
-    cpus_by_piece,
-    describe,
-    fill_page_table,
-    host_identity,
-    map_arena,
-)
-from kvtier.errors import ConfigError, IdentityError
+from kvtier.connectors.vllm.tensors import CacheLayout, describe
+from kvtier.connectors.vllm.worker import WorkerHalf, cpus_by_piece, fill_page_table, host_identity, map_arena
+from kvtier.errors import ConfigError, IdentityError, KVTierError
 from kvtier.tiers.host.arena import Arena
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
@@ -106,6 +99,53 @@ def test_bytes_out_and_in_are_the_same_in_every_layout(make: Any) -> None:
         assert bool((tensor[0] == 7).all()), "a block that nobody named was written"
     worker.close()
     arena.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_load_in_step_that_does_not_end_is_never_computed_upon(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was not begun fails. One that was may write for as long as it likes, into a block that the engine hands
+    out again: there the engine ends."""
+    monkeypatch.setattr("kvtier.connectors.vllm.worker._IN_STEP_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.vllm.worker._CLOSE_S", 0.01)
+    arena = Arena(PAGE * LAYERS, 1, 1 << 20)
+    arena.open()
+    worker = WorkerHalf(pages())
+    worker.register(layer_outside())
+    attached(worker, arena)
+    worker.start(1)
+    stuck: Any = worker._engine
+    monkeypatch.setattr(*((stuck, "_land", lambda: None) if begun else (stuck, "_launch_ready", lambda: None)))
+    loads = [Load("r", StepMoves(2, (2, 5), (3, 0), (0, 0)), in_step=True)]
+    if begun:
+        with pytest.raises(KVTierError, match="begun and does not end"):
+            worker.load(loads)
+        return
+    worker.load(loads)
+    assert worker.bad_blocks() == {2, 5} and worker.received() == set()
+    assert worker.answer() == WorkerMeta(1, {2: 1}, {2: {0, 1}}, unreached=1)
+    worker.start(2)
+    worker.load([Load("r", StepMoves(3, (2,), (3,), (0,)), in_step=True)])
+    assert worker.bad_blocks() == {2}, "until it is told of the arena again, it has none"
+    worker.start(3)
+    attached(worker, arena)
+    worker.load([Load("r", StepMoves(4, (2,), (3,), (0,)), in_step=True)])
+    assert worker.bad_blocks() == set()
+    worker.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "stages", "groups", "within"),
+    [(False, 1, 1, True), (True, 1, 1, False), (None, 1, 1, False), (False, 2, 1, False), (False, 1, 2, False)],
+)
+def test_loads_are_made_within_a_step_only_where_nothing_builds_upon_one_that_fails(
+    scheduling: bool | None, stages: int, groups: int, within: bool
+) -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        scheduler_config=SimpleNamespace(async_scheduling=scheduling),
+    )
+    assert loads_in_step(config, SimpleNamespace(kv_cache_groups=[None] * groups)) is within
 
 
 def test_the_first_copy_into_a_slot_faults_no_page() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -58,6 +59,27 @@ def test_what_is_stored_is_found_again(make: Make, caching: bool) -> None:
     engine.run()
     assert engine.calls["offered"] == 1 and engine.half.counters["tokens_read_g2"] == 5 * SIZE
     engine.check()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_copies_out_wait_while_their_cores_compute_prompts(make: Make, shares: bool) -> None:
+    """But for those whose blocks would be lost meanwhile."""
+    engine = make()
+    half, other = engine.half, [*range(300, 340)]
+    half._limits = half._stores.limits = replace(half._limits, shares_cores=shares)
+    engine.add("first", PROMPT)
+    assert not engine.step().stores
+    engine.add("second", other)
+    assert bool(engine.step().stores) is not shares
+    assert engine.step().stores, "this one only decodes"
+    engine.run()
+    assert engine.stored(PROMPT) == 5
+    engine.reset()
+    engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 24)
+    engine.add("third", [*range(400, 440)])
+    engine.step()
+    engine.add("fourth", [*range(500, 540)])
+    assert engine.step().stores, "these are about to be handed out"
 
 
 def test_a_load_that_failed_is_not_offered_again_to_its_request(make: Make) -> None:
@@ -229,7 +251,7 @@ def test_an_error_at_any_call_inside_plan_costs_hits_only(make: Make, caching: b
     """The next step works, every request ends, nothing leaks, and nothing wrong is stored."""
     caplog.set_level("CRITICAL")
     names = calls_in_plan(busy(make, caching))
-    for part in ("_follow", "Stores.plan", "Manager.reserve", "_add_arena", "_add_freed", "Loads.take", "overdue"):
+    for part in ("_follow", "Stores.plan", "Manager.reserve", "_add_arena", "KeptBlocks.free", "Loads.take", "overdue"):
         assert any(part in name for name in names), f"the control: {part} is called"
     meta = busy(make, caching).step()
     assert meta.stores and meta.loads and meta.arena and meta.freed == ([] if caching else ["ended"])

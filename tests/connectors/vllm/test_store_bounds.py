@@ -17,7 +17,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 from kvtier.config import Config
 from kvtier.connectors.vllm.connector import KVTierConnector
 from kvtier.connectors.vllm.stores import ConnectorLimits
-from kvtier.connectors.vllm.worker import CacheLayout
+from kvtier.connectors.vllm.tensors import CacheLayout
 from tests.connectors.vllm.support.small_engine import SIZE, SmallEngine
 
 STEP_TOKENS = 8192

@@ -18,6 +18,7 @@ _CALLS = ("arrive", "match", "allocated", "plan", "completed", "finish")
 class Faults:
     """Breaks the connector's two halves (`half`, `worker`) and the tiers (`cache`), and mends them."""
 
+    llm: Any
     core: Any
     half: Any
     worker: Any
@@ -48,8 +49,8 @@ class Faults:
         elif how in ("fail", "always"):
             submit = worker._submit
 
-            def fail(moves: Any, request: str) -> None:
-                submit(moves, request)
+            def fail(moves: Any, request: str, in_step: bool) -> Any:
+                ticket = submit(moves, request, in_step)
                 if request and "used" not in self._faults:
                     if how == "fail":
                         self._faults["used"] = True
@@ -59,23 +60,25 @@ class Faults:
                     for tensor in worker._described.memory.owners:
                         for position in failed:
                             tensor[moves.blocks[position]].fill_(7.0)
+                return ticket
 
             self._faults.pop("used", None)
             worker._submit = fail
         elif how == "now and then":
             submit, count = worker._submit, 0
 
-            def now_and_then(moves: Any, request: str) -> None:
+            def now_and_then(moves: Any, request: str, in_step: bool) -> Any:
                 nonlocal count
-                submit(moves, request)
+                ticket = submit(moves, request, in_step)
                 if not request:
-                    return
+                    return ticket
                 count += 1
                 if count % 3 == 0:
                     worker._failed.setdefault(moves.job, set()).add(count % len(moves.blocks))
                     worker.poll()
                     for tensor in worker._described.memory.owners:
                         tensor[moves.blocks[count % len(moves.blocks)]].fill_(7.0)
+                return ticket
 
             plain_load, begun = worker.load, 0
 
@@ -86,7 +89,7 @@ class Faults:
                 self._faults["late"] = [(turns - 1, job) for turns, job in waiting if turns > 1]
                 for job in loads:
                     begun += 1
-                    if begun % 5 == 0:
+                    if begun % 5 == 0 and not job.in_step:  # a forward waits for the others
                         self._faults["late"].append((3, job))
                     else:
                         due.append(job)
@@ -113,6 +116,32 @@ class Faults:
     def stall_copies(self) -> None:
         """The device begins no copy, until `mend`."""
         self.worker._engine._launch_ready = lambda: None
+
+    def go_away_in_step(self, name: str) -> None:
+        """A client goes away while the step runs that makes the next loads: its engine learns of it before it takes the
+        step's answers."""
+        worker, plain = self.worker, self.worker.load
+        whole = next(key for key in self.core.scheduler.requests if key.startswith(f"{name}-"))
+
+        def load(loads: Any) -> None:
+            plain(loads)
+            if loads:
+                self.llm.llm_engine.output_processor.abort_requests([whole], internal=True)
+                self.core.aborts_queue.put_nowait([whole])
+                worker.__dict__.pop("load", None)
+
+        worker.load = load
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long a forward waits for its loads."""
+        from kvtier.connectors.vllm import worker
+
+        worker._IN_STEP_S = seconds
+
+    def forget_weights(self) -> None:
+        """As after weights were loaded in place by means that nobody saw: of another epoch, and without a name."""
+        watch = self.worker._watch
+        watch.epoch, watch.weights = watch.epoch + 1, ""
 
     def lose_arena(self) -> None:
         """The worker cannot reach the arena, whose descriptor is told to it anew, until `find_arena`."""

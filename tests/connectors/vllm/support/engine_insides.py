@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from hashlib import sha256
 from typing import Any
 
 
@@ -97,6 +98,16 @@ class Insides:
 
     def _track(self, name: str) -> Any:
         return next(state.track for key, state in self.half._requests.items() if key.startswith(name))
+
+    def contents(self, name: str, blocks: int) -> list[str]:
+        """Digests of a running request's first blocks in the engine's cache."""
+        from torch import uint8
+
+        every = self.worker._described.memory.owners
+        return [
+            sha256(b"".join(tensor[block].contiguous().view(uint8).numpy().tobytes() for tensor in every)).hexdigest()
+            for block in self._track(name).table[:blocks]
+        ]
 
     def steps_until_placed(self, name: str) -> None:
         """Step until a request has blocks: it may wait for an answer from disk before."""

@@ -87,13 +87,27 @@ class SmallEngine:
     """Schedules, computes and copies as vLLM does, one step per call."""
 
     def __init__(
-        self, caching: bool = True, blocks: int = 64, clock: VirtualClock | None = None, capacity: str = "4MiB"
+        self,
+        caching: bool = True,
+        blocks: int = 64,
+        clock: VirtualClock | None = None,
+        capacity: str = "4MiB",
+        in_step_bytes: int = 0,
+        weighs: bool = False,
     ) -> None:
         self.clock = clock or VirtualClock()
         config = Config.parse({"tiers": {"g2": {"capacity": capacity}}})
         self.cache = kvtier.open(config, sample_namespace(4096, block_tokens=SIZE))
         self.caches = Caches(self.cache)
-        limits = ConnectorLimits(1.0, 1.0, flush_timeout_s=5.0, ack_timeout_s=30.0, spill_ahead_blocks=8)
+        limits = ConnectorLimits(
+            1.0,
+            1.0,
+            flush_timeout_s=5.0,
+            ack_timeout_s=30.0,
+            spill_ahead_blocks=8,
+            weighs_loads=weighs,
+            in_step_bytes=in_step_bytes,
+        )
         caches: Any = self.caches
         self.half = SchedulerHalf(caches, RequestReader(config), Offload(mode="eager"), limits, 1, self.clock)
         self.connector: Any = object.__new__(KVTierConnector)
@@ -113,6 +127,8 @@ class SmallEngine:
         self.step_number = 0
         self._open: list[tuple[str, StepMoves]] = []
         self.calls: Counter[str] = Counter()
+        self.answers: dict[str, dict[str, Any] | None] = {}  # to the senders of requests that are over
+        self.misled: list[str] = []  # requests that computed behind wrong content, once per step
 
     # ── the engine's scheduler ──────────────────────────────────────────────────────────────────────────────
 
@@ -121,12 +137,13 @@ class SmallEngine:
         self.connector.on_new_request(request)
         return request
 
-    def step(self) -> StepMeta:
-        """Plan, compute and finish one step."""
+    def step(self, between: Callable[[], None] = lambda: None) -> StepMeta:
+        """Plan, compute and finish one step; `between` is called when it has run, before its answers are taken."""
         output = self._schedule()
         meta = self.connector.build_connector_meta(output)
         self.metas.append(meta)
         answers, received, bad = self._work(meta, output)
+        between()
         self._update(output, answers, received, bad)
         return meta
 
@@ -146,7 +163,7 @@ class SmallEngine:
         for request in self.requests.values():
             if request.waits:
                 continue
-            if not request.num_computed_tokens and not self._place(request):
+            if not request.blocks and not self._place(request):
                 continue
             begin, end = request.num_computed_tokens, request.num_tokens
             self._grow(request, end)
@@ -213,29 +230,43 @@ class SmallEngine:
         answers = WorkerMeta(meta.step, unreached=self.unreached)
         received: set[str] = set()
         bad: set[int] = set()
+        for load in meta.loads:
+            if load.in_step:
+                self._work_on(load.request, load.moves, meta, answers, set(), bad)
         for name in output.num_scheduled_tokens:
             self._compute(self.requests[name])
-        jobs = self._open + [(load.request, load.moves) for load in meta.loads] + [("", moves) for moves in meta.stores]
+        late = [load for load in meta.loads if not load.in_step]
+        jobs = self._open + [(load.request, load.moves) for load in late] + [("", moves) for moves in meta.stores]
         self._open = []
         for name, moves in jobs:
             if self.held and moves.job not in meta.cancelled:
                 self._open.append((name, moves))
                 continue
-            failed = self._copy(name, moves, cancelled=moves.job in meta.cancelled)
-            answers.done[moves.job] = 1
-            if failed:
-                answers.failed[moves.job] = failed
-            if name:
-                received.add(name)
-                bad |= {moves.blocks[position] for position in failed}
+            self._work_on(name, moves, meta, answers, received, bad)
         self.freed = set(meta.freed)
         return answers, received, bad
 
+    def _work_on(
+        self, name: str, moves: StepMoves, meta: StepMeta, answers: WorkerMeta, received: set[str], bad: set[int]
+    ) -> None:
+        failed = self._copy(name, moves, cancelled=moves.job in meta.cancelled)
+        answers.done[moves.job] = 1
+        if failed:
+            answers.failed[moves.job] = failed
+        if name:
+            received.add(name)
+            bad |= {moves.blocks[position] for position in failed}
+
     def _compute(self, request: Asked) -> None:
+        """Content is right only behind content that is."""
+        right = True
+        begin = request.num_computed_tokens - request.num_in_flight_tokens
         for depth, block in enumerate(request.blocks[: request.num_computed_tokens // SIZE]):
-            before = (request.num_computed_tokens - request.num_in_flight_tokens) // SIZE
-            if depth >= before:
-                self.content[block.block_id] = request.block_hashes[depth]
+            if depth >= begin // SIZE:
+                self.content[block.block_id] = request.block_hashes[depth] if right else b"wrong"
+            right &= self.content.get(block.block_id) == request.block_hashes[depth]
+        if not right:
+            self.misled.append(request.request_id)
 
     def _copy(self, name: str, moves: StepMoves, *, cancelled: bool) -> set[int]:
         every = set(range(len(moves.blocks)))
@@ -263,8 +294,15 @@ class SmallEngine:
                 if first is not None:
                     request.num_computed_tokens = min(request.num_computed_tokens, first * SIZE)
         for name in output.num_scheduled_tokens:
+            if name not in self.requests:
+                continue  # its client went away
             request = self.requests[name]
-            request.num_in_flight_tokens = 0
+            begin, request.num_in_flight_tokens = request.num_computed_tokens - request.num_in_flight_tokens, 0
+            blocks = request.blocks[: begin // SIZE]
+            first = next((depth for depth, block in enumerate(blocks) if block.block_id in bad), None)
+            if first is not None:  # it stays running, and computes from there on in the next step
+                request.num_computed_tokens = first * SIZE
+                continue
             request.sample()
             if request.num_tokens - request.num_prompt_tokens >= request.wanted:
                 self.end(name)
@@ -289,11 +327,18 @@ class SmallEngine:
     def end(self, name: str) -> None:
         """The request is over, or its client went away."""
         request = self.requests.pop(name)
-        delayed, _ = self.connector.request_finished(request, [])
+        delayed, self.answers[name] = self.connector.request_finished(request, [])
         if delayed or request.waits:
             self.ended[name] = request
         else:
             self._free(request)
+
+    def preempt(self, name: str) -> None:
+        """Take the request's blocks away; it is placed again."""
+        request = self.requests[name]
+        self._free(request)
+        request.num_computed_tokens = 0
+        request.new = True
 
     def _free(self, request: Asked) -> None:
         self.pool.free_blocks(reversed(request.blocks))
@@ -316,7 +361,7 @@ class SmallEngine:
         self.half.check()
         self.cache.check()
         assert not self.requests and not self.ended
-        assert not self.half._requests and not self.half._delayed and not len(self.half._loads)
+        assert not self.half._requests and not self.half._kept and not len(self.half._loads)
         assert not self.half._stores._storing
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1, "blocks of the pool leaked"
         stats = self.cache.stats()["g2"]

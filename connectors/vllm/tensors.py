@@ -1,0 +1,121 @@
+"""The engine's KV tensors as the copy engine sees them: whole pages of blocks, found by storage offset and stride."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier.errors import IdentityError
+from kvtier.kernels import layout
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The engine's description of its cache: layers in their order, and bytes per block of each."""
+
+    layers: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+    blocks: int
+    layout: str  # the engine's own name of the byte order
+    ranks: int
+    rank: int
+    replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
+    overlays: tuple[tuple[str, ...], ...] = ()  # layers of other groups, which lie in the same pages
+    groups: str = ""  # name of the set of groups; "" for one
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """KV tensors as the copy engine sees them: whole pages, one after another in layer order."""
+
+    memory: layout.Paged
+    shape: layout.Shape
+    identity: str
+    dtype: str
+    absent: tuple[tuple[tuple[int, int], ...], ...] = ()  # see `absent_pages`
+
+    @property
+    def on_gpu(self) -> bool:
+        tensor: Any = self.memory.owners[0]
+        return bool(tensor.is_cuda)
+
+
+def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described:
+    """Find every layer's page by storage offset and stride. Touches no byte. Raises IdentityError for tensors
+    whose layout is not certain."""
+    missing = [name for name in cache_layout.layers if name not in tensors]
+    if missing:
+        raise IdentityError(f"layer {missing[0]} has no KV tensor of its own; such models are not served")
+    unit = math.gcd(*cache_layout.page_bytes)
+    bases: list[int] = []
+    inner: list[str] = []
+    strides: set[int] = set()
+    regions: dict[int, layout.Region] = {}
+    for name, page in zip(cache_layout.layers, cache_layout.page_bytes, strict=True):
+        tensor = tensors[name]
+        if isinstance(tensor, (list, tuple)):
+            raise IdentityError(f"layer {name} keeps its state in {len(tensor)} tensors; such models are not served")
+        size, split = tensor.element_size(), tensor.shape[0] // cache_layout.blocks
+        if split < 1 or tensor.shape[0] % cache_layout.blocks:
+            raise IdentityError(
+                f"layer {name}: {tensor.shape[0]} rows do not divide among {cache_layout.blocks} blocks"
+            )
+        extents, steps = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
+        run = 1 + sum((n - 1) * step for n, step in zip(extents, steps, strict=True))
+        if run != math.prod(extents) or tensor.stride(0) * split * size < page or run * split * size > page:
+            raise IdentityError(
+                f"layer {name}: a block is no single run of bytes in layout {cache_layout.layout} (shape "
+                f"{tuple(tensor.shape)}, strides {tuple(tensor.stride())}); choose a layout with heads inside the "
+                "block, such as VLLM_KV_CACHE_LAYOUT=NHD"
+            )
+        strides.add(tensor.stride(0) * split * size)
+        bases += range(tensor.data_ptr(), tensor.data_ptr() + page, unit)
+        inner.append(f"{'x'.join(map(str, extents))}/{'x'.join(map(str, steps))}/{split}@{page}")
+        storage = tensor.untyped_storage()
+        regions[storage.data_ptr()] = layout.Region(storage.data_ptr(), storage.nbytes())
+    absent = absent_pages(cache_layout, tensors)
+    if len(strides) != 1:
+        raise IdentityError(f"layers lie {sorted(strides)} bytes apart per block; equal strides are needed")
+    shape = layout.Shape.opaque(unit, len(bases))
+    memory = layout.Paged(
+        bases=np.array(bases, dtype=np.uint64)[:, None],
+        count=cache_layout.blocks,
+        stride=strides.pop(),
+        token=0,
+        head=0,
+        regions=tuple(sorted(regions.values(), key=lambda region: region.start)),
+        owners=tuple(tensors[name] for name in cache_layout.layers),
+    ).validate(shape)
+    first = tensors[cache_layout.layers[0]]
+    kinds = sorted(set(inner))
+    identity = f"{len(cache_layout.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
+    return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."), absent)
+
+
+def absent_pages(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each overlay the pages of a block that none of its layers has: offset in the block, and bytes. Raises
+    IdentityError where a layer lies in none of the pages that are copied."""
+
+    def place(name: str) -> tuple[int, int]:
+        tensor = tensors.get(name)
+        if tensor is None or isinstance(tensor, (list, tuple)):
+            raise IdentityError(f"layer {name} has no KV tensor of its own; such models are not served")
+        return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+
+    pages = {place(name): number for number, name in enumerate(cache_layout.layers)}
+    out = []
+    for layers in cache_layout.overlays:
+        places = {place(name) for name in layers}
+        if not places <= pages.keys():
+            raise IdentityError(
+                f"layer {layers[0]} and its group lie in other memory than {cache_layout.layers[0]} and its group; "
+                "groups of KV cache that share their pages are needed"
+            )
+        absent = sorted(number for where, number in pages.items() if where not in places)
+        sizes = cache_layout.page_bytes
+        out.append(tuple((sum(sizes[:number]), sizes[number]) for number in absent))
+    return tuple(out)

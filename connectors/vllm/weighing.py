@@ -1,0 +1,150 @@
+"""Weighs loads of vLLM's requests against their prefill, and measures both: from a hit to the first token.
+
+    a hit is known     → `worth`: whether it is offered to the engine
+    it has got blocks  → `placed`: from here on it takes time, and what it waited for a promotion counts, too
+    a step has run     → `step`: requests that have their first token tell what they took, and the step what it took
+
+Called on the engine's one scheduler thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvtier.clock import Clock
+from kvtier.connectors.load_gate import LoadGate, Verdict
+from kvtier.connectors.vllm.messages import StepMeta
+from kvtier.connectors.vllm.requests import RequestState
+from kvtier.times import Mono
+
+LOWER, IN_STEP, BETWEEN_STEPS = "lower", "in step", "between steps"
+"""Ways: promoted for the request; loaded within the step that computes the rest; loaded by a step before that."""
+_WATCHED_MAX = 4096
+_BRIEF_EVERY = 16
+"""Of steps that compute less than a block, which are many and alike, one in so many is told the gate."""
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A request from its blocks to its first token; sizes in blocks."""
+
+    state: RequestState
+    since_s: float
+    target: int  # tokens that it has; one more, and the first was sampled
+    computed: float
+    loaded: int
+    verdict: Verdict | None
+
+
+class Ran(NamedTuple):
+    """A step: tokens that it computed, blocks that arrived with it and how, whether blocks were copied out."""
+
+    began_s: Mono
+    tokens: int
+    arriving: int = 0
+    way: str = ""
+    stores: bool = False
+
+
+def ran_of(output: Any, out: StepMeta, now: Mono) -> Ran:
+    """The step that begins now."""
+    way = IN_STEP if any(load.in_step for load in out.loads) else BETWEEN_STEPS
+    arriving = sum(len(load.moves.blocks) for load in out.loads)
+    return Ran(now, output.total_num_scheduled_tokens, arriving, way, bool(out.stores))
+
+
+def way_of(state: RequestState, start: int, count: int) -> str:
+    """How so many blocks from `start` on would come."""
+    if set(state.promoted.tiers(start, count)) - {"g2"}:
+        return LOWER
+    return IN_STEP if state.in_step else BETWEEN_STEPS
+
+
+class Weighing:
+    """See the module. Unless it `weighs`, everything is worth its load."""
+
+    def __init__(self, weighs: bool, requests: Sized, block_tokens: int, clock: Clock) -> None:
+        """`requests`: all that the engine has, by now."""
+        self._gate = LoadGate() if weighs else None
+        self._requests = requests
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._verdicts: dict[str, Verdict] = {}  # of requests that have no blocks yet
+        self._waits_since: dict[str, float] = {}  # of those that wait for a promotion
+        self._watched: dict[str, _Watched] = {}
+        self._free_at_s = 0.0
+        self._brief = 0  # steps of less than a block since one of more
+
+    def worth(self, state: RequestState, way: str, blocks: int) -> bool:
+        """Whether to load so many blocks by this way. Asked anew, the answer is the same, unless the way is another."""
+        if self._gate is None:
+            return True
+        name = state.track.name
+        known = self._verdicts.get(name)
+        if known is None or known.way != way:
+            known = self._verdicts[name] = self._gate.decide(way, blocks, len(self._requests) - 1)
+        return known.load
+
+    def waits(self, state: RequestState) -> None:
+        """The request waits for its promotion."""
+        self._waits_since.setdefault(state.track.name, self._clock.monotonic())
+
+    def ready(self, state: RequestState) -> None:
+        """It does not wait any more."""
+        name = state.track.name
+        if (since := self._waits_since.get(name, 0.0)) > 0:  # from now on a length of time, below 0
+            self._waits_since[name] = since - self._clock.monotonic()
+
+    def placed(self, state: RequestState, loaded: int) -> None:
+        """The request has got blocks: `state.local` of them held its prefix, `loaded` are being loaded."""
+        name, now = state.track.name, self._clock.monotonic()
+        local, state.local = state.local, None
+        if self._gate is None or local is None:
+            return  # told again, since its load has ended
+        verdict = self._verdicts.pop(name, None)
+        waited_s = max(0.0, -self._waits_since.pop(name, 0.0))
+        target = state.track.request.num_tokens
+        computed = max(0.0, target / self._block_tokens - local - loaded)
+        if len(self._watched) < _WATCHED_MAX:
+            self._watched[name] = _Watched(state, now - waited_s, target, computed, loaded, verdict)
+
+    def ended(self, name: str) -> None:
+        """The request is over; the step that gave it its first token may be this one."""
+        watched = self._watched.pop(name, None)
+        self._verdicts.pop(name, None)
+        self._waits_since.pop(name, None)
+        if watched is not None:
+            self._observe(watched, self._clock.monotonic())
+
+    def step(self, ran: Ran, now: Mono) -> None:
+        """A step has run."""
+        seconds, self._free_at_s = now - max(ran.began_s, self._free_at_s), now
+        gate = self._gate
+        if gate is None:
+            return
+        blocks = ran.tokens / self._block_tokens
+        self._brief = 0 if blocks >= 1 or ran.arriving else self._brief + 1
+        if ran.tokens and seconds > 0 and self._brief % _BRIEF_EVERY == 0:
+            if ran.arriving:
+                gate.stalled(ran.way, ran.arriving, blocks, seconds)
+            elif not ran.stores:
+                gate.ran(blocks, seconds)
+        done = [name for name, watched in self._watched.items() if self._observe(watched, now)]
+        for name in done:
+            del self._watched[name]
+
+    def _observe(self, watched: _Watched, now: Mono) -> bool:
+        """Whether the request has its first token, or failed to load; the former is told the gate."""
+        state, gate = watched.state, self._gate
+        if state.load_failed:
+            return True
+        if gate is None or state.track.request.num_tokens <= watched.target:
+            return False
+        took_s, verdict = now - watched.since_s, watched.verdict
+        if not watched.loaded:
+            gate.computed(watched.computed, took_s, verdict if verdict is not None and not verdict.load else None)
+        elif verdict is not None and verdict.load:
+            gate.loaded(verdict, watched.computed, took_s)
+        return True

