@@ -145,7 +145,10 @@ def test_loads_are_made_within_a_step_only_where_nothing_builds_upon_one_that_fa
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         scheduler_config=SimpleNamespace(async_scheduling=scheduling),
     )
-    assert loads_in_step(config, SimpleNamespace(kv_cache_groups=[None] * groups)) is within
+    caches = SimpleNamespace(kv_cache_groups=[None] * groups, needs_kv_cache_zeroing=False)
+    assert loads_in_step(config, caches) is within
+    caches.needs_kv_cache_zeroing = True
+    assert not loads_in_step(config, caches), "blocks that the step clears"
 
 
 def test_the_first_copy_into_a_slot_faults_no_page() -> None:

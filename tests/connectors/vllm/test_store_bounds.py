@@ -33,7 +33,8 @@ def limits_of(device: str, ranks: int = 1, replicated: bool = False, own: dict[s
     connector._cache_layout = CacheLayout(layers, (65536 // share,) * 32, 8192, "test", ranks, 0, replicated)
     connector._settings = SimpleNamespace(config=Config.parse({}), own=own or {})
     connector._vllm_config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS, async_scheduling=False),
         device_config=SimpleNamespace(device_type=device),
     )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
@@ -50,6 +51,12 @@ def test_bounds_follow_the_step_and_the_ranks() -> None:
     cpu = limits_of("cpu")
     assert cpu.step_bytes == 64 * MIB and cpu.link_bytes_s == math.inf, "the model's thread copies"
     assert limits_of("cuda", own={"step_bytes": 5 * MIB}).step_bytes == 5 * MIB
+
+
+def test_loads_are_made_within_a_step_only_where_the_forward_makes_its_own_copies() -> None:
+    assert limits_of("cpu").in_step_bytes == 16 * MIB
+    assert limits_of("cuda").in_step_bytes == 0, "another thread copies, and new blocks may be cleared after it"
+    assert limits_of("cuda", own={"in_step_bytes": MIB}).in_step_bytes == 0
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 
 from kvtier.connectors.vllm import worker as module
 from kvtier.connectors.vllm.messages import Load, StepMeta, StepMoves
+from kvtier.connectors.vllm.tensors import Described
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import TierError
 from kvtier.kernels import engine
@@ -54,7 +55,7 @@ def test_an_engine_on_a_gpu_is_opened_aside_and_nothing_is_offered_until_it_is(
         return opening(*args, **options)
 
     monkeypatch.setattr(engine, "open_engine", slow)
-    monkeypatch.setattr(module, "_on_gpu", lambda found: True)
+    monkeypatch.setattr(Described, "on_gpu", True)
     worker, tensors = registered()
     worker.attach(handle_of(arena))
     assert worker.answer().unreached == 1, "the scheduler is told to offer nothing"
@@ -79,6 +80,21 @@ def test_an_engine_on_a_gpu_is_opened_aside_and_nothing_is_offered_until_it_is(
     worker.close()
 
 
+def test_a_load_in_step_is_refused_where_another_thread_would_copy(
+    monkeypatch: pytest.MonkeyPatch, arena: Arena
+) -> None:
+    """The forward would read the block before it is filled: its request computes instead."""
+    monkeypatch.setattr(Described, "on_gpu", True)
+    worker, _ = registered()
+    worker.attach(handle_of(arena))
+    eventually(lambda: worker.answer().unreached == 0)
+    worker.load([Load("r", StepMoves(1, (2,), (0,), (0,)), in_step=True)])
+    answer = worker.answer()
+    assert (answer.done, answer.failed) == ({1: 1}, {1: {0}})
+    assert worker.bad_blocks() == {2} and worker.received() == set(), "the request does not wait"
+    worker.close()
+
+
 def test_an_engine_that_cannot_be_opened_is_tried_again_when_the_scheduler_asks(
     monkeypatch: pytest.MonkeyPatch, arena: Arena
 ) -> None:
@@ -90,7 +106,7 @@ def test_an_engine_that_cannot_be_opened_is_tried_again_when_the_scheduler_asks(
         return opening(*args, **options)
 
     monkeypatch.setattr(engine, "open_engine", first_broken)
-    monkeypatch.setattr(module, "_on_gpu", lambda found: True)
+    monkeypatch.setattr(Described, "on_gpu", True)
     worker, _ = registered()
     worker.attach(handle_of(arena))
     eventually(lambda: worker._engine.failure)  # type: ignore[union-attr]
