@@ -109,7 +109,7 @@ class Bench:
             current=(self.cache, ArenaHandle(1, 0, (), 0, 0, 0)),
             close=lambda timeout_s: self.cache.close(),
         )
-        limits = ConnectorLimits(1.0, 1.0, spill_ahead_blocks=64)
+        limits = ConnectorLimits(1.0, 1.0, spill_ahead_blocks=64, weighs_loads=False)
         self._events = KVEvents(SIZE)
         self._half = SchedulerHalf(caches, RequestReader(config), config.offload, limits, 1, SystemClock())
         self._pool = BlockPool(POOL + DEPTH + REQUESTS * (steps // SIZE + 2), True, SIZE)
