@@ -49,9 +49,9 @@ class Faults:
         elif how in ("fail", "always"):
             submit = worker._submit
 
-            def fail(moves: Any, request: str, in_step: bool) -> Any:
-                ticket = submit(moves, request, in_step)
-                if request and "used" not in self._faults:
+            def fail(job: Any) -> Any:
+                ticket, moves = submit(job), job.moves
+                if job.request and "used" not in self._faults:
                     if how == "fail":
                         self._faults["used"] = True
                     failed = {p for p in positions or [0] if p < len(moves.blocks)}
@@ -67,10 +67,10 @@ class Faults:
         elif how == "now and then":
             submit, count = worker._submit, 0
 
-            def now_and_then(moves: Any, request: str, in_step: bool) -> Any:
+            def now_and_then(job: Any) -> Any:
                 nonlocal count
-                ticket = submit(moves, request, in_step)
-                if not request:
+                ticket, moves = submit(job), job.moves
+                if not job.request:
                     return ticket
                 count += 1
                 if count % 3 == 0:

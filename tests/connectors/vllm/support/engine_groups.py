@@ -32,8 +32,9 @@ class GroupsOfEngine(Insides):
                 offset += len(page)
             return digest.digest()
 
-        def finish(moves: Any, request: str, failed: set[int]) -> None:
-            bad = failed | worker._failed.get(moves.job, set())
+        def finish(job: Any) -> None:
+            moves, request = job.moves, job.request
+            bad = worker._failed.get(moves.job, set())
             slots = self.cache.manager.host._slots
             for place, (block, number, generation) in enumerate(
                 zip(moves.blocks, moves.slots, moves.generations, strict=True)
@@ -49,7 +50,7 @@ class GroupsOfEngine(Insides):
                     counts["stored"] += seen.setdefault(slot.key, found) is not None
             if request:
                 counts["windows"] += len(moves.blocks) - len(set(moves.blocks) & set(self._full_blocks(request)))
-            plain(moves, request, failed)
+            plain(job)
 
         worker._finish = finish
 
