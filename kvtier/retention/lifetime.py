@@ -174,19 +174,27 @@ class Lifetime:
         kept.sort(key=lambda s: s.ends(last_use), reverse=True)
         return Lifetime(last_use, tuple(kept[:STAMPS_MAX]))
 
-    def encode(self) -> bytes:
-        """LIFETIME_BYTES bytes."""
+    def encode(self, *, short: bool = False) -> bytes:
+        """LIFETIME_BYTES bytes; `short`: without those of stamps that are not there, which releases before format 3 of
+        G3's index cannot read."""
         lasting = [s for s in self.stamps if min(_or_inf(s.ttl), _or_inf(s.max_age)) >= 1]
-        out = [_HEAD.pack(self.last_use, len(lasting))]
+        out = [_HEAD.pack(self.last_use, len(lasting) | (_SHORT if short else 0))]
         out += [_STAMP.pack(s.created, int(s.ttl or 0), int(s.max_age or 0), s.ceiling) for s in lasting]
-        return b"".join(out).ljust(LIFETIME_BYTES, b"\0")
+        return b"".join(out) if short else b"".join(out).ljust(LIFETIME_BYTES, b"\0")
+
+    @staticmethod
+    def length_in(raw: bytes, offset: int) -> int:
+        """Bytes of the encoded lifetime that begins at `offset`; LIFETIME_BYTES_MIN of them must be there. Pure."""
+        _last_use, count = _HEAD.unpack_from(raw, offset)
+        return _HEAD.size + (count - _SHORT) * _STAMP.size if count & _SHORT else LIFETIME_BYTES
 
     @classmethod
     def decode(cls, raw: bytes) -> Lifetime:
         """The inverse of `encode`. Raises CorruptError for anything `encode` cannot have written."""
-        if len(raw) != LIFETIME_BYTES:
-            raise CorruptError(f"a lifetime has {LIFETIME_BYTES} bytes, got {len(raw)}")
+        if len(raw) < LIFETIME_BYTES_MIN or len(raw) != cls.length_in(raw, 0):
+            raise CorruptError(f"a lifetime has {LIFETIME_BYTES} bytes, or says how many, got {len(raw)}")
         last_use, count = _HEAD.unpack_from(raw)
+        count &= ~_SHORT
         if count > STAMPS_MAX or not 0 <= last_use < 2**40:
             raise CorruptError("a lifetime with impossible fields")
         stamps = []
@@ -201,3 +209,6 @@ class Lifetime:
 _HEAD = struct.Struct("<dB")
 _STAMP = struct.Struct("<dIIB")
 LIFETIME_BYTES = _HEAD.size + STAMPS_MAX * _STAMP.size
+LIFETIME_BYTES_MIN = _HEAD.size
+_SHORT = 0x80
+"""With the count of stamps, in the short form."""

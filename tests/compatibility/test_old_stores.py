@@ -52,6 +52,11 @@ class Store:
         """Layout of the bucket."""
         return int(self.manifest.get("bucket", 1))
 
+    @property
+    def index_format(self) -> int:
+        """Format of the directory's index."""
+        return int(self.manifest.get("index", 1))
+
     def namespace(self, name: str) -> kvtier.Namespace:
         return kvtier.Namespace.parse(self.manifest["namespaces"][name])
 
@@ -337,7 +342,9 @@ def test_inspect_and_verify_know_it(store: Store, run: Callable[..., Any]) -> No
     status, told = run(store.moment("hour"), "verify", *store.parts)
     assert status == 0 and told["sound"] and told["books"] == "in order" and told["raced"] == told["removed"] == 0
     status, held = run(store.moment("hour"), "inspect", *store.parts)
-    assert status == 0 and held["format"] == 1 and held["unreadable_entries"] == held["dead_writers"] == 0
+    assert (
+        status == 0 and held["format"] == store.index_format and held["unreadable_entries"] == held["dead_writers"] == 0
+    )
     assert held["blocks"] == told["blocks"] == sum(one["blocks"] for one in held["namespaces"])
     assert held["segment_bytes"] < held["capacity_bytes"] / 2, "it was made smaller and has grown"
     by_digest = {store.namespace(name).digest.hex(): name for name in store.manifest["namespaces"]}
@@ -374,8 +381,9 @@ def test_pin_list_shows_the_pins(store: Store, tier: str, run: Callable[..., Any
 @pytest.mark.parametrize("depth", [0, 5])
 def test_a_flipped_byte_in_the_directory_is_a_miss(store: Store, depth: int, run: Callable[..., Any]) -> None:
     key = store.keys("forever")[depth]
-    (name,) = (name for name in index_of(store.parts[0]) if name.startswith(b"b") and name.endswith(key))
-    entry = Entry.of(name, index_of(store.parts[0])[name])
+    records = index_of(store.parts[0])
+    (found,) = (one for one in records if one.startswith(b"b") and one.endswith(key))
+    entry = Entry.of(name_in(records, found[1:]), records[found])
     flip(entry.file(store), entry.slot * entry.slot_bytes + BLOCK - 1)
     status, told = run(store.moment("soon"), "verify", *store.parts)
     assert (status, told["bad"], len(told["damaged"])) == (1, 1, 1)
@@ -404,7 +412,7 @@ def flip(path: Path, offset: int) -> None:
 # ── the bytes themselves ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_ENTRY = struct.Struct("<ddQIIQIQ16s77sQ")
+_ENTRY = struct.Struct("<ddQIIQIQ16s")
 _LIFE, _STAMP = struct.Struct("<dB"), struct.Struct("<dIIB")
 
 
@@ -420,9 +428,12 @@ class Entry:
     told: tuple[Any, ...]
 
     @classmethod
-    def of(cls, key: bytes, raw: bytes) -> Entry:
-        ends, born, _, segment, slot, length, depth, rank, digest, life, check = _ENTRY.unpack(raw)
-        assert check == xxhash.xxh3_64_intdigest(key[1:] + raw[:-8])
+    def of(cls, name: bytes, raw: bytes) -> Entry:
+        ends, born, _, segment, slot, length, depth, rank, digest = _ENTRY.unpack_from(raw)
+        life, check = raw[_ENTRY.size : -8], int.from_bytes(raw[-8:], "little")
+        count = life[8]  # from format 3 on with 128, and no bytes for stamps that are not there
+        assert len(life) == _LIFE.size + (count & 127 if count & 128 else 4) * _STAMP.size
+        assert check == xxhash.xxh3_64_intdigest(name + raw[:-8])
         return cls(segment, slot, length, digest, (ends, born, length, depth, rank >> 56, digest, life))
 
     @property
@@ -439,18 +450,28 @@ def index_of(part: Path) -> dict[bytes, bytes]:
         return {bytes(key): bytes(raw) for key, raw in txn.cursor()}
 
 
+def name_in(records: dict[bytes, bytes], written: bytes) -> bytes:
+    """A block's full name. From format 3 on an index writes 6 bytes of its namespace's digest."""
+    if int.from_bytes(records[b"mformat"], "little") < 3:
+        return written
+    (namespace,) = (key[10:] for key in records if key.startswith(b"mnamespace" + written[:6]))
+    return namespace + written[6:]
+
+
 def test_the_directory_is_as_the_format_says(store: Store) -> None:
     """Every entry's slot holds its block and zeros after it; the line to leave names the same blocks."""
     records = index_of(store.parts[0])
-    entries = {key: Entry.of(key, raw) for key, raw in records.items() if key.startswith(b"b")}
-    for key, entry in entries.items():
+    written = {key[1:]: raw for key, raw in records.items() if key.startswith(b"b")}
+    names = {each: name_in(records, each) for each in written}
+    entries = {name: Entry.of(name, written[each]) for each, name in names.items()}
+    for name, entry in entries.items():
         with entry.file(store).open("rb") as file:
             file.seek(entry.slot * entry.slot_bytes)
             raw = file.read(entry.slot_bytes)
-        assert raw == payload_of(key[33:], entry.length).ljust(entry.slot_bytes, b"\0")
+        assert raw == payload_of(name[32:], entry.length).ljust(entry.slot_bytes, b"\0")
         assert entry.digest == xxhash.xxh3_128_digest(raw[: entry.length])
     line = {raw for key, raw in records.items() if key.startswith(b"o")}
-    assert line == {key[1:] for key in entries}
+    assert line == set(written)
     assert not [key for key in records if key.startswith(b"r")], "a reservation of a writer that has ended"
     markers = [json.loads((part / "STORE.json").read_text()) for part in store.parts]
     assert [(one["kind"], one["format"], one["part"], one["parts"]) for one in markers] == [
@@ -514,9 +535,10 @@ def delta(raw: bytes) -> Iterator[tuple[bytes, float]]:
 def records_of(store: Store) -> dict[bytes, Any]:
     """Records of the index by key, each as far as two runs of one release agree about it."""
     out: dict[bytes, Any] = {}
-    for key, raw in index_of(store.parts[0]).items():
+    records = index_of(store.parts[0])
+    for key, raw in records.items():
         if key.startswith(b"b"):
-            out[key] = Entry.of(key, raw).told
+            out[key] = Entry.of(name_in(records, key[1:]), raw).told
         elif key.startswith(b"mnote") and key.endswith(b"policy"):
             out[key] = (raw[:16], len(raw))
         elif key.startswith(b"mnote") and key.endswith(b"clock"):

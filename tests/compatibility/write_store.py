@@ -242,7 +242,7 @@ class Writer:
         namespaces = {name: namespace.fields() for name, namespace in NAMESPACES.items()}
         return {
             "start": START, "moments": MOMENTS, "tiers": tiers, "sections": SECTIONS, "namespaces": namespaces,
-            "pins": pins, "chains": chains, "bucket": 2,
+            "pins": pins, "chains": chains, "bucket": 2, "index": 3,
         }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from kvtier.tiers.disk.allocator import UNFILLED_KEY, Geometry, promises_in, unf
 from kvtier.tiers.disk.bad_places import BadPlaces, bad_places
 from kvtier.tiers.disk.extents import Extent
 from kvtier.tiers.disk.guests import Guests, extent_of, guests_in
+from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -45,6 +46,8 @@ class Sliced(Protocol):
     """The part of `kvtier.tiers.disk.index.Index` that is used here."""
 
     def reading(self) -> AbstractContextManager[Any]: ...
+    @property
+    def layout(self) -> Layout: ...
     def slices(self, prefix: bytes, look: Callable[[Any, Rows], None]) -> set[int]: ...
 
 
@@ -76,6 +79,7 @@ class _Pass:
 
     def __init__(self, index: Sliced) -> None:
         self.wrong: set[str] = set()
+        self._layout = index.layout
         self._holders: dict[tuple[int, int], str] = {}  # of each slot of its segment's class, as (segment, slot)
         self._guests: dict[tuple[int, Extent], str] = {}  # by place, what holds it; "" until that is known
         self._segments: dict[int, Segment] = {}
@@ -122,8 +126,9 @@ class _Pass:
 
     def _see_entries(self, txn: Any, some: Rows) -> None:
         for key, raw in some:
-            name = key[len(BLOCKS) :]
+            written = name = key[len(BLOCKS) :]
             try:
+                name = self._layout.full(txn, written)
                 entry = Entry.decode(name, raw)
             except CorruptError as error:
                 self.wrong.add(f"{name.hex()}: {error}")
@@ -131,11 +136,11 @@ class _Pass:
             self._hold(entry, "an entry")
             self._blocks += 1
             self._scopes[scope_in(name)] += entry.slot_bytes
-            self._expect(txn.get(entry.order_key()) == name, f"an entry has no row in the order: {name.hex()}")
+            self._expect(txn.get(entry.order_key()) == written, f"an entry has no row in the order: {name.hex()}")
 
     def _see_order(self, txn: Any, some: Rows) -> None:
-        for key, name in some:
-            here = txn.get(BLOCKS + name) is not None
+        for key, written in some:
+            here = txn.get(BLOCKS + written) is not None
             self._expect(here, f"a row in the order without a block: {order_parts(key)}")
             self._ordered += 1
 

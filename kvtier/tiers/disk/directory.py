@@ -29,12 +29,13 @@ from typing import Any
 from kvtier.errors import ConfigError, FormatError, TierUnavailable
 from kvtier.tiers.disk.faults import MISTAKES
 from kvtier.tiers.disk.owner import Owner
-from kvtier.tiers.disk.records import FORMAT
 from kvtier.tiers.fsync import sync_directory
 
 log = logging.getLogger(__name__)
 
 KIND = "kvtier-g3"
+FORMAT = 1
+"""Of the directory; the index has one of its own."""
 # Neither file locks nor shared memory maps can be trusted there.
 NETWORK_FILE_SYSTEMS = frozenset(
     {

@@ -29,10 +29,8 @@ from kvtier.tiers.disk.gifts import Gift, gifts
 from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
-    BLOCKS,
     COUNTERS_KEY,
     GEOMETRY_KEY,
-    ORDER,
     RESERVED,
     RETAINED_KEY,
     SEGMENTS,
@@ -94,7 +92,7 @@ class _Survey:
     def go_on(self) -> None:
         """Read the rows of the next giver."""
         del self.gifts[0]
-        self.next = number_key(ORDER, self.giver)
+        self.next = b""
         self.warmth.clear()
 
 
@@ -179,15 +177,14 @@ class Drain:
         assert survey is not None
         with index.reading() as txn:
             if survey.next.startswith(RETAINED_KEY):
-                self._read_retained(txn, survey, wall_s)
+                self._read_retained(index, txn, survey, wall_s)
                 return None
-            prefix = number_key(ORDER, survey.giver)
-            chunk = list(islice(rows(txn, prefix, survey.next), ROWS_PER_STEP))
+            chunk = list(islice(index.layout.ordered(txn, survey.giver, survey.next), ROWS_PER_STEP))
             survey.rows += len(chunk)
             for key, name in chunk:
                 slot_cls, rank, segment, slot = order_parts(key)
                 survey.warmth[segment] += 1 + tick_in(rank)
-                if priority_in(rank) > survey.priority and _is_live(txn, name, wall_s):
+                if priority_in(rank) > survey.priority and _is_live(index, txn, name, wall_s):
                     survey.stays[segment].extend((slot * slot_cls, slot_cls))
                     continue
                 owner = survey.classes.get(segment, slot_cls)
@@ -201,12 +198,12 @@ class Drain:
                 return None
             return self._pick(index, txn, survey, wall_s)
 
-    def _read_retained(self, txn: Any, survey: _Survey, wall_s: Wall) -> None:
+    def _read_retained(self, index: Index, txn: Any, survey: _Survey, wall_s: Wall) -> None:
         chunk = list(islice(rows(txn, RETAINED_KEY, survey.next), ROWS_PER_STEP))
         for key, until in chunk:
-            if TIME.unpack(until)[0] > wall_s and (entry := _entry(txn, key[len(RETAINED_KEY) :])) is not None:
+            if TIME.unpack(until)[0] > wall_s and (entry := _entry(index, txn, key[len(RETAINED_KEY) :])) is not None:
                 survey.stays[entry.segment].extend(extent_of(entry))
-        survey.next = chunk[-1][0] + b"\0" if len(chunk) == ROWS_PER_STEP else number_key(ORDER, survey.giver)
+        survey.next = chunk[-1][0] + b"\0" if len(chunk) == ROWS_PER_STEP else b""
 
     def _pick(self, index: Index, txn: Any, survey: _Survey, wall_s: Wall) -> Work | None:
         """The segments that hold the least among those that have room for the taker beside what must stay. One that
@@ -277,8 +274,7 @@ class Drain:
         with index.reading() as txn:
             draining = set(promises_in(txn))
             slot_cls = self._sweeps[0]
-            prefix = number_key(ORDER, slot_cls)
-            for seen, (key, name) in enumerate(rows(txn, prefix, self._next)):
+            for seen, (key, name) in enumerate(index.layout.ordered(txn, slot_cls, self._next)):
                 if seen == ROWS_PER_STEP or len(found) == EVICTIONS_PER_TXN:
                     break
                 self._next = key + b"\0"
@@ -347,14 +343,14 @@ def _must_stay(txn: WriteTxn, name: bytes, entry: Entry, priority: int, wall_s: 
     return dear or txn.must_stay(name, wall_s)
 
 
-def _entry(txn: Any, name: bytes) -> Entry | None:
-    raw = txn.get(BLOCKS + name)
+def _entry(index: Index, txn: Any, name: bytes) -> Entry | None:
+    raw = txn.get(index.layout.key(name))
     try:
         return None if raw is None else Entry.decode(name, raw)
     except CorruptError:
         return None
 
 
-def _is_live(txn: Any, name: bytes, wall_s: Wall) -> bool:
-    entry = _entry(txn, name)
+def _is_live(index: Index, txn: Any, name: bytes, wall_s: Wall) -> bool:
+    entry = _entry(index, txn, name)
     return entry is not None and entry.life.servable(Depth.G3, wall_s)

@@ -6,31 +6,49 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import CorruptError
+from kvtier.identity.keys import NAMESPACE_BYTES
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.disk.allocator import Segments
 from kvtier.tiers.disk.eviction import EvictionOrder
+from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import Shares
-from kvtier.tiers.disk.records import BLOCKS, ORDER, SLOT_ALIGN, Counters, Entry, FreeSlot, order_parts, rows
+from kvtier.tiers.disk.records import (
+    ENCRYPTED_FORMAT,
+    FIRST_FORMAT,
+    FORMAT_KEY,
+    ORDER,
+    SLOT_ALIGN,
+    Counters,
+    Entry,
+    FreeSlot,
+    order_parts,
+    rows,
+)
 from kvtier.tiers.disk.retained import Retained
+
+_FIRST, _ENCRYPTED = FIRST_FORMAT.to_bytes(4, "little"), ENCRYPTED_FORMAT.to_bytes(4, "little")
 
 
 class Entries:
     """Blocks by name. `blocks` and `slot_bytes` count them as this transaction leaves them; the caller saves those."""
 
     def __init__(
-        self, txn: Any, counters: Counters, order: EvictionOrder, segments: Segments, shares: Shares, retained: Retained
-    ) -> None:
+        self, txn: Any, layout: Layout, counters: Counters, order: EvictionOrder, segments: Segments,
+        shares: Shares, retained: Retained,
+    ) -> None:  # fmt: skip
         self.blocks, self.slot_bytes = counters.blocks, counters.slot_bytes
         self._txn = txn
+        self._layout = layout
         self._order = order
         self._segments = segments
         self._shares = shares
         self._retained = retained
+        self._admitted: dict[bytes, bool] = {}  # namespaces
         self._ranks: dict[bytes, int] = {}  # of entries written here: every call of LMDB gives up the interpreter lock
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
-        raw = self._txn.get(BLOCKS + name)
+        raw = self._txn.get(self._layout.key(name))
         if raw is None:
             return None
         try:
@@ -45,8 +63,17 @@ class Entries:
             self._ranks[name] = entry.rank
         return self._ranks.get(name)
 
+    def admit(self, name: bytes) -> bool:
+        """Whether a block of this name can be added (`Layout.admit`)."""
+        namespace = name[:NAMESPACE_BYTES]
+        if namespace not in self._admitted:
+            self._admitted[namespace] = self._layout.admit(self._txn, namespace)
+        return self._admitted[namespace]
+
     def add(self, name: bytes, entry: Entry) -> None:
-        """A block that was not here."""
+        """A block that was not here, and was admitted."""
+        if entry.encryption is not None and self._txn.get(FORMAT_KEY) == _FIRST:
+            self._txn.put(FORMAT_KEY, _ENCRYPTED)  # readers of the first format would take the entry for damage
         self._put(name, entry)
         self.blocks += 1
         self._count_bytes(name, entry.slot_class)
@@ -71,21 +98,22 @@ class Entries:
         return entry is not None
 
     def _put(self, name: bytes, entry: Entry) -> None:
-        self._txn.put(BLOCKS + name, entry.encode(name))
+        self._txn.put(self._layout.key(name), self._layout.encode(name, entry))
         self._order.add(name, entry)
         self._ranks[name] = entry.rank
 
     def _delete_unreadable(self, name: bytes) -> None:
         """Remove a block whose entry cannot be read: its slot is found in `order`, by a scan."""
         self._delete(name)
-        for key in [key for key, value in rows(self._txn, ORDER) if value == name]:
+        written = self._layout.written(name)
+        for key in [key for key, value in rows(self._txn, ORDER) if value == written]:
             slot_cls, _rank, segment, slot = order_parts(key)
             self._order.remove(key)
             self._count_bytes(name, -slot_cls)
             self._segments.give(FreeSlot(slot_cls, segment, slot))
 
     def _delete(self, name: bytes) -> None:
-        self._txn.delete(BLOCKS + name)
+        self._txn.delete(self._layout.key(name))
         self._retained.forget(name)
         self._ranks.pop(name, None)
         self.blocks -= 1

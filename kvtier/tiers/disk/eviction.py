@@ -8,8 +8,9 @@ from typing import Any
 
 from kvtier.tiers.disk.allocator import UNFILLED_KEY
 from kvtier.tiers.disk.class_worth import ClassWorths
+from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import scope_in
-from kvtier.tiers.disk.records import FILL, FREE, ORDER, Entry, number_key, order_parts, rows, segment_in, tick_in
+from kvtier.tiers.disk.records import FILL, FREE, ORDER, Entry, order_parts, segment_in, tick_in
 from kvtier.times import Wall
 
 SCAN_ROWS_MAX = 8192
@@ -42,10 +43,10 @@ class SearchFloors:
         self._draining = frozenset(draining)
 
     def at(self, slot_cls: int, scope: bytes, wall_s: Wall) -> bytes:
-        """Where to begin the search."""
+        """The key to begin the search at; empty: at the first."""
         if wall_s > self._until:
             self.clear()
-        return self._keys.get((slot_cls, scope)) or number_key(ORDER, slot_cls)
+        return self._keys.get((slot_cls, scope), b"")
 
     def raise_to(self, key: bytes, scope: bytes, until: Wall) -> None:
         """No block before this key may leave, before the time `until`."""
@@ -73,6 +74,7 @@ class EvictionOrder:
     def __init__(
         self,
         txn: Any,
+        layout: Layout,
         floors: SearchFloors,
         worths: ClassWorths,
         draining: Collection[int],
@@ -81,6 +83,7 @@ class EvictionOrder:
         """`draining`: segments whose slots nobody gets, so that their blocks leave by themselves. `retained_until`:
         before which time a block, by its name, is exempt from eviction."""
         self._txn = txn
+        self._layout = layout
         self._draining = draining
         floors.begin(draining)
         self._worths = worths
@@ -92,7 +95,7 @@ class EvictionOrder:
     def add(self, name: bytes, entry: Entry) -> None:
         """The block's row, by its rank and depth."""
         key = entry.order_key()
-        self._txn.put(key, name)
+        self._txn.put(key, self._layout.written(name))
         self._floors.lower_to(key, scope_in(name))
         self._worths.placed(entry.slot_class, tick_in(entry.rank))
         if entry.slot_class != self._only:
@@ -117,7 +120,7 @@ class EvictionOrder:
         """
         start = self._floors.at(slot_cls, scope, wall_s)
         passed, until = b"", wall_s + FORGET_S
-        for key, name in islice(rows(self._txn, number_key(ORDER, slot_cls), start), SCAN_ROWS_MAX):
+        for key, name in islice(self._layout.ordered(self._txn, slot_cls, start), SCAN_ROWS_MAX):
             if scope == ANY or scope_in(name) == scope:
                 retained_until = self._retained_until(name)
                 if retained_until <= wall_s and (scope != ANY or segment_in(key) not in self._draining):

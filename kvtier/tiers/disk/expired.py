@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.purged import purged_until
-from kvtier.tiers.disk.records import BLOCKS, SCOPED_BYTES, SPAN, rows
+from kvtier.tiers.disk.records import SCOPED_BYTES, SPAN
 from kvtier.times import Wall
 
 ENTRIES_PER_STEP = 1024
@@ -16,25 +16,25 @@ class ExpiredScan:
     """A walk over all entries of an index, some at a time, again and again. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._next = BLOCKS
+        self._next = b""
 
     def step(self, index: Index, wall_s: Wall) -> list[bytes]:
         """Names of the next FOUND_PER_STEP_MAX expired and purged blocks, as far as they are among the next
         ENTRIES_PER_STEP. A read transaction of about 1 ms."""
         found: list[bytes] = []
         purged: dict[bytes, Wall] = {}
-        start, self._next = self._next, BLOCKS
+        start, self._next = self._next, b""
         with index.reading() as txn:
-            for seen, (key, raw) in enumerate(rows(txn, BLOCKS, start)):
+            for seen, (name, raw) in enumerate(index.layout.entries(txn, start=start)):
                 if seen == ENTRIES_PER_STEP or len(found) == FOUND_PER_STEP_MAX:
-                    self._next = key
+                    self._next = name
                     break
-                scoped = key[len(BLOCKS) : len(BLOCKS) + SCOPED_BYTES]
+                scoped = name[:SCOPED_BYTES]
                 if scoped not in purged:
                     purged[scoped] = purged_until(txn, scoped)
                 if len(raw) < SPAN.size:
                     continue  # damaged: left to the next read of it
                 ends, mark = SPAN.unpack_from(raw)
                 if ends < wall_s - EXPIRED_FOR_S or mark <= purged[scoped]:
-                    found.append(key[len(BLOCKS) :])
+                    found.append(name)
         return found

@@ -30,15 +30,14 @@ from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
 from kvtier.tiers.disk.faults import Unusable, is_damage
+from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.meta_pages import check_length
 from kvtier.tiers.disk.owner import Owner, boot_offset_ns
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.purged import covering, purged_until
 from kvtier.tiers.disk.records import (
-    BLOCKS,
     COUNTERS_KEY,
-    FORMAT,
     FORMAT_KEY,
     FORMATS,
     GEOMETRY_KEY,
@@ -47,6 +46,7 @@ from kvtier.tiers.disk.records import (
     RESERVED,
     RETAINED_KEY,
     SCOPED_BYTES,
+    SHORT_FORMAT,
     SLOT_ALIGN,
     TIME,
     UUID_KEY,
@@ -92,8 +92,9 @@ def map_bytes_for(capacity_bytes: int) -> int:
 class Index:
     """The open index of one store. All verbs are thread-safe but `transact` and `close`."""
 
-    def __init__(self, path: Path, env: lmdb.Environment, owner: Owner) -> None:
+    def __init__(self, path: Path, env: lmdb.Environment, owner: Owner, layout: Layout) -> None:
         self._path = path
+        self.layout = layout
         self._env = env
         self.owner = owner
         self._memory = TxnMemory()
@@ -117,7 +118,7 @@ class Index:
         env = _environment(draft, map_bytes)
         try:
             with env.begin(write=True) as txn:
-                txn.put(FORMAT_KEY, FORMAT.to_bytes(4, "little"))
+                txn.put(FORMAT_KEY, SHORT_FORMAT.to_bytes(4, "little"))
                 txn.put(UUID_KEY, uuid)
                 txn.put(GEOMETRY_KEY, geometry.encode())
                 # A reservation or an entry of an earlier index must not be taken for one of this.
@@ -174,7 +175,7 @@ class Index:
             if isinstance(error, (lmdb.Error, struct.error)) and is_damage(error):
                 raise Unusable(str(error)) from None
             raise
-        return cls(path, env, owner)
+        return cls(path, env, owner, Layout(int.from_bytes(found, "little")))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Any]:
@@ -199,7 +200,7 @@ class Index:
         found: list[tuple[bytes | None, Wall]] = []
         scoped, until = b"", Wall("-inf")
         pending = self._pending_purges()  # first: one that is not there any more is in the index
-        before = _page_faults()
+        before, key = _page_faults(), self.layout.key
         for start in range(0, len(names), NAMES_PER_READ):  # cold pages keep no other reader waiting for long
             if faults_max is not None and _page_faults() - before > faults_max:
                 break
@@ -211,7 +212,7 @@ class Index:
                         until = purged_until(txn, scoped)
                         if pending:
                             until = max(until, *(pending.get(one, until) for one in (*covering(scoped), ALL)))
-                    found.append((get(BLOCKS + name), until))
+                    found.append((get(key(name)), until))
         return found
 
     def _pending_purges(self) -> Mapping[bytes, Wall]:
@@ -365,7 +366,7 @@ class Index:
         try:
             purges = dict(self.purges.pending())
             with self._env.begin(write=True) as lmdb_txn:
-                txn = WriteTxn(lmdb_txn, self.owner, self._memory, purges, allowance, may_grow=may_grow)
+                txn = WriteTxn(lmdb_txn, self.owner, self.layout, self._memory, purges, allowance, may_grow=may_grow)
                 result = work(txn)
                 txn.save()
         except BaseException:

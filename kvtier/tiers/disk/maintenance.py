@@ -30,7 +30,6 @@ from kvtier.tiers.disk.diagnosis import Ailment, diagnose
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX, CommitJob
 from kvtier.tiers.disk.index import Use
 from kvtier.tiers.disk.records import (
-    BLOCKS,
     FORMAT_KEY,
     NAMESPACE_KEY,
     ORDER,
@@ -39,7 +38,6 @@ from kvtier.tiers.disk.records import (
     SlotReservation,
     is_encrypted,
     order_parts,
-    rows,
     same_write,
 )
 from kvtier.tiers.disk.slot_health import is_place_fault
@@ -165,7 +163,7 @@ class Maintenance:
     def namespaces(self) -> dict[bytes, Any]:
         """Digest → fields of every namespace that the store was used with."""
         rows_of = self._store.index.rows(NAMESPACE_KEY)
-        return {key[len(NAMESPACE_KEY) :]: json.loads(raw) for key, raw in rows_of}
+        return {key[len(NAMESPACE_KEY) :]: json.loads(raw or b"null") for key, raw in rows_of}
 
     def count(self, prefix: bytes) -> int:
         """Blocks whose full names begin with `prefix`, such as a namespace's digest ‖ a tenant."""
@@ -276,12 +274,11 @@ class Maintenance:
 
     def _entries(self, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Names that begin with `prefix` and raw entries, in chunks of one short read transaction each."""
-        start = BLOCKS
+        start = b""
         while True:
             with self._store.index.reading() as txn:
-                chunk = list(islice(rows(txn, BLOCKS + prefix, start), CHUNK))
-            for key, raw in chunk:
-                yield key[len(BLOCKS) :], raw
+                chunk = list(islice(self._store.index.layout.entries(txn, prefix, start), CHUNK))
+            yield from chunk
             if len(chunk) < CHUNK:
                 return
             start = chunk[-1][0] + b"\0"

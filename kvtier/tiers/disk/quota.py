@@ -13,16 +13,16 @@ import struct
 from collections import Counter
 from typing import Any
 
-from kvtier.identity.keys import NAMESPACE_BYTES
-from kvtier.tiers.disk.records import META, ORDER, SCOPED_BYTES, SLOT_ALIGN, order_parts, rows
+from kvtier.identity.keys import KEY_BYTES, SCOPE_BYTES
+from kvtier.tiers.disk.records import META, ORDER, SLOT_ALIGN, order_parts, rows
 
 SHARES_KEY = META + b"shares"
 _BYTES = struct.Struct("<Q")
 
 
 def scope_in(name: bytes) -> bytes:
-    """The scope in a block's full name. Pure."""
-    return name[NAMESPACE_BYTES:SCOPED_BYTES]
+    """The scope in a block's name, full or as written. Pure."""
+    return name[-KEY_BYTES : SCOPE_BYTES - KEY_BYTES]
 
 
 class Shares:

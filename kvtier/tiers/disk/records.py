@@ -1,11 +1,11 @@
 """Records of the G3 index, byte by byte. All lie in LMDB's one main tree; a key's first byte names its table.
 
     table         key after the first byte                                     value
-    b  blocks     namespace ‖ scope ‖ hash (80)                                Entry
+    b  blocks     name as written (54, or 80)                                  Entry
     c  fill       class (big-endian)                                           key of the segment it fills
     f  free       class ‖ segment ‖ slot (big-endian)                          empty
     m  meta       see below                                                    …
-    o  order      class ‖ rank ‖ 2^32-1-depth ‖ segment ‖ slot (big-endian)    name (80)
+    o  order      class ‖ rank ‖ 2^32-1-depth ‖ segment ‖ slot (big-endian)    name as written
     r  reserved   segment ‖ slot (big-endian)                                  SlotReservation
     s  segments   segment (big-endian)                                         Segment
     v  spare      segment (big-endian)                                         empty
@@ -26,8 +26,9 @@
                                 see kvtier.tiers.disk.allocator
 
 LMDB's named databases are not used: py-lmdb opens their handles under the write lock, which a stopped process may hold.
-`order` sorts by class, then by rank (priority, then tick), leaves before their parents. A class is a slot size in units
-of 4 KiB. Values are little-endian. `docs/format.md` describes the whole store.
+A name is namespace ‖ scope ‖ hash (80); `kvtier.tiers.disk.layout` says how it is written. `order` sorts by class, then
+by rank (priority, then tick), leaves before their parents. A class is a slot size in units of 4 KiB. Values are
+little-endian. `docs/format.md` describes the whole store.
 """
 
 from __future__ import annotations
@@ -44,23 +45,25 @@ from kvtier.encryption import DataKey, EncryptionHeader
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.keyring import KEY_ID_BYTES
-from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime
+from kvtier.retention.lifetime import LIFETIME_BYTES_MIN, Lifetime
 from kvtier.retention.marks import mark_of, position_of
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.disk.owner import OWNER_BYTES, Owner
 from kvtier.times import Wall
 
-FORMAT = 1
+FIRST_FORMAT = 1
 ENCRYPTED_FORMAT = 2
-"""From the first encrypted block on."""
-FORMATS = (FORMAT, ENCRYPTED_FORMAT)
+"""What an index of the first format has from its first encrypted block on."""
+SHORT_FORMAT = 3
+"""Names and entries are written short (`kvtier.tiers.disk.layout`). A new index has this format."""
+FORMATS = (FIRST_FORMAT, ENCRYPTED_FORMAT, SHORT_FORMAT)
 SLOT_ALIGN = 4096
 SCOPED_BYTES = NAMESPACE_BYTES + SCOPE_BYTES
 """The part of a block's name that says its namespace and scope."""
 _U32_MAX = 0xFFFF_FFFF
 _TICK_BITS = 56
 
-_BODY = struct.Struct(f"<ddQIIQIQ{DIGEST_BYTES}s{LIFETIME_BYTES}s")
+_BODY = struct.Struct(f"<ddQIIQIQ{DIGEST_BYTES}s")
 _CHECK = struct.Struct("<Q")
 _ORDER = struct.Struct(">cIQIII")
 _FREE = struct.Struct(">cIII")
@@ -74,7 +77,7 @@ TIME = struct.Struct("<d")
 SPAN = struct.Struct("<dd")
 """The first two fields of an entry, (ends, mark): all that a lookup needs."""
 
-ENTRY_BYTES = _BODY.size + _CHECK.size
+ENTRY_BYTES_MIN = _BODY.size + LIFETIME_BYTES_MIN + _CHECK.size
 
 BLOCKS, FILL, FREE, META, ORDER, RESERVED, SEGMENTS, SPARE = b"b", b"c", b"f", b"m", b"o", b"r", b"s", b"v"
 UUID_KEY, FORMAT_KEY = META + b"uuid", META + b"format"
@@ -213,12 +216,14 @@ class Entry:
         """Where the slot begins in its segment's file."""
         return self.slot * self.slot_bytes
 
-    def encode(self, name: bytes) -> bytes:
-        """ENTRY_BYTES bytes, and those of its `encryption`, the last 8 of them XXH3-64 over `name` and the rest."""
+    def encode(self, name: bytes, *, short: bool) -> bytes:
+        """The last 8 bytes are XXH3-64 over `name` and the rest. `short`: as SHORT_FORMAT has it; earlier releases
+        would take that for damage."""
         body = _BODY.pack(
             self.life.ends(Depth.G3), self.mark, self.serial, self.segment, self.slot,
-            self.length, self.depth, self.rank, self.digest, self.life.encode(),
+            self.length, self.depth, self.rank, self.digest,
         )  # fmt: skip
+        body += self.life.encode(short=short)
         if self.encryption is not None:
             body += self.encryption.encode()
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
@@ -226,29 +231,35 @@ class Entry:
     @classmethod
     def decode(cls, name: bytes, raw: bytes) -> Entry:
         """The inverse of `encode`. Raises CorruptError unless `raw` was encoded for this very name."""
-        if len(raw) < ENTRY_BYTES:
-            raise CorruptError(f"an index entry has {ENTRY_BYTES} bytes, got {len(raw)}")
+        if len(raw) < ENTRY_BYTES_MIN:
+            raise CorruptError(f"an index entry has {ENTRY_BYTES_MIN} bytes at least, got {len(raw)}")
         body = raw[: -_CHECK.size]
         if _CHECK.unpack_from(raw, len(body))[0] != xxhash.xxh3_64_intdigest(name + body):
             raise CorruptError("an index entry does not match its check")
-        _ends, mark, serial, segment, slot, length, depth, rank, digest, life = _BODY.unpack_from(body)
-        header = EncryptionHeader.decode(body[_BODY.size :]) if is_encrypted(raw) else None
-        position = position_of(mark)
-        return cls(serial, segment, slot, length, depth, rank, digest, Lifetime.decode(life), header, position)
+        _ends, mark, serial, segment, slot, length, depth, rank, digest = _BODY.unpack_from(body)
+        end = _end_of_life(raw)
+        header = EncryptionHeader.decode(body[end:]) if is_encrypted(raw) else None
+        life = Lifetime.decode(body[_BODY.size : end])
+        return cls(serial, segment, slot, length, depth, rank, digest, life, header, position_of(mark))
 
     def order_key(self) -> bytes:
         """The key of its row in `order`."""
         return _ORDER.pack(ORDER, self.slot_class, self.rank, _U32_MAX - self.depth, self.segment, self.slot)
 
 
+def _end_of_life(raw: bytes) -> int:
+    return _BODY.size + Lifetime.length_in(raw, _BODY.size)
+
+
 def is_encrypted(raw: bytes) -> bool:
     """Whether an encoded entry is that of an encrypted block. Pure."""
-    return len(raw) > ENTRY_BYTES
+    return len(raw) >= ENTRY_BYTES_MIN and len(raw) > _end_of_life(raw) + _CHECK.size
 
 
 def key_id_in(raw: bytes) -> bytes:
     """The id of the key that an encrypted block was encrypted with, by its encoded entry. Pure."""
-    return raw[_BODY.size : _BODY.size + KEY_ID_BYTES]
+    end = _end_of_life(raw)
+    return raw[end : end + KEY_ID_BYTES]
 
 
 def same_write(name: bytes, raw: bytes, current: bytes) -> bool:

@@ -19,19 +19,16 @@ from kvtier.tiers.disk.budget import Allowance, WriteBudget
 from kvtier.tiers.disk.class_worth import ClassWorths
 from kvtier.tiers.disk.entries import Entries
 from kvtier.tiers.disk.eviction import EvictionOrder
+from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.purged import Purged
 from kvtier.tiers.disk.quota import Shares, scope_in
 from kvtier.tiers.disk.records import (
-    BLOCKS,
     COUNTERS_KEY,
-    ENCRYPTED_FORMAT,
-    FORMAT_KEY,
     GEOMETRY_KEY,
     NAMESPACE_KEY,
     NOTE_KEY,
-    ORDER,
     RESERVED,
     SLOT_ALIGN,
     Counters,
@@ -71,6 +68,7 @@ class WriteTxn:
         self,
         txn: Any,
         owner: Owner,
+        layout: Layout,
         memory: TxnMemory,
         purges: Mapping[bytes, Wall],
         allowance: Allowance,
@@ -81,6 +79,7 @@ class WriteTxn:
         namespace ‖ scope → time. `may_grow`: as in `Segments`."""
         self._txn = txn
         self._owner = owner
+        self._layout = layout
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
         counters = Counters.decode(txn.get(COUNTERS_KEY))
         self._serial = counters.serial
@@ -93,9 +92,9 @@ class WriteTxn:
         self.segments = Segments(txn, self.geometry, counters.segments, memory.demand, may_grow=may_grow)
         self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
         order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
-        self._order = EvictionOrder(txn, *order)
+        self._order = EvictionOrder(txn, layout, *order)
         self._shares = Shares(txn)
-        self._entries = Entries(txn, counters, self._order, self.segments, self._shares, self._retained)
+        self._entries = Entries(txn, layout, counters, self._order, self.segments, self._shares, self._retained)
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here
@@ -186,7 +185,7 @@ class WriteTxn:
             above = self._entries.rank_of(block.parent)
         else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
             above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
-        if above is None or self.purged.covers(block.name, block.mark):
+        if above is None or self.purged.covers(block.name, block.mark) or not self._entries.admit(block.name):
             return Stored.REFUSED
         old, kept = self.find(block.name), self._retained.until(block.name)
         if not self._gives_way(block):
@@ -200,8 +199,6 @@ class WriteTxn:
             block = block._replace(life=old.life.join(block.life, self._wall_s))
             self._retained.set(block.name, kept)
         entry = block.entry(reservation, rank)
-        if block.encryption is not None:  # earlier releases would take its entry for damage
-            self._txn.put(FORMAT_KEY, ENCRYPTED_FORMAT.to_bytes(4, "little"))
         self._entries.add(block.name, entry)
         self.worths.stored(block.name, reservation.slot_class)
         self.budget.stored(block.length)
@@ -242,8 +239,7 @@ class WriteTxn:
         """
         found: list[bytes] = []
         following: bytes | None = None
-        for seen, (key, raw) in enumerate(rows(self._txn, BLOCKS + prefix, BLOCKS + start)):
-            name = key[len(BLOCKS) :]
+        for seen, (name, raw) in enumerate(self._layout.entries(self._txn, prefix, start)):
             if len(found) == limit or seen == 10 * limit:
                 following = name
                 break
@@ -267,7 +263,7 @@ class WriteTxn:
     def is_same(self, name: bytes, raw: bytes) -> bool:
         """Whether the block is still of the write whose entry was `raw`, renewed or not. If it is not, what was read
         by that entry was a slot's next tenant, not damage."""
-        current = self._txn.get(BLOCKS + name)
+        current = self._txn.get(self._layout.key(name))
         return current is not None and same_write(name, raw, current)
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
@@ -310,7 +306,8 @@ class WriteTxn:
 
     def register(self, namespace: bytes, fields: bytes) -> None:
         """Record the fields of a namespace digest."""
-        self._txn.put(NAMESPACE_KEY + namespace, fields, overwrite=False)
+        if not self._txn.get(NAMESPACE_KEY + namespace):
+            self._txn.put(NAMESPACE_KEY + namespace, fields)
 
     def is_servable(self, name: bytes, block: NewBlock | Entry, wall_s: Wall) -> bool:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
@@ -334,7 +331,7 @@ class WriteTxn:
         """Cut the store to another capacity, evicting what lies beyond it. The caller uses the store alone and has
         reclaimed, and cuts the files after the commit. Reads the whole index."""
         geometry = replace(self.geometry, capacity=capacity_bytes)
-        for key, name in list(rows(self._txn, ORDER)):
+        for key, name in list(self._layout.ordered(self._txn)):
             slot_cls, _rank, segment, slot = order_parts(key)
             if slot >= geometry.slots_of(segment, slot_cls):
                 self.drop(name)

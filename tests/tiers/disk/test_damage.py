@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import chain_of, payload_of, sample_namespace, verification_off
-from kvtier.tiers.disk.records import BLOCKS
+from kvtier.tiers.disk.layout import Layout
+from kvtier.tiers.disk.records import SHORT_FORMAT
 from kvtier.tiers.protocol import Miss, Stored
 from tests.tiers.disk.support.damage import DAMAGES, REPLACEMENTS, flip, truncate
 from tests.tiers.disk.support.store import BLOCK, get, opened, put, slabs
@@ -61,7 +62,7 @@ async def test_a_damaged_or_swapped_index_entry_is_a_miss_and_loses_no_slot(tmp_
     path = tmp_path / "g3"
     async with opened(path) as tier:
         await put(tier, CHAIN)
-    names = [BLOCKS + NAMESPACE.digest + key for key in CHAIN]
+    names = [Layout(SHORT_FORMAT).key(NAMESPACE.digest + key) for key in CHAIN]
     data = path / "index"
     with lmdb.open(str(data), map_size=(data / "data.mdb").stat().st_size) as env, env.begin(write=True) as txn:
         raw = bytearray(txn.get(names[0]))

@@ -18,7 +18,7 @@ from kvtier.testing import VirtualClock, chain_of, payload_of, payloads_of, samp
 from kvtier.testing.contract import check_tier
 from kvtier.tiers.data_keys import KEY_CACHE_S
 from kvtier.tiers.disk.maintenance import looking_after
-from kvtier.tiers.disk.records import FORMAT_KEY
+from kvtier.tiers.disk.records import FIRST_FORMAT, FORMAT_KEY, SHORT_FORMAT
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
@@ -115,7 +115,10 @@ async def test_a_destroyed_key_ends_its_tenants_blocks_within_the_time_of_its_ca
         assert await get(g3, theirs) == [True] * 4
 
 
-async def test_plain_blocks_of_a_store_are_read_on_and_replaced_by_the_next_put(tmp_path: Path) -> None:
+async def test_plain_blocks_of_an_old_store_are_read_on_and_replaced_by_the_next_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.disk.index.SHORT_FORMAT", FIRST_FORMAT)
     async with opened(tmp_path / "g3") as plain:
         await put(plain, CHAIN)
         assert _format(plain) == 1
@@ -144,7 +147,7 @@ async def test_a_retained_plain_block_is_replaced_by_one_that_is_written_and_as_
         await clock.sleep(3 * 86400)
         assert await get(g3, CHAIN) == [True] * 8
         assert await put(g3, CHAIN) == [Stored.PRESENT] * 8
-        assert _format(g3) == 2
+        assert _format(g3) == SHORT_FORMAT, "that of a new index has a place for encryption"
 
 
 def _no_space(*_args: object) -> None:
@@ -198,7 +201,7 @@ async def test_verify_says_how_many_blocks_it_could_not_check(tmp_path: Path) ->
     with looking_after([tmp_path / "g3"], VirtualClock()) as store:
         found = store.verify()
         assert found.sound and (found.blocks, found.encrypted) == (8, 8)
-        assert store.inspect()["format"] == 2
+        assert store.inspect()["format"] == SHORT_FORMAT
 
 
 async def test_an_encrypted_tier_keeps_the_contract(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvtier.tiers.disk.class_report import class_report
 from kvtier.tiers.disk.drain import Drain, evict, lodge_writes
 from kvtier.tiers.disk.extents import Extent, clear_slots
 from kvtier.tiers.disk.guests import extent_of, guests_in
-from kvtier.tiers.disk.records import BLOCKS, RESERVED, SLOT_ALIGN, Entry, SlotReservation
+from kvtier.tiers.disk.records import RESERVED, SLOT_ALIGN, Entry, SlotReservation
 from kvtier.tiers.disk.trials import Trial, begin_trials, drop_unreadable, end_trial
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
@@ -48,7 +48,8 @@ def test_clear_slots_are_those_that_nothing_overlaps(seed: int) -> None:
 
 def holders(store: ClassStore) -> list[tuple[int, Extent]]:
     """Where the blocks and the writes lie."""
-    entries = [Entry.decode(key[len(BLOCKS) :], raw) for key, raw in store.index.rows(BLOCKS)]
+    with store.index.reading() as txn:
+        entries = [Entry.decode(name, raw) for name, raw in store.index.layout.entries(txn)]
     writes = [SlotReservation.decode(key, raw) for key, raw in store.index.rows(RESERVED)]
     return sorted((held.segment, extent_of(held)) for held in [*entries, *writes])
 

@@ -129,7 +129,8 @@ async def test_an_audit_holds_no_read_transaction_for_long(tmp_path: Path, monke
             found = slices(prefix, then_write)
             if prefix == BLOCKS and written[0] < 6:
                 written[0] += 1
-                name = index.rows(BLOCKS)[0][0][len(BLOCKS) :]
+                with index.reading() as txn:
+                    name, _raw = next(index.layout.entries(txn))
                 index.transact(lambda txn: txn.drop(name))
             return found
 

@@ -21,10 +21,15 @@ GOLDEN = (
 )
 
 
-def test_every_flipped_bit_of_an_index_entry_and_its_name_is_noticed() -> None:
+SHORT = GOLDEN[: 2 * 76] + "81" + GOLDEN[2 * 77 : 2 * 94]
+"""Without stamps that are not there, and without the check."""
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_every_flipped_bit_of_an_index_entry_and_its_name_is_noticed(short: bool) -> None:
     name = NAMESPACE.digest + CHAIN[0]
     entry = Entry(7, 1, 2, BLOCK, 3, 9, bytes(range(16)), Lifetime.of(BUILTIN["24h"], 1e9))
-    raw = entry.encode(name)
+    raw = entry.encode(name, short=short)
     assert Entry.decode(name, raw) == entry
     for position in range(8 * len(raw)):
         damaged = bytearray(raw)
@@ -40,4 +45,5 @@ def test_every_flipped_bit_of_an_index_entry_and_its_name_is_noticed() -> None:
 
 def test_an_entry_has_its_golden_bytes() -> None:
     entry = Entry(7, 1, 2, BLOCK, 3, 9, bytes(range(16)), Lifetime.of(BUILTIN["24h"], 1e9))
-    assert entry.encode(bytes(range(80))).hex() == GOLDEN
+    assert entry.encode(bytes(range(80)), short=False).hex() == GOLDEN
+    assert entry.encode(bytes(range(80)), short=True).hex()[:-16] == SHORT

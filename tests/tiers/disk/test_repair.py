@@ -18,14 +18,15 @@ from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.disk import damage_mark, dead_owners, quarantine, store
 from kvtier.tiers.disk.damage_mark import is_marked, mark
 from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.records import (
-    BLOCKS,
     COUNTERS_KEY,
     FREE,
     GEOMETRY_KEY,
     ORDER,
     RESERVED,
     SEGMENTS,
+    SHORT_FORMAT,
     SPARE,
     Counters,
 )
@@ -76,7 +77,7 @@ RECORDS = {
     "segment": (SEGMENTS + b"\0\0\0\0", b"?"),
     "spare": (SPARE + b"\0", b""),
     "order": (ORDER + b"\0\0\0\1\0", b"name"),
-    "entry": (BLOCKS + NAMESPACE.digest + CHAIN[0], b"damaged"),
+    "entry": (Layout(SHORT_FORMAT).key(NAMESPACE.digest + CHAIN[0]), b"damaged"),
     "note": (b"mpurged" + NAMESPACE.digest + bytes(16), b"!"),
 }
 

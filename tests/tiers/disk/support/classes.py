@@ -37,7 +37,7 @@ Access = tuple[int, int]
 def name_of(access: Access) -> bytes:
     """A block's full name."""
     slot_cls, number = access
-    return slot_cls.to_bytes(NAMESPACE_BYTES, "big") + bytes(SCOPE_BYTES) + number.to_bytes(32, "big")
+    return slot_cls.to_bytes(NAMESPACE_BYTES, "little") + bytes(SCOPE_BYTES) + number.to_bytes(32, "big")
 
 
 def new_block(access: Access, priority: int = PRIORITY) -> NewBlock:
