@@ -17,7 +17,7 @@ from kvtier.policies import policy as policies
 make_policy = partial(policies.make_policy, among=COMPARED)
 
 CLOSED = ["lru", "gapduel", "lru-freq"]
-SEEDS = [1, 2, 3]
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))]
 VERBS = ["reference", "insert", "remove", "evict", "room"]
 
 

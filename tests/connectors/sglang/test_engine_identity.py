@@ -19,6 +19,7 @@ def tiers(folder: Path) -> dict[str, Any]:
     return {"g2": {"capacity": "16MiB"}, "g3": {"path": str(folder / "g3"), "capacity": "64MiB"}}
 
 
+@pytest.mark.long  # test_adapters.py shows quickly that its scope is another
 def test_an_adapter_retrained_at_its_path_misses(serve: Any, prompt: Any, tmp_path: Path) -> None:
     """SGLang's id of it is a digest of its name and path."""
     path = tmp_path / "adapter"

@@ -98,7 +98,8 @@ def test_another_configuration_of_the_same_weights_misses(
     assert second.stop() == 0
 
 
-@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long  # test_parts.py shows quickly that the name is another
+@pytest.mark.parametrize("caching", [True, False])
 def test_an_adapter_is_what_the_worker_loaded(
     start: Start, write_adapter: Callable[[Path, int], Path], tmp_path: Path, caching: bool
 ) -> None:

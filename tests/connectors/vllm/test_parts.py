@@ -24,6 +24,7 @@ from kvtier.connectors.vllm.compat import hash_problem, loads_in_step
 from kvtier.connectors.vllm.identity import Adapters, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
 from kvtier.connectors.vllm.tensors import CacheLayout, describe
+from kvtier.connectors.vllm.weights import AdapterClaims, WeightsWatch
 from kvtier.connectors.vllm.worker import WorkerHalf, cpus_by_piece, fill_page_table, host_identity, map_arena
 from kvtier.errors import ConfigError, IdentityError, KVTierError
 from kvtier.tiers.host.arena import Arena
@@ -368,3 +369,21 @@ def test_an_adapter_that_changes_under_its_id_is_not_cached(tmp_path: Path) -> N
     fresh = adapters.of(SimpleNamespace(lora_int_id=2, lora_path=str(tmp_path)))
     assert fresh and fresh != first
     assert adapters.of(SimpleNamespace(lora_int_id=3, lora_path="hub/adapter")) is None
+
+
+def test_an_adapter_is_what_the_worker_loaded(tmp_path: Path) -> None:
+    """Its files were overwritten between the engine's loading and its first request; test_engine_identity.py shows it
+    in an engine."""
+    (tmp_path / "adapter_model.bin").write_bytes(b"a" * 5000)
+    request = SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path))
+    adapters, watch = Adapters(), WeightsWatch()
+    claims = AdapterClaims(watch)
+    name = (adapters.of(request) or b"").decode()
+    assert claims.right(1, name, (7, 8)) and not claims.settle(), "nothing is known yet"
+    watch.adapter(1, "another")
+    assert claims.settle() == {7, 8} and not claims.right(1, name, (9,))
+    assert adapters.told(watch.adapters) == {1} and adapters.of(request) is None
+    watch.adapter(2, name)
+    assert claims.right(2, name, (9,)) and not adapters.told({2: name}), "the control"
+    watch.adapter(2, "another")
+    assert watch.adapters[2] == "", "nobody knows which of the two a worker holds"
