@@ -94,6 +94,8 @@ def test_the_longest_boundary_in_100_000_cases(case: Case, extra: int) -> None:
     ("group", "boundary", "depths"),
     [
         (Group(Kind.FULL, 16), 32, [0, 1]),
+        (Group(Kind.FULL, 16), 33, [0, 1, 2]),
+        (Group(Kind.STATE, 16), 49, [3]),
         (Group(Kind.WINDOW, 16, 64), 128, [4, 5, 6, 7]),  # the 63 tokens before it
         (Group(Kind.WINDOW, 16, 65), 128, [4, 5, 6, 7]),
         (Group(Kind.WINDOW, 16, 66), 128, [3, 4, 5, 6, 7]),

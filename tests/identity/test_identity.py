@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import kvtier
 from kvtier.errors import IdentityError, InvalidRequest
 from kvtier.identity.hashing import chain_hashes, chain_root, flatten
-from kvtier.identity.keys import KEY_BYTES, SCOPE_BYTES, SHARED, scope_of
+from kvtier.identity.keys import KEY_BYTES, SCOPE_BYTES, SHARED, check_keys, make_keys, scope_of, tenant_of
 from kvtier.identity.namespace import Namespace, explain
 from kvtier.testing import sample_namespace
 
@@ -73,7 +73,20 @@ def test_another_process_computes_the_same_names() -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[-1], [2**32], ["a"], [1.5], "text", b"bytes", [[1, 2]], np.zeros((2, 2), int), np.array([1.5]), np.array([-1])],
+    [
+        [-1],
+        [2**32],
+        ["a"],
+        [1.5],
+        "text",
+        b"bytes",
+        [[1, 2]],
+        np.zeros((2, 2), int),
+        np.array([1.5]),
+        np.array([-1]),
+        np.array([2**32]),
+        np.array([2**32], np.uint64),
+    ],
     ids=repr,
 )
 def test_what_is_no_token_list_is_refused(tokens: object) -> None:
@@ -172,3 +185,25 @@ def test_scopes_are_apart_and_need_the_secret() -> None:
     assert all(len(scope) == SCOPE_BYTES for scope in scopes)
     assert scope_of(None, secret=b"k" * 16) == SHARED
     assert scope_of(b"a") == scope_of("a")
+
+
+def test_a_tenant_s_scopes_are_of_one_tenant_and_no_other_s() -> None:
+    def tenants(salt: str | None) -> set[bytes]:
+        variants = ((), (b"lora",), (b"lora", "in_memory"), (b"", "in_memory"))
+        return {tenant_of(scope_of(salt, *variant)) for variant in variants}
+
+    assert all(len(tenants(salt)) == 1 for salt in (None, "", "a"))
+    assert len({*tenants(None), *tenants(""), *tenants("a"), *tenants("b")}) == 4
+    assert tenant_of(make_keys(scope_of("a", b"lora"), [bytes(32)])[0]) in tenants("a")
+
+
+def test_a_key_has_48_bytes_and_comes_once_in_a_chain() -> None:
+    keys = make_keys(SHARED, [bytes([number]) * 32 for number in range(3)])
+    check_keys([*keys, keys[0]], distinct=False)
+    for wrong, why in (
+        ([*keys, keys[1]], r"keys\[3\] repeats keys\[1\]"),
+        ([keys[0], keys[1][1:]], r"keys\[1\].* got 47 bytes"),
+        ([bytearray(keys[0])], "got bytearray"),
+    ):
+        with pytest.raises(InvalidRequest, match=why):
+            check_keys(wrong, distinct=True)  # type: ignore[arg-type]

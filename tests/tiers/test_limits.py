@@ -49,6 +49,9 @@ def test_a_breaker_opens_probes_and_closes() -> None:
     assert breaker.allows()
     breaker.succeeded()
     assert (breaker.health, breaker.allows()) == (Health.WELL, True)
+    for _ in range(2):
+        breaker.failed()
+    assert breaker.allows(), "failures before a success count no more"
 
 
 def test_a_probe_that_never_reports_does_not_lock_the_tier_out() -> None:

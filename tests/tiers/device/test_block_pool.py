@@ -152,6 +152,15 @@ class TestTerms:
         new = fill(pool, chain, life=Lifetime.of(BUILTIN["5m"], 1000.0))
         assert pool.match(chain, 1001.0) == new and new != [old]
 
+    def test_a_further_request_shortens_no_life(self) -> None:
+        pool = BlockPool(1)
+        chain = chain_of("a", 1)
+        (slot,) = pool.allocate(1)
+        pool.confirm([slot], chain, DAY)
+        pool.confirm([slot], chain, Lifetime.of(Terms("brief", ttl=5, ceiling=Depth.G2), 1.0))
+        life = pool.life(slot)
+        assert life is not None and life.servable(Depth.G4, 80_000.0) and pool.match(chain, 80_000.0) == [slot]
+
     def test_a_deeper_term_makes_a_clean_block_dirty_again(self) -> None:
         pool = BlockPool(2, horizon=2)
         shallow = Lifetime.of(Terms("ram", ceiling=Depth.G2), 0.0)
@@ -223,6 +232,34 @@ class TestOffload:
         pool.copies_done(picked, again_since=1.0)
         pool.check()
         assert pool.dirty == 1, "what is still held becomes dirty again"
+
+    def test_a_block_that_was_stored_anew_is_not_the_one_that_a_copy_read(self) -> None:
+        """The same name in the same slot: its bytes may have been written while they were copied."""
+        pool = BlockPool(1, horizon=1)
+        for count in range(2):
+            chain = tuple(BlockKey(bytes(bytearray(key))) for key in chain_of("a", 1))
+            slots = pool.allocate(1)
+            pool.confirm(slots, chain, DAY, dirty_since=0.0)
+            if not count:
+                picked = pool.pick(1, 10.0)
+                pool.evict()
+                pool.copies_done(picked)
+            pool.free(slots)
+        assert pool.match(chain, 0.0) == [picked[0].slot] and not pool.holds(picked[0])
+
+    def test_a_slot_that_two_copies_read_waits_for_both(self) -> None:
+        pool = BlockPool(1, horizon=1)
+        slots, picked = pool.allocate(1), []
+        for name in "ab":
+            pool.confirm(slots, chain_of(name, 1), DAY, dirty_since=0.0)
+            picked += pool.pick(1, 10.0)
+            pool.evict()
+        pool.free(slots)
+        assert len(picked) == 2
+        pool.copies_done(picked[:1])
+        assert pool.free_blocks == 0
+        pool.copies_done(picked[1:])
+        assert pool.allocate(1) == slots
 
 
 def test_purge_empties_one_scope() -> None:

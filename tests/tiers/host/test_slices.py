@@ -69,6 +69,27 @@ def test_no_scan_of_all_slots_to_ask_for_a_counter() -> None:
     assert (tier.pinned, tier.busy()) == (0, False)
 
 
+def test_an_earlier_purge_takes_nothing_back() -> None:
+    keys = list(chain_of(NS, 4))
+    tier = filled(4, keys)
+    assert sum(tier.apply_tombstones({SHARED: NOW})) == 4
+    assert sum(tier.apply_tombstones({SHARED: NOW - 60})) == 0
+    assert tier.purged_until(SHARED) == NOW
+    slot = tier.reserve(keys[0], 0)
+    assert slot is not None and not tier.commit(slot, slot.generation, LIFE)
+
+
+def test_a_purge_whose_blocks_are_still_being_dropped_is_not_forgotten() -> None:
+    keys = list(chain_of(NS, 4))
+    tier = filled(4, keys)
+    dropping = tier.apply_tombstones({SHARED: NOW})
+    tier.forget_tombstones({SHARED: NOW})
+    assert tier.peek(keys[0], NOW) is Miss.PURGED and tier.purged_until(SHARED) == NOW
+    assert sum(dropping) == 4
+    tier.forget_tombstones({SHARED: NOW})
+    assert not tier.tombstones
+
+
 @pytest.fixture
 def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tier, "SLICE_NS", -1)

@@ -66,6 +66,28 @@ def test_everything_pinned_refuses_and_changes_nothing() -> None:
     tier.check()
 
 
+def test_an_eviction_is_told_with_its_reason() -> None:
+    tier = host(2)
+    lost: list[tuple[bytes, Miss]] = []
+    tier.on_lost = lambda key, why: lost.append((key, why))
+    store(tier, 0)
+    store(tier, 1)
+    assert tier.reserve(KEYS[2], 2, wall_s=NOW) is not None
+    assert tier.reserve(KEYS[3], 3, wall_s=NOW + 90_000) is not None
+    assert lost == [(KEYS[0], Miss.EVICTED), (KEYS[1], Miss.EXPIRED)]
+
+
+def test_a_claimed_block_is_not_evicted() -> None:
+    tier = host(2)
+    store(tier, 0)
+    store(tier, 1)
+    assert tier.reserve(KEYS[2], 2, set(KEYS[:2]).__contains__) is None
+    assert tier.reserve(KEYS[2], 2, set(KEYS[:2]).__contains__, insist=True) is None
+    assert tier.reserve(KEYS[2], 2, {KEYS[0]}.__contains__, insist=True) is not None
+    assert [tier.peek(KEYS[i], NOW) for i in range(2)] == [None, Miss.ABSENT]
+    tier.check()
+
+
 def test_a_pinned_block_that_is_dropped_keeps_its_bytes_until_the_last_pin() -> None:
     tier = host(2)
     store(tier, 0)
