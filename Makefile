@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-engines (test-vllm, test-sglang) and make test-tiers (test-disk, test-objects, test-core) are its parts"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
+	@echo "make mutants    plants two hundred bugs one by one, and says which of them no quick test finds"
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
@@ -122,6 +123,11 @@ vllm-releases: $(READY) types
 test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/connectors/sglang $(PYTEST)
 	$(SGLANG)/bin/python -m pytest -m "not gpu" tests/connectors/sglang $(PYTEST) || test $$? -eq 5
+
+# Bugs planted one by one in a copy of the package: OPTIONS="--area pool".
+OPTIONS ?=
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants.support.run $(OPTIONS)
 
 # A failing seed prints the command that repeats it.
 SECONDS ?= 3600

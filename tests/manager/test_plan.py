@@ -42,3 +42,5 @@ def test_what_is_slower_than_computing_is_not_loaded(where: list[Where], compute
     best = max(range(free.hit + 1), key=lambda hit: (gain(hit), -hit))
     assert plan.hit == best
     assert plan.hit == free.hit or plan.miss is Miss.SLOWER
+    loads = sorted(index for indices in plan.loads.values() for index in indices)
+    assert loads == [index for index in range(plan.hit) if where[index] != "g2"]

@@ -30,6 +30,26 @@ def test_ttl_is_renewed_by_use_and_max_age_is_not() -> None:
     assert not Lifetime.of(Terms("t", ttl=100), T0).servable(Depth.G4, T0 + 101)
 
 
+@given(terms, terms, st.integers(0, 500), st.integers(0, 1500), st.sampled_from([Depth.G2, Depth.G3, Depth.G4]))
+def test_what_two_blocks_share_is_what_both_allow(
+    one: Terms, other: Terms, later: int, after: int, depth: Depth
+) -> None:
+    """One object holds both: it lives no longer, goes no deeper, and is covered by the purge of either."""
+    lives = [Lifetime.of(one, T0), Lifetime.of(other, T0 + later)]
+    shared, now = Lifetime.common(lives), T0 + later + after
+    first = [Lifetime(shared.last_use, life.stamps) for life in lives]
+    assert shared.servable(depth, now) <= all(life.servable(depth, now) for life in first)
+    assert shared.last_use == T0
+    assert not shared.stamps or shared.born == T0
+
+
+def test_a_block_is_born_with_its_youngest_stamp() -> None:
+    """A purge between two requests covers what the first of them stored, not what the second did."""
+    life = Lifetime.of(Terms("t", ttl=1000, ceiling=Depth.G2), T0).add(Terms("u", ttl=500), T0 + 60)
+    assert len(life.stamps) == 2 and life.born == T0 + 60
+    assert Lifetime(T0).born == T0
+
+
 def test_a_use_does_not_revive() -> None:
     life = Lifetime.of(Terms("t", ttl=100), T0).used(T0 + 500)
     assert not life.servable(Depth.G2, T0 + 500)

@@ -12,7 +12,7 @@ from kvtier.errors import ClosedError, ConfigError
 from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.lru import LRU
 from kvtier.retention.lifetime import Lifetime
-from kvtier.retention.terms import BUILTIN
+from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.arena import Arena, available_bytes
 from kvtier.tiers.host.slot import SlotState
@@ -75,6 +75,31 @@ def test_an_eviction_is_told_with_its_reason() -> None:
     assert tier.reserve(KEYS[2], 2, wall_s=NOW) is not None
     assert tier.reserve(KEYS[3], 3, wall_s=NOW + 90_000) is not None
     assert lost == [(KEYS[0], Miss.EVICTED), (KEYS[1], Miss.EXPIRED)]
+
+
+def test_a_late_unpin_leaves_the_next_block_s_pin_alone() -> None:
+    tier = host(1)
+    store(tier, 0)
+    first = tier.pin(KEYS[0], NOW)
+    assert first is not None
+    stale = first.generation
+    tier.unpin(first, stale)
+    tier.drop(KEYS[0])
+    store(tier, 1)
+    held = tier.pin(KEYS[1], NOW)
+    assert held is first and held.generation != stale
+    tier.unpin(held, stale)
+    assert (held.pins, tier.stale_messages) == (1, 1)
+    assert tier.reserve(KEYS[2], 2, insist=True) is None, "a pinned block was evicted"
+
+
+def test_a_use_does_not_renew_a_max_age() -> None:
+    tier = host(1)
+    slot = tier.reserve(KEYS[0], 0)
+    assert slot is not None and tier.commit(slot, slot.generation, Lifetime.of(Terms("t", ttl=100, max_age=150), NOW))
+    for at in (90, 149):
+        assert tier.pin(KEYS[0], NOW + at, NOW + at) is not None
+    assert tier.peek(KEYS[0], NOW + 151) is Miss.EXPIRED
 
 
 def test_a_claimed_block_is_not_evicted() -> None:
