@@ -127,13 +127,13 @@ test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 # Bugs planted one by one in a copy of the package: OPTIONS="--area pool".
 OPTIONS ?=
 mutants: $(READY)
-	$(BIN)/python -m tests.mutants.support.run $(OPTIONS)
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.mutants.support.run $(OPTIONS)
 
 # A failing seed prints the command that repeats it.
 SECONDS ?= 3600
 SEED ?= 1000
-hammer: $(READY)
-	$(BIN)/python -m tests.manager.support.hammer $(SECONDS) $(SEED)
+hammer: $(READY) types
+	PYTHONPATH=$(CURDIR)/build/types:$(CURDIR) $(BIN)/python -m tests.manager.support.hammer $(SECONDS) $(SEED)
 
 check: $(READY) types
 	$(BIN)/ruff check .
