@@ -106,8 +106,10 @@ class BoundaryStores:
         copy.failed |= failed
         if copy.ranks >= self._ranks:
             del self._copying[job]
-            self._copied(copy, windows.lasting(copy.boundary))
-            windows.give_back(copy.boundary)
+            try:
+                self._copied(copy, windows.lasting(copy.boundary))
+            finally:
+                windows.give_back(copy.boundary)
         return True
 
     def _copied(self, copy: _Copy, lasting: bool) -> None:

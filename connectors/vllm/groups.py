@@ -1,7 +1,8 @@
 """The KV groups of a vLLM engine: which are served, and what they need at a boundary.
 
 Served: one group of full attention, and groups of sliding windows that lie in the same pages. A block of the pool is of
-one group at a time, so blocks of all groups have the same bytes, and one arena holds them. Raises IdentityError for
+one group at a time, so blocks of all groups have the same bytes, and one arena holds them. A group of fewer layers than
+the full one leaves pages of its blocks unused: they are stored as zeros. Raises IdentityError for
 every other set of groups; the engine does not start.
 """
 
@@ -36,7 +37,6 @@ class Groups:
     block_tokens: int
     full: int = 0
     windows: tuple[Window, ...] = ()
-    filled_up: bool = False  # some windows have fewer layers than the full group
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ def groups_of(kv_cache_config: Any) -> Groups:
         if number != full[0]
     ]
     ordered = tuple(sorted(windows, key=lambda one: one.layers))
-    return Groups(next(iter(sizes)), full[0], ordered, min(layers) < layers[full[0]])
+    return Groups(next(iter(sizes)), full[0], ordered)
 
 
 def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
@@ -102,7 +102,6 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
     reasons = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "prefix caching off": not vllm_config.cache_config.enable_prefix_caching,
-        "fewer layers in a group than in that of full attention": groups.filled_up,
         "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "a vLLM that cannot report a failed load of several groups": not hasattr(base, "KVConnectorTransferResults"),
         "a vLLM that cannot say when a block is handed out again": not hasattr(BlockPool, "unpin_blocks"),

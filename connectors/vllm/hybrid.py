@@ -168,11 +168,18 @@ class HybridHalf(SchedulerHalf):
 
     def _follow(self, output: Any) -> None:
         super()._follow(output)
-        windows, confirmer = self._windows, self._confirmer
-        if windows is None:
+        if self._windows is None:
             return
+        try:
+            self._follow_windows(output, self._windows)
+        except BaseException:
+            self._windows.lose()
+            raise
+
+    def _follow_windows(self, output: Any, windows: WindowBlocks) -> None:
         for name in compat.preempted(output):
             windows.drop(name)
+        confirmer = self._confirmer
         tokens, resumed = compat.tokens_of(output), compat.resumed(output)
         for name, blocks, begin in zip(*compat.going_on(output), strict=True):
             if (track := confirmer.get(name)) is not None:

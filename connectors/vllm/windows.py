@@ -113,6 +113,11 @@ class WindowBlocks:
         if known is not None:
             self._release_tail(known)
 
+    def lose(self) -> None:
+        """What the engine planned was not followed to its end: no table is known until the engine gives all of it."""
+        for name in list(self._requests):
+            self.drop(name)
+
     def want(self, track: Track, tokens: int) -> None:
         """Hold the boundary after so many tokens, when a step crosses it: other prompts branch off there."""
         known = self._of(track)
@@ -137,7 +142,7 @@ class WindowBlocks:
             known.wanted.discard(tokens)
         last = end // self._size * self._size
         self._release_tail(known)
-        if last > prompt and not self._short():
+        if last >= prompt and not self._short():
             self._hold_tail(known, last)
 
     def _begin(self, known: _Windows, begin: int) -> None:
@@ -307,8 +312,7 @@ class WindowBlocks:
             self.give_back(boundary)
         self._pending, self.ready = [], []
         self._known.clear()
-        for name in list(self._requests):
-            self.drop(name)
+        self.lose()
 
     def check(self) -> None:
         """Assert that what is held is what is owned."""

@@ -18,6 +18,8 @@ from kvtier.errors import InvalidRequest
 from kvtier.units import parse_duration
 
 BAR = 24
+BOUNDARIES = 2
+"""That a request leaves where a model has windows or states: the end of its prompt, and that of its answer."""
 
 
 def plan(
@@ -53,8 +55,12 @@ def plan(
         rates = Rates(sessions_per_hour or 0, turns, prompt_tokens, shared_tokens, turn_tokens, parse_duration(pause))
         loaded, scale = rates.trace(), rates.scale
     known = shape_of(model)
-    shape = CacheShape(model, bytes_per_token or known.bytes_per_token, prefill_rate or known.prefill_tokens_s)
-    given = Assumptions(shape, gpu_hour, ram_price=ram_price, ssd_price=ssd_price, ssd_read_gb_s=ssd_read)
+    rate, boundary = prefill_rate or known.prefill_tokens_s, 0 if bytes_per_token else known.boundary_bytes
+    shape = CacheShape(model, bytes_per_token or known.bytes_per_token, rate, boundary)
+    apart = loaded.unique * loaded.block_tokens / (BOUNDARIES * len(loaded.requests))  # tokens of two boundaries
+    given = Assumptions(
+        shape.with_boundaries(apart), gpu_hour, ram_price=ram_price, ssd_price=ssd_price, ssd_read_gb_s=ssd_read
+    )
     made = plan_capacity(loaded, given, parse_duration(ttl), budget, scale)
     doubts = loaded.doubts(parse_duration(ttl)) if trace is not None else []
     spent = round(time.perf_counter() - began, 2)
@@ -63,6 +69,7 @@ def plan(
             {
                 "trace": loaded.name,
                 "shape": dataclasses.asdict(shape),
+                "bytes_per_token_with_boundaries": given.shape.bytes_per_token,
                 **dataclasses.asdict(made),
                 "seconds": spent,
                 "doubts": doubts,
@@ -71,6 +78,11 @@ def plan(
         return
     for doubt in doubts:
         console().print(f"too small a trace: {doubt}")
+    if boundary:
+        console().print(
+            f"{boundary:,} bytes per boundary; with {BOUNDARIES} of each request, one in {apart:,.0f} distinct tokens, "
+            f"that makes {given.shape.bytes_per_token:,} bytes per token"
+        )
     _print(loaded.name, shape, made, spent)
 
 

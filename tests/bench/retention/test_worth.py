@@ -177,7 +177,77 @@ def test_a_checkpoint_says_its_bytes_per_token(tmp_path: Path, fields: dict[str,
         assert shape_of(str(name)).bytes_per_token == per_token
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": 3}', '{"num_hidden_layers": "many"}'])
+GEMMA_270M = {
+    "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512,
+}  # fmt: skip
+GEMMA_27B = {
+    "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+    "sliding_window": 1024, "sliding_window_pattern": 6,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}  # fmt: skip
+QWEN3_NEXT_80B = {
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "per_token", "boundary"),
+    [
+        ({**GEMMA_270M, "_sliding_window_pattern": 6}, 3 * 1024, 15 * 1024 * 512),
+        (
+            {**GEMMA_270M, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3},
+            3 * 1024,
+            15 * 512 * 1024,
+        ),
+        (GEMMA_27B, 10 * 8192, 60 * 8192 * 1024),  # 52 layers in groups of 10
+        (GPT_OSS_20B, 12 * 2048, 12 * 2048 * 128),
+        (QWEN3_NEXT_80B, 12 * 2048, 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 2)),
+        ({**QWEN3_NEXT_80B, "mamba_ssm_dtype": "float32"}, 12 * 2048, 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4)),
+        ({**GEMMA_270M, "layer_types": ["sliding_attention"] * 18}, 18 * 1024, 0),  # one group, as any
+        ({**GPT_OSS_20B, "sliding_window": None}, 24 * 2048, 0),
+    ],
+)
+def test_a_checkpoint_of_several_groups_says_its_bytes_per_boundary(
+    tmp_path: Path, fields: dict[str, Any], per_token: int, boundary: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    shape = shape_of(str(tmp_path))
+    assert (shape.bytes_per_token, shape.boundary_bytes) == (per_token, boundary)
+    assert shape.with_boundaries(1024).bytes_per_token == per_token + boundary / 1024
+
+
+def test_a_plan_counts_the_boundaries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_27B))
+    asked = ["plan", "--sessions-per-hour", "5", "--turns", "3", "--model", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main([*asked, "--json"])
+    made = json.loads(capsys.readouterr().out)
+    assert made["shape"]["boundary_bytes"] == 60 * 8192 * 1024
+    assert made["bytes_per_token_with_boundaries"] > 2 * made["shape"]["bytes_per_token"]
+    with pytest.raises(SystemExit):
+        main(asked)
+    assert "503,316,480 bytes per boundary" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*asked, "--bytes-per-token", "1000", "--json"])
+    assert json.loads(capsys.readouterr().out)["bytes_per_token_with_boundaries"] == 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"num_hidden_layers": 3}',
+        '{"num_hidden_layers": "many"}',
+        '{"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8, "layer_types": ["full_attention"]}',
+    ],
+)
 def test_a_checkpoint_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InvalidRequest, match="bytes per token"):

@@ -19,9 +19,9 @@ from tests.connectors.vllm.support.storms import storm
 pytestmark = pytest.mark.timeout(900)
 
 Start = Callable[..., Any]
-KINDS = {"sliding": 1, "gptoss": 1, "many_windows": 2}
+KINDS = {"sliding": 1, "gptoss": 1, "many_windows": 2, "filled_up": 2}
 """Windows of each model."""
-LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("gptoss", "many_windows")]
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("gptoss", "many_windows", "filled_up")]
 
 
 @pytest.fixture(scope="module", params=["sliding", *LONG])

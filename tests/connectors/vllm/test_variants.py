@@ -110,7 +110,6 @@ def test_latent_attention(start: Start, make_other: Callable[[str], Path], tmp_p
     ("kind", "options", "said"),
     [
         ("state", {"dtype": "bfloat16", "block_size": None}, r"groups of KV cache \(FullAttentionSpec, MambaSpec\)"),
-        ("filled_up", {}, "fewer layers in a group"),
         ("sliding", {"enable_prefix_caching": False}, "2 groups of KV cache with prefix caching off"),
         (
             "sliding",

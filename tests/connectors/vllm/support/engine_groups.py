@@ -17,6 +17,8 @@ class GroupsOfEngine(Insides):
     def watch_bytes(self) -> None:
         """From now on compare every block that is loaded with the one that was stored under its name. Pages that its
         group has no layer for are to be clear."""
+        import torch
+
         worker, plain = self.worker, self.worker._finish
         seen: dict[Any, bytes] = {}
         counts = self._watched = {"stored": 0, "compared": 0, "wrong": 0, "windows": 0, "blank": 0}
@@ -26,7 +28,7 @@ class GroupsOfEngine(Insides):
             absent = () if group is None else [offset for offset, _ in worker._described.absent[group]]
             offset = 0
             for tensor in worker._described.memory.owners:
-                page = tensor[block].contiguous().view(-1).numpy().view("uint8").tobytes()
+                page = tensor[block].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 digest.update(bytes(len(page)) if offset in absent else page)
                 counts["blank"] += offset in absent
                 offset += len(page)
