@@ -54,9 +54,7 @@ def plan(
     else:
         rates = Rates(sessions_per_hour or 0, turns, prompt_tokens, shared_tokens, turn_tokens, parse_duration(pause))
         loaded, scale = rates.trace(), rates.scale
-    known = shape_of(model)
-    rate, boundary = prefill_rate or known.prefill_tokens_s, 0 if bytes_per_token else known.boundary_bytes
-    shape = CacheShape(model, bytes_per_token or known.bytes_per_token, rate, boundary)
+    shape = _shape(model, bytes_per_token, prefill_rate)
     apart = loaded.unique * loaded.block_tokens / (BOUNDARIES * len(loaded.requests))  # tokens of two boundaries
     given = Assumptions(
         shape.with_boundaries(apart), gpu_hour, ram_price=ram_price, ssd_price=ssd_price, ssd_read_gb_s=ssd_read
@@ -78,12 +76,20 @@ def plan(
         return
     for doubt in doubts:
         console().print(f"too small a trace: {doubt}")
-    if boundary:
+    if shape.boundary_bytes:
         console().print(
-            f"{boundary:,} bytes per boundary; with {BOUNDARIES} of each request, one in {apart:,.0f} distinct tokens, "
-            f"that makes {given.shape.bytes_per_token:,} bytes per token"
+            f"{shape.boundary_bytes:,} bytes per boundary; with {BOUNDARIES} of each request, one in {apart:,.0f} "
+            f"distinct tokens, that makes {given.shape.bytes_per_token:,} bytes per token"
         )
     _print(loaded.name, shape, made, spent)
+
+
+def _shape(model: str, bytes_per_token: int | None, prefill_rate: float | None) -> CacheShape:
+    known = shape_of(model)
+    rate = prefill_rate or known.prefill_tokens_s
+    if bytes_per_token:
+        return CacheShape(model, bytes_per_token, rate)
+    return CacheShape(model, known.bytes_per_token, rate, known.boundary_bytes)
 
 
 def _print(name: str, shape: CacheShape, made: CapacityPlan, seconds: float) -> None:

