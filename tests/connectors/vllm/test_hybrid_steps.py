@@ -136,15 +136,16 @@ class Storm:
         if self.chance.random() >= self.waits:
             self._poll()
 
-    def submit(self, moves: Any, request: str) -> None:
+    def submit(self, job: Any) -> Any:
         """A block of a load comes wrong, and is said to."""
-        self._submit(moves, request)
-        if request and self.chance.random() < self.fails:
+        ticket, moves = self._submit(job), job.moves
+        if job.request and self.chance.random() < self.fails:
             place = self.chance.randrange(len(moves.blocks))
             self.engine.worker._failed.setdefault(moves.job, set()).add(place)
             self._poll()
             for memory in self.engine.memory:
                 memory[moves.blocks[place]] = -7
+        return ticket
 
     def arrive(self) -> None:
         chance, stem = self.chance, self.chance.choice(self.stems)
