@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
-from kvtier.errors import KVTierError
+from kvtier.errors import InvalidRequest, KVTierError
 from kvtier.face import Face, config_of, keys_of_tokens
 from kvtier.hit import Getting, Hit
 from kvtier.identity.keys import BlockKey, scope_of
@@ -356,15 +356,23 @@ def aopen(
 
 def reload_on_sighup(cache: Cache, path: str | Path) -> None:
     """Have SIGHUP call `cache.reload(path)`, on a thread of its own: the cache's lock may be held when the signal
-    comes. A mistake in the file is logged, and changes nothing. Replaces the signal's handler; for the main thread."""
+    comes. A mistake in the file is logged, and changes nothing. Replaces the signal's handler. Raises InvalidRequest on
+    another thread than the main one, which alone may set handlers."""
 
     def reload() -> None:
         try:
             cache.reload(path)
         except KVTierError as wrong:
             log.error("configuration not reloaded: %s", wrong)
+        except Exception:
+            log.exception("configuration not reloaded")
 
     def start(_number: int, _frame: object) -> None:
-        threading.Thread(target=reload, name="kvtier-reload", daemon=True).start()
+        try:
+            threading.Thread(target=reload, name="kvtier-reload", daemon=True).start()
+        except RuntimeError as wrong:  # no thread to be had: what the main thread does goes on
+            log.error("configuration not reloaded: %s", wrong)
 
+    if threading.current_thread() is not threading.main_thread():
+        raise InvalidRequest("reload_on_sighup: call it on the main thread; signal handlers can be set nowhere else")
     signal.signal(signal.SIGHUP, start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ class Face:
         self._retention = config.terms(), config.retention.default
         self._secret = config.scope_secret
         self._pid = os.getpid()
+        self._reloading = threading.Lock()
         self.manager = build(config, namespace, clock, lower, near, computes)
         self._pins = AsyncNamedPins(
             self.manager.protection, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
@@ -125,13 +127,15 @@ class Face:
     def reload(self, config: Config | str | Path) -> list[str]:
         """Take over what another configuration, or the YAML file, changes among
         `kvtier.config.changes.RELOADABLE`, from the next call on and without losing a block. Returns the keys that
-        changed. Raises ConfigError, also for a key that needs a restart; then nothing was changed. Thread-safe, but not
-        to be called from a signal handler (`reload_on_sighup`)."""
-        config = config_of(config)
-        changed = reloadable_changes(self.config, config)
-        self.manager.apply(limits_of(config, self.namespace))
-        self._retention = config.terms(), config.retention.default
-        self.config = config
+        changed. Raises ConfigError, also for a key that needs a restart, and ClosedError; then nothing was changed.
+        Thread-safe, one after the other; not to be called from a signal handler (`reload_on_sighup`)."""
+        with self._reloading:  # the file that was read last is the one in force
+            self._chain((), distinct=False)
+            config = config_of(config)
+            changed = reloadable_changes(self.config, config)
+            self.manager.apply(limits_of(config, self.namespace))
+            self._retention = config.terms(), config.retention.default
+            self.config = config
         log.info("configuration reloaded: %s", ", ".join(changed) or "nothing changed")
         return changed
 

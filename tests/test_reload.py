@@ -6,17 +6,21 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kvtier
 from kvtier.config import Config
 from kvtier.config.changes import RELOADABLE, reloadable_changes
 from kvtier.config.explain import known_keys
-from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.errors import ClosedError, ConfigError, InvalidRequest
+from kvtier.manager.hierarchy import ManagerLimits
 from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.rate_limiter import WAIT_S_MAX, TokenBucket
 
@@ -118,6 +122,53 @@ def test_the_list_names_keys_that_exist() -> None:
     assert all(f"`{each}`" in section for each in RELOADABLE)
 
 
+def test_two_reloads_come_one_after_the_other(cache: kvtier.Cache, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, apply = threading.Semaphore(1), cache.manager.apply
+    overlaps = []
+
+    def slowly(limits: ManagerLimits) -> None:
+        overlaps.append(not inside.acquire(blocking=False))
+        time.sleep(0.05)
+        apply(limits)
+        inside.release()
+
+    monkeypatch.setattr(cache.manager, "apply", slowly)
+    configs = [Config.load(file), Config.parse({**yaml.safe_load(file.read_text()), "deadlines": {"lookup": "7s"}})]
+    threads = [threading.Thread(target=cache.reload, args=(config,)) for config in configs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert overlaps == [False, False]
+    assert cache.manager.hierarchy.limits.lookup_s == cache.config.deadlines.lookup
+
+
+def test_a_closed_cache_is_not_reloaded(file: Path) -> None:
+    with kvtier.open(file, NS) as cache:
+        before = cache.config
+    file.write_text(text(file.parent, get="3s"))
+    with pytest.raises(ClosedError):
+        cache.reload(file)
+    assert cache.config is before
+
+
+def test_a_handler_is_set_on_the_main_thread_only(cache: kvtier.Cache, file: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidRequest, match="main thread"):
+        pool.submit(kvtier.reload_on_sighup, cache, file).result(30)
+
+
+async def test_a_bound_that_is_lifted_while_somebody_is_refused_lets_him_pass() -> None:
+    class Lifted(TokenBucket):
+        def try_take(self, amount: float) -> bool:
+            taken = super().try_take(amount)
+            self.change(0.0, 1.0)  # another thread, right after the refusal
+            return taken
+
+    bucket = Lifted(VirtualClock(), 1.0, 10.0)
+    assert TokenBucket.try_take(bucket, 10), "it is empty now"
+    await asyncio.wait_for(bucket.take(10), 10)
+
+
 async def test_who_waits_at_a_slow_rate_notices_the_new_one() -> None:
     clock = VirtualClock()
     bucket = TokenBucket(clock, 1.0, 10.0)
@@ -135,8 +186,11 @@ async def test_who_waits_at_a_slow_rate_notices_the_new_one() -> None:
 
 
 def test_sighup_reloads_and_a_mistake_changes_nothing(
-    cache: kvtier.Cache, file: Path, caplog: pytest.LogCaptureFixture
+    cache: kvtier.Cache, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def cannot_start(thread: threading.Thread) -> None:
+        raise RuntimeError("no more threads")
+
     before = signal.getsignal(signal.SIGHUP)
     kvtier.reload_on_sighup(cache, file)
     try:
@@ -148,6 +202,12 @@ def test_sighup_reloads_and_a_mistake_changes_nothing(
         with caplog.at_level(logging.ERROR, "kvtier.cache"):
             os.kill(os.getpid(), signal.SIGHUP)
             assert eventually(lambda: "not reloaded: tiers.g2.capacity" in caplog.text)
+            file.unlink()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert eventually(lambda: "No such file" in caplog.text)
+            monkeypatch.setattr(threading.Thread, "start", cannot_start)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert eventually(lambda: "no more threads" in caplog.text)
         assert cache.config.deadlines.get == 3
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -62,13 +62,14 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, Declined):
         return Ending(Exit.DECLINED, kind, str(error))
     if isinstance(error, KVTierError):
-        return Ending(Exit.MISTAKE if isinstance(error, _MISTAKES) else Exit.MACHINE, kind, str(error))
+        line = " ".join(str(error).splitlines())  # a file's name may have several
+        return Ending(Exit.MISTAKE if isinstance(error, _MISTAKES) else Exit.MACHINE, kind, line)
     if isinstance(error, ImportError) and not (error.name or "kvtier").startswith("kvtier"):
         return Ending(Exit.MACHINE, kind, _missing(error.name or ""))
     if isinstance(error, MemoryError):
         return Ending(Exit.MACHINE, kind, "this machine has not enough memory for it; give it smaller sizes")
     if isinstance(error, OSError):
-        return Ending(Exit.MACHINE, kind, _os_error(error))
+        return Ending(Exit.MACHINE, kind, " ".join(_os_error(error).splitlines()))
     return Ending(Exit.DEFECT, kind, f"{kind}: {error}; this is a defect of kvtier, please report it with the above")
 
 

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from typing import Annotated
 
 import typer
@@ -103,6 +104,17 @@ def quit_key() -> Iterator[Wait]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, saved)
 
 
+def _text(answer: HTTPResponse) -> bytes:
+    """At most TEXT_BYTES_MAX, in at most WAIT_S_MAX: a page that comes byte by byte is no answer. Raises OSError."""
+    until, parts, size = time.monotonic() + WAIT_S_MAX, list[bytes](), 0
+    while size < TEXT_BYTES_MAX and (part := answer.read1(1 << 16)):
+        if time.monotonic() > until:
+            raise TimeoutError(f"the page is not here after {WAIT_S_MAX:.0f} s")
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
 def read_figures(url: str) -> Figures:
     """The endpoint's present figures. Waits at most WAIT_S_MAX. Raises InvalidRequest for what is no http URL,
     Unanswered where it gives no metrics of kvtier."""
@@ -110,8 +122,8 @@ def read_figures(url: str) -> Figures:
         raise InvalidRequest(f"{shorten(url)} is not an http URL, such as {HERE}")
     try:
         with urllib.request.urlopen(url, timeout=WAIT_S_MAX) as answer:
-            figures = parse_figures(answer.read(TEXT_BYTES_MAX).decode())
-    except (urllib.error.URLError, OSError, ValueError) as wrong:
+            figures = parse_figures(_text(answer).decode())
+    except (urllib.error.URLError, HTTPException, OSError, ValueError) as wrong:
         reason = getattr(wrong, "reason", None) or wrong
         raise Unanswered(f"{shorten(url)} gives no metrics: {reason}") from wrong
     if not figures:

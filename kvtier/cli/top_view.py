@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +19,8 @@ Figures = dict[str, dict[str, float]]
 
 OURS = frozenset({"tier", "reason", "outcome", "kind", "state", "verb", "class", "task", "event", "le", "version"})
 """Labels of kvtier's own; figures that differ in an engine's labels alone, such as its rank, are added up."""
+
+_BOUND = re.compile(r"\+Inf|\d+(\.\d+)?(e-?\d+)?", re.ASCII)
 
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 60
@@ -30,6 +35,8 @@ def parse_figures(text: str) -> Figures:
             prefix, found, name = sample.name.partition("kvtier_")
             if not found or prefix not in ("", "vllm:", "sglang:"):
                 continue
+            if not math.isfinite(sample.value):
+                continue  # of a broken exporter: there is nothing to show of it
             labels = {label: value for label, value in sorted(sample.labels.items()) if label in OURS}
             tier = labels.pop("tier", "")
             short = name.removeprefix("tier_").removesuffix("_total")
@@ -77,13 +84,21 @@ class Screen:
             f"{promises.get('guaranteed', 0):,.0f}; dropped {requests.get('dropped_blocks', 0):,.0f}"
         )
 
-    def _table(self) -> Table:
-        amounts = ("blocks", "bytes", "full", "hits", "leased", "read", "written", "p99 r/w ms", "pending", "wear")
-        table = Table("tier", "health", *amounts, box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for tier in sorted(self.now):
-            if tier:
-                table.add_row(tier, *self._cells(tier))
-        return table
+    def _table(self) -> TierTable:
+        names = (
+            "health",
+            "blocks",
+            "bytes",
+            "full",
+            "hits",
+            "leased",
+            "read",
+            "written",
+            "p99 r/w ms",
+            "pending",
+            "wear",
+        )
+        return TierTable(names, {tier: self._cells(tier) for tier in sorted(self.now) if tier})
 
     def _cells(self, tier: str) -> Sequence[str | Text]:
         now = self.now[tier]
@@ -121,9 +136,9 @@ class Screen:
         """Of the calls since the last reading, or of all where there were none; upper bound of its bucket."""
         since = {bound: self._grown(tier, name) for bound, name in _buckets(self.now[tier], verb)}
         ever = {bound: self.now[tier][name] for bound, name in _buckets(self.now[tier], verb)}
-        counts = since if since and max(since.values()) else ever
+        counts = since if since and max(since.values()) > 0 else ever
         total = max(counts.values(), default=0)
-        if not total:
+        if total <= 0:
             return ""
         bound = min(bound for bound, count in counts.items() if count >= 0.99 * total)
         return f"≤{bound * 1000:g}" if bound < float("inf") else f">{max(b for b in counts if b != bound) * 1000:g}"
@@ -134,9 +149,33 @@ class Screen:
         return now - before if now >= before else now
 
 
+@dataclass(frozen=True, slots=True)
+class TierTable:
+    """Cells of every tier, with a row per tier; with a column per tier where the terminal is too narrow for that."""
+
+    names: Sequence[str]
+    cells: Mapping[str, Sequence[str | Text]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = _plain_table("tier", *self.names)
+        for tier, cells in self.cells.items():
+            wide.add_row(tier, *cells)
+        if Measurement.get(console, options.update(width=10_000), wide).maximum <= options.max_width:
+            yield wide
+            return
+        tall = _plain_table("", *self.cells)
+        for row, name in enumerate(self.names):
+            tall.add_row(name, *(cells[row] for cells in self.cells.values()))
+        yield tall
+
+
+def _plain_table(*columns: str) -> Table:
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
+
+
 def sparkline(shares: Sequence[float]) -> str:
     """Shares of 0 … 1 as bars of eight heights. Pure."""
-    return "".join(BARS[min(7, max(0, int(share * 8)))] for share in shares)
+    return "".join(BARS[min(7, int(8 * min(1.0, max(0.0, share))))] for share in shares)
 
 
 def _labelled(figures: Mapping[str, float], name: str) -> list[tuple[str, float]]:
@@ -148,4 +187,5 @@ def _labelled(figures: Mapping[str, float], name: str) -> list[tuple[str, float]
 def _buckets(figures: Mapping[str, float], verb: str) -> list[tuple[float, str]]:
     """Upper bound and key of each bucket of a verb's calls."""
     begin, end = "call_seconds_bucket[", f"][{verb}]"
-    return [(float(key[len(begin) : -len(end)]), key) for key in figures if key.startswith(begin) and key.endswith(end)]
+    found = [key for key in figures if key.startswith(begin) and key.endswith(end)]
+    return [(float(bound), key) for key in found if _BOUND.fullmatch(bound := key[len(begin) : -len(end)])]

@@ -137,7 +137,8 @@ def _built(text: str | bytes, name: str) -> _Builder:
         raise ConfigError(f"{begin} {str(wrong.problem)[:200]}{at}") from None
     except (yaml.YAMLError, UnicodeError, ValueError) as wrong:
         at = f" after {shorten(builder.where())}" if builder.where() else ""
-        raise ConfigError(f"{where}not YAML{at}: {str(wrong)[:200]}") from None
+        reason = " ".join(str(wrong).split())[:200]
+        raise ConfigError(f"{where}not YAML{at}: {reason}") from None
     return builder
 
 

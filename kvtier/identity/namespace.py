@@ -165,7 +165,7 @@ def _engine_fields(text: str) -> dict[str, str]:
     """The parts of the field `engine` by name; the whole where it is no JSON object."""
     try:
         raw = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raw = None
     if not isinstance(raw, dict):
         return {"": text}

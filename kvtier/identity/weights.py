@@ -84,7 +84,7 @@ def _sample_tensors(digest: hashlib._Hash, file: Path) -> None:
                 for name, entry in json.loads(header).items()
                 if name != "__metadata__"
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise IdentityError(f"{file} is no safetensors file: {error}") from None
         _feed(digest, header)
         for name in sorted(tensors):

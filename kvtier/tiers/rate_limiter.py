@@ -45,5 +45,6 @@ class TokenBucket:
     async def take(self, amount: float) -> None:
         """Wait until `try_take` succeeds."""
         while not self.try_take(amount):
-            missing = min(amount, self._burst) - self._level
-            await self._clock.sleep(min(max(missing / self._rate, 0.001), WAIT_S_MAX))
+            rate, missing = self._rate, min(amount, self._burst) - self._level
+            if rate > 0:  # 0: another thread has lifted the bound just now
+                await self._clock.sleep(min(max(missing / rate, 0.001), WAIT_S_MAX))

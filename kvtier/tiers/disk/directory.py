@@ -64,7 +64,7 @@ def read_marker(part: Path) -> Marker | None:
     """PART/STORE.json; None if there is none or it is garbage. Raises FormatError if it is foreign."""
     try:
         raw: Any = json.loads((part / "STORE.json").read_bytes()[:4096])
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or "kind" not in raw:
         return None

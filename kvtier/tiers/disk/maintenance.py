@@ -163,7 +163,7 @@ class Maintenance:
     def namespaces(self) -> dict[bytes, Any]:
         """Digest → fields of every namespace that the store was used with."""
         rows_of = self._store.index.rows(NAMESPACE_KEY)
-        return {key[len(NAMESPACE_KEY) :]: json.loads(raw or b"null") for key, raw in rows_of}
+        return {key[len(NAMESPACE_KEY) :]: _fields(raw) for key, raw in rows_of}
 
     def count(self, prefix: bytes) -> int:
         """Blocks whose full names begin with `prefix`, such as a namespace's digest ‖ a tenant."""
@@ -292,6 +292,15 @@ class Maintenance:
         except TimeoutError:
             job.future.cancel()
             raise TierError("g3", "commit", f"another process held the index for {COMMIT_TIMEOUT_S} s") from None
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    """A namespace's fields; none where the row is damaged."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _unservable(txn: WriteTxn, entries: Sequence[tuple[bytes, bytes]], wall_s: Wall) -> int:
