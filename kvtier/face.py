@@ -17,6 +17,7 @@ from kvtier.hit import Hit
 from kvtier.identity import hashing
 from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
 from kvtier.identity.namespace import Namespace
+from kvtier.log_lines import set_log_lines
 from kvtier.manager.accounts import Account
 from kvtier.manager.build import build, limits_of
 from kvtier.manager.lease import Lease
@@ -51,6 +52,7 @@ class Face:
         self._retention = config.terms(), config.retention.default
         self._secret = config.scope_secret
         self._pid = os.getpid()
+        set_log_lines(config.log.level, config.log.format)
         self._reloading = threading.Lock()
         self.manager = build(config, namespace, clock, lower, near, computes)
         self._pins = AsyncNamedPins(
@@ -136,6 +138,7 @@ class Face:
             self.manager.apply(limits_of(config, self.namespace))
             self._retention = config.terms(), config.retention.default
             self.config = config
+            set_log_lines(config.log.level, config.log.format)
         log.info("configuration reloaded: %s", ", ".join(changed) or "nothing changed")
         return changed
 

@@ -8,7 +8,7 @@ import logging
 def speak_as_vllm() -> None:
     """kvtier's log lines in vLLM's format, where nobody has given them a place."""
     ours, engines = logging.getLogger("kvtier"), logging.getLogger("vllm")
-    if logging.getLogger().handlers or any(handler in ours.handlers for handler in engines.handlers):
+    if logging.getLogger().handlers or ours.handlers:
         return
     for handler in engines.handlers:
         ours.addHandler(handler)

@@ -11,6 +11,7 @@ from kvtier.errors import ConfigError
 
 RELOADABLE = (
     "deadlines",
+    "log",
     "offload.min_prefix",
     "offload.store_threshold",
     "retention.classes",

@@ -47,7 +47,7 @@ G3_CAPACITY_MIN = 4096
 
 NAME_CHARS_MAX = 32
 CLASSES_MAX = 64
-_SECTIONS = ("tiers", "offload", "retention", "deadlines", "security")
+_SECTIONS = ("tiers", "offload", "retention", "deadlines", "security", "log")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 _SHOWN_OPTIONS = frozenset({"anon", "endpoint", "endpoint_url", "region", "region_name", "skip_signature", "use_ssl"})
 _HIDDEN = "**********"
@@ -235,6 +235,17 @@ class Security(_Section):
         return self
 
 
+class Log(_Section):
+    """kvtier's log lines in this process."""
+
+    level: Literal["auto", "debug", "info", "warning", "error"] = Field(
+        default="auto", description="The least that is logged; auto: what the application has set."
+    )
+    format: Literal["auto", "json"] = Field(
+        default="auto", description="json: one object a line on standard error; auto: the application's handlers."
+    )
+
+
 class Config(_Section):
     """kvtier's configuration. Frozen; repr and dumps never show a secret."""
 
@@ -245,6 +256,7 @@ class Config(_Section):
     policy: Literal["auto", "lru", "gapduel"] = Field(default="auto", description="Eviction policy.")
     deadlines: Deadlines = Field(default=Deadlines(), description="The longest wait of each call.")
     security: Security = Field(default=Security(), description="Who may share blocks.")
+    log: Log = Field(default=Log(), description="Log lines.")
     weights: Literal["auto", "full"] = Field(
         default="auto",
         description="Fingerprint of the weights: by hub commit or samples of every tensor, or by all bytes.",
