@@ -63,7 +63,7 @@ class AsyncCache(Face):
         return self._pins
 
     async def __aenter__(self) -> AsyncCache:
-        await self.manager.start()
+        await self._start()
         return self
 
     async def __aexit__(
@@ -175,7 +175,7 @@ class Cache(Face):
         self._closing = threading.Lock()
         self._closed = threading.Event()
         try:
-            self._loop.run(self.manager.start())
+            self._loop.run(self._start())
         except BaseException:
             self._loop.end(_GRACE_S)
             raise

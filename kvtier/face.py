@@ -24,6 +24,7 @@ from kvtier.manager.lease import Lease
 from kvtier.manager.work import Work
 from kvtier.named_pins import AsyncNamedPins
 from kvtier.put import Put
+from kvtier.request_trace import RequestTrace
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
@@ -55,9 +56,14 @@ class Face:
         set_log_lines(config.log.level, config.log.format)
         self._reloading = threading.Lock()
         self.manager = build(config, namespace, clock, lower, near, computes)
+        self.trace = RequestTrace(config.trace.socket, namespace.block_tokens, clock)
         self._pins = AsyncNamedPins(
             self.manager.protection, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
         )
+
+    async def _start(self) -> None:
+        await self.manager.start()
+        self.trace.open(self.manager.hierarchy.supervisor)
 
     def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
         if os.getpid() != self._pid:
@@ -89,6 +95,7 @@ class Face:
         return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id, work=work)
 
     def _hit(self, lease: Lease, chain: Sequence[BlockKey], start: int, request_id: str, compared_with: str) -> Hit:
+        self.trace.record(chain, len(chain) * self.namespace.block_tokens)
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
 
     def _terms(self, retention: Wanted) -> RequestTerms:

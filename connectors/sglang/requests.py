@@ -139,6 +139,7 @@ class QueuedRequests:
             self.update_chain(queued, req, head, (), cache)
         read, answer = self._record(queued, cache), {}
         if queued.control is not None and queued.scope is not None:
+            cache.trace.record(queued.chain, len(queued.chain) * self._block_tokens)
             answer = self._feedback.of(req.rid, queued.scope, queued.control, queued.chain, read, queued.pinning)
         put_answer(req, {"tokens_read": dict(read), **answer}, queued.pinning)
         self.forget(req.rid)

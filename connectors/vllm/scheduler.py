@@ -370,6 +370,7 @@ class SchedulerHalf:
         if state.scope is None:
             return {"tokens_read": dict(read)} if read else {}
         name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
+        self._caches.record(state.track.request, prompt)
         return self._feedback.of(name, state.scope, state.control, prompt, read, state.pinning)
 
     def pending(self) -> bool:

@@ -50,6 +50,7 @@ COMMANDS = (
     Command("namespace", "kvtier.cli.namespace:namespace", "Print or save the namespace of a G3 store or engine."),
     Command("purge", "kvtier.cli.purge:purge", "Delete a tenant's blocks from every tier and replica."),
     Command("top", "kvtier.cli.top:top", "Show live metrics of a running cache."),
+    Command("trace record", "kvtier.cli.trace:record", "Record the requests of a running cache, for `plan`."),
     Command("plan", "kvtier.cli.plan:plan", "Compute hit rate and cost over tier sizes."),
     Command("bench index", "kvtier.cli.bench.index:index", "Benchmark hashing, matching and the block pool."),
     Command("bench tiers", "kvtier.cli.bench.tiers:tiers", "Benchmark a tier against the library and device below it."),
@@ -66,6 +67,7 @@ GROUPS = {
     "g4": "Maintain object storage.",
     "keys": "List, rotate and destroy the keys of encryption.",
     "pin": "Manage named pins in a shared bucket or directory.",
+    "trace": "Record what a running cache is asked for.",
     "bench": "Benchmark tiers, the index, engines and retention.",
     "bench retention": "Measure what longer retention saves on a trace.",
 }

@@ -24,7 +24,7 @@ STAND_IN = "0" * 64
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 _SECRETS = ("security.scope_secret", "security.key")
-_PLACES = re.compile(r"tiers\.g3\.path(\[\d+\])?|tiers\.g4\.url|security\.(key_file|data_keys)")
+_PLACES = re.compile(r"tiers\.g3\.path(\[\d+\])?|tiers\.g4\.url|security\.(key_file|data_keys)|trace\.socket")
 
 
 def is_secret(key: str) -> bool:

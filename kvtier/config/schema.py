@@ -47,7 +47,7 @@ G3_CAPACITY_MIN = 4096
 
 NAME_CHARS_MAX = 32
 CLASSES_MAX = 64
-_SECTIONS = ("tiers", "offload", "retention", "deadlines", "security", "log")
+_SECTIONS = ("tiers", "offload", "retention", "deadlines", "security", "log", "trace")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 _SHOWN_OPTIONS = frozenset({"anon", "endpoint", "endpoint_url", "region", "region_name", "skip_signature", "use_ssl"})
 _HIDDEN = "**********"
@@ -246,6 +246,15 @@ class Log(_Section):
     )
 
 
+class Trace(_Section):
+    """What a running cache tells of its requests."""
+
+    socket: File | None = Field(
+        default=None, description="Unix socket for `kvtier trace record`, one per engine; none: there is none."
+    )
+    spans: bool = Field(default=False, description="OpenTelemetry spans of look-ups, plans, transfers and checks.")
+
+
 class Config(_Section):
     """kvtier's configuration. Frozen; repr and dumps never show a secret."""
 
@@ -257,6 +266,7 @@ class Config(_Section):
     deadlines: Deadlines = Field(default=Deadlines(), description="The longest wait of each call.")
     security: Security = Field(default=Security(), description="Who may share blocks.")
     log: Log = Field(default=Log(), description="Log lines.")
+    trace: Trace = Field(default=Trace(), description="What is told of requests.")
     weights: Literal["auto", "full"] = Field(
         default="auto",
         description="Fingerprint of the weights: by hub commit or samples of every tensor, or by all bytes.",

@@ -2,6 +2,7 @@
 
     claude     .npz   arrays t, session, input_tokens, output_tokens, block_ids, offsets, block_tokens
     mooncake   .jsonl {timestamp ms, input_length, output_length, hash_ids}; 512-token chained ids (FAST'25 traces)
+    kvtier     .jsonl what `kvtier trace record` writes (`kvtier.bench.retention.recording`)
     bailian    .jsonl {timestamp s, chat_id, parent_chat_id, input_length, output_length, hash_ids}; 16-token ids
     sessions   a .json file or a folder of them: {block_size, hash_id_scope, requests: [{t, in, out, hash_ids}, …]},
                sub-agents nested as {type: subagent, requests: […]} (kv-cache-tester)
@@ -21,7 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.retention.recording import KEY, Chains
 from kvtier.errors import InvalidRequest
+from kvtier.request_trace import VERSION
 
 PROMPT_BLOCK_TOKENS = 16
 LINE_BYTES_MAX = 64 * 1024 * 1024
@@ -272,6 +275,8 @@ def _load_lines(path: Path) -> Trace:
         raise InvalidRequest(f"{path}: not a text file: {wrong}") from None
     if first is None:
         raise InvalidRequest(f"{path}: a trace without requests")
+    if KEY in first.fields:
+        return _load_recording(path)
     if "hash_ids" in first.fields:
         return _load_bailian(path) if "chat_id" in first.fields else _load_mooncake(path)
     if "prompt" in first.fields or "tokens" in first.fields:
@@ -280,6 +285,27 @@ def _load_lines(path: Path) -> Trace:
         f"{first.place}: no known trace: expected hash_ids (Mooncake, Bailian) or prompt or tokens, "
         f"got {', '.join(sorted(first.fields)[:8])}"
     )
+
+
+def _load_recording(path: Path) -> Trace:
+    lines = _lines(path)
+    header, chains, requests = next(lines), Chains(), list[Request]()
+    if header.fields[KEY] != VERSION:
+        raise InvalidRequest(f"{header.place}: {KEY}: this release reads version {VERSION}")
+    block_tokens = int(header.number("block_tokens"))
+    if not block_tokens:
+        raise InvalidRequest(f"{header.place}: block_tokens: expected at least 1, got 0")
+    for line in lines:
+        after, new = line.fields.get("after"), line.fields.get("new")
+        if type(after) is not int or type(new) is not int:
+            raise InvalidRequest(f"{line.place}: after and new: expected integers")
+        try:
+            blocks = chains.of(after, new)
+        except ValueError as wrong:
+            raise InvalidRequest(f"{line.place}: {wrong}") from None
+        sizes = int(line.number("input_length")), int(line.number("output_length"))
+        requests.append(Request(line.number("timestamp"), blocks, *sizes))
+    return _finish(path.stem, "kvtier", block_tokens, requests, len(chains))
 
 
 def _load_mooncake(path: Path) -> Trace:

@@ -1,0 +1,152 @@
+"""The requests of a running cache, told to whoever listens on a Unix socket: when, how long, and which blocks.
+
+    {"kvtier_trace": 1, "block_tokens": 16}                                      the first line
+    {"at": s, "input": tokens, "output": tokens, "missed": n, "ids": base64}     one per request
+
+`ids` are the prompt's whole blocks, 8 bytes each: a digest under a key that this process draws and tells nobody. Equal
+blocks have equal ids for as long as it runs; no text, token, salt or key can be found from them. `missed`: requests so
+far that came too fast for this listener. Nobody listens: a request costs one comparison.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.clock import Clock
+from kvtier.identity.keys import BlockKey
+from kvtier.supervisor import Supervisor, Unwatched, soon
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+ID_BYTES = 8
+WAITING_MAX = 1024
+"""Requests that wait for a listener; later ones are missed."""
+
+LISTENERS_MAX = 4
+_SEND_S = 5.0
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+class _Seen(NamedTuple):
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    chain: tuple[BlockKey, ...]
+
+
+class _Listener:
+    """What one connection has not been told yet. On the loop."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Seen] = deque()
+        self.news = asyncio.Event()
+        self.missed = 0
+
+    def tell(self, seen: _Seen) -> None:
+        if len(self.waiting) >= WAITING_MAX:
+            self.missed += 1
+            return
+        self.waiting.append(seen)
+        self.news.set()
+
+
+class RequestTrace:
+    """See the module. `path` None: never. Built closed."""
+
+    def __init__(self, path: Path | None, block_tokens: int, clock: Clock) -> None:
+        self._path = path
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._key = secrets.token_bytes(32)
+        self._listeners: set[_Listener] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, supervisor: Supervisor) -> None:
+        """Listen, on the running loop, until the supervisor ends. A socket that cannot be made is logged, and nobody
+        can listen; an older one at the path is replaced."""
+        if self._path is None:
+            return
+        self._loop = asyncio.get_running_loop()
+        supervisor.start("trace socket", lambda: self._listen(supervisor), Unwatched())
+
+    def record(
+        self, chain: Sequence[BlockKey], input_tokens: int, output_tokens: int = 0, at_s: float | None = None
+    ) -> None:
+        """A request for a prompt of these blocks was served; `at_s`: wall time of its arrival, None for now.
+        Thread-safe; does not wait."""
+        if self._listeners:
+            at_s = self._clock.wall() if at_s is None else at_s
+            soon(self._loop, self._tell, _Seen(at_s, input_tokens, output_tokens, tuple(chain)))
+
+    def _tell(self, seen: _Seen) -> None:
+        for listener in self._listeners:
+            listener.tell(seen)
+
+    async def _listen(self, supervisor: Supervisor) -> None:
+        assert self._path is not None
+        try:
+            server = await asyncio.start_unix_server(
+                lambda reader, writer: supervisor.spawn(self._serve(reader, writer)), self._path
+            )
+            made = self._path.stat().st_ino
+        except OSError as error:
+            log.warning("trace.socket: %s: %s; requests are not told", self._path, error)
+            return
+        try:
+            self._path.chmod(0o600)
+            await asyncio.get_running_loop().create_future()  # until it is cancelled
+        finally:
+            server.close()
+            with contextlib.suppress(OSError):
+                if self._path.stat().st_ino == made:  # not that of a cache that was opened later
+                    self._path.unlink()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        listener = _Listener()
+        try:
+            if not _is_ours(writer.get_extra_info("socket")) or len(self._listeners) >= LISTENERS_MAX:
+                return
+            self._listeners.add(listener)
+            header = {"kvtier_trace": VERSION, "block_tokens": self._block_tokens}
+            await self._send(writer, json.dumps(header))
+            while not reader.at_eof():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(listener.news.wait(), _SEND_S)
+                listener.news.clear()
+                while listener.waiting:
+                    seen, missed = listener.waiting.popleft(), listener.missed
+                    await self._send(writer, await asyncio.to_thread(self._line, seen, missed))
+        except (OSError, TimeoutError) as gone:
+            log.info("a listener of the trace socket is gone: %s", gone or "it does not read")
+        finally:
+            self._listeners.discard(listener)
+            writer.transport.abort()
+
+    async def _send(self, writer: asyncio.StreamWriter, line: str) -> None:
+        writer.write(line.encode() + b"\n")
+        await asyncio.wait_for(writer.drain(), _SEND_S)
+
+    def _line(self, seen: _Seen, missed: int) -> str:
+        ids = b"".join(hashlib.blake2b(key, digest_size=ID_BYTES, key=self._key).digest() for key in seen.chain)
+        line = {"at": round(seen.at_s, 3), "input": seen.input_tokens, "output": seen.output_tokens, "missed": missed}
+        return json.dumps({**line, "ids": base64.b64encode(ids).decode()})
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the other end is this user, or root."""
+    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return uid in (0, os.geteuid())

@@ -1,0 +1,192 @@
+"""A running cache tells its requests to whoever records them: times, lengths and blocks, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.bench.retention.recording import Chains, Recording
+from kvtier.bench.retention.traces import load_trace
+from kvtier.cli.trace import record
+from kvtier.clock import SystemClock
+from kvtier.config import Config
+from kvtier.errors import FormatError, InvalidRequest
+from kvtier.request_trace import WAITING_MAX, RequestTrace
+from kvtier.supervisor import Supervisor
+from kvtier.testing import payloads_of, sample_namespace
+
+NS = sample_namespace(4096)
+SALT, TOKEN = "tenant-canary-71", 0x5EC2E7
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.sock"
+
+
+@pytest.fixture
+def cache(path: Path) -> Iterator[kvtier.Cache]:
+    raw = {"tiers": {"g2": {"capacity": "1MiB"}}, "trace": {"socket": str(path)}}
+    with kvtier.open(Config.parse(raw), NS) as cache:
+        yield cache
+
+
+@pytest.fixture
+def recorded(cache: kvtier.Cache, path: Path, tmp_path: Path) -> Iterator[Callable[[], Path]]:
+    """Records; ends the recording when it is called, by closing the cache, and returns the file."""
+    out = tmp_path / "out.jsonl"
+    assert eventually(path.exists)
+    thread = threading.Thread(target=record, args=(path, out), kwargs={"json": True})
+    thread.start()
+    assert eventually(lambda: bool(cache.trace._listeners))
+
+    def end() -> Path:
+        assert eventually(lambda: not any(listener.waiting for listener in cache.trace._listeners))
+        cache.close()
+        thread.join(30)
+        return out
+
+    yield end
+    end()
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 30
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def ask(cache: kvtier.Cache, tokens: list[int], salt: str | None = None) -> None:
+    keys = cache.chain_hashes(tokens, salt)
+    with cache.get(keys) as hit:
+        found = len(hit)
+    cache.put(keys, payloads_of(keys, 4096)[found:], start=found)
+
+
+def test_a_recording_gives_the_traffic_and_plan_reads_it(
+    cache: kvtier.Cache, recorded: Callable[[], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [list(range(64)), list(range(128)), [9, *range(1, 64)], list(range(96))]
+    for prompt in prompts:
+        ask(cache, prompt)
+    trace = load_trace(recorded())
+    assert (trace.format, trace.block_tokens, trace.unique) == ("kvtier", 16, 12)
+    assert [request.input_tokens for request in trace.requests] == [64, 128, 64, 96]
+    first, second, other, third = (request.blocks for request in trace.requests)
+    assert second[:4] == first and third == second[:6] and not set(other) & set(second)
+    assert json.loads(capsys.readouterr().out)["requests"] == 4
+
+
+def test_nothing_of_prompts_salts_and_keys_is_in_it(cache: kvtier.Cache, path: Path, recorded: Any) -> None:
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    heard = socket.socket(socket.AF_UNIX)
+    heard.connect(str(path))
+    assert eventually(lambda: len(cache.trace._listeners) == 2)
+    tokens = [TOKEN + number for number in range(64)]
+    ask(cache, tokens, SALT)
+    keys = cache.chain_hashes(tokens, SALT)
+    told = recorded().read_bytes()
+    while part := heard.recv(1 << 16):
+        told += part
+    heard.close()
+    ids = [base64.b64decode(json.loads(line)["ids"]) for line in told.splitlines() if b'"ids"' in line]
+    assert len(ids) == 1 and len(ids[0]) == 4 * 8, "it was told"
+    told += ids[0]
+    for secret in [*keys, *(key[16:] for key in keys), SALT.encode(), str(TOKEN).encode()]:
+        for form in (secret, secret.hex().encode(), base64.b64encode(secret)[:-3]):
+            assert form not in told
+            assert not any(secret[start : start + 6] in told for start in range(len(secret) - 5))
+
+
+def test_who_does_not_listen_costs_nothing_and_who_does_not_read_is_missed_not_waited_for() -> None:
+    trace = RequestTrace(None, 16, SystemClock())
+    trace.record([], 5)
+    from kvtier.request_trace import _Listener
+
+    listener = _Listener()
+    trace._listeners.add(listener)
+    for _ in range(WAITING_MAX + 3):
+        trace._tell(None)  # type: ignore[arg-type]
+    assert (len(listener.waiting), listener.missed) == (WAITING_MAX, 3)
+
+
+async def test_a_place_that_cannot_be_listened_at_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = Supervisor(SystemClock())
+    RequestTrace(tmp_path / "no" / "such" / "folder", 16, SystemClock()).open(supervisor)
+    assert await asyncio.to_thread(eventually, lambda: "trace.socket" in caplog.text)
+    await supervisor.close(SystemClock().monotonic())
+    assert not supervisor.restarts
+
+
+def test_the_socket_goes_with_its_cache_but_not_that_of_a_later_one(path: Path) -> None:
+    raw = {"tiers": {"g2": {"capacity": "1MiB"}}, "trace": {"socket": str(path)}}
+    first = kvtier.open(Config.parse(raw), NS)
+    assert eventually(path.exists)
+    made = path.stat().st_ino
+    with kvtier.open(Config.parse(raw), NS):
+        assert eventually(lambda: path.exists() and path.stat().st_ino != made)
+        first.close()
+        assert path.exists()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b"[" * 9999, b'{"kvtier_trace": 2}', b"HTTP/1.1 400 Bad Request"])
+def test_another_program_at_the_socket_is_named(line: bytes) -> None:
+    with pytest.raises(FormatError, match="trace socket"):
+        Recording(io.StringIO()).begin(line)
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}", b'{"at": 1, "input": 1, "output": 0, "missed": 0, "ids": "*"}', b'{"at": "x"}', b'{"at": 1e999}']
+)
+def test_a_line_that_cannot_be_read_is_named(line: bytes) -> None:
+    with pytest.raises(FormatError):
+        Recording(io.StringIO()).add(line)
+
+
+@pytest.mark.parametrize(("after", "new"), [(0, 1), (-2, 1), (-1, -1), (-1, 10**12)])
+def test_a_block_that_was_not_named_before_is_refused(after: int, new: int) -> None:
+    with pytest.raises(ValueError, match="named so far"):
+        Chains().of(after, new)
+
+
+def test_a_recording_with_a_wrong_line_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    for line, says in [
+        ('{"after": 7, "new": 1}', "t.jsonl:2: after 7"),
+        ('{"after": 0.5}', "t.jsonl:2: after and new"),
+    ]:
+        path.write_text(f'{{"kvtier_trace": 1, "block_tokens": 16}}\n{line}\n')
+        with pytest.raises(InvalidRequest, match=says):
+            load_trace(path)
+    path.write_text('{"kvtier_trace": 2, "block_tokens": 16}\n')
+    with pytest.raises(InvalidRequest, match="version 1"):
+        load_trace(path)
+
+
+def test_commands_say_what_is_missing(tmp_path: Path, path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("tiers: {g2: {capacity: 1MiB}}\n")
+    with pytest.raises(kvtier.ConfigError, match=r"trace\.socket is not set"):
+        record(file, tmp_path / "out")
+    file.write_text(f"trace: {{socket: {path}}}\n")
+    with pytest.raises(kvtier.KVTierError, match="no cache listens there"):
+        record(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == [file]
