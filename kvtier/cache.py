@@ -18,7 +18,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ from kvtier.manager.closing import Flushed
 from kvtier.manager.slices import aside
 from kvtier.named_pins import AsyncNamedPins, NamedPins
 from kvtier.retention.ranges import Wanted
+from kvtier.spans import in_trace
 from kvtier.supervisor import LoopOnThread
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
@@ -294,10 +295,13 @@ class Cache(Face):
             self._loop.end(_GRACE_S)
             self._closed.set()
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def submit(
+        self, work: Coroutine[Any, Any, T], trace: Mapping[str, str] | None = None
+    ) -> concurrent.futures.Future[T]:
         """Run a coroutine of `manager` on the cache's event loop, without waiting for it: for connectors, whose engine
-        thread must not wait. The future is the caller's; cancelling it cancels the work. Raises ClosedError."""
-        return self._loop.submit(work)
+        thread must not wait. The future is the caller's; cancelling it cancels the work. `trace`: the request's headers
+        of the W3C trace context, in whose trace its spans are. Raises ClosedError."""
+        return in_trace(trace, self._loop.submit, work)
 
     def _run(
         self, work: Coroutine[Any, Any, T], deadline: Mono | None = None, late: Callable[[], T] | None = None

@@ -26,6 +26,7 @@ from kvtier.named_pins import AsyncNamedPins
 from kvtier.put import Put
 from kvtier.request_trace import RequestTrace
 from kvtier.retention.ranges import ChainTerms, RequestTerms, Wanted, request_terms
+from kvtier.spans import set_spans
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
 
@@ -54,6 +55,7 @@ class Face:
         self._secret = config.scope_secret
         self._pid = os.getpid()
         set_log_lines(config.log.level, config.log.format)
+        set_spans(config.trace.spans)
         self._reloading = threading.Lock()
         self.manager = build(config, namespace, clock, lower, near, computes)
         self.trace = RequestTrace(config.trace.socket, namespace.block_tokens, clock)
@@ -145,6 +147,7 @@ class Face:
             self.manager.apply(limits_of(config, self.namespace))
             self._retention = config.terms(), config.retention.default
             self.config = config
+            set_spans(config.trace.spans)
             set_log_lines(config.log.level, config.log.format)
         log.info("configuration reloaded: %s", ", ".join(changed) or "nothing changed")
         return changed

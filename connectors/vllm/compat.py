@@ -127,6 +127,11 @@ def public_name(request: Any) -> str:
     return name if dash and len(tail) == 8 and set(tail) <= set(hexdigits) else whole
 
 
+def trace_of(request: Any) -> Mapping[str, str] | None:
+    """The headers of the request's trace, if its sender gave some."""
+    return getattr(request, "trace_headers", None)
+
+
 def adapter_of(request: Any) -> Any | None:
     """The request's LoRARequest, or None."""
     return getattr(request, "lora_request", None)

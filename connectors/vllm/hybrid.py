@@ -90,7 +90,7 @@ class HybridHalf(SchedulerHalf):
         deadline = self._clock.monotonic() + self._limits.prefetch_s
         ends = (partial(self._first_key, chain), partial(self._keys, chain))
         found = promote_boundary(manager, chain, *ends, deadline, start)
-        state.promoted = Promoted(cache.submit(found), start)
+        state.promoted = Promoted(cache.submit(found, compat.trace_of(state.track.request)), start)
 
     def _resident(self, chain: Sequence[BlockKey]) -> int:
         """The boundary that the engine's pool can serve by itself."""

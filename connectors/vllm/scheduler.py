@@ -173,8 +173,8 @@ class SchedulerHalf:
         start = self._pool.resident(chain) if self._pool is not None else 0
         if manager.prefix(chain[start:]) == usable - start or not self._weighing.worth(state, LOWER, usable - start):
             return
-        deadline = self._clock.monotonic() + self._limits.prefetch_s
-        state.promoted = Promoted(cache.submit(promote(manager, chain, deadline, start)), start)
+        found = promote(manager, chain, self._clock.monotonic() + self._limits.prefetch_s, start)
+        state.promoted = Promoted(cache.submit(found, compat.trace_of(state.track.request)), start)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""

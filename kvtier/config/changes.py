@@ -17,6 +17,7 @@ RELOADABLE = (
     "retention.classes",
     "retention.default",
     "tiers.g3.write_rate",
+    "trace.spans",
 )
 """Keys, and sections of them, whose new values hold from the next call on. The others size memory, files or
 connections, or are part of the data's identity."""

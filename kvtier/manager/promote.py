@@ -15,6 +15,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.plan import Costs, Plan, Planning, Where
 from kvtier.manager.slices import SLICE_BLOCKS, in_strides, slices
+from kvtier.manager.traced import traced_lookup, traced_plan
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot, SlotState
@@ -66,6 +67,7 @@ class Promoter:
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
+    @traced_lookup
     async def locate(self, chain: Sequence[BlockKey], deadline: Mono | None = None, start: int = 0) -> list[Where]:
         """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Blocks before
         `start` are not looked for and given as G2's. Waits for lower tiers until `deadline`, at most `lookup_s`.
@@ -122,6 +124,7 @@ class Promoter:
             elif where[index] is Miss.ABSENT:
                 where[index] = miss  # the more telling reason
 
+    @traced_plan
     async def plan(self, where: Sequence[Where], slots: int, costs: Costs | None = None) -> Plan:
         """`make_plan`, in slices."""
         planning = Planning(slots, self._host.name, costs)

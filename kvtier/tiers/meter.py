@@ -10,6 +10,7 @@ from typing import cast
 from kvtier.clock import Clock
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey
+from kvtier.spans import span
 from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
 from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, PurgeLogging, Retaining, Sealed, Stored, Target
@@ -123,9 +124,11 @@ class Metered(Wrapper):
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         began = self._clock.monotonic()
-        results = await self.inner.read(chain, targets, deadline)
+        with span("kvtier.transfer", tier=self.name, direction="read", blocks=len(targets)) as told:
+            results = await self.inner.read(chain, targets, deadline)
+            loaded = sum(isinstance(result, Loaded) for result in results)
+            told(verified=loaded, corrupt=results.count(Miss.CORRUPT), bytes=loaded * self.block_bytes)
         took_s = self._clock.monotonic() - began
-        loaded = sum(isinstance(result, Loaded) for result in results)
         self.loaded += loaded
         self.read_bytes += loaded * self.block_bytes
         self.misses.update(result for result in results if isinstance(result, Miss))
@@ -149,7 +152,9 @@ class Metered(Wrapper):
 
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         began = self._clock.monotonic()
-        results = await self.inner.write(blocks, deadline)
+        with span("kvtier.transfer", tier=self.name, direction="write", blocks=len(blocks)) as told:
+            results = await self.inner.write(blocks, deadline)
+            told(stored=results.count(Stored.STORED))
         self.write_latency.add(self._clock.monotonic() - began)
         self.stored.update(results)
         self.written_bytes += self.block_bytes * results.count(Stored.STORED)

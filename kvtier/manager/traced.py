@@ -1,0 +1,50 @@
+"""Look-ups and plans of promotions as spans (`kvtier.spans`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from kvtier.manager.plan import Plan, Where
+from kvtier.spans import span
+from kvtier.tiers.protocol import Miss
+
+P = ParamSpec("P")
+Self = TypeVar("Self")
+
+
+def traced_lookup(
+    locate: Callable[Concatenate[Self, P], Awaitable[list[Where]]],
+) -> Callable[Concatenate[Self, P], Awaitable[list[Where]]]:
+    """`locate` in a span with the blocks that each tier has."""
+
+    @wraps(locate)
+    async def inside(self: Self, *arguments: P.args, **named: P.kwargs) -> list[Where]:
+        with span("kvtier.lookup") as told:
+            where = await locate(self, *arguments, **named)
+            told(**_by_tier(where))
+            return where
+
+    return inside
+
+
+def traced_plan(
+    plan: Callable[Concatenate[Self, P], Awaitable[Plan]],
+) -> Callable[Concatenate[Self, P], Awaitable[Plan]]:
+    """`plan` in a span with its hit and loads."""
+
+    @wraps(plan)
+    async def inside(self: Self, *arguments: P.args, **named: P.kwargs) -> Plan:
+        with span("kvtier.plan") as told:
+            made = await plan(self, *arguments, **named)
+            loads: dict[str, Any] = {f"load.{tier}": len(depths) for tier, depths in made.loads.items()}
+            told(hit=made.hit, miss=str(made.miss or ""), **loads)
+            return made
+
+    return inside
+
+
+def _by_tier(where: Sequence[Where]) -> dict[str, int]:
+    return {f"blocks.{tier}": count for tier, count in Counter(w for w in where if not isinstance(w, Miss)).items()}
