@@ -1,6 +1,6 @@
 """OpenTelemetry spans of what a request waits for, in the trace of that request.
 
-    with span("kvtier.lookup", blocks=5) as told:
+    with span("kv.lookup", blocks=5) as told:
         …
         told(found=3)
 
@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import kvtier
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def set_spans(on: bool) -> None:
         from opentelemetry import trace
     except ImportError as missing:
         raise ConfigError("trace.spans: needs OpenTelemetry: pip install 'kvtier[otel]'") from missing
-    _tracer = trace.get_tracer("kvtier", kvtier.__version__)
+    _tracer = trace.get_tracer("kvtier")
 
 
 def span(name: str, **figures: int | float | str) -> AbstractContextManager[Told]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import kvtier
-from kvtier.bench.retention.recording import Chains, Recording
+from kvtier.bench.retention.recording import RecordedChains, Recording
 from kvtier.bench.retention.traces import load_trace
 from kvtier.cli.trace import record
 from kvtier.clock import SystemClock
@@ -164,7 +164,7 @@ def test_a_line_that_cannot_be_read_is_named(line: bytes) -> None:
 @pytest.mark.parametrize(("after", "new"), [(0, 1), (-2, 1), (-1, -1), (-1, 10**12)])
 def test_a_block_that_was_not_named_before_is_refused(after: int, new: int) -> None:
     with pytest.raises(ValueError, match="named so far"):
-        Chains().of(after, new)
+        RecordedChains().of(after, new)
 
 
 def test_a_recording_with_a_wrong_line_names_the_line(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ def test_a_request_s_lookup_plan_and_transfer_are_in_its_trace(spans: Any, tmp_p
             pass
         assert len(spans.get_finished_spans()) == spans_before
     found = {one.name: one for one in spans.get_finished_spans()}
-    assert set(found) == {"request", "kvtier.lookup", "kvtier.plan", "kvtier.transfer"}
-    for name in ("kvtier.lookup", "kvtier.plan", "kvtier.transfer"):
+    assert set(found) == {"request", "kv.lookup", "kv.plan", "kv.transfer"}
+    for name in ("kv.lookup", "kv.plan", "kv.transfer"):
         assert found[name].parent.span_id == request.get_span_context().span_id
-    assert found["kvtier.lookup"].attributes == {"kvtier.blocks.g3": 8}
-    assert found["kvtier.plan"].attributes["kvtier.load.g3"] == 8
-    read = found["kvtier.transfer"].attributes
+    assert found["kv.lookup"].attributes == {"kvtier.blocks.g3": 8}
+    assert found["kv.plan"].attributes["kvtier.load.g3"] == 8
+    read = found["kv.transfer"].attributes
     assert (read["kvtier.tier"], read["kvtier.verified"], read["kvtier.bytes"]) == ("g3", 8, 8 * 4096)
 
 
@@ -74,7 +74,7 @@ def test_headers_of_a_request_name_its_trace(spans: Any) -> None:
     set_spans(True)
 
     def work() -> None:
-        with span("kvtier.lookup"):
+        with span("kv.lookup"):
             pass
 
     in_trace({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}, work)
@@ -85,7 +85,7 @@ def test_headers_of_a_request_name_its_trace(spans: Any) -> None:
 
 def test_an_error_is_told_by_its_class_alone(spans: Any) -> None:
     set_spans(True)
-    with pytest.raises(OSError, match="canary"), span("kvtier.transfer"):
+    with pytest.raises(OSError, match="canary"), span("kv.transfer"):
         raise OSError("canary")
     (one,) = spans.get_finished_spans()
     assert one.attributes == {"kvtier.error": "OSError"} and not one.events and "canary" not in one.to_json()
@@ -108,7 +108,7 @@ def test_nothing_tells_of_prompts_and_tenants(spans: Any, tmp_path: Path, caplog
         registry.register(StatsCollector(cache.stats))
         told = generate_latest(registry).decode() + repr(cache.stats())
     told += caplog.text + "".join(one.to_json() for one in spans.get_finished_spans())
-    assert "kvtier.transfer" in told and "corrupt" in told
+    assert "kv.transfer" in told and "corrupt" in told
     for secret in (
         SALT,
         str(TOKEN),
@@ -124,7 +124,7 @@ def test_nothing_tells_of_prompts_and_tenants(spans: Any, tmp_path: Path, caplog
 def test_off_imports_nothing_and_a_missing_library_is_a_mistake_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert span("kvtier.lookup") is span("kvtier.plan", hit=5)
+    assert span("kv.lookup") is span("kv.plan", hit=5)
     real = builtins.__import__
 
     def lacking(name: str, *arguments: Any, **named: Any) -> Any:

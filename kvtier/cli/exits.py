@@ -33,9 +33,9 @@ MEANINGS = {
 
 _MISTAKES = (ConfigError, FormatError, IdentityError, InvalidRequest)
 _EXTRAS = {
-    "aiofiles": "bench", "botocore": "kms", "cryptography": "crypto", "matplotlib": "bench",
-    "obstore": "s3", "opentelemetry": "otel", "pyfuse3": "fuse", "s3fs": "s3", "safetensors": "transformers", "tokenizers": "transformers",
-    "torch": "transformers", "transformers": "transformers", "zstandard": "codec",
+    "aiofiles": "bench", "botocore": "kms", "cryptography": "crypto", "matplotlib": "bench", "obstore": "s3",
+    "opentelemetry": "otel", "pyfuse3": "fuse", "s3fs": "s3", "safetensors": "transformers",
+    "tokenizers": "transformers", "torch": "transformers", "transformers": "transformers", "zstandard": "codec",
 }  # fmt: skip
 """Package that an optional part imports: the extra that installs it."""
 

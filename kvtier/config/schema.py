@@ -246,7 +246,7 @@ class Log(_Section):
     )
 
 
-class Trace(_Section):
+class Tracing(_Section):
     """What a running cache tells of its requests."""
 
     socket: File | None = Field(
@@ -266,7 +266,7 @@ class Config(_Section):
     deadlines: Deadlines = Field(default=Deadlines(), description="The longest wait of each call.")
     security: Security = Field(default=Security(), description="Who may share blocks.")
     log: Log = Field(default=Log(), description="Log lines.")
-    trace: Trace = Field(default=Trace(), description="What is told of requests.")
+    trace: Tracing = Field(default=Tracing(), description="What is told of requests.")
     weights: Literal["auto", "full"] = Field(
         default="auto",
         description="Fingerprint of the weights: by hub commit or samples of every tensor, or by all bytes.",

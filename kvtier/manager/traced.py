@@ -22,7 +22,7 @@ def traced_lookup(
 
     @wraps(locate)
     async def inside(self: Self, *arguments: P.args, **named: P.kwargs) -> list[Where]:
-        with span("kvtier.lookup") as told:
+        with span("kv.lookup") as told:
             where = await locate(self, *arguments, **named)
             told(**_by_tier(where))
             return where
@@ -37,7 +37,7 @@ def traced_plan(
 
     @wraps(plan)
     async def inside(self: Self, *arguments: P.args, **named: P.kwargs) -> Plan:
-        with span("kvtier.plan") as told:
+        with span("kv.plan") as told:
             made = await plan(self, *arguments, **named)
             loads: dict[str, Any] = {f"load.{tier}": len(depths) for tier, depths in made.loads.items()}
             told(hit=made.hit, miss=str(made.miss or ""), **loads)

@@ -124,7 +124,7 @@ class Metered(Wrapper):
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         began = self._clock.monotonic()
-        with span("kvtier.transfer", tier=self.name, direction="read", blocks=len(targets)) as told:
+        with span("kv.transfer", tier=self.name, direction="read", blocks=len(targets)) as told:
             results = await self.inner.read(chain, targets, deadline)
             loaded = sum(isinstance(result, Loaded) for result in results)
             told(verified=loaded, corrupt=results.count(Miss.CORRUPT), bytes=loaded * self.block_bytes)
@@ -152,7 +152,7 @@ class Metered(Wrapper):
 
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         began = self._clock.monotonic()
-        with span("kvtier.transfer", tier=self.name, direction="write", blocks=len(blocks)) as told:
+        with span("kv.transfer", tier=self.name, direction="write", blocks=len(blocks)) as told:
             results = await self.inner.write(blocks, deadline)
             told(stored=results.count(Stored.STORED))
         self.write_latency.add(self._clock.monotonic() - began)

@@ -71,7 +71,7 @@ class Recording:
         self._out.flush()
 
 
-class Chains:
+class RecordedChains:
     """Rebuilds the blocks of recorded requests, in the order of the file."""
 
     def __init__(self) -> None:

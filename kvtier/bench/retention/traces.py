@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.retention.recording import KEY, Chains
+from kvtier.bench.retention.recording import KEY, RecordedChains
 from kvtier.errors import InvalidRequest
 from kvtier.request_trace import VERSION
 
@@ -289,7 +289,7 @@ def _load_lines(path: Path) -> Trace:
 
 def _load_recording(path: Path) -> Trace:
     lines = _lines(path)
-    header, chains, requests = next(lines), Chains(), list[Request]()
+    header, chains, requests = next(lines), RecordedChains(), list[Request]()
     if header.fields[KEY] != VERSION:
         raise InvalidRequest(f"{header.place}: {KEY}: this release reads version {VERSION}")
     block_tokens = int(header.number("block_tokens"))
