@@ -18,6 +18,7 @@ from rich.live import Live
 
 from kvtier.cli.output import Json, console, write_json
 from kvtier.cli.top_view import Figures, Screen, parse_figures
+from kvtier.cli.top_web import WebView, served
 from kvtier.errors import InvalidRequest, KVTierError
 from kvtier.metrics import PORT
 from kvtier.units import shorten
@@ -30,6 +31,9 @@ Url = Annotated[str, typer.Argument(help="The metrics endpoint: kvtier's own, vL
 Interval = Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two readings.")]
 Once = Annotated[bool, typer.Option("--once", help="Read once and exit.")]
 
+Web = Annotated[bool, typer.Option("--web", help="Show it as a page in a browser, on loopback, until q or Ctrl-C.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the page; 0: any free one.")]
+
 Wait = Callable[[float], bool]
 """Waits so many seconds; whether the user wants to leave."""
 
@@ -38,10 +42,15 @@ class Unanswered(KVTierError):
     """The endpoint gives no metrics now; it may later."""
 
 
-def top(url: Url = HERE, interval: Interval = 2.0, once: Once = False, json: Json = False) -> None:
+def top(
+    url: Url = HERE, interval: Interval = 2.0, once: Once = False, web: Web = False, port: Port = 0, json: Json = False
+) -> None:
     """Show tiers, hits, misses, rates and health of a cache whose process called `kvtier.metrics.serve`, or of an
     engine, until q. A reading that fails is shown and tried again."""
     screen = Screen(read_figures(url))  # a mistyped URL ends it at once
+    if web and not json:
+        serve_page(screen, url, interval, port)
+        return
     if json:
         write_json(screen.now)
         return
@@ -53,6 +62,15 @@ def top(url: Url = HERE, interval: Interval = 2.0, once: Once = False, json: Jso
         Live(screen.render(), console=console(), auto_refresh=False, screen=True, redirect_stderr=False) as live,
     ):
         watch(screen, lambda: read_figures(url), interval, wait, lambda: live.update(screen.render(), refresh=True))
+
+
+def serve_page(screen: Screen, url: str, interval: float, port: int) -> None:
+    """Read and serve the page until the user leaves."""
+    view = WebView()
+    view.show(screen)
+    with served(view, port) as address, quit_key() as wait:
+        print(f"{address} shows {shorten(url)}; q or Ctrl-C ends it", flush=True)
+        watch(screen, lambda: read_figures(url), interval, wait, lambda: view.show(screen))
 
 
 def watch(

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -68,12 +69,54 @@ class Screen:
             lines.insert(0, Text(self.fault, style="bold red"))
         return Group(*lines[:-1], self._table(), lines[-1])
 
+    def report(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        requests = self.now.get("", {})
+        promises = dict(_labelled(requests, "promises"))
+        return {
+            "version": self._version(),
+            "fault": self.fault,
+            "hit_rates": self.hit_rates,
+            "requests": {
+                "requested": requests.get("lookup_blocks", 0),
+                "served": requests.get("hit_blocks", 0),
+                "misses": _labelled(requests, "miss_blocks"),
+                "dropped": requests.get("dropped_blocks", 0),
+                **{kind: promises.get(kind, 0) for kind in ("pins", "pinned", "guaranteed")},
+            },
+            "tiers": [self._tier_report(tier) for tier in sorted(self.now) if tier],
+        }
+
+    def _tier_report(self, tier: str) -> dict[str, Any]:
+        now = self.now[tier]
+        plain = {name: now.get(name, 0) for name in ("blocks", "bytes", "capacity_bytes")}
+        counted = {"hits": "hit_blocks", "leased": "pinned_blocks", "pending": "pending_blocks"}
+        return {
+            "name": tier,
+            "health": self._health(tier),
+            **plain,
+            **{short: now.get(name, 0) for short, name in counted.items()},
+            "read_bytes_s": self._bytes_s(tier, "read_bytes"),
+            "written_bytes_s": self._bytes_s(tier, "written_bytes"),
+            "p99_ms": self._p99s(tier),
+            "wear": self._wear(tier),
+        }
+
+    def _version(self) -> str:
+        return next((name[11:-1] for name in self.now.get("", {}) if name.startswith("build_info[")), "")
+
+    def _health(self, tier: str) -> str:
+        return next((state for state, one in _labelled(self.now[tier], "health") if one), "")
+
+    def _p99s(self, tier: str) -> str:
+        p99 = [self._p99_ms(tier, verb) for verb in ("read", "write")]
+        return "/".join(one or "–" for one in p99) if any(p99) else ""
+
     def _lines(self) -> Iterator[str]:
         requests = self.now.get("", {})
         wanted, served = requests.get("lookup_blocks", 0), requests.get("hit_blocks", 0)
         share = f"{served / wanted:.1%}" if wanted else "none"
-        version = next((name[11:-1] for name in requests if name.startswith("build_info[")), "")
-        yield f"kvtier {version}  {wanted:,.0f} blocks requested, {share} served".replace("kvtier   ", "")
+        yield f"kvtier {self._version()}  {wanted:,.0f} blocks requested, {share} served".replace("kvtier   ", "")
         if self.hit_rates:
             yield f"hit rate {sparkline(self.hit_rates)} {self.hit_rates[-1]:.1%} now"
         why = ", ".join(f"{reason} {figure:,.0f}" for reason, figure in _labelled(requests, "miss_blocks")[:4])
@@ -103,8 +146,7 @@ class Screen:
     def _cells(self, tier: str) -> Sequence[str | Text]:
         now = self.now[tier]
         capacity, held = now.get("capacity_bytes", 0), now.get("bytes", 0)
-        health = next((state for state, one in _labelled(now, "health") if one), "")
-        p99 = "/".join(self._p99_ms(tier, verb) for verb in ("read", "write"))
+        health = self._health(tier)
         return [
             Text(health, style="" if health == "well" else "bold red"),
             f"{now.get('blocks', 0):,.0f}",
@@ -114,14 +156,18 @@ class Screen:
             f"{now.get('pinned_blocks', 0):,.0f}",
             self._rate(tier, "read_bytes"),
             self._rate(tier, "written_bytes"),
-            p99 if p99 != "/" else "",
+            self._p99s(tier),
             f"{now.get('pending_blocks', 0):,.0f}",
             self._wear(tier),
         ]
 
-    def _rate(self, tier: str, name: str) -> str:
+    def _bytes_s(self, tier: str, name: str) -> float | None:
         known = self.seconds > 0 and name in self.now[tier] and name in self.before.get(tier, {})
-        return f"{self._grown(tier, name) / self.seconds / 2**20:,.1f} MiB/s" if known else ""
+        return self._grown(tier, name) / self.seconds if known else None
+
+    def _rate(self, tier: str, name: str) -> str:
+        bytes_s = self._bytes_s(tier, name)
+        return "" if bytes_s is None else f"{bytes_s / 2**20:,.1f} MiB/s"
 
     def _wear(self, tier: str) -> str:
         """Bytes written to the device per day at the present rate, as a share of the budget where there is one."""

@@ -1,0 +1,126 @@
+"""`kvtier top --web`: one self-contained page on loopback with the screen's figures."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvtier.cli.top_view import Screen, parse_figures
+from kvtier.cli.top_web import WebView, served
+from kvtier.metrics import serve
+
+PAGE = """\
+kvtier_build_info{version="9.9.9"} 1
+kvtier_lookup_blocks_total 100
+kvtier_hit_blocks_total 25
+kvtier_miss_blocks_total{reason="absent"} 75
+kvtier_tier_blocks{tier="g3"} 5
+kvtier_tier_bytes{tier="g3"} 5000
+kvtier_tier_capacity_bytes{tier="g3"} 10000
+kvtier_tier_read_bytes_total{tier="g3"} 4000
+kvtier_tier_health{tier="g3",state="out"} 1
+kvtier_tier_call_seconds_bucket{tier="g3",verb="read",le="0.1"} 5
+"""
+
+
+@pytest.fixture
+def screen() -> Screen:
+    screen = Screen(parse_figures(PAGE.replace("100\n", "60\n").replace(" 4000", " 2000")))
+    screen.read(parse_figures(PAGE), 2.0)
+    return screen
+
+
+@pytest.fixture
+def address(screen: Screen) -> Iterator[str]:
+    view = WebView()
+    view.show(screen)
+    with served(view, 0) as address:
+        yield address
+
+
+def test_it_has_the_screen_s_figures(address: str) -> None:
+    found = json.load(urllib.request.urlopen(f"{address}figures", timeout=30))
+    assert (found["version"], found["fault"], found["hit_rates"]) == ("9.9.9", "", [0.0])
+    assert found["requests"]["requested"] == 100 and found["requests"]["misses"] == [["absent", 75.0]]
+    (tier,) = found["tiers"]
+    assert tier | {"name": "g3", "health": "out", "read_bytes_s": 1000.0, "p99_ms": "≤100/–", "blocks": 5} == tier
+    assert found["age_s"] >= 0
+
+
+def test_a_fault_keeps_the_age_of_the_last_good_reading(screen: Screen) -> None:
+    now = [10.0]
+    view = WebView(lambda: now[0])
+    view.show(screen)
+    now[0], screen.fault = 15.0, "no reading"
+    view.show(screen)
+    assert (view.figures()["age_s"], view.figures()["fault"]) == (5.0, "no reading")
+
+
+class _Places(HTMLParser):
+    """Everything that a page loads or links."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "action", "srcset", "data")]
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_takes_no_markup_from_figures(address: str) -> None:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'") and answer.headers["Cache-Control"] == "no-store"
+    places = _Places()
+    places.feed(page)
+    assert places.found == ["data:,"] and "@import" not in page and "url(" not in page
+    assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page)
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    assert page.encode() == files("kvtier.cli").joinpath("top_page.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("host", "path", "status"),
+    [
+        ("127.0.0.1:{port}", "/figures", 200),
+        ("localhost:{port}", "/figures", 200),
+        ("rebound.example:{port}", "/figures", 403),
+        ("", "/figures", 403),
+        ("127.0.0.1:{port}", "/../../etc/passwd", 404),
+    ],
+)
+def test_it_answers_its_own_name_and_two_paths(address: str, host: str, path: str, status: int) -> None:
+    port = urlsplit(address).port
+    assert port is not None
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.putrequest("GET", path, skip_host=True)
+    connection.putheader("Host", host.format(port=port))
+    connection.endheaders()
+    assert connection.getresponse().status == status
+    connection.close()
+
+
+def test_the_command_serves_until_it_is_interrupted() -> None:
+    stats: dict[str, Any] = {"requests": {"lookups": 5, "hits": 1, "misses": {}}}
+    with serve(lambda: stats, 0) as endpoint:
+        command = [sys.executable, "-m", "kvtier", "top", endpoint.url, "--web", "--interval", "0.2"]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[0]
+            found = json.load(urllib.request.urlopen(f"{address}figures", timeout=30))
+            assert found["requests"]["requested"] == 5
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
