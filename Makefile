@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: docs dist help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -34,6 +34,8 @@ help:
 	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
 	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code"
+	@echo "make docs       the documents as a site in build/site"
+	@echo "make dist       wheel, sdist and their bill of materials in dist/, tried in a clean environment; TAG=v… must be theirs"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
 	@echo "make gpu-check  all tests and measurements that need a GPU, in nine minutes; GPU_PYTHON names the interpreter"
 	@echo "make ptx        the compiled kernels from kernels/copy.cu; NVRTC names the folder of the wheel nvidia-cuda-nvrtc-cu12==12.0.*"
@@ -156,6 +158,29 @@ pictures:
 reference: $(BASE)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/monitoring/dashboard.py
+
+# Fetches mkdocs-material, and nothing of kvtier's.
+docs: build/.docs-env
+	$(PYTHON) docs/site.py
+	build/docs-env/bin/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+
+build/.docs-env: docs/requirements.txt
+	$(PYTHON) -m venv --clear build/docs-env
+	build/docs-env/bin/python -m pip install -q -r $<
+	@touch $@
+
+# The bill of materials is that of the environment in which the wheel has just been tried.
+TAG ?=
+CYCLONEDX := cyclonedx-bom==7.5.0
+dist: $(BASE)
+	@version=v$$($(BIN)/python -c 'import kvtier; print(kvtier.__version__)'); test "$(or $(TAG),$$version)" = "$$version" || \
+		{ echo "the tag is $(TAG), the tree is $$version: change kvtier/__init__.py or the tag"; exit 1; }
+	rm -rf dist && $(BIN)/python -m build --outdir dist . > build/dist.log || { cat build/dist.log; exit 1; }
+	$(PYTHON) -m venv --clear build/dist-env && $(PYTHON) -m venv --clear build/sbom-env
+	build/dist-env/bin/python -m pip install -q -c constraints.txt dist/*.whl
+	cd build && dist-env/bin/kvtier --version && dist-env/bin/kvtier config schema > dist.log
+	build/sbom-env/bin/python -m pip install -q $(CYCLONEDX)
+	build/sbom-env/bin/cyclonedx-py environment --of JSON -o dist/sbom.cdx.json build/dist-env/bin/python
 
 bench: $(BASE)
 	$(BIN)/kvtier bench index --save benchmarks/results
