@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,12 +16,12 @@ Self = TypeVar("Self")
 
 
 def traced_lookup(
-    locate: Callable[Concatenate[Self, P], Awaitable[list[Where]]],
-) -> Callable[Concatenate[Self, P], Awaitable[list[Where]]]:
+    locate: Callable[Concatenate[Self, P], Coroutine[Any, Any, list[Where]]],
+) -> Callable[Concatenate[Self, P], Coroutine[Any, Any, list[Where]]]:
     """`locate` in a span with the blocks that each tier has."""
 
     @wraps(locate)
-    async def inside(self: Self, *arguments: P.args, **named: P.kwargs) -> list[Where]:
+    async def inside(self: Self, /, *arguments: P.args, **named: P.kwargs) -> list[Where]:
         with span("kv.lookup") as told:
             where = await locate(self, *arguments, **named)
             told(**_by_tier(where))
@@ -31,12 +31,12 @@ def traced_lookup(
 
 
 def traced_plan(
-    plan: Callable[Concatenate[Self, P], Awaitable[Plan]],
-) -> Callable[Concatenate[Self, P], Awaitable[Plan]]:
+    plan: Callable[Concatenate[Self, P], Coroutine[Any, Any, Plan]],
+) -> Callable[Concatenate[Self, P], Coroutine[Any, Any, Plan]]:
     """`plan` in a span with its hit and loads."""
 
     @wraps(plan)
-    async def inside(self: Self, *arguments: P.args, **named: P.kwargs) -> Plan:
+    async def inside(self: Self, /, *arguments: P.args, **named: P.kwargs) -> Plan:
         with span("kv.plan") as told:
             made = await plan(self, *arguments, **named)
             loads: dict[str, Any] = {f"load.{tier}": len(depths) for tier, depths in made.loads.items()}
