@@ -14,7 +14,7 @@ DRAWN = ("_put", "_get", "_retain", "_evict", "_purge", "_destroy", "_jump", "_m
 
 async def test_histories_of_sessions_keys_purges_and_clocks(tmp_path: Path) -> None:
     seen = Counter[str]()
-    for seed in range(3):
+    for seed in (0, 1):
         history = History(tmp_path / str(seed), seed)
         await history.run(sessions=3, steps=25)
         seen += history.seen

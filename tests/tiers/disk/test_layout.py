@@ -106,7 +106,7 @@ def test_a_block_without_its_namespaces_record_is_damage(tmp_path: Path) -> None
 
 def test_an_index_takes_no_more_of_the_disk_than_documented_once_its_blocks_were_replaced(tmp_path: Path) -> None:
     """550 bytes per block in used pages: names are digests, so that entries come in no order."""
-    blocks, rng = 2000, Random(2)
+    blocks, rng = 1000, Random(2)
     with _store(tmp_path, blocks) as store:
         for _ in range(3 * blocks // 100):
             names = [NAMESPACE + bytes(16) + rng.randbytes(32) for _ in range(100)]
