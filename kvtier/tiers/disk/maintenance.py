@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ from kvtier.tiers.disk.class_report import class_report
 from kvtier.tiers.disk.diagnosis import Ailment, diagnose
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX, CommitJob
 from kvtier.tiers.disk.index import Use
+from kvtier.tiers.disk.own_thread import on_own_thread
 from kvtier.tiers.disk.records import (
     FORMAT_KEY,
     NAMESPACE_KEY,
@@ -49,6 +51,7 @@ from kvtier.times import Wall
 T = TypeVar("T")
 CHUNK = 1024  # entries per read transaction
 READERS = 4
+NICENESS = 10
 COMMIT_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 DAMAGED_NAMES_MAX = 100
@@ -152,13 +155,13 @@ class Maintenance:
         self, progress: MaintenanceProgress = lambda done, total: None, *, bytes_per_s: float | None = None
     ) -> Findings:
         """Check the index and read every block against its digest, at most `bytes_per_s` fast. Changes nothing."""
-        return self._read_all(progress, remove=False, bytes_per_s=bytes_per_s)
+        return self._read_all_apart(progress, remove=False, bytes_per_s=bytes_per_s)
 
     def scrub(
         self, progress: MaintenanceProgress = lambda done, total: None, *, bytes_per_s: float | None = None
     ) -> Findings:
         """Like `verify`, at most `bytes_per_s` fast, and delete the damaged blocks."""
-        return self._read_all(progress, remove=True, bytes_per_s=bytes_per_s)
+        return self._read_all_apart(progress, remove=True, bytes_per_s=bytes_per_s)
 
     def namespaces(self) -> dict[bytes, Any]:
         """Digest → fields of every namespace that the store was used with."""
@@ -202,6 +205,15 @@ class Maintenance:
             counts["deleted_blocks"] += deleted
         return counts
 
+    def _read_all_apart(self, progress: MaintenanceProgress, *, remove: bool, bytes_per_s: float | None) -> Findings:
+        """`_read_all`, on threads that get the processor when writers and readers of the store do not want it."""
+
+        def work() -> Findings:
+            _step_back()
+            return self._read_all(progress, remove=remove, bytes_per_s=bytes_per_s)
+
+        return on_own_thread("kvtier-care", work).result()  # not in a pool, which would outlast an interrupt
+
     def _read_all(self, progress: MaintenanceProgress, *, remove: bool, bytes_per_s: float | None) -> Findings:
         found = Findings()
         began = time.monotonic()
@@ -211,7 +223,7 @@ class Maintenance:
             found.books = f"{type(error).__name__}: {error}"
         total, _size = self._store.index.usage()
         local = threading.local()
-        with ThreadPoolExecutor(READERS, thread_name_prefix="kvtier-care") as pool:
+        with ThreadPoolExecutor(READERS, "kvtier-care", _step_back) as pool:
             entries = self._entries()
             while chunk := list(islice(entries, 4 * READERS)):
                 results = pool.map(lambda one: self._read(one[0], one[1], local), chunk)
@@ -301,6 +313,11 @@ def _fields(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _step_back() -> None:
+    """Give this thread less of the processor than others; Linux has a niceness for each."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _unservable(txn: WriteTxn, entries: Sequence[tuple[bytes, bytes]], wall_s: Wall) -> int:

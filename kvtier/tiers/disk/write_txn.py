@@ -305,8 +305,8 @@ class WriteTxn:
             self._txn.put(NOTE_KEY + name, value)
 
     def register(self, namespace: bytes, fields: bytes) -> None:
-        """Record the fields of a namespace digest."""
-        if not self._txn.get(NAMESPACE_KEY + namespace):
+        """Record the fields of a namespace digest, unless it has a record or cannot be told from another."""
+        if self._layout.admit(self._txn, namespace) and not self._txn.get(NAMESPACE_KEY + namespace):
             self._txn.put(NAMESPACE_KEY + namespace, fields)
 
     def is_servable(self, name: bytes, block: NewBlock | Entry, wall_s: Wall) -> bool:

@@ -30,8 +30,8 @@ def test_10000_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path
     survive(tmp_path / "g3", 10_000, seed=3)
 
 
-def survive_mixed(path: Path, cycles: int, seed: int, workers: int = 2) -> dict[str, int]:
-    said = result(program("crash_mixed", path, cycles, seed, workers))
+def survive_mixed(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 0) -> dict[str, int]:
+    said = result(program("crash_mixed", path, cycles, seed, workers, encrypted))
     assert said["killed"] > cycles / 2, "most workers ended before they were killed"
     assert said["blocks"] > 50 * cycles, "hardly a block was there"
     return said
@@ -60,3 +60,13 @@ def test_600_kills_at_any_write_of_a_store_in_full_use(tmp_path: Path, seed: int
 def test_ten_processes_with_two_sizes(tmp_path: Path) -> None:
     """They drain segments for one another at the same time, and one of them is killed."""
     assert survive_mixed(tmp_path / "g3", 24, 3, workers=10)["guests"] > 20
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("cycles", "workers"), [(3, 2), pytest.param(60, 10, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
+def test_kills_where_half_of_the_workers_encrypt(tmp_path: Path, cycles: int, workers: int) -> None:
+    """Retained blocks survive, plain or encrypted, whichever worker wrote them, and nothing is taken for damage."""
+    said = survive_mixed(tmp_path / "g3", cycles, 6, workers, encrypted=1)
+    assert said["kept"] > cycles and said["encrypted"] > 10 * cycles

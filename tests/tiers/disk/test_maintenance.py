@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from kvtier.identity.keys import scope_of
 from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.disk.diagnosis import Ailment
-from kvtier.tiers.disk.maintenance import looking_after
+from kvtier.tiers.disk.maintenance import NICENESS, looking_after
+from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 from tests.tiers.disk.support.damage import flip
@@ -64,6 +68,30 @@ async def test_verify_finds_and_scrub_removes(tmp_path: Path) -> None:
             assert maintenance.verify().sound
         assert steps[-1] == (8, 8)
         assert await get(tier, CHAIN) == [True, True, Miss.ABSENT, *[True] * 5]
+
+
+async def test_reading_all_gives_way_to_those_who_use_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On threads of low priority; the caller's, and the store's own, keep theirs."""
+    seen: set[int] = set()
+    read = Slab.read
+
+    def note_and_read(slab: Slab, segment: int, offset: int, into: Sequence[memoryview]) -> None:
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        read(slab, segment, offset, into)
+
+    async with opened(tmp_path / "g3") as tier:
+        await put(tier, CHAIN)
+        before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        with monkeypatch.context() as patched, looking_after([tmp_path / "g3"], VirtualClock()) as maintenance:
+            patched.setattr(Slab, "read", note_and_read)
+            assert maintenance.verify().sound
+            assert seen == {max(NICENESS, before)}
+            seen.clear()
+            assert await get(tier, CHAIN) == [True] * 8
+            assert seen == {before}
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 async def test_gc_deletes_what_is_expired(tmp_path: Path) -> None:

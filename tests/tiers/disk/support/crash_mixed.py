@@ -1,10 +1,11 @@
 """As `crash`, with all that a store does: two sizes of blocks that take space from one another, retained blocks in the
 way, purges, bad places and their trials, a store that is opened anew, a budget, neighbours that go on.
 
-    python -m tests.tiers.disk.support.crash_mixed DIRECTORY CYCLES SEED [WORKERS]
+    python -m tests.tiers.disk.support.crash_mixed DIRECTORY CYCLES SEED [WORKERS [1]]
 
 A worker kills itself at one of all the points that it passes: before or after a write, half of a write, a sync, a
-commit, a purge's record, a trial. In every third cycle other workers use the store meanwhile, WORKERS (2) in all.
+commit, a purge's record, a trial. In every third cycle other workers use the store meanwhile, WORKERS (2) in all. With
+the last argument half of the workers encrypt, by keys in a directory beside the store.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ import numpy  # noqa: F401  (before the forks, so that no worker has to)
 from kvtier.errors import TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.data_keys import StoredKeys
 from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.guests import guests_in
+from kvtier.tiers.disk.records import is_encrypted
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.key_directory import KeyDirectory
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 from tests.tiers.disk.support.bad_medium import BadMedium
 from tests.tiers.disk.support.crash import fork, plant
+from tests.tiers.disk.support.keys import sample_keyring
 from tests.tiers.disk.support.store import get, opened, put, slabs
 
 SIZES = (4096, 32768)
@@ -83,14 +88,19 @@ def medium(seed: int) -> BadMedium:
 
 
 @asynccontextmanager
-async def both(path: Path, clock: VirtualClock, calls: BadMedium) -> AsyncIterator[list[DiskTier]]:
+async def both(
+    path: Path, clock: VirtualClock, calls: BadMedium, *, encrypts: bool = False
+) -> AsyncIterator[list[DiskTier]]:
     recovery.SEGMENT_BYTES_SMALL = SEGMENT
     async with AsyncExitStack() as stack:
-        tiers = [opened(path, CAPACITY // size, block_bytes=size, clock=clock, calls=calls) for size in SIZES]
+        keys = StoredKeys(KeyDirectory(path.with_name("keys")), sample_keyring(), clock) if encrypts else None
+        tiers = [
+            opened(path, CAPACITY // size, block_bytes=size, clock=clock, calls=calls, keys=keys) for size in SIZES
+        ]
         yield [await stack.enter_async_context(tier) for tier in tiers]
 
 
-async def work(path: Path, worker: int, cycle: int, seed: int, report: int, steps: int) -> None:
+async def work(path: Path, worker: int, cycle: int, seed: int, report: int, steps: int, *, encrypted: bool) -> None:
     """Use the store until killed; say what is durable when it is, and what may go before it does."""
     rng, clock = random.Random(f"{seed} {cycle} {worker}"), VirtualClock(1_800_000_000.0 + cycle)
     mine = [chain for chain in CHAINS if chain.worker == worker]
@@ -130,7 +140,7 @@ async def work(path: Path, worker: int, cycle: int, seed: int, report: int, step
         else:
             await tier.flush(clock.monotonic() + 10)
 
-    async with both(path, clock, medium(seed)) as tiers:
+    async with both(path, clock, medium(seed), encrypts=encrypted and rng.random() < 0.5) as tiers:
         tiers[0]._store.limit_writes(1e15, clock.monotonic)
         for _ in range(steps):
             with contextlib.suppress(TierError):  # it is being opened anew
@@ -161,10 +171,12 @@ class Known:
                 self.kept.add(chain)
 
 
-async def inspect(path: Path, cycle: int, seed: int, known: Known, workers: int = 2) -> dict[str, int]:
+async def inspect(
+    path: Path, cycle: int, seed: int, known: Known, workers: int = 2, *, encrypted: bool
+) -> dict[str, int]:
     """Raise AssertionError unless the store is whole and has what it must have. Returns what was seen in it."""
     calls = medium(seed)
-    async with both(path, VirtualClock(1_800_000_000.5 + cycle), calls) as tiers:
+    async with both(path, VirtualClock(1_800_000_000.5 + cycle), calls, encrypts=encrypted) as tiers:
         store = tiers[0]._store
         tiers[0].check()
         with store.index.reading() as txn:
@@ -179,6 +191,8 @@ async def inspect(path: Path, cycle: int, seed: int, known: Known, workers: int 
             if chain in known.kept and not calls.unreadable:
                 assert set(found) == {True}, f"{chain} was retained, now {found}"
             seen["blocks"] = seen.get("blocks", 0) + found.count(True)
+        with store.index.reading() as txn:
+            seen["encrypted"] = sum(is_encrypted(raw) for _, raw in store.index.layout.entries(txn))
         assert not list(path.glob("index.damaged*")), "the index had to be made anew"
     assert sum(file.stat().st_size for file in slabs(path)) <= CAPACITY
     return seen
@@ -192,7 +206,7 @@ def _read_all(reader: int) -> bytes:
     return said
 
 
-def main(path: Path, cycles: int, seed: int, workers: int = 2) -> int:
+def main(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 0) -> int:
     rng, known, total = random.Random(seed), Known(), Counter[str]()
     for cycle in range(cycles):
         hit, readers, pids = rng.randrange(1, 1200), [], []
@@ -202,7 +216,8 @@ def main(path: Path, cycles: int, seed: int, workers: int = 2) -> int:
             def run(worker: int = worker, writer: int = writer, hit: int = hit, cycle: int = cycle) -> None:
                 if worker == 0:
                     plant("any", hit)
-                asyncio.run(work(path, worker, cycle, seed, writer, 200 if worker == 0 else 60))
+                steps = 200 if worker == 0 else 60
+                asyncio.run(work(path, worker, cycle, seed, writer, steps, encrypted=bool(encrypted)))
 
             pids.append(fork(run))
             os.close(writer)
@@ -218,7 +233,8 @@ def main(path: Path, cycles: int, seed: int, workers: int = 2) -> int:
         reader, writer = os.pipe()
 
         def look(writer: int = writer, cycle: int = cycle) -> None:
-            os.write(writer, json.dumps(asyncio.run(inspect(path, cycle, seed, known, workers))).encode())
+            seen = asyncio.run(inspect(path, cycle, seed, known, workers, encrypted=bool(encrypted)))
+            os.write(writer, json.dumps(seen).encode())
 
         pid = fork(look)
         os.close(writer)
