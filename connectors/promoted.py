@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
 
 
 class Promoted:
-    """Blocks `start` … of a request's chain, on their way into G2 or there. Never waits. `future` is None where nothing
-    had to be promoted: then nothing is under way, and all blocks are G2's."""
+    """Blocks `start` … of a request's chain, on their way into G2 or there. Only `wait` waits. `future` is None where
+    nothing had to be promoted: then nothing is under way, and all blocks are G2's."""
 
     __slots__ = ("future", "start")
 
@@ -23,6 +23,11 @@ class Promoted:
     def done(self) -> bool:
         """Whether nothing is under way, however it ended."""
         return self.future is None or self.future.done()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended, however, at most so long."""
+        if self.future is not None:
+            wait([self.future], timeout_s)
 
     def lease(self) -> Lease | None:
         """The blocks that are up; None while it is under way, and where it failed."""

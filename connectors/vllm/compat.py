@@ -109,6 +109,11 @@ def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
     return in_turn and plain and hasattr(BlockPool, "evict_blocks")
 
 
+def steps_alone(vllm_config: Any) -> bool:
+    """Whether no other engine waits for this one's steps, as replicas with common experts do."""
+    return getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_size", None) == 1
+
+
 def unwanted(request: Any) -> bool:
     """The request must not read any cache (prompt log-probabilities, say)."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PAUSE_S = 0.002
+"""A new request may come while an engine without work waits for a promotion: it is kept no longer than this."""
+
 ARGUMENTS: Mapping[str, settings.Reader] = {
     "lookup_deadline": settings.seconds,
     "flush_timeout": settings.seconds,
@@ -128,6 +131,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             weighs_loads=own.get("recompute", "auto") == "auto",
             in_step_bytes=own.get("in_step_bytes", 16 << 20) if in_step else 0,
             shares_cores=not on_gpu,
+            pause_s=_PAUSE_S if compat.steps_alone(self._vllm_config) else 0.0,
         )
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@
     a step has run         → `completed`: loads end, blocks are confirmed, stores are published or aborted
     it ends                → `finish`
 
-Called on the engine's one scheduler thread; nothing here waits.
+Called on the engine's one scheduler thread; nothing here waits, but `plan` where the engine has nothing to compute.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class SchedulerHalf:
         self._kept = KeptBlocks(self._stores, self._loads, clock, self.counters)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
         self._weighing = Weighing(limits.weighs_loads, self._requests, self._block_tokens, clock)
+        self._awaited: Promoted | None = None  # by a request that cannot be planned in this step
         self._launched: deque[tuple[int, int, Ran]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, the step
         self._pool: compat.EnginePool | None = None
         self._confirmer = Confirmer(self._block_tokens, None)
@@ -199,6 +200,7 @@ class SchedulerHalf:
                 state.wait_until_s = now + self._limits.lookup_deadline_s
             if now < state.wait_until_s:
                 self._weighing.waits(state)
+                self._awaited = state.promoted
                 return None, False
             self.counters["lookups_late"] += 1
         self._weighing.ready(state)
@@ -254,10 +256,19 @@ class SchedulerHalf:
         if self._stores and (manager := self._manager) is not None:
             busy = self._limits.shares_cores and (bool(out.loads) or compat.prefilled(output) > 0)
             out.stores += self._stores.plan(manager, idle=not self._requests, busy=busy)
+        self._pause(output, out)
         tokens = 0 if out.loads else compat.prefilled(output)  # on a CPU the forward waits for loads
         self._launched.append((self._step, tokens, ran_of(output, out, self._clock.monotonic())))
         out.step = self._step
         return self.undelivered()
+
+    def _pause(self, output: Any, out: StepMeta) -> None:
+        """Wait a moment for a promotion where this step does nothing else, and no earlier one is under way: an engine
+        that steps on and on holds the interpreter's lock, which the promotion needs several times, for 5 ms each."""
+        awaited, self._awaited = self._awaited, None
+        idle = not (output.total_num_scheduled_tokens or out.loads or out.stores or self._launched)
+        if awaited is not None and idle and self._limits.pause_s:
+            awaited.wait(self._limits.pause_s)
 
     def undelivered(self) -> StepMeta:
         """What the workers were not told yet. The caller hands it over: requests wait for some of it."""

@@ -54,6 +54,7 @@ class ConnectorLimits:
     weighs_loads: bool = True  # blocks that would arrive later than prefill takes are computed
     in_step_bytes: int = 0  # of loads that one step makes within itself, before it computes the rest; 0: none
     shares_cores: bool = False  # copies are made by the cores that compute
+    pause_s: float = 0.0  # a step that computes nothing waits so long for a promotion that a request waits for
 
 
 @dataclass(slots=True, eq=False)
