@@ -262,6 +262,13 @@ def publishes(vllm_config: Any) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
+def event_queue_of(pool: Any) -> list[Any]:
+    """The engine's own events since its last step, which leave before the connector's; where it has none, a list that
+    nobody reads."""
+    queue: list[Any] = getattr(pool, "kv_event_queue", [])
+    return queue
+
+
 def extra_keys_of(request: Any, start: int, stop: int, block_tokens: int) -> list[tuple[Any, ...] | None]:
     """Of the request's blocks from `start` to `stop`, which lie beside the tokens in vLLM's hashes: adapter, images and
     salt, as vLLM's events have them. Only blocks with images or a salt are looked at one by one."""
