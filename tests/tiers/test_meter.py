@@ -14,7 +14,7 @@ from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of
 from kvtier.tiers.guard import Guarded, Wrapper
 from kvtier.tiers.meter import Latency, Metered
 from kvtier.tiers.objects.tier import ObjectTier
-from kvtier.tiers.protocol import Loaded, Stored, Target, Tier
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target, Tier
 from kvtier.times import Mono
 
 NS = sample_namespace(4096)
