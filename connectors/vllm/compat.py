@@ -263,8 +263,7 @@ def publishes(vllm_config: Any) -> bool:
 
 
 def event_queue_of(pool: Any) -> list[Any]:
-    """The engine's own events since its last step, which leave before the connector's; else a list that nobody reads."""
-    nobody reads."""
+    """The engine's own events since its last step, which leave before the connector's; else a list nobody reads."""
     queue: list[Any] = getattr(pool, "kv_event_queue", [])
     return queue
 
