@@ -80,7 +80,7 @@ class SchedulerHalf:
         self._clock = clock
         self._block_tokens = caches.namespace.block_tokens
         self._requests: dict[str, RequestState] = {}
-        self._feedback = Feedback(self._block_tokens)
+        self._feedback = Feedback(self._block_tokens, reader.controls.hint_share)
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers were told of
         self._unreached = 0  # number of one that a rank cannot reach
@@ -124,7 +124,7 @@ class SchedulerHalf:
         self._prefetch(cache, state)
         if state.scope is not None:
             prompt = state.prompt(self._block_tokens)
-            state.pinning = self._feedback.pin(cache, state.scope, state.control, prompt)
+            state.wishes = self._feedback.begin(cache, state.scope, state.control, prompt)
 
     def _state_of(self, request: Any) -> RequestState:
         name = request.request_id
@@ -370,7 +370,7 @@ class SchedulerHalf:
         if state.scope is None:
             return {"tokens_read": dict(read)} if read else {}
         name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
-        return self._feedback.of(name, state.scope, state.control, prompt, read, state.pinning)
+        return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes)
 
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended

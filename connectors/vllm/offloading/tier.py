@@ -109,7 +109,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._reader = RequestReader(config)
         self._block_tokens = namespace.block_tokens
         self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
-        self._feedback = Feedback(namespace.block_tokens)
+        self._feedback = Feedback(namespace.block_tokens, config.retention.hints)
         self._clock = SystemClock()
         self._requests: dict[str, TierRequest] = {}
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
@@ -149,7 +149,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state = TierRequest(control, scope, compat.public_name(request), prompt, adapter)
         self._requests[request.request_id] = state
         if (cache := self._cache) is not None:
-            state.pinning = self._feedback.pin(cache, scope, control, prompt)
+            state.wishes = self._feedback.begin(cache, scope, control, prompt)
 
     def adapter_of(self, name: str) -> tuple[int, str] | None:
         """A request's adapter, by id and name; None without one."""
@@ -172,7 +172,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state = self._requests.get(request.request_id)
         if state is None:
             return {}
-        return self._feedback.of(state.name, state.scope, state.control, state.prompt, state.read, state.pinning)
+        return self._feedback.of(state.name, state.scope, state.control, state.prompt, state.read, state.wishes)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         or_fallback(self._arrive, req_context, fallback=None)
