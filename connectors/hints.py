@@ -158,6 +158,9 @@ class HintExecutor:
         if not self.shares.room(tenant, prompt, self.limit) or not self.shares.may_pin(tenant, full):
             return {"refused": True, "why": "the share of the tenant is used up"}
         known = protection.pins.get(full)
+        own = known is None or self.shares.has_pin(tenant, full)
+        if known is not None and not own and until < known.until:
+            return {"refused": True, "why": "a pin of this name was made by somebody else"}
         new = [key for key in prompt if key not in set(self.shares.held(tenant, prompt))]
         self.shares.take(tenant, prompt, until, self.limit)
         try:
@@ -169,7 +172,8 @@ class HintExecutor:
             log.warning("a pin is refused: %s", refused)
             self.shares.give(tenant, new)
             return {"refused": True, "why": str(refused)}
-        self.shares.pinned(tenant, full, until)
+        if own:
+            self.shares.pinned(tenant, full, until)
         return {"until": pin.until}
 
     async def _release_pin(self, scope: Scope, action: Action, name: str) -> Answer:

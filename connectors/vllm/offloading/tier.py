@@ -53,7 +53,7 @@ from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, Tier
 from kvtier.connectors.vllm.offloading.rows import Placed, Rows
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.events import Events
+from kvtier.events import Change, Events
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
@@ -398,7 +398,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Blocks that came to the disk or the object store, or left it. vLLM adds the tokens it knows."""
         for change in self._events.take() if self._events is not None else ():
-            if change.tier in self._announced:
+            if isinstance(change, Change) and change.tier in self._announced:
                 yield OffloadingEvent(
                     keys=[key[-HASH_BYTES:] + self._group for key in change.keys],
                     medium=Medium.STORAGE,
