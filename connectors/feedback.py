@@ -43,8 +43,8 @@ class Feedback:
         if self._executor is None or self._cache is not cache:
             self._executor = HintExecutor(cache.manager, self._block_tokens, self._share)
             self._cache = cache
-        named = {getattr(action.verb, "session", None) for action in hints.actions} - {None}
-        sessions = {name: self._session(scope, name) for name in named}
+        named = (getattr(action.verb, "session", None) for action in hints.actions)
+        sessions = {name: self._session(scope, name) for name in named if name is not None}
         return cache.submit(_carry_out(self._executor, scope, control, tuple(prompt), sessions))
 
     def _session(self, scope: Scope, name: str) -> list[BlockKey]:

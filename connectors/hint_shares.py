@@ -7,9 +7,12 @@ reserve. Nothing is held beyond its time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.times import Wall
+
+K = TypeVar("K")
 
 PINS_MAX = 64
 """Names of pins of one tenant."""
@@ -64,13 +67,17 @@ class HintShares:
 
     def expire(self, now: Wall) -> None:
         """Forget what is over. O(all that is held)."""
-        for of in (self._kept, self._pins):
-            for tenant, held in list(of.items()):
-                for name in [name for name, until in held.items() if until <= now]:
-                    del held[name]
-                if not held:
-                    del of[tenant]
+        _drop_ended(self._kept, now)
+        _drop_ended(self._pins, now)
 
     def count(self, tenant: Scope) -> int:
         """How many blocks are held for the tenant."""
         return len(self._kept.get(tenant, ()))
+
+
+def _drop_ended(of: dict[Scope, dict[K, Wall]], now: Wall) -> None:
+    for tenant, held in list(of.items()):
+        for name in [name for name, until in held.items() if until <= now]:
+            del held[name]
+        if not held:
+            del of[tenant]

@@ -327,6 +327,10 @@ class _Breakpoint(msgspec.Struct, frozen=True):
     tokens: Count | None = None
 
 
+class _Breakpoints(msgspec.Struct, frozen=True):
+    points: Annotated[list[_Breakpoint], Meta(max_length=4)]
+
+
 def _classes(raw: Mapping[str, Any]) -> tuple[str, tuple[tuple[int, int, str], ...]]:
     """Classes of the prompt and of parts of it. Where a breakpoint says after how many tokens it lies, those before it
     are of its class; else the whole prompt."""
@@ -339,7 +343,7 @@ def _classes(raw: Mapping[str, Any]) -> tuple[str, tuple[tuple[int, int, str], .
     if given is None:
         return retention, ()
     try:
-        points = _as(Annotated[list[_Breakpoint], Meta(max_length=4)], given if isinstance(given, list) else [given])
+        points = _as(_Breakpoints, {"points": given if isinstance(given, list) else [given]}).points
     except msgspec.ValidationError as wrong:
         raise InvalidRequest(f"cache_control: {shorten(str(wrong))}") from None
     whole = max((point.ttl for point in points if point.tokens is None), key=parse_duration, default="")
