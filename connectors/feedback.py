@@ -47,6 +47,11 @@ class Feedback:
         sessions = {name: self._session(scope, name) for name in named if name is not None}
         return cache.submit(_carry_out(self._executor, scope, control, tuple(prompt), sessions))
 
+    @property
+    def fetching(self) -> bool:
+        """Whether a prefetch is under way."""
+        return self._executor is not None and self._executor.fetching
+
     def _session(self, scope: Scope, name: str) -> list[BlockKey]:
         """Its blocks, those of the branch that it was in last first."""
         return list(dict.fromkeys([*self._sessions.latest(scope, name), *self._sessions.blocks(scope, name)]))

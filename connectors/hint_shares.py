@@ -1,4 +1,4 @@
-"""What hints of each tenant hold: blocks that are kept or pinned for them, and names of pins.
+"""What hints of each tenant hold: blocks that are kept, and pins.
 
 The bound of one tenant is a share of what may be reserved at all, so one tenant's wishes do not use up what others may
 reserve. Nothing is held beyond its time.
@@ -6,78 +6,92 @@ reserve. Nothing is held beyond its time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.times import Wall
 
-K = TypeVar("K")
-
 PINS_MAX = 64
-"""Names of pins of one tenant."""
+"""Pins of one tenant: there is a bound on those of all."""
+
+
+@dataclass(slots=True)
+class _Holdings:
+    kept: dict[BlockKey, Wall] = field(default_factory=dict)
+    pins: dict[str, tuple[Wall, Collection[BlockKey]]] = field(default_factory=dict)
+    holders: Counter[BlockKey] = field(default_factory=Counter)  # keeping is one, and so is each pin
+
+    def drop(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            self.holders[key] -= 1
+            if not self.holders[key]:
+                del self.holders[key]
 
 
 class HintShares:
     """Blocks and pins of hints by tenant. No lock of its own."""
 
     def __init__(self) -> None:
-        self._kept: dict[Scope, dict[BlockKey, Wall]] = {}
-        self._pins: dict[Scope, dict[str, Wall]] = {}
+        self._of: dict[Scope, _Holdings] = {}
 
-    def take(self, tenant: Scope, keys: Sequence[BlockKey], until: Wall, limit: int) -> int:
-        """Let the tenant hold the leading blocks of `keys` until then or longer, `limit` blocks in all; how many."""
-        kept = self._kept.setdefault(tenant, {})
+    def _held(self, tenant: Scope) -> _Holdings:
+        return self._of.setdefault(tenant, _Holdings())
+
+    def fitting(self, tenant: Scope, keys: Sequence[BlockKey], limit: int) -> int:
+        """How many leading blocks of `keys` the tenant may hold, where it may hold `limit` in all."""
+        holders = self._held(tenant).holders
+        free = limit - len(holders)
         for count, key in enumerate(keys):
-            if key not in kept and len(kept) >= limit:
+            free -= key not in holders
+            if free < 0 and key not in holders:
                 return count
-            kept[key] = max(until, kept.get(key, until))
         return len(keys)
 
-    def room(self, tenant: Scope, keys: Sequence[BlockKey], limit: int) -> bool:
-        """Whether `take` would take all of these."""
-        kept = self._kept.get(tenant, {})
-        return len(kept) + sum(key not in kept for key in keys) <= limit
+    def keep(self, tenant: Scope, keys: Sequence[BlockKey], until: Wall) -> None:
+        """These are kept for the tenant until then, or longer."""
+        held = self._held(tenant)
+        for key in keys:
+            if key not in held.kept:
+                held.holders[key] += 1
+            held.kept[key] = max(until, held.kept.get(key, until))
 
-    def held(self, tenant: Scope, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those of `keys` that are held for the tenant."""
-        kept = self._kept.get(tenant, {})
+    def kept(self, tenant: Scope, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those of `keys` that are kept for the tenant."""
+        kept = self._held(tenant).kept
         return [key for key in keys if key in kept]
 
-    def give(self, tenant: Scope, keys: Sequence[BlockKey]) -> None:
-        """These are not held any more."""
-        kept = self._kept.get(tenant, {})
-        for key in keys:
-            kept.pop(key, None)
+    def release(self, tenant: Scope, keys: Sequence[BlockKey]) -> None:
+        """These are not kept any more."""
+        held = self._held(tenant)
+        held.drop(key for key in keys if held.kept.pop(key, None) is not None)
 
-    def may_pin(self, tenant: Scope, name: str) -> bool:
-        """Whether the tenant may have a pin of this name, too."""
-        pins = self._pins.get(tenant, {})
-        return name in pins or len(pins) < PINS_MAX
+    def may_pin(self, tenant: Scope, name: str, chain: Collection[BlockKey]) -> bool:
+        """Whether the tenant may have a pin of this name and chain, too: of another chain it has none."""
+        pins = self._held(tenant).pins
+        return pins[name][1] == chain if name in pins else len(pins) < PINS_MAX
 
-    def pinned(self, tenant: Scope, name: str, until: Wall) -> None:
-        """The tenant has a pin of this name."""
-        self._pins.setdefault(tenant, {})[name] = until
+    def pin(self, tenant: Scope, name: str, chain: Collection[BlockKey], until: Wall) -> None:
+        """The tenant has this pin, or another end of it."""
+        held = self._held(tenant)
+        if name not in held.pins:
+            held.holders.update(chain)
+        held.pins[name] = until, chain
 
     def has_pin(self, tenant: Scope, name: str) -> bool:
-        return name in self._pins.get(tenant, {})
+        return name in self._held(tenant).pins
 
-    def unpinned(self, tenant: Scope, name: str) -> None:
-        self._pins.get(tenant, {}).pop(name, None)
+    def unpin(self, tenant: Scope, name: str) -> None:
+        """The tenant has no pin of this name any more. Idempotent."""
+        held = self._held(tenant)
+        held.drop(held.pins.pop(name, (Wall(0.0), ()))[1])
 
     def expire(self, now: Wall) -> None:
         """Forget what is over. O(all that is held)."""
-        _drop_ended(self._kept, now)
-        _drop_ended(self._pins, now)
-
-    def count(self, tenant: Scope) -> int:
-        """How many blocks are held for the tenant."""
-        return len(self._kept.get(tenant, ()))
-
-
-def _drop_ended(of: dict[Scope, dict[K, Wall]], now: Wall) -> None:
-    for tenant, held in list(of.items()):
-        for name in [name for name, until in held.items() if until <= now]:
-            del held[name]
-        if not held:
-            del of[tenant]
+        for tenant, held in list(self._of.items()):
+            self.release(tenant, [key for key, until in held.kept.items() if until <= now])
+            for name in [name for name, (until, _) in held.pins.items() if until <= now]:
+                self.unpin(tenant, name)
+            if not held.holders:
+                del self._of[tenant]

@@ -56,6 +56,11 @@ class HintExecutor:
         """Blocks that hints of one tenant may hold."""
         return int(self._share * self._manager.protection.budget)
 
+    @property
+    def fetching(self) -> bool:
+        """Whether a prefetch is under way."""
+        return bool(self._fetching)
+
     async def carry_out(
         self, scope: Scope, hints: Hints, prompt: Sequence[BlockKey], sessions: Mapping[str, Sequence[BlockKey]]
     ) -> list[Answer]:
@@ -103,7 +108,9 @@ class HintExecutor:
         if isinstance(verb, Prefetch):
             return self._prefetch(scope, action, chain)
         if isinstance(verb, Release):
-            self._end(scope, self.shares.held(tenant_of(scope), chain))
+            kept = self.shares.kept(tenant_of(scope), chain)
+            self._manager.protection.release_fixed(kept)
+            self.shares.release(tenant_of(scope), kept)
             return _said(action)
         assert isinstance(verb, Demote)
         given_up = await self._manager.hierarchy.give_up_copies(chain, self._manager.protection.wanted)
@@ -126,11 +133,11 @@ class HintExecutor:
             if until <= now:
                 reached = stop
                 continue
-            taken = self.shares.take(tenant, part, until, self.limit)
+            taken = self.shares.fitting(tenant, part, self.limit)
             try:
                 self._manager.protection.guarantee(prompt, start, fixed(until - now), work, start + taken)
+                self.shares.keep(tenant, part[:taken], until)
             except InvalidRequest:
-                self.shares.give(tenant, part[:taken])
                 taken, why = 0, "no more may be reserved"
             reached = start + taken
             if taken < len(part):
@@ -142,10 +149,6 @@ class HintExecutor:
         assert isinstance(verb, Keep)
         return len(prompt) if verb.tokens is None else min(len(prompt), verb.tokens // self._block_tokens)
 
-    def _end(self, scope: Scope, keys: Sequence[BlockKey]) -> None:
-        self._manager.protection.release_fixed(keys)
-        self.shares.give(tenant_of(scope), keys)
-
     # ── pins ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def pin(self, scope: Scope, name: str, seconds: float, prompt: Sequence[BlockKey]) -> dict[str, Any]:
@@ -155,36 +158,33 @@ class HintExecutor:
         until = Wall(self._now() + seconds)
         if not prompt:
             return {"refused": True, "why": "the prompt has no whole block"}
-        if not self.shares.room(tenant, prompt, self.limit) or not self.shares.may_pin(tenant, full):
+        chain, fits = tuple(prompt), self.shares.fitting(tenant, prompt, self.limit) == len(prompt)
+        if not fits or not self.shares.may_pin(tenant, full, chain):
             return {"refused": True, "why": "the share of the tenant is used up"}
         known = protection.pins.get(full)
         own = known is None or self.shares.has_pin(tenant, full)
         if known is not None and not own and until < known.until:
             return {"refused": True, "why": "a pin of this name was made by somebody else"}
-        new = [key for key in prompt if key not in set(self.shares.held(tenant, prompt))]
-        self.shares.take(tenant, prompt, until, self.limit)
+        if own:
+            self.shares.pin(tenant, full, chain, until)
         try:
-            if known is not None and known.chain == tuple(prompt):
+            if known is not None and known.chain == chain:
                 pin = await protection.extend(full, seconds)
             else:
-                pin = await protection.create(full, prompt, seconds, len(prompt) * self._block_tokens)
+                pin = await protection.create(full, chain, seconds, len(chain) * self._block_tokens)
         except InvalidRequest as refused:
             log.warning("a pin is refused: %s", refused)
-            self.shares.give(tenant, new)
+            if known is None:
+                self.shares.unpin(tenant, full)
             return {"refused": True, "why": str(refused)}
-        if own:
-            self.shares.pinned(tenant, full, until)
         return {"until": pin.until}
 
     async def _release_pin(self, scope: Scope, action: Action, name: str) -> Answer:
         tenant, full = tenant_of(scope), pin_name(scope, name)
         if not self.shares.has_pin(tenant, full):
             return _said(action, "rejected", "no request of this tenant made a pin of this name")
-        pin = self._manager.protection.pins.get(full)
         await self._manager.protection.delete(full)
-        self.shares.unpinned(tenant, full)
-        if pin is not None:
-            self._end(scope, self.shares.held(tenant, pin.chain))
+        self.shares.unpin(tenant, full)
         return _said(action)
 
     # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -190,7 +190,7 @@ class Untrusted(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
-        self.world.cache.pins.create("operators", PROMPTS[SHARED][0], 10 * DURATION_S_MAX)
+        self.world.cache.pins.create("operators", PROMPTS[SHARED][0], 3000 * DURATION_S_MAX)
         self.own = set(PROMPTS[SHARED][0])
 
     def teardown(self) -> None:
@@ -198,11 +198,11 @@ class Untrusted(RuleBasedStateMachine):
         self.world.cache.close()
 
     wishes = st.one_of(
-        st.builds(keep, st.integers(0, 14 * TOKENS), st.floats(0.1, 3e6)),
+        st.builds(keep, st.sampled_from([0, TOKENS, 4 * TOKENS, 14 * TOKENS]), st.sampled_from([1.0, 60.0, 3e6])),
         st.builds(
             lambda name, ttl: action("kv.pin", name=name, ttl_seconds=ttl),
             st.sampled_from(["operators", "x", "y", f"{B.hex()[:16]}/x"]),
-            st.floats(0.1, 3e6),
+            st.sampled_from([1.0, 60.0, 3e6]),
         ),
         st.builds(
             lambda name: action("kv.release", name=name), st.sampled_from(["operators", "x", "y", f"{B.hex()[:16]}/x"])
@@ -275,3 +275,25 @@ TestUntrusted.settings = settings(derandomize=True, deadline=None, max_examples=
 @pytest.mark.long
 class TestUntrustedForLong(Untrusted.TestCase):
     settings = settings(derandomize=True, deadline=None, max_examples=400, stateful_step_count=40)
+
+
+def test_what_is_pinned_counts_until_its_pin_ends(world: World) -> None:
+    pin, six = action("kv.pin", name="x", ttl_seconds=60), PROMPTS[A][1]
+    assert world.outcomes(A, six, pin, keep(2 * TOKENS), action("kv.release")) == ["accepted"] * 3
+    assert world.held(A) == set(six), "released is what was kept, and the pin stays"
+    assert world.outcomes(A, PROMPTS[A][2], keep(12 * TOKENS)) == ["clipped"]
+    assert len(world.held(A)) == world.limit
+    assert world.outcomes(A, six, action("kv.release", name="x")) == ["accepted"]
+    assert world.outcomes(A, PROMPTS[A][2], keep(12 * TOKENS)) == ["clipped"]
+    assert world.held(A) == set(PROMPTS[A][2][:10])
+
+
+def test_a_refusal_takes_nothing_of_the_share_and_gives_nothing_back(world: World) -> None:
+    six, twelve = PROMPTS[A][1], PROMPTS[A][2]
+    assert world.outcomes(A, six, keep(3 * TOKENS, 50)) == ["accepted"]
+    other = chain_of(NS, 16, 99, SHARED)
+    world.cache.pins.create("all", other, 600)
+    assert world.outcomes(A, six, keep(6 * TOKENS, 60)) == ["rejected"], "the operator has reserved the rest"
+    world.cache.pins.delete("all")
+    assert world.outcomes(A, twelve, keep(12 * TOKENS)) == ["clipped"]
+    assert len(world.held(A)) == world.limit
