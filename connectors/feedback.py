@@ -14,7 +14,7 @@ from kvtier.connectors.hints import HintExecutor
 from kvtier.connectors.sessions import Sessions
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.divergence import RecentChains
-from kvtier.retention.hints import Answer
+from kvtier.retention.hints import HintAnswer
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def outcome(control: Control, wishes: Wishes | None) -> dict[str, Any]:
         answer["pin"] = {"name": control.pin.name, **({"pending": True} if pending else {"refused": True})}
     hints = list(control.hints.answers)
     why = "it is under way" if pending else "the cache cannot do it now"
-    hints += [Answer(one.id, one.kind, "deferred" if pending else "rejected", why) for one in control.hints.actions]
+    hints += [HintAnswer(one.id, one.kind, "deferred" if pending else "rejected", why) for one in control.hints.actions]
     return answer | _shown(hints)
 
 
@@ -111,5 +111,5 @@ async def _carry_out(
     return answer | _shown(await executor.carry_out(scope, control.hints, prompt, sessions))
 
 
-def _shown(answers: Sequence[Answer]) -> dict[str, Any]:
+def _shown(answers: Sequence[HintAnswer]) -> dict[str, Any]:
     return {"hints": [asdict(answer) for answer in answers]} if answers else {}

@@ -49,13 +49,14 @@ class HintShares:
                 return count
         return len(keys)
 
-    def keep(self, tenant: Scope, keys: Sequence[BlockKey], until: Wall) -> None:
-        """These are kept for the tenant until then, or longer."""
+    def keep(self, tenant: Scope, keys: Sequence[BlockKey], until: Wall) -> list[BlockKey]:
+        """These are kept for the tenant until then, or longer. Returns those that were not."""
         held = self._held(tenant)
+        new = [key for key in keys if key not in held.kept]
+        held.holders.update(new)
         for key in keys:
-            if key not in held.kept:
-                held.holders[key] += 1
             held.kept[key] = max(until, held.kept.get(key, until))
+        return new
 
     def kept(self, tenant: Scope, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of `keys` that are kept for the tenant."""

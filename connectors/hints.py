@@ -6,21 +6,22 @@ sender's own scope: a block's key names its tenant, sessions and pins are looked
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvtier.connectors.hint_shares import HintShares
 from kvtier.errors import InvalidRequest, KVTierError
 from kvtier.identity.keys import SHARED, BlockKey, Scope, tenant_of
 from kvtier.manager.manager import Manager
+from kvtier.manager.slices import aside
 from kvtier.retention.hints import (
     DURATION_S_MAX,
     Action,
-    Answer,
     Demote,
+    HintAnswer,
     Hints,
     Keep,
     Outcome,
@@ -63,7 +64,7 @@ class HintExecutor:
 
     async def carry_out(
         self, scope: Scope, hints: Hints, prompt: Sequence[BlockKey], sessions: Mapping[str, Sequence[BlockKey]]
-    ) -> list[Answer]:
+    ) -> list[HintAnswer]:
         """Answers in the order of the actions, after those of the reader. `sessions`: the blocks of those that are
         named, parents first, of the sender's scope."""
         answers = list(hints.answers)
@@ -93,7 +94,7 @@ class HintExecutor:
         prompt: Sequence[BlockKey],
         sessions: Mapping[str, Sequence[BlockKey]],
         now: Wall,
-    ) -> Answer:
+    ) -> HintAnswer:
         verb = action.verb
         if isinstance(verb, PinPrompt):
             done = await self.pin(scope, verb.name, verb.seconds, prompt)
@@ -120,7 +121,7 @@ class HintExecutor:
 
     async def _keep(
         self, scope: Scope, actions: Sequence[Action], prompt: Sequence[BlockKey], now: Wall
-    ) -> dict[int, Answer]:
+    ) -> dict[int, HintAnswer]:
         """One pass over the prompt, however many actions there are: a block is kept for the longest time of those that
         cover it or one behind it. Answers by the actions' identities."""
         work = self._manager.protection.begin()
@@ -134,15 +135,18 @@ class HintExecutor:
                 reached = stop
                 continue
             taken = self.shares.fitting(tenant, part, self.limit)
+            new = self.shares.keep(tenant, part[:taken], until)
+            reserve = partial(
+                self._manager.protection.guarantee, prompt, start, fixed(until - now), work, start + taken
+            )
             try:
-                self._manager.protection.guarantee(prompt, start, fixed(until - now), work, start + taken)
-                self.shares.keep(tenant, part[:taken], until)
+                await aside(taken, reserve)
             except InvalidRequest:
+                self.shares.release(tenant, new)
                 taken, why = 0, "no more may be reserved"
             reached = start + taken
             if taken < len(part):
                 break
-            await asyncio.sleep(0)
         return {id(action): _kept(action, blocks, until <= now, reached, why) for blocks, until, action in asked}
 
     def _blocks(self, verb: object, prompt: Sequence[BlockKey]) -> int:
@@ -179,7 +183,7 @@ class HintExecutor:
             return {"refused": True, "why": str(refused)}
         return {"until": pin.until}
 
-    async def _release_pin(self, scope: Scope, action: Action, name: str) -> Answer:
+    async def _release_pin(self, scope: Scope, action: Action, name: str) -> HintAnswer:
         tenant, full = tenant_of(scope), pin_name(scope, name)
         if not self.shares.has_pin(tenant, full):
             return _said(action, "rejected", "no request of this tenant made a pin of this name")
@@ -189,7 +193,7 @@ class HintExecutor:
 
     # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prefetch(self, scope: Scope, action: Action, chain: Sequence[BlockKey]) -> Answer:
+    def _prefetch(self, scope: Scope, action: Action, chain: Sequence[BlockKey]) -> HintAnswer:
         tenant = tenant_of(scope)
         if tenant in self._fetching:
             return _said(action, "deferred", "another prefetch of this tenant is under way: ask again")
@@ -223,7 +227,7 @@ def _until(verb: object, now: Wall) -> Wall:
     return Wall(min(asked, now + DURATION_S_MAX))
 
 
-def _kept(action: Action, blocks: int, over: bool, reached: int, why: str) -> Answer:
+def _kept(action: Action, blocks: int, over: bool, reached: int, why: str) -> HintAnswer:
     if over:
         return _said(action, "rejected", "its time is over")
     if not blocks:
@@ -235,7 +239,7 @@ def _kept(action: Action, blocks: int, over: bool, reached: int, why: str) -> An
     return _said(action, "clipped", f"the first {reached} of {blocks} blocks: {why}")
 
 
-def _said(action: Action, outcome: Outcome = "accepted", why: str = "") -> Answer:
+def _said(action: Action, outcome: Outcome = "accepted", why: str = "") -> HintAnswer:
     if outcome == "accepted" and action.clipped:
         outcome, why = "clipped", action.clipped
-    return Answer(action.id, action.kind, outcome, why)
+    return HintAnswer(action.id, action.kind, outcome, why)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.output import Json, console, write_json
-from kvtier.cli.prompt_break import Break, Prompt, compare, read_prompt
+from kvtier.cli.prompt_break import Break, PromptText, compare, read_prompt
 from kvtier.errors import InvalidRequest
 from kvtier.units import format_duration, parse_duration
 
@@ -50,7 +50,7 @@ def _read(path: Path) -> str:
         raise InvalidRequest(f"{path} cannot be read: {reason}") from None
 
 
-def _tokens_of(folder: Path) -> Callable[[Prompt], Sequence[int]]:
+def _tokens_of(folder: Path) -> Callable[[PromptText], Sequence[int]]:
     """A checkpoint's own tokenizer. Reads its files, runs no code of it, and asks no network."""
     if not folder.is_dir():
         raise InvalidRequest(f"--tokenizer {folder}: not a directory with a checkpoint's tokenizer")

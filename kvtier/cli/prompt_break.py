@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptText:
     """`parts` of a text, or `tokens` where only these are known. `tools`: as given. `at`: seconds since the epoch."""
 
     parts: tuple[Part, ...] = ()
@@ -89,25 +89,25 @@ ADVICE = {
 }  # fmt: skip
 
 
-def read_prompt(raw: str, name: str) -> Prompt:
+def read_prompt(raw: str, name: str) -> PromptText:
     """A prompt as text, as a list of token ids, or as the body of a request: `messages` and `tools`, `prompt`, or
     `prompt_token_ids`. `created` or `timestamp` say when. Raises InvalidRequest that begins with `name`."""
     try:
         value = json.loads(raw)
     except ValueError:
-        return Prompt((Part("prompt", raw),))
+        return PromptText((Part("prompt", raw),))
     if isinstance(value, list) and value and all(type(token) is int for token in value):
-        return Prompt(tokens=tuple(value))
+        return PromptText(tokens=tuple(value))
     if not isinstance(value, dict):
-        return Prompt((Part("prompt", raw),))
+        return PromptText((Part("prompt", raw),))
     at = next((float(value[key]) for key in ("created", "timestamp") if type(value.get(key)) in (int, float)), None)
     model, tools = str(value.get("model", "")), value.get("tools") or []
     for key in ("prompt_token_ids", "token_ids", "prompt"):
         ids = value.get(key)
         if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
-            return Prompt(tokens=tuple(ids), model=model, at=at)
+            return PromptText(tokens=tuple(ids), model=model, at=at)
     if isinstance(value.get("prompt"), str):
-        return Prompt((Part("prompt", value["prompt"]),), model=model, at=at)
+        return PromptText((Part("prompt", value["prompt"]),), model=model, at=at)
     messages = value.get("messages")
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise InvalidRequest(f"{name}: a request has messages, prompt or prompt_token_ids")
@@ -120,7 +120,7 @@ def read_prompt(raw: str, name: str) -> Prompt:
         rest = {key: message[key] for key in message if key not in ("role", "content")}
         text = f"{role}: {_text_of(message.get('content'))}{json.dumps(rest) if rest else ''}\n"
         parts.append(Part(f"messages[{place}] ({role})", text, role))
-    return Prompt(tuple(parts), None, tuple(tools), model, at)
+    return PromptText(tuple(parts), None, tuple(tools), model, at)
 
 
 def _text_of(content: object) -> str:
@@ -135,9 +135,9 @@ def _text_of(content: object) -> str:
 
 
 def compare(
-    earlier: Prompt,
-    later: Prompt,
-    tokens_of: Callable[[Prompt], Sequence[int]] | None = None,
+    earlier: PromptText,
+    later: PromptText,
+    tokens_of: Callable[[PromptText], Sequence[int]] | None = None,
     block_tokens: int = 16,
     pause_s: float | None = None,
 ) -> Break:
@@ -187,7 +187,7 @@ def _agreed(one: Sequence[Any], other: Sequence[Any]) -> int:
     return low
 
 
-def _part_at(prompt: Prompt, place: int) -> str:
+def _part_at(prompt: PromptText, place: int) -> str:
     ends = accumulate(len(part.text) for part in prompt.parts)
     return next((part.name for part, end in zip(prompt.parts, ends, strict=True) if place < end), "the end")
 
@@ -196,7 +196,7 @@ def _excerpt(text: str, place: int) -> str:
     return text[max(0, place - EXCERPT_CHARS // 3) : place + EXCERPT_CHARS]
 
 
-def _cause(earlier: Prompt, later: Prompt, place: int) -> str:
+def _cause(earlier: PromptText, later: PromptText, place: int) -> str:
     in_tools = "tools" in (_part_at(earlier, place), _part_at(later, place))
     if in_tools and earlier.tools != later.tools:
         one, two = (sorted(map(_canonical, prompt.tools)) for prompt in (earlier, later))
@@ -222,7 +222,7 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _same_json(earlier: Prompt, later: Prompt, place: int) -> bool:
+def _same_json(earlier: PromptText, later: PromptText, place: int) -> bool:
     """Whether some JSON around the place is equal but for the order of its keys, or its white space."""
     return any(
         one != two and one == one.strip() and _parsed(one) is not None and _parsed(one) == _parsed(two)
@@ -260,7 +260,7 @@ def _agrees_without(pattern: re.Pattern[str], one: str, two: str, place: int) ->
     return _agreed(*rests) >= min(EXCERPT_CHARS // 3, *map(len, rests))
 
 
-def _dropped(earlier: Prompt, later: Prompt, place: int) -> bool:
+def _dropped(earlier: PromptText, later: PromptText, place: int) -> bool:
     """Whether what follows in the later prompt is further behind in the earlier one."""
     rest = later.text[place : place + _REPEATED_CHARS]
     if len(later.parts) > 1 and len(earlier.parts) > 1:

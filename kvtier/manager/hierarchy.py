@@ -24,7 +24,7 @@ from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
-from kvtier.tiers.protocol import Notebook, PurgeLogging, Tier
+from kvtier.tiers.protocol import Miss, Notebook, PurgeLogging, Tier
 from kvtier.times import Mono, Wall
 
 _UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
@@ -228,7 +228,10 @@ class Hierarchy:
         """Drop the copies in G2 of those of a chain's last blocks that the nearest lower tier is known to have. Leased
         ones and `spared` ones, which is asked under the lock, stay. Returns how many went."""
         tier, count, index = next(iter(self.lower.values()), None), 0, self.host.index
-        below = [] if tier is None else tier.peek(keys, range(len(keys)))
+        below = list[Miss | None]()
+        for part in slices(keys if tier is not None else ()):
+            below += tier.peek(part, range(len(part))) if tier is not None else ()
+            await asyncio.sleep(0)
         first = 1 + next((at for at in reversed(range(len(below))) if below[at] is not None), -1)
         for part in slices(keys[first : len(below)]):
             with self.lock:

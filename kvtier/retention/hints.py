@@ -41,7 +41,7 @@ Id = Annotated[str, Meta(max_length=256)]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HintAnswer:
     """What became of one action, and why; "" where it was carried out as asked."""
 
     action: str
@@ -108,7 +108,7 @@ class Hints:
     """All of one request. `retention`: a class for the whole prompt, `ranges` for parts of it; `session`: its name."""
 
     actions: tuple[Action, ...] = ()
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[HintAnswer, ...] = ()
     retention: str = ""
     ranges: tuple[tuple[int, int, str], ...] = ()
     session: str = ""
@@ -120,11 +120,11 @@ NO_HINTS = Hints()
 def read_hints(raw: Mapping[str, Any]) -> Hints:
     """The hints among a request's parameters, by KEYS. Raises InvalidRequest for the two that name a retention class,
     if they cannot be read."""
-    actions, answers, session = list[Action](), list[Answer](), ""
+    actions, answers, session = list[Action](), list[HintAnswer](), ""
     for key, read in _READERS.items():
         if raw.get(key) is not None:
             found = _understood(key, key, lambda read=read, key=key: read(raw[key]))  # type: ignore[misc]
-            if isinstance(found, Answer):
+            if isinstance(found, HintAnswer):
                 answers.append(found)
             else:
                 more, said, named = found
@@ -137,14 +137,14 @@ def read_hints(raw: Mapping[str, Any]) -> Hints:
 
 
 T = TypeVar("T")
-Read = tuple[list[Action], list[Answer], str]
+Read = tuple[list[Action], list[HintAnswer], str]
 
 
-def _understood(name: str, kind: str, read: Callable[[], T]) -> T | Answer:
+def _understood(name: str, kind: str, read: Callable[[], T]) -> T | HintAnswer:
     try:
         return read()
     except (msgspec.ValidationError, InvalidRequest) as wrong:
-        return Answer(name, kind, "rejected", shorten(str(wrong)))
+        return HintAnswer(name, kind, "rejected", shorten(str(wrong)))
 
 
 def _as(kind: type[T], raw: object) -> T:
@@ -205,27 +205,27 @@ class _OfSessionOrPrompt(msgspec.Struct, frozen=True):
 
 def _kv_hints(raw: object) -> Read:
     envelope = _as(_Envelope, raw)
-    actions, answers = list[Action](), list[Answer]()
+    actions, answers = list[Action](), list[HintAnswer]()
     for place, given in enumerate(envelope.actions):
         name, kind = (str(given.get(key, ""))[:64] for key in ("action_id", "action_type"))
         name = name or str(place)
         if place >= ACTIONS_MAX:
-            answers.append(Answer(name, kind, "rejected", f"more than {ACTIONS_MAX} actions"))
+            answers.append(HintAnswer(name, kind, "rejected", f"more than {ACTIONS_MAX} actions"))
             continue
         found = _understood(name, kind, lambda given=given: _action(_as(_Action, given)))  # type: ignore[misc]
-        (answers if isinstance(found, Answer) else actions).append(found)  # type: ignore[arg-type]
+        (answers if isinstance(found, HintAnswer) else actions).append(found)  # type: ignore[arg-type]
     return actions, answers, ""
 
 
-def _action(given: _Action) -> Action | Answer:
+def _action(given: _Action) -> Action | HintAnswer:
     if given.action_type not in _ACTIONS:
-        return Answer(given.action_id, given.action_type, "ignored", "this action is unknown")
+        return HintAnswer(given.action_id, given.action_type, "ignored", "this action is unknown")
     if given.action_version.partition(".")[0] != "1":
-        return Answer(given.action_id, given.action_type, "ignored", "this version is unknown; 1.0 is known")
+        return HintAnswer(given.action_id, given.action_type, "ignored", "this version is unknown; 1.0 is known")
     payload, verb_of = _ACTIONS[given.action_type]
     verb = verb_of(_as(payload, given.payload))
     if isinstance(verb, str):
-        return Answer(given.action_id, given.action_type, "ignored", verb)
+        return HintAnswer(given.action_id, given.action_type, "ignored", verb)
     return _bounded(given.action_id, given.action_type, verb)
 
 
@@ -284,9 +284,9 @@ def _agent_hint(raw: object) -> Read:
     given = _as(_AgentHint, raw)
     name = "agent_hint"
     if str(given.schema_version).partition(".")[0] != "1":
-        return [], [Answer(name, name, "ignored", "this version is unknown; 1 is known")], ""
+        return [], [HintAnswer(name, name, "ignored", "this version is unknown; 1 is known")], ""
     if given.kv_priority <= PRIORITY or given.lease_until is None:
-        return [], [Answer(name, name, "ignored", NOT_LESS)], given.trajectory_id
+        return [], [HintAnswer(name, name, "ignored", NOT_LESS)], given.trajectory_id
     return [Action(name, name, Keep(None, DURATION_S_MAX, given.lease_until))], [], given.trajectory_id
 
 
@@ -303,11 +303,11 @@ class _RetentionConfig(msgspec.Struct, frozen=True):
 
 def _retention_config(raw: object) -> Read:
     name, given = "kv_cache_retention_config", _as(_RetentionConfig, raw)
-    actions, answers = list[Action](), list[Answer]()
+    actions, answers = list[Action](), list[HintAnswer]()
     for place, one in enumerate(given.token_range_retention_configs):
         each = f"{name}[{place}]"
         if one.priority <= PRIORITY:
-            answers.append(Answer(each, name, "ignored", NOT_LESS))
+            answers.append(HintAnswer(each, name, "ignored", NOT_LESS))
             continue
         asked = DURATION_S_MAX + 1 if one.duration_ms is None else one.duration_ms / 1000
         actions.append(_bounded(each, name, Keep(one.token_end, asked)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.prompt_break import ADVICE, Break, Prompt, compare, read_prompt
+from kvtier.cli.prompt_break import ADVICE, Break, PromptText, compare, read_prompt
 from kvtier.errors import InvalidRequest
 
 TOOLS: list[dict[str, Any]] = [
@@ -88,7 +88,7 @@ def test_tokens_are_counted_in_whole_blocks() -> None:
     assert (found.same_tokens, found.earlier_tokens, found.later_tokens) == (50, 100, 90)
     assert found.lost_tokens == 80 - 48, "five blocks could have been reused, and three were"
     found = compare(
-        Prompt(read_prompt("abcdefgh", "x").parts), read_prompt("abcdXfgh", "y"),
+        PromptText(read_prompt("abcdefgh", "x").parts), read_prompt("abcdXfgh", "y"),
         lambda prompt: [ord(letter) for letter in prompt.text], 2,
     )  # fmt: skip
     assert (found.same_tokens, found.lost_tokens) == (4, 4)

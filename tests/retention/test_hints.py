@@ -15,8 +15,8 @@ from kvtier.retention.hints import (
     DURATION_S_MAX,
     KEYS,
     NO_HINTS,
-    Answer,
     Demote,
+    HintAnswer,
     Keep,
     PinPrompt,
     Prefetch,
@@ -118,7 +118,7 @@ def test_ranges_of_tensorrt_llm() -> None:
                                                       "decode_retention_priority": 35}})  # fmt: skip
     assert [action.verb for action in hints.actions] == [Keep(32, 30), Keep(None, DURATION_S_MAX)]
     assert hints.actions[1].clipped and hints.answers == (
-        Answer("kv_cache_retention_config[1]", "kv_cache_retention_config", "ignored", hints.answers[0].why),
+        HintAnswer("kv_cache_retention_config[1]", "kv_cache_retention_config", "ignored", hints.answers[0].why),
     )
 
 
