@@ -28,10 +28,10 @@ def explain(
     json: Json = False,
 ) -> None:
     """Say where the later prompt leaves the earlier one, the likely cause, and the tokens that it costs."""
-    prompts = [read_prompt(_read(path), str(path)) for path in (earlier, later)]
+    one, two = (read_prompt(_read(path), str(path)) for path in (earlier, later))
     tokens_of = _tokens_of(tokenizer) if tokenizer is not None else None
-    found = compare(*prompts, tokens_of, block_tokens, parse_duration(pause) if pause else None)
-    exact = tokens_of is not None or all(prompt.tokens is not None for prompt in prompts)
+    found = compare(one, two, tokens_of, block_tokens, parse_duration(pause) if pause else None)
+    exact = tokens_of is not None or (one.tokens is not None and two.tokens is not None)
     seconds = None if prefill_rate is None else round(found.lost_tokens / prefill_rate, 3)
     if json:
         write_json({**dataclasses.asdict(found), "exact": exact, "lost_seconds": seconds})
@@ -60,7 +60,7 @@ def _tokens_of(folder: Path) -> Callable[[PromptText], Sequence[int]]:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"--tokenizer {folder}: {error}") from None
-    return lambda prompt: tokenizer.encode(prompt.text, add_special_tokens=False)  # type: ignore[no-any-return]
+    return lambda prompt: tokenizer.encode(prompt.text, add_special_tokens=False)
 
 
 def _print(found: Break, *, exact: bool, seconds: float | None) -> None:

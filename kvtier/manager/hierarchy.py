@@ -229,8 +229,8 @@ class Hierarchy:
         ones and `spared` ones, which is asked under the lock, stay. Returns how many went."""
         tier, count, index = next(iter(self.lower.values()), None), 0, self.host.index
         below = list[Miss | None]()
-        for part in slices(range(len(keys) if tier is not None else 0)):
-            below += tier.peek(keys, part) if tier is not None else ()
+        for places in slices(range(len(keys) if tier is not None else 0)):
+            below += tier.peek(keys, places) if tier is not None else ()
             await asyncio.sleep(0)
         first = 1 + next((at for at in reversed(range(len(below))) if below[at] is not None), -1)
         for part in slices(keys[first : len(below)]):
