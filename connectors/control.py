@@ -1,7 +1,8 @@
 """The `kvtier` parameter of a request: its terms, whether it reads and writes, what to pin, whom it shares with.
 
 {"retention": class, "ceiling": "g2" … "g4", "load": bool, "store": bool,
- "ranges": [[start, stop, class], …], "pin": {"name": text, "ttl": "1h"}, "compared_with": request id}
+ "ranges": [[start, stop, class], …], "pin": {"name": text, "ttl": "1h"}, "compared_with": request id,
+ "session": text, "hints": see kvtier.retention.hints}
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 from kvtier.config import Config
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import Scope, scope_of
+from kvtier.retention.hints import NO_HINTS, Hints, read_hints
 from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
 from kvtier.retention.terms import Depth, Terms
 from kvtier.units import parse_duration, shorten
 
 log = logging.getLogger(__name__)
 
-_KEYS = ("ceiling", "compared_with", "load", "pin", "ranges", "retention", "store")
+_KEYS = ("ceiling", "compared_with", "hints", "load", "pin", "ranges", "retention", "session", "store")
 _ID_CHARS_MAX = 256
 
 
@@ -34,7 +36,8 @@ class PinRequest:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """One request's parameters. `compared_with` is the earlier request whose prompt it is compared with ("": none)."""
+    """One request's parameters. `compared_with` is the earlier request whose prompt it is compared with, `session` the
+    conversation or agent that it is of ("": none)."""
 
     terms: Terms
     load: bool = True
@@ -42,6 +45,8 @@ class Control:
     ranges: tuple[TokenRange, ...] = ()
     pin: PinRequest | None = None
     compared_with: str = ""
+    session: str = ""
+    hints: Hints = NO_HINTS
 
     @property
     def request(self) -> RequestTerms:
@@ -58,6 +63,7 @@ class Controls:
 
     def __init__(self, config: Config) -> None:
         self._classes = config.terms()
+        self.hint_share = config.retention.hints
         self._default_name = config.retention.default
         self._default = Control(request_terms(None, self._classes, self._default_name).default)
 
@@ -77,7 +83,8 @@ class Controls:
             raise InvalidRequest(f"kvtier parameters must be a mapping, got {shorten(raw)}")
         if unknown := [key for key in raw if key not in _KEYS]:
             raise InvalidRequest(f"kvtier.{shorten(unknown[0])} is unknown; known: {', '.join(_KEYS)}")
-        request = self._terms(raw)
+        hints = _hints(raw.get("hints"))
+        request = self._terms(raw, hints)
         switches = {name: raw.get(name, True) for name in ("load", "store")}
         for name, value in switches.items():
             if not isinstance(value, bool):
@@ -86,10 +93,19 @@ class Controls:
         if not isinstance(compared_with, str) or len(compared_with) > _ID_CHARS_MAX:
             raise InvalidRequest(f"kvtier.compared_with must be a request id, got {shorten(compared_with)}")
         pin = _pin_request(raw["pin"]) if raw.get("pin") is not None else None
-        return Control(request.default, **switches, ranges=request.ranges, pin=pin, compared_with=compared_with)
+        session = raw.get("session", "")
+        if not isinstance(session, str) or len(session) > _ID_CHARS_MAX:
+            raise InvalidRequest(f"kvtier.session must be a text, got {shorten(session)}")
+        return Control(
+            request.default, **switches, ranges=request.ranges, pin=pin, compared_with=compared_with,
+            session=session or hints.session, hints=hints,
+        )  # fmt: skip
 
-    def _terms(self, raw: Mapping[str, Any]) -> RequestTerms:
+    def _terms(self, raw: Mapping[str, Any], hints: Hints) -> RequestTerms:
+        """The request's own classes; else those that its hints ask for."""
         name, ranges, ceiling = raw.get("retention"), raw.get("ranges", ()), raw.get("ceiling")
+        if name is None and not ranges:
+            name, ranges = hints.retention or None, hints.ranges
         if name is not None and not isinstance(name, str):
             raise InvalidRequest(f"kvtier.retention must name a class, got {shorten(name)}")
         if not isinstance(ranges, list | tuple):
@@ -102,6 +118,14 @@ class Controls:
         depth = Depth[ceiling.upper()]
         shallow = tuple(replace(r, terms=_at_most(r.terms, depth)) for r in request.ranges)
         return RequestTerms(_at_most(request.default, depth), shallow)
+
+
+def _hints(raw: object) -> Hints:
+    if raw is None:
+        return NO_HINTS
+    if not isinstance(raw, Mapping):
+        raise InvalidRequest(f"kvtier.hints must be a mapping, got {shorten(raw)}")
+    return read_hints(raw)
 
 
 def _at_most(terms: Terms, ceiling: Depth) -> Terms:

@@ -1,36 +1,60 @@
-"""Answers to the senders of requests: tokens read, the fate of a pin, and how far two prompts agree."""
+"""What senders of requests wish and are told: pins and hints, tokens read, how far two prompts agree."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 from kvtier.cache import Cache
-from kvtier.connectors.control import Control, PinRequest
-from kvtier.errors import InvalidRequest
-from kvtier.identity.keys import SHARED, BlockKey, Scope
+from kvtier.connectors.control import Control
+from kvtier.connectors.hints import HintExecutor
+from kvtier.connectors.sessions import Sessions
+from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.divergence import RecentChains
-from kvtier.manager.protection import Protection
+from kvtier.retention.hints import HintAnswer
 
 log = logging.getLogger(__name__)
 
-PinFuture = Future[dict[str, Any]]
+Wishes = Future[dict[str, Any]]
+"""A request's pin and hints on their way; ends with their part of the answer to its sender."""
 
 
 class Feedback:
-    """Of one engine's requests. Remembers the latest prompts. Not thread-safe; never blocks."""
+    """Of one engine's requests. Remembers the latest prompts and sessions. Not thread-safe; never blocks."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, share: float) -> None:
+        """`share`: `retention.hints`."""
         self._block_tokens = block_tokens
+        self._share = share
         self._recent = RecentChains()
+        self._sessions = Sessions()
+        self._executor: HintExecutor | None = None
+        self._cache: Cache | None = None  # the one that has the executor
 
-    def pin(self, cache: Cache, scope: Scope, control: Control, prompt: Sequence[BlockKey]) -> PinFuture | None:
-        """Begin to pin the prompt, if its sender asked for that."""
-        if control.pin is None or not control.store or not prompt:
+    def begin(self, cache: Cache, scope: Scope, control: Control, prompt: Sequence[BlockKey]) -> Wishes | None:
+        """Begin what the request's sender wishes. None: nothing, or nothing that can be done."""
+        pins = control.pin is not None and control.store and bool(prompt)
+        hints = control.hints
+        if not pins and not hints.actions:
             return None
-        return cache.submit(pin_prompt(cache.manager.protection, scope, control.pin, prompt, self._block_tokens))
+        if self._executor is None or self._cache is not cache:
+            self._executor = HintExecutor(cache.manager, self._block_tokens, self._share)
+            self._cache = cache
+        named = (getattr(action.verb, "session", None) for action in hints.actions)
+        sessions = {name: self._session(scope, name) for name in named if name is not None}
+        return cache.submit(_carry_out(self._executor, scope, control, tuple(prompt), sessions))
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a prefetch is under way."""
+        return self._executor is not None and self._executor.fetching
+
+    def _session(self, scope: Scope, name: str) -> list[BlockKey]:
+        """Its blocks, those of the branch that it was in last first."""
+        return list(dict.fromkeys([*self._sessions.latest(scope, name), *self._sessions.blocks(scope, name)]))
 
     def of(
         self,
@@ -39,43 +63,53 @@ class Feedback:
         control: Control,
         prompt: Sequence[BlockKey],
         read: Mapping[str, int],
-        pinning: PinFuture | None,
+        wishes: Wishes | None,
     ) -> dict[str, Any]:
         """The answer to the sender of the request `name`: `read` (tokens by tier) and what it asked for. Remembers the
-        prompt, so that later requests can be compared with it."""
+        prompt, so that later requests can be compared with it, and go on with its session."""
         answer: dict[str, Any] = {"tokens_read": dict(read)} if read else {}
-        if control.pin is not None:
-            answer["pin"] = {"name": control.pin.name, **pin_outcome(pinning)}
+        answer |= outcome(control, wishes)
         if wanted := control.compared_with:
             # The OpenAI server numbers the prompts of a request.
             depths = (self._recent.divergence(f"{scope.hex()} {known}", prompt) for known in (wanted, f"{wanted}-0"))
             depth = next((depth for depth in depths if depth is not None), None)
             answer["same_tokens"] = None if depth is None else depth * self._block_tokens
         self._recent.record(f"{scope.hex()} {name}", prompt)
+        ended = self._sessions.record(scope, control.session, prompt)
+        if ended and self._cache is not None and not self._cache.manager.closed:
+            protected = self._cache.manager.protection.wanted
+            self._cache.submit(self._cache.manager.hierarchy.give_up_copies(ended, protected))
         return answer
 
 
-def pin_outcome(pinning: PinFuture | None) -> dict[str, Any]:
-    """The state of a pin by now."""
-    if pinning is not None and not pinning.done():
-        return {"pending": True}
-    failed = pinning is None or pinning.cancelled() or pinning.exception() is not None
-    return {"refused": True} if pinning is None or failed else pinning.result()
+def outcome(control: Control, wishes: Wishes | None) -> dict[str, Any]:
+    """The sender's part of the answer by now."""
+    if wishes is not None and wishes.done() and not wishes.cancelled() and wishes.exception() is None:
+        return wishes.result()
+    answer: dict[str, Any] = {}
+    pending = wishes is not None and not wishes.done()
+    if control.pin is not None:
+        answer["pin"] = {"name": control.pin.name, **({"pending": True} if pending else {"refused": True})}
+    hints = list(control.hints.answers)
+    why = "it is under way" if pending else "the cache cannot do it now"
+    hints += [HintAnswer(one.id, one.kind, "deferred" if pending else "rejected", why) for one in control.hints.actions]
+    return answer | _shown(hints)
 
 
-async def pin_prompt(
-    protection: Protection, scope: Scope, asked: PinRequest, prompt: Sequence[BlockKey], block_tokens: int
+async def _carry_out(
+    executor: HintExecutor,
+    scope: Scope,
+    control: Control,
+    prompt: Sequence[BlockKey],
+    sessions: Mapping[str, Sequence[BlockKey]],
 ) -> dict[str, Any]:
-    """Pin a prompt as its sender asked, or move the end of its pin of this name. Returns the answer to the sender; a
-    refusal is one. Runs on the cache's loop. Names of requests with a scope are that scope's own."""
-    name = asked.name if scope == SHARED else f"{scope.hex()[:16]}/{asked.name}"
-    known = protection.pins.get(name)
-    try:
-        if known is not None and known.chain == tuple(prompt):
-            pin = await protection.extend(name, asked.ttl_s)
-        else:
-            pin = await protection.create(name, prompt, asked.ttl_s, len(prompt) * block_tokens)
-    except InvalidRequest as refused:
-        log.warning("a pin is refused: %s", refused)
-        return {"refused": True}
-    return {"until": pin.until}
+    answer: dict[str, Any] = {}
+    if control.pin is not None and control.store:
+        done = await executor.pin(scope, control.pin.name, control.pin.ttl_s, prompt)
+        done.pop("why", None)
+        answer["pin"] = {"name": control.pin.name, **done}
+    return answer | _shown(await executor.carry_out(scope, control.hints, prompt, sessions))
+
+
+def _shown(answers: Sequence[HintAnswer]) -> dict[str, Any]:
+    return {"hints": [asdict(answer) for answer in answers]} if answers else {}

@@ -2,7 +2,7 @@
 
 Hints only: changes that other processes make to a shared tier are not seen here, and where changes are not taken for
 long, the oldest are dropped and counted. Who was told of a block and not of its removal believes in it for ever, so
-`unheard` says when to forget everything. Only a read says which blocks are there.
+`Lost` says where removals are missing among the changes. Only a read says which blocks are there.
 """
 
 from __future__ import annotations
@@ -31,21 +31,28 @@ class Change(NamedTuple):
     stored: bool
 
 
+class Lost(NamedTuple):
+    """Blocks have left a tier, and nobody knows which: any that was told of before this may be among them."""
+
+    tier: str
+
+
 class Events:
     """The changes not yet taken, of at most `keys_max` keys. Thread-safe."""
 
     def __init__(self, keys_max: int = 1 << 16) -> None:
         self._keys_max = keys_max
         self._lock = threading.Lock()
-        self._changes: deque[tuple[str, list[BlockKey], bool]] = deque()
+        self._changes: deque[tuple[str, list[BlockKey], bool]] = deque()  # without keys: `Lost`
         self._waiting = 0
+        self._removals_dropped: dict[str, None] = {}  # tiers: they are lost before the oldest change that waits
         self.dropped = 0  # keys whose change was never taken
-        self.unheard = 0  # how many removals nobody can be told of: dropped here, or without names (`miss`)
 
-    def miss(self) -> None:
-        """Blocks have left a tier, and nobody knows which."""
+    def lose(self, tier: str) -> None:
+        """Blocks have left the tier of this name, and nobody knows which."""
         with self._lock:
-            self.unheard += 1
+            if not self._changes or self._changes[-1] != (tier, [], False):
+                self._changes.append((tier, [], False))
 
     def of(self, tier: str) -> Notify:
         """The callback for the tier of this name."""
@@ -55,31 +62,38 @@ class Events:
                 return
             with self._lock:
                 latest = self._changes[-1] if self._changes else None
-                if latest is not None and latest[2] is stored and latest[0] == tier and len(latest[1]) < _MERGED_KEYS:
+                if latest is not None and latest[1] and latest[2] is stored and latest[0] == tier \
+                        and len(latest[1]) < _MERGED_KEYS:  # fmt: skip
                     latest[1].extend(keys)
                 else:
                     self._changes.append((tier, list(keys), stored))
                 self._waiting += len(keys)
-                while (excess := self._waiting - self._keys_max) > 0:
-                    _, oldest, came = self._changes[0]
-                    lost = min(excess, len(oldest))
-                    self.unheard += 0 if came else lost
-                    del oldest[:lost]
-                    if not oldest:
-                        self._changes.popleft()
-                    self._waiting -= lost
-                    self.dropped += lost
+                self._drop_oldest()
 
         return record
 
-    def take(self) -> list[Change]:
+    def _drop_oldest(self) -> None:
+        """Keep to `keys_max`. Under the lock."""
+        while (excess := self._waiting - self._keys_max) > 0:
+            tier, oldest, came = self._changes[0]
+            count = min(excess, len(oldest))
+            if not came:
+                self._removals_dropped[tier] = None
+            del oldest[:count]
+            if not oldest:
+                self._changes.popleft()
+            self._waiting -= count
+            self.dropped += count
+
+    def take(self) -> list[Change | Lost]:
         """All changes since the last call, in order; consecutive changes of one kind and tier are merged."""
         with self._lock:
             changes, self._changes, self._waiting = self._changes, deque(), 0
-        merged: list[tuple[str, list[BlockKey], bool]] = []
+            lost, self._removals_dropped = self._removals_dropped, {}
+        merged: list[tuple[str, list[BlockKey], bool]] = [(tier, [], False) for tier in lost]
         for tier, keys, stored in changes:
-            if merged and (merged[-1][0], merged[-1][2]) == (tier, stored):
+            if merged and keys and merged[-1][1] and (merged[-1][0], merged[-1][2]) == (tier, stored):
                 merged[-1][1].extend(keys)
             else:
                 merged.append((tier, keys, stored))
-        return [Change(tier, tuple(keys), stored) for tier, keys, stored in merged]
+        return [Change(tier, tuple(keys), stored) if keys else Lost(tier) for tier, keys, stored in merged]

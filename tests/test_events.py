@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 import kvtier
 from kvtier.config import Config
-from kvtier.events import Change, Events
+from kvtier.events import Change, Events, Lost
 from kvtier.identity.keys import BlockKey
 from kvtier.testing import chain_of, payloads_of, sample_namespace
 
 
-def resident(changes: Sequence[Change], tier: str) -> set[bytes]:
+def resident(changes: Sequence[Change | Lost], tier: str) -> set[bytes]:
     """What is in a tier after these changes; each must be one."""
     here: set[bytes] = set()
     for change in changes:
+        assert isinstance(change, Change), "blocks have left without their names"
         if change.tier == tier:
             for key in change.keys:
                 assert (key in here) != change.stored, "told twice"
@@ -27,7 +30,7 @@ def test_every_tier_tells_what_comes_and_goes(tmp_path: Path) -> None:
     namespace, events = sample_namespace(block_bytes=8192), Events()
     size = namespace.block_bytes
     tiers = {"g2": {"capacity": 8 * size}, "g3": {"path": str(tmp_path / "g3"), "capacity": 16 * size}}
-    heard: list[Change] = []
+    heard: list[Change | Lost] = []
     with kvtier.open(Config.parse({"tiers": tiers}), namespace) as cache:
         cache.manager.subscribe(events)
         chains = [chain_of(namespace, 6, seed) for seed in range(6)]
@@ -63,16 +66,41 @@ def test_blocks_of_an_earlier_process_are_told_of_when_a_read_finds_them(tmp_pat
         assert resident(heard, "g2") == resident(heard, "g3") == set(chains[0])
 
 
-def test_a_purge_says_that_blocks_have_left_without_their_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("computes", [False, True])
+def test_blocks_that_are_dropped_for_good_are_told_of_by_name(tmp_path: Path, computes: bool) -> None:
+    """By a purge and by an eviction of the whole tier, also where G3 is in a process of its own."""
     namespace, events = sample_namespace(block_bytes=8192), Events()
     tiers = {"g2": {"capacity": 64 * 8192}, "g3": {"path": str(tmp_path / "g3"), "capacity": 64 * 8192}}
+    heard: list[Change | Lost] = []
+    with kvtier.open(Config.parse({"tiers": tiers}), namespace, computes=computes) as cache:
+        cache.manager.subscribe(events)
+        drops: list[Callable[[], object]] = [cache.purge, lambda: cache.evict("g3")]
+        for seed, drop in enumerate(drops):
+            chain = chain_of(namespace, 6, seed)
+            assert cache.put(chain, payloads_of(chain, 8192)) == 6 and cache.flush(20).pending == 0
+            heard += events.take()
+            assert resident(heard, "g3") == set(chain)
+            drop()
+            heard += events.take()
+            assert resident(heard, "g3") == set(), "nothing that routers were told of is left"
+    assert not any(change.tier == "g4" for change in heard)
+
+
+def test_what_waits_before_a_loss_without_names_is_told_before_it(tmp_path: Path) -> None:
+    """The bucket does not say what a purge took: whoever forgets everything must not be told of it afterwards."""
+    namespace, events = sample_namespace(block_bytes=8192), Events()
+    tiers = {"g2": {"capacity": 64 * 8192}, "g4": {"url": f"file://{tmp_path}/bucket", "stride": 2}}
     with kvtier.open(Config.parse({"tiers": tiers}), namespace) as cache:
         cache.manager.subscribe(events)
-        chain = chain_of(namespace, 6)
-        assert cache.put(chain, payloads_of(chain, 8192)) == 6 and cache.flush(20).pending == 0
-        assert events.unheard == 0
+        before, after = (chain_of(namespace, 6, seed) for seed in range(2))
+        assert cache.put(before, payloads_of(before, 8192)) == 6 and cache.flush(20).pending == 0
         assert cache.purge() > 0
-        assert events.unheard == 1
+        assert cache.put(after, payloads_of(after, 8192)) == 6 and cache.flush(20).pending == 0
+        heard = events.take()
+        lost = heard.index(Lost("g4"))
+        assert resident(heard[:lost], "g4") == set(before)
+        assert resident(heard[lost + 1 :], "g4") == set(after)
+        assert heard.count(Lost("g4")) == 1
 
 
 def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:
@@ -82,9 +110,12 @@ def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:
     for key in keys:
         told([key], True)
     told([], True)
-    assert events.take() == [Change("g2", tuple(keys[2:]), True)] and events.dropped == 2
-    assert events.unheard == 0, "only arrivals"
+    assert events.take() == [Change("g2", tuple(keys[2:]), True)] and events.dropped == 2, "only arrivals"
+    told(keys[:2], False)
+    told(keys[2:], True)
+    assert events.take() == [Lost("g2"), Change("g2", tuple(keys[2:]), True)] and events.dropped == 4
     told(keys[:1], True)
     told(keys[:1], False)
     events.of("g3")(keys[:1], True)
-    assert [(c.tier, c.stored) for c in events.take()] == [("g2", True), ("g2", False), ("g3", True)]
+    assert events.take() == [Change("g2", (keys[0],), True), Change("g2", (keys[0],), False),
+                             Change("g3", (keys[0],), True)]  # fmt: skip

@@ -15,7 +15,7 @@ from kvtier.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.connectors.control import Control, Controls, Scopes
 from kvtier.connectors.counters import tokens_by_tier
-from kvtier.connectors.feedback import Feedback, PinFuture, pin_outcome
+from kvtier.connectors.feedback import Feedback, Wishes
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.settings import Settings
@@ -40,7 +40,7 @@ class QueuedRequest:
     control: Control | None = None  # known with the chain, as the scope is
     scope: Scope | None = None
     promoted: Promoted = field(default_factory=Promoted)
-    pinning: PinFuture | None = None
+    wishes: Wishes | None = None
     waits: bool = False  # as of the last look-up
     decided: bool = False  # on every rank: waits no longer
     lease: Lease | None = None  # of its load
@@ -61,7 +61,7 @@ class QueuedRequests:
         self._of: OrderedDict[str, QueuedRequest] = OrderedDict()
         self.events: Counter[str] = Counter()
         self.tokens_read: Counter[str] = Counter()  # by tier
-        self._feedback = Feedback(block_tokens)
+        self._feedback = Feedback(block_tokens, self._controls.hint_share)
 
     def __len__(self) -> int:
         return len(self._of)
@@ -95,8 +95,8 @@ class QueuedRequests:
         hashes = [*head(), *tail]
         queued.chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
         queued.start = len(hashes) - len(tail)
-        if queued.pinning is None:
-            queued.pinning = self._feedback.pin(cache, scope, control, queued.chain)
+        if queued.wishes is None:
+            queued.wishes = self._feedback.begin(cache, scope, control, queued.chain)
 
     def control_of(self, req: Any) -> tuple[Control, Scope | None]:
         """The request's parameters, and its scope (None: it may not be cached)."""
@@ -140,8 +140,8 @@ class QueuedRequests:
         read, answer = self._record(queued, cache), {}
         if queued.control is not None and queued.scope is not None:
             cache.trace.record(queued.chain, len(queued.chain) * self._block_tokens)
-            answer = self._feedback.of(req.rid, queued.scope, queued.control, queued.chain, read, queued.pinning)
-        put_answer(req, {"tokens_read": dict(read), **answer}, queued.pinning)
+            answer = self._feedback.of(req.rid, queued.scope, queued.control, queued.chain, read, queued.wishes)
+        put_answer(req, {"tokens_read": dict(read), **answer}, queued.wishes)
         self.forget(req.rid)
 
     def _record(self, queued: QueuedRequest, cache: Cache) -> Mapping[str, int]:
@@ -170,19 +170,22 @@ class QueuedRequests:
             self.forget(rid)
 
 
-def put_answer(req: Any, answer: dict[str, Any], pinning: PinFuture | None = None) -> None:
-    """Put `answer` into the request's output, as `meta_info["kvtier"][0]`; a pin's fate follows when it is known. A
-    request that was sent back to the queue and is admitted again has read twice."""
+def put_answer(req: Any, answer: dict[str, Any], wishes: Wishes | None = None) -> None:
+    """Put `answer` into the request's output, as `meta_info["kvtier"][0]`; what its sender wished follows when
+    it is known. A request that was sent back to the queue and is admitted again has read twice."""
     info = getattr(req, "customized_info", None) or {}
     if earlier := info.get(_NAME):
         answer = {**answer, "tokens_read": dict(Counter(earlier[0]["tokens_read"]) + Counter(answer["tokens_read"]))}
     # SGLang takes values by the number of the output token: this one comes with the first.
     values = [answer]
     req.customized_info = {**info, _NAME: values}
-    if pinning is not None:
+    if wishes is not None:
 
-        def pinned(done: PinFuture) -> None:
-            values[0] = {**answer, "pin": {"name": answer["pin"]["name"], **pin_outcome(done)}}
+        def ended(done: Wishes) -> None:
+            if not done.cancelled() and done.exception() is None:
+                values[0] = {**answer, **done.result()}
+            elif "pin" in answer:
+                values[0] = {**answer, "pin": {"name": answer["pin"]["name"], "refused": True}}
 
         # The answer may be sent meanwhile: it has one dictionary or the other, and neither changes.
-        pinning.add_done_callback(pinned)
+        wishes.add_done_callback(ended)

@@ -12,8 +12,12 @@ from itertools import islice
 from string import hexdigits
 from typing import Any
 
+import msgspec
+
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
+from kvtier.retention.hints import KEYS as HINTS
+from kvtier.retention.hints import SESSION_CHARS_MAX
 
 
 def going_on(output: Any) -> tuple[Sequence[str], Sequence[Any], Sequence[int]]:
@@ -120,9 +124,18 @@ def unwanted(request: Any) -> bool:
 
 
 def control_of(request: Any) -> object:
-    """The request's `kvtier` parameter; None for none."""
+    """The request's `kvtier` parameter, with the hints and the session beside it; None for none."""
     params = getattr(request, "kv_transfer_params", None)
-    return params.get("kvtier") if isinstance(params, Mapping) else None
+    params = params if isinstance(params, Mapping) else {}
+    own, hints = params.get("kvtier"), {key: params[key] for key in HINTS if key in params}
+    if (envelope := getattr(request, "kv_hints", None)) is not None:
+        hints["kv_hints"] = msgspec.to_builtins(envelope)
+    beside: dict[str, Any] = {"hints": hints} if hints else {}
+    if isinstance(session := getattr(request, "session_id", None), str):
+        beside["session"] = session[:SESSION_CHARS_MAX]
+    if not beside or not (own is None or isinstance(own, Mapping)):
+        return own  # where it is no mapping, that is a fault that its reader names
+    return {**beside, **(own or {})}
 
 
 def public_name(request: Any) -> str:
@@ -270,6 +283,12 @@ def publishes(vllm_config: Any) -> bool:
     """Whether the engine publishes KV events at all."""
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
+
+
+def event_queue_of(pool: Any) -> list[Any]:
+    """The engine's own events since its last step, which leave before the connector's; else a list nobody reads."""
+    queue: list[Any] = getattr(pool, "kv_event_queue", [])
+    return queue
 
 
 def extra_keys_of(request: Any, start: int, stop: int, block_tokens: int) -> list[tuple[Any, ...] | None]:

@@ -32,7 +32,7 @@ from kvtier.connectors.startup import start_line
 from kvtier.connectors.tier_figures import TierGrowth
 from kvtier.connectors.vllm import capabilities, compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
-from kvtier.connectors.vllm.events import TIERS, KVEvents, tiers_announced
+from kvtier.connectors.vllm.events import TIERS, KVEvents, forget_predecessor, tiers_announced
 from kvtier.connectors.vllm.groups import groups_of
 from kvtier.connectors.vllm.hybrid import HybridHalf
 from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layout_of, namespace_of
@@ -138,6 +138,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
+        if compat.publishes(self._vllm_config):
+            or_fallback(forget_predecessor, compat.event_queue_of(gpu_block_pool), fallback=None)
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
 

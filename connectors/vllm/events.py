@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvtier.connectors.vllm.compat import extra_keys_of, salt_of
 from kvtier.errors import InvalidRequest
-from kvtier.events import Events
+from kvtier.events import Events, Lost
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.units import shorten
@@ -71,6 +71,7 @@ class _Known:
     def __init__(self) -> None:
         self.numbers: dict[BlockKey, int] = {}
         self.runs: list[_Run] = []
+        self.blocks = 0  # of the runs, which may have some in common
 
     def find(self, key: BlockKey) -> tuple[_Run, int] | None:
         """The run of a block, and its place in it."""
@@ -82,6 +83,12 @@ class _Known:
 
 
 _first = attrgetter("first")
+
+
+def forget_predecessor(queue: list[Any]) -> None:
+    """Begin the engine's `queue` of events with one that has routers forget every block of it. An engine that ended
+    without a word, at the address that this one has now, left them believing in its blocks."""
+    queue.insert(0, AllBlocksCleared())
 
 
 class KVEvents:
@@ -105,17 +112,20 @@ class KVEvents:
         self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
         self._isolated: set[Scope] = set()  # as many as classes, adapters and tenants of isolated classes make
         self._cleared = False
-        self._unheard = 0  # removals that no subscriber was told of, up to the last AllBlocksCleared
 
     def remember(self, request: Any, chain: Sequence[BlockKey], start: int, *, isolated: bool = False) -> None:
         """Remember what the request's blocks from `start` on hold. `isolated`: in a scope of an isolated class."""
         if isolated:
             self._isolated.add(scope_of_key(chain[start]))
             return
+        known = self._recent.numbers
+        start = next((depth for depth in range(start, len(chain)) if chain[depth] not in known), len(chain))
+        if start == len(chain):
+            return
         size, lora = self._block_tokens, getattr(request, "lora_request", None)
         keys = list(chain[start:])
-        if 2 * (len(self._recent.numbers) + len(keys)) > self._known_max and self._recent.runs:
-            longest = 2 * len(self._recent.numbers) > self._known_max
+        if 2 * (self._recent.blocks + len(keys)) > self._known_max and self._recent.runs:
+            longest = 2 * self._recent.blocks > self._known_max
             self._recent, self._older = _Known(), _Known() if longest else self._recent
         run = _Run(
             self._count,
@@ -131,6 +141,7 @@ class KVEvents:
             },
         )
         self._recent.runs.append(run)
+        self._recent.blocks += len(keys)
         self._recent.numbers.update(zip(keys, range(self._count, self._count + len(keys)), strict=True))
         self._count += len(keys)
 
@@ -141,14 +152,16 @@ class KVEvents:
         self._cleared = True
 
     def take(self) -> Iterable[Any]:
-        """vLLM's events since the last call. After removals that were dropped, routers are to forget all blocks of this
+        """vLLM's events since the last call. Where removals are missing, routers are to forget all blocks of this
         engine: they would send requests to it for ever for blocks that it does not have."""
-        unheard = self.events.unheard  # of changes before those that are taken now
-        if self._cleared or unheard > self._unheard:
-            self._cleared, self._unheard = False, unheard
+        if self._cleared:
+            self._cleared = False
             yield AllBlocksCleared()
         for change in self.events.take():
             if change.tier not in self._tiers:
+                continue
+            if isinstance(change, Lost):
+                yield AllBlocksCleared()
                 continue
             keys = change.keys
             if self._isolated:

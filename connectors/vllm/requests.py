@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.config import Config
 from kvtier.connectors.control import Control, Controls, Scopes
-from kvtier.connectors.feedback import PinFuture
+from kvtier.connectors.feedback import Wishes
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.confirm import Track
@@ -60,7 +60,7 @@ class RequestState:
     control: Control
     adapter: tuple[int, str] | None = None  # id and name
     promoted: Promoted = field(default_factory=Promoted)
-    pinning: PinFuture | None = None
+    wishes: Wishes | None = None
     wait_until_s: Mono | None = None  # for the promotion
     local: int | None = None  # blocks that the engine has itself, from its question until it gives the request a table
     lease: Lease | None = None

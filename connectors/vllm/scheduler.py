@@ -80,7 +80,7 @@ class SchedulerHalf:
         self._clock = clock
         self._block_tokens = caches.namespace.block_tokens
         self._requests: dict[str, RequestState] = {}
-        self._feedback = Feedback(self._block_tokens)
+        self._feedback = Feedback(self._block_tokens, reader.controls.hint_share)
         self._jobs = self._step = 0
         self._arena = 0  # number of the arena that workers were told of
         self._unreached = 0  # number of one that a rank cannot reach
@@ -125,13 +125,12 @@ class SchedulerHalf:
         self._prefetch(cache, state)
         if state.scope is not None:
             prompt = state.prompt(self._block_tokens)
-            state.pinning = self._feedback.pin(cache, state.scope, state.control, prompt)
+            state.wishes = self._feedback.begin(cache, state.scope, state.control, prompt)
 
     def _state_of(self, request: Any) -> RequestState:
         name = request.request_id
-        state = self._requests.get(name)
-        if state is not None:
-            return state
+        if (found := self._requests.get(name)) is not None:
+            return found
         control, scope = self._reader.read(request)
         track = Track(name, request, Chain((), control.chain_terms(self._block_tokens)))
         track.storable = control.store and scope is not None
@@ -272,9 +271,8 @@ class SchedulerHalf:
 
     def undelivered(self) -> StepMeta:
         """What the workers were not told yet. The caller hands it over: requests wait for some of it."""
-        empty = StepMeta(-1, self.epoch)
         self._outbox.loads += self._loads.take()
-        out, self._outbox = self._outbox, empty
+        out, self._outbox = self._outbox, StepMeta(-1, self.epoch)
         return out
 
     def _follow(self, output: Any) -> None:
@@ -364,8 +362,7 @@ class SchedulerHalf:
     def finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """The request is over. True: keep its blocks until its name comes back from the workers."""
         name = request.request_id
-        state = self._requests.pop(name, None)
-        if state is None:
+        if (state := self._requests.pop(name, None)) is None:
             return False, None
         self._confirmer.finish(name)
         self._weighing.ended(name)
@@ -382,7 +379,7 @@ class SchedulerHalf:
             return {"tokens_read": dict(read)} if read else {}
         name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
         self._caches.record(state.track.request, prompt)
-        return self._feedback.of(name, state.scope, state.control, prompt, read, state.pinning)
+        return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes)
 
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
@@ -395,9 +392,8 @@ class SchedulerHalf:
         idle = now - self._idle_since_s
         if self._kept or self._loads:  # steps take the answers that give these blocks back to the engine
             return idle < self._limits.flush_timeout_s + _RETURN_S
-        if idle >= self._limits.flush_timeout_s:
-            return False
-        return not self._stores.stopped and self._manager is not None and bool(self._stores)
+        waits = not self._stores.stopped and self._manager is not None and bool(self._stores)
+        return waits and idle < self._limits.flush_timeout_s
 
     def counted(self) -> dict[str, int]:
         """Counters that grew since the last call, and by how much."""

@@ -52,6 +52,7 @@ COMMANDS = (
     Command("top", "kvtier.cli.top:top", "Show live metrics of a running cache."),
     Command("trace record", "kvtier.cli.trace:record", "Record the requests of a running cache, for `plan`."),
     Command("plan", "kvtier.cli.plan:plan", "Compute hit rate and cost over tier sizes."),
+    Command("explain", "kvtier.cli.explain:explain", "Say where two prompts part, why, and what it costs."),
     Command("bench index", "kvtier.cli.bench.index:index", "Benchmark hashing, matching and the block pool."),
     Command("bench tiers", "kvtier.cli.bench.tiers:tiers", "Benchmark a tier against the library and device below it."),
     Command("bench peers", "kvtier.cli.bench.peers:peers", "Benchmark an engine with kvtier and with other caches."),

@@ -173,6 +173,9 @@ class Retention(_Section):
     reserved: float = Field(
         default=0.5, gt=0, le=1, description="Share of a tier that guarantees and named pins may reserve at most."
     )
+    hints: float = Field(
+        default=0.5, ge=0, le=1, description="Share of what may be reserved that one tenant's requests may keep or pin."
+    )
 
     @model_validator(mode="after")
     def _named(self) -> Self:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,7 +24,7 @@ from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
-from kvtier.tiers.protocol import Notebook, PurgeLogging, Tier
+from kvtier.tiers.protocol import Miss, Notebook, PurgeLogging, Tier
 from kvtier.times import Mono, Wall
 
 _UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
@@ -223,6 +223,23 @@ class Hierarchy:
             await asyncio.sleep(0)
         for part in slices(keys):
             await asyncio.gather(*(tier.evict(part) for tier in self.lower.values()))
+
+    async def give_up_copies(self, keys: Sequence[BlockKey], spared: Callable[[BlockKey], bool]) -> int:
+        """Drop the copies in G2 of those of a chain's last blocks that the nearest lower tier is known to have. Leased
+        ones and `spared` ones, which is asked under the lock, stay. Returns how many went."""
+        tier, count, index = next(iter(self.lower.values()), None), 0, self.host.index
+        below = list[Miss | None]()
+        for places in slices(range(len(keys) if tier is not None else 0)):
+            below += tier.peek(keys, places) if tier is not None else ()
+            await asyncio.sleep(0)
+        first = 1 + next((at for at in reversed(range(len(below))) if below[at] is not None), -1)
+        for part in slices(keys[first : len(below)]):
+            with self.lock:
+                free = [key for key in part if (slot := index.get(key)) is not None and not slot.pins]
+                count += sum(self.host.drop(key) for key in free if not spared(key))
+            await asyncio.sleep(0)
+        self.space.notify()
+        return count
 
     async def drop_slices(self, slices: Iterator[int]) -> int:
         """Drop blocks of G2 slice by slice, and release the lock in between; returns how many. Goes on to the end,

@@ -67,10 +67,11 @@ class LowerTiers(Mapping[str, Metered]):
         for tier in self._used.values():
             self._subscribe(tier)
 
-    def lose_count(self) -> None:
-        """Blocks have left without their names: after a purge no tier says which."""
-        if self._events is not None:
-            self._events.miss()
+    def lose_names(self) -> None:
+        """A purge took blocks out of every tier, of which some do not say which."""
+        for name, tier in self._used.items():
+            if self._events is not None and not tier.names_removals():
+                self._events.lose(name)
 
     def _subscribe(self, tier: Metered) -> None:
         tier.subscribe(None if self._events is None else self._events.of(tier.name))

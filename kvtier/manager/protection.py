@@ -55,21 +55,21 @@ class Protection:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
-        self._share, self._budget = hierarchy.limits.reserved, 0
+        self._share, self.budget = hierarchy.limits.reserved, 0
         self.begin, self.require_loop = hierarchy.begin, hierarchy.require_loop
         self.pins = Pins(0)
         self.guarantees = Guarantees(0, 1)
         self._sync = PinSync(hierarchy, self.pins)
         self._terms: dict[BlockKey, _Guarantee] = {}
         self.claims = Claims(hierarchy.lock)
-        self.retainer = Retainer(hierarchy, self._wanted, self._by_time)
+        self.retainer = Retainer(hierarchy, self.wanted, self._by_time)
         self._turn = asyncio.Lock()
         self.block_bytes = hierarchy.host.block_bytes
         self._purged: dict[Scope, Wall] = {}  # scopes whose guarantees have to end
 
     async def open(self) -> None:
         """Find the tiers that retain, and the protection that earlier processes left. Tier errors are logged."""
-        self._budget = self.retainer.open(self._share)
+        self.budget = self.retainer.open(self._share)
         self._sync.open()
         try:
             async with asyncio.timeout(CALL_S):
@@ -99,7 +99,7 @@ class Protection:
             chains = [list(self._terms), *(pin.chain for pin in self.pins.listed())]
         for part in (part for chain in chains for part in slices(chain)):
             with self._lock:
-                self.retainer.ask(key for key in part if self._wanted(key) and not self.retainer.has_below(key))
+                self.retainer.ask(key for key in part if self.wanted(key) and not self.retainer.has_below(key))
             await asyncio.sleep(0)
 
     # ── under the lock ──────────────────────────────────────────────────────────────────────────────────────
@@ -109,13 +109,14 @@ class Protection:
         """Whether anything is protected: most of the time nothing is."""
         return bool(len(self.pins) or len(self.guarantees))
 
-    def _wanted(self, key: BlockKey) -> bool:
+    def wanted(self, key: BlockKey) -> bool:
+        """Whether a block is protected. Under the lock."""
         return self.pins.covers(key) or self.guarantees.until(key) > _NEVER
 
     def _divide_budget(self) -> None:
         """Pins and guarantees share one budget."""
-        self.pins.limit_blocks = max(0, self._budget - len(self.guarantees))
-        self.guarantees.limit_blocks = max(0, self._budget - len(self.pins))
+        self.pins.limit_blocks = max(0, self.budget - len(self.guarantees))
+        self.guarantees.limit_blocks = max(0, self.budget - len(self.pins))
 
     def guarantee(self, chain: Sequence[BlockKey], start: int, terms: ChainTerms, work: Work, stop: int = -1) -> None:
         """Reserve the bytes of the guaranteed blocks among start … stop-1 (-1: the end), here or to come; all or none,
@@ -143,7 +144,8 @@ class Protection:
                 self.guarantees.settle(taken)
                 for key in part:
                     self.guarantees.adopt(key, wall_s + seconds)
-                    self._terms[key] = _Guarantee(seconds, wall_s)
+                    known = getattr(self._terms.get(key), "seconds", 0.0)
+                    self._terms[key] = _Guarantee(seconds if block.renewed else known, wall_s)
                 if block.terms.ceiling >= Depth.G3:
                     self.retainer.ask(part, wall_s + seconds)
                 self.retainer.retain(part)
@@ -176,10 +178,18 @@ class Protection:
                     if self.is_gone(key, now):
                         self._withdraw(key)
 
+    def release_fixed(self, keys: Sequence[BlockKey]) -> None:
+        """End the guarantees of these blocks, but for those that uses renew."""
+        for part in slices(keys, MOVED_BLOCKS):
+            with self._lock:
+                for key in part:
+                    if key in self._terms and not self._terms[key].seconds:
+                        self._withdraw(key)
+
     def arrived(self, slots: Sequence[Slot]) -> None:
         """Blocks are READY in G2: those that are pinned live until their pins end, guaranteed ones stay. Under the
         lock."""
-        wanted = [slot for slot in slots if slot.key is not None and self._wanted(slot.key)]
+        wanted = [slot for slot in slots if slot.key is not None and self.wanted(slot.key)]
         if not wanted:
             return
         untils = self.pins.untils(slot.key for slot in wanted if slot.key is not None)
@@ -214,7 +224,7 @@ class Protection:
 
     def _end(self, key: BlockKey) -> None:
         """Release a block that is not protected any more."""
-        if self._wanted(key):
+        if self.wanted(key):
             return
         self._terms.pop(key, None)
         self.retainer.release(key)
@@ -280,7 +290,7 @@ class Protection:
             await self.expire(None)
             free = list[BlockKey]()
             for part in slices(pin.chain if drop and pin is not None else ()):
-                free += [key for key in part if not self._wanted(key)]
+                free += [key for key in part if not self.wanted(key)]
                 await asyncio.sleep(0)
             there |= await self._sync.write([name])
             await self.retainer.tell_below()
@@ -405,7 +415,7 @@ class Protection:
         groups: dict[Times, list[BlockKey]] = {}
         pinned = self.pins.untils(keys)
         for key in keys:
-            if not self._wanted(key):
+            if not self.wanted(key):
                 continue
             terms, until, served = self._terms.get(key), self.guarantees.until(key), pinned.get(key)
             longer = terms.seconds * _MARGIN if terms is not None else 0.0

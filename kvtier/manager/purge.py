@@ -74,7 +74,7 @@ class Purger:
         calls = (tier.purge(tenant, mark) for tier in self._lower.values() for tenant in tenants)
         count = 0
         answers = await asyncio.gather(dropping, *calls, return_exceptions=True)
-        self._lower.lose_count()
+        self._lower.lose_names()
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

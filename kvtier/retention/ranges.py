@@ -33,10 +33,12 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class BlockTerms:
-    """The terms of one block. `guarantee_s`: its bytes are to be reserved for this long after each use."""
+    """The terms of one block. `guarantee_s`: its bytes are to be reserved for this long after each use, or from now on
+    where uses do not renew that."""
 
     terms: Terms
     guarantee_s: float = 0.0
+    renewed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,14 @@ class ChainTerms:
 def uniform(terms: Terms) -> ChainTerms:
     """The same terms for every block."""
     return ChainTerms(RequestTerms(terms), 1)
+
+
+def fixed(seconds: float) -> ChainTerms:
+    """Terms that reserve the bytes of every block for so long from now on, whatever uses there are, and say no more."""
+    terms = uniform(Terms("kept", ttl=seconds, guarantee=True))
+    terms.only = BlockTerms(terms._terms[0].terms, seconds, renewed=False)
+    terms._terms = [terms.only]
+    return terms
 
 
 def _extended_to_root(terms: Sequence[BlockTerms]) -> list[BlockTerms]:

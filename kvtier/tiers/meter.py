@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 from kvtier.clock import Clock
@@ -14,6 +15,7 @@ from kvtier.spans import span
 from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
 from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, PurgeLogging, Retaining, Sealed, Stored, Target
+from kvtier.tiers.residence import Residence
 from kvtier.times import Mono
 
 _GONE = frozenset({Miss.ABSENT, Miss.EXPIRED, Miss.EVICTED, Miss.PURGED, Miss.CORRUPT, Miss.MISMATCH})
@@ -70,7 +72,7 @@ class Metered(Wrapper):
         self.write_latency = Latency()
         self._read_s_per_block: float | None = None
         self._read_at_s = 0.0
-        self._notify: Notify | None = None
+        self._residence: Residence | None = None
 
     @property
     def breaker(self) -> Breaker:
@@ -119,24 +121,32 @@ class Metered(Wrapper):
     def subscribe(self, notify: Notify | None) -> None:
         """Call `notify` for blocks that become durable here, and for those that a read finds, or finds gone: a tier
         that outlives its process has many that nobody was told of."""
-        self._notify = notify
-        super().subscribe(notify)
+        self._residence = residence = None if notify is None else Residence(notify)
+        super().subscribe(None if residence is None else residence.gone)
+
+    def names_removals(self) -> bool:
+        """Whether subscribers are told of every block that this process takes out of the tier, by its name."""
+        return hasattr(self.inner.inner, "subscribe")
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         began = self._clock.monotonic()
-        with span("kv.transfer", tier=self.name, direction="read", blocks=len(targets)) as told:
+        residence = self._residence
+        with (
+            span("kv.transfer", tier=self.name, direction="read", blocks=len(targets)) as told,
+            nullcontext(set[BlockKey]()) if residence is None else residence.verb() as removed,
+        ):
             results = await self.inner.read(chain, targets, deadline)
             loaded = sum(isinstance(result, Loaded) for result in results)
             told(verified=loaded, corrupt=results.count(Miss.CORRUPT), bytes=loaded * self.block_bytes)
+            if residence is not None:
+                pairs = [(chain[target.index], result) for target, result in zip(targets, results, strict=True)]
+                residence.found([key for key, result in pairs if isinstance(result, Loaded)], removed)
+                residence.gone([key for key, result in pairs if isinstance(result, Miss) and result in _GONE])
         took_s = self._clock.monotonic() - began
         self.loaded += loaded
         self.read_bytes += loaded * self.block_bytes
         self.misses.update(result for result in results if isinstance(result, Miss))
         self.read_latency.add(took_s)
-        if self._notify is not None:
-            pairs = [(chain[target.index], result) for target, result in zip(targets, results, strict=True)]
-            self._notify([key for key, result in pairs if isinstance(result, Loaded)], True)
-            self._notify([key for key, result in pairs if isinstance(result, Miss) and result in _GONE], False)
         if loaded:
             sample, old = took_s / loaded, self._read_s_per_block
             self._read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
@@ -152,13 +162,17 @@ class Metered(Wrapper):
 
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         began = self._clock.monotonic()
-        with span("kv.transfer", tier=self.name, direction="write", blocks=len(blocks)) as told:
+        residence = self._residence
+        with (
+            span("kv.transfer", tier=self.name, direction="write", blocks=len(blocks)) as told,
+            nullcontext(set[BlockKey]()) if residence is None else residence.verb() as removed,
+        ):
             results = await self.inner.write(blocks, deadline)
             told(stored=results.count(Stored.STORED))
+            if residence is not None:
+                pairs = zip(blocks, results, strict=True)
+                residence.found([block.key for block, result in pairs if result.durable], removed)
         self.write_latency.add(self._clock.monotonic() - began)
         self.stored.update(results)
         self.written_bytes += self.block_bytes * results.count(Stored.STORED)
-        if self._notify is not None:
-            pairs = zip(blocks, results, strict=True)
-            self._notify([block.key for block, result in pairs if result.durable], True)
         return results

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, sample_namespace
+from kvtier.events import Notify
+from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, sample_namespace, seal
 from kvtier.tiers.guard import Guarded, Wrapper
 from kvtier.tiers.meter import Latency, Metered
 from kvtier.tiers.objects.tier import ObjectTier
-from kvtier.tiers.protocol import Tier
+from kvtier.tiers.protocol import Loaded, Miss, Stored, Target, Tier
+from kvtier.times import Mono
 
 NS = sample_namespace(4096)
 
@@ -66,3 +70,48 @@ async def test_a_tier_that_fails_is_not_healthy_until_it_answers() -> None:
     clock.advance(2)
     assert await tier.lookup([], [], clock.monotonic() + 1) == []
     assert tier.healthy()
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+async def test_a_removal_while_blocks_are_found_is_later_than_the_report_of_them(verb: str) -> None:
+    """The tier tells of a removal at once, and of a read or a write when it has ended."""
+    clock = VirtualClock()
+    chain = chain_of(NS, 3)
+    tell: list[Notify] = []
+
+    class Evicting(MemoryTier):
+        """Loses the middle block while its answer is on the way."""
+
+        def subscribe(self, notify: Notify | None) -> None:
+            tell[:] = [] if notify is None else [notify]
+
+        async def read(self, *asked: Any) -> list[Loaded | Miss]:
+            results = await super().read(*asked)
+            return await self._lose(results)
+
+        async def write(self, *asked: Any) -> list[Stored]:
+            return await self._lose(await super().write(*asked))
+
+        async def _lose(self, results: Any) -> Any:
+            if tell:
+                await self.evict([chain[1]])
+                await asyncio.to_thread(tell[0], [chain[1]], False)
+            return results
+
+    tier = metered(Evicting(NS, clock), clock)
+    await tier.open()
+    blocks = seal(chain, range(3), NS.block_bytes, clock.wall())
+    if verb == "read":
+        assert all(result.durable for result in await tier.write(blocks, Mono(9.0)))
+    heard: list[tuple[bytes, bool]] = []
+    tier.subscribe(lambda keys, stored: heard.extend((key, stored) for key in keys))
+    if verb == "read":
+        await tier.read(
+            chain, [Target(index, (memoryview(bytearray(NS.block_bytes)),)) for index in range(3)], Mono(9.0)
+        )
+    else:
+        await tier.write(blocks, Mono(9.0))
+    assert dict(heard) == {chain[0]: True, chain[1]: False, chain[2]: True}, "the last word on each block"
+    tier.subscribe(None)
+    await tier.write(blocks, Mono(9.0))
+    assert len(heard) == 3

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.cache import Cache
 from kvtier.connectors.control import Control
-from kvtier.connectors.feedback import PinFuture
+from kvtier.connectors.feedback import Wishes
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.promoted import Promoted
 from kvtier.errors import KVTierError
@@ -82,7 +82,7 @@ class TierRequest:
     name: str = ""  # as its sender knows it
     prompt: tuple[BlockKey, ...] = ()  # keys of its whole chunks; none: unknown
     adapter: tuple[int, str] | None = None  # id and name
-    pinning: PinFuture | None = None
+    wishes: Wishes | None = None
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
     chain: list[BlockKey] = field(default_factory=list)
     search: Search | None = None

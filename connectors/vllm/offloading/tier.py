@@ -53,7 +53,7 @@ from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, Tier
 from kvtier.connectors.vllm.offloading.rows import Placed, Rows
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.events import Events
+from kvtier.events import Change, Events
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
@@ -109,7 +109,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._reader = RequestReader(config)
         self._block_tokens = namespace.block_tokens
         self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
-        self._feedback = Feedback(namespace.block_tokens)
+        self._feedback = Feedback(namespace.block_tokens, config.retention.hints)
         self._clock = SystemClock()
         self._requests: dict[str, TierRequest] = {}
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
@@ -149,7 +149,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state = TierRequest(control, scope, compat.public_name(request), prompt, adapter)
         self._requests[request.request_id] = state
         if (cache := self._cache) is not None:
-            state.pinning = self._feedback.pin(cache, scope, control, prompt)
+            state.wishes = self._feedback.begin(cache, scope, control, prompt)
 
     def adapter_of(self, name: str) -> tuple[int, str] | None:
         """A request's adapter, by id and name; None without one."""
@@ -172,7 +172,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state = self._requests.get(request.request_id)
         if state is None:
             return {}
-        return self._feedback.of(state.name, state.scope, state.control, state.prompt, state.read, state.pinning)
+        return self._feedback.of(state.name, state.scope, state.control, state.prompt, state.read, state.wishes)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         or_fallback(self._arrive, req_context, fallback=None)
@@ -398,7 +398,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Blocks that came to the disk or the object store, or left it. vLLM adds the tokens it knows."""
         for change in self._events.take() if self._events is not None else ():
-            if change.tier in self._announced:
+            if isinstance(change, Change) and change.tier in self._announced:
                 yield OffloadingEvent(
                     keys=[key[-HASH_BYTES:] + self._group for key in change.keys],
                     medium=Medium.STORAGE,

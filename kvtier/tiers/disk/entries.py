@@ -44,6 +44,7 @@ class Entries:
         self._shares = shares
         self._retained = retained
         self._admitted: dict[bytes, bool] = {}  # namespaces
+        self.removed: dict[bytes, None] = {}  # names of blocks that were here before and are not after
         self._ranks: dict[bytes, int] = {}  # of entries written here: every call of LMDB gives up the interpreter lock
 
     def find(self, name: bytes) -> Entry | None:
@@ -75,6 +76,7 @@ class Entries:
         if entry.encryption is not None and self._txn.get(FORMAT_KEY) == _FIRST:
             self._txn.put(FORMAT_KEY, _ENCRYPTED)  # readers of the first format would take the entry for damage
         self._put(name, entry)
+        self.removed.pop(name, None)
         self.blocks += 1
         self._count_bytes(name, entry.slot_class)
 
@@ -116,6 +118,7 @@ class Entries:
         self._txn.delete(self._layout.key(name))
         self._retained.forget(name)
         self._ranks.pop(name, None)
+        self.removed[name] = None
         self.blocks -= 1
 
     def _count_bytes(self, name: bytes, units: int) -> None:

@@ -355,7 +355,7 @@ class Store:
             return False
         try:
             self.evictions += len(txn.evicted)
-            self._notify(txn.evicted)
+            self._notify(list(txn.removed))
             self.tick = txn.tick
             if txn.segments.next is not None:
                 self._idle.preallocate(txn.segments.next)
@@ -366,10 +366,10 @@ class Store:
                 job.future.set_result(result)
         return True
 
-    def _notify(self, evicted: Sequence[bytes]) -> None:
-        for notify in self.subscribers if evicted else ():
+    def _notify(self, removed: Sequence[bytes]) -> None:
+        for notify in self.subscribers if removed else ():
             try:
-                notify(evicted)
+                notify(removed)
             except Exception as error:  # a subscriber's error says nothing about the index
                 self._failed("g3 writer", error)
 

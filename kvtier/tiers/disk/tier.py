@@ -140,13 +140,13 @@ class DiskTier:
         return self._opened.failures.restarts if self._opened is not None else {}
 
     def subscribe(self, notify: Notify | None) -> None:
-        """Have `notify` called, on the writer thread, with our blocks that this process's writes evicted."""
+        """Have `notify` called, on the writer thread, with our blocks that this process took out, for any reason."""
         if (self._notify is None) != (notify is None):
             subscribers = self._store.subscribers
-            (subscribers.append if notify is not None else subscribers.remove)(self._evicted)
+            (subscribers.append if notify is not None else subscribers.remove)(self._removed)
         self._notify = notify
 
-    def _evicted(self, names: Sequence[bytes]) -> None:
+    def _removed(self, names: Sequence[bytes]) -> None:
         if self._notify is not None:
             size = len(self._prefix)
             self._notify([BlockKey(name[size:]) for name in names if name.startswith(self._prefix)], False)

@@ -95,6 +95,7 @@ class WriteTxn:
         self._order = EvictionOrder(txn, layout, *order)
         self._shares = Shares(txn)
         self._entries = Entries(txn, layout, counters, self._order, self.segments, self._shares, self._retained)
+        self.removed = self._entries.removed  # those that were evicted among them
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here

@@ -6,6 +6,7 @@ can look inside; test_engine_restart ends it.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -242,6 +243,40 @@ def test_a_request_pins_its_prompt(engine: Any) -> None:
     pins = engine.pins(count=2)
     assert len(pins) == 2 and pins["manual"] == 9, "another tenant's names are its own"
     engine.unpin()
+    assert engine.check() == IDLE
+
+
+def action(kind: str, **payload: Any) -> dict[str, Any]:
+    return {"action_id": kind, "action_type": kind, "action_version": "1.0", "payload": payload}
+
+
+def resident_in_time(engine: Any, tokens: list[int], blocks: int) -> bool:
+    deadline = time.monotonic() + 10
+    while engine.resident(prompt=tokens)[0] != blocks and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(engine.resident(prompt=tokens)[0] == blocks)
+
+
+def test_hints_of_requests_are_carried_out(engine: Any) -> None:
+    """As vLLM's own envelope and session, and as other APIs' fields beside kvtier's parameters."""
+    asked = prompt(74)
+    hinted = [action("kv.share"), action("kv.retain", directives=[{"end": 64, "priority": 80, "duration": 60}])]
+    answer = engine.hint(prompt=asked, actions=hinted, session="agent")
+    said = {one["action"]: one["outcome"] for one in answer["hints"]}
+    assert said["kv.share"] == "ignored" and said["kv.retain"] in ("accepted", "deferred"), answer
+    assert engine.flush()["pending"] == 0 and resident_in_time(engine, asked, 9)
+    engine.hint(prompt=[5], actions=[action("kv.demote", session_id="agent")])
+    assert resident_in_time(engine, asked, 2), "what is kept stays, the rest is on the disk"
+    engine.hint(prompt=[5], actions=[action("kv.prefetch", session_id="agent")], salt="a")
+    foreign = engine.hint(prompt=[5], actions=[action("kv.prefetch", session_id="agent")], salt="a")
+    assert foreign["hints"][0]["outcome"] in ("rejected", "deferred") and engine.resident(prompt=asked)[0] == 2
+    engine.hint(prompt=[5], actions=[action("kv.prefetch", session_id="agent")])
+    assert resident_in_time(engine, asked, 9), "before the session goes on"
+    beside = {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "prompt_cache_key": "agent"}
+    cached = engine.hint(prompt=asked, actions=[action("kv.release")], beside=beside)
+    assert cached["hints"][0]["outcome"] in ("accepted", "deferred")
+    refused = engine.hint(prompt=prompt(75), actions=[], beside={"cache_control": {"ttl": "2h"}})
+    assert refused == {} and engine.resident(prompt=prompt(75))[0] == 0, "it may have asked for less than the default"
     assert engine.check() == IDLE
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,11 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 
 import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvtier.connectors.vllm.events import KVEvents, tiers_announced
+from kvtier.connectors.vllm.compat import event_queue_of
+from kvtier.connectors.vllm.events import KVEvents, forget_predecessor, tiers_announced
 from kvtier.errors import InvalidRequest
 from kvtier.events import Events
 from kvtier.identity.keys import SHARED, Scope, make_keys, scope_of
@@ -108,6 +112,14 @@ def test_blocks_of_an_isolated_class_are_neither_announced_nor_withdrawn() -> No
     assert [len(event.block_hashes) for event in events.take()] == [2, 2]
 
 
+def test_a_new_engine_begins_with_nothing() -> None:
+    """Routers remember the blocks of the one that ended at its address."""
+    pool = BlockPool(4, enable_caching=True, hash_block_size=SIZE, enable_kv_cache_events=True)
+    pool.kv_event_queue.append("a block")
+    forget_predecessor(event_queue_of(pool))
+    assert [*map(type, pool.take_events())] == [AllBlocksCleared, str]
+
+
 def test_new_weights_clear_what_was_reported() -> None:
     events = learnt()
     events.events.of("g2")(CHAIN, True)
@@ -123,8 +135,9 @@ def test_routers_forget_everything_after_a_removal_that_they_were_not_told_of() 
     assert {type(event) for event in events.take()} == {BlockStored}, "a block that routers do not know does no harm"
     told(CHAIN[1:3], False)
     told(CHAIN[3:], True)
+    events.events.lose("g4")
     cleared, removed, stored = events.take()
-    assert (type(cleared), removed.block_hashes) == (AllBlocksCleared, [reported(2)])
+    assert (type(cleared), removed.block_hashes) == (AllBlocksCleared, [reported(2)]), "nobody was told of G4"
     assert stored.block_hashes == [reported(3)] and events.events.dropped == 2
     told(CHAIN[:1], True)
     assert [type(event) for event in events.take()] == [BlockStored], "once is enough"
@@ -142,6 +155,21 @@ def test_what_requests_hold_is_remembered_of_the_last_ones() -> None:
         tokens = [event.token_ids for event in events.take()]
         known = [number for number in range(number + 1) if [number] * SIZE * size in tokens]
         assert known == list(range(known[0], number + 1)) and min(number + 1, 2) <= len(known) <= 4
+
+
+def test_requests_for_the_same_prompt_take_no_more_memory() -> None:
+    """What is remembered is bounded in blocks, not in blocks that differ."""
+    events, tokens = KVEvents(SIZE, "full_attention", known_max=4096), list(range(1000, 1000 + 8 * SIZE))
+    begun = chain_of(sample_namespace(), 7)
+    gc.collect()
+    before = sys.getrefcount(tokens[0])
+    for number in range(200):
+        chain = [*begun, chain_of(sample_namespace(), 1, number + 1)[0]]
+        events.remember(SimpleNamespace(all_token_ids=tokens, lora_request=None), chain, 0)
+    held = sys.getrefcount(tokens[0]) - before
+    assert held < 10, "one for each of 200 requests"
+    events.events.of("g2")(begun, True)
+    assert [len(event.block_hashes) for event in events.take()] == [7]
 
 
 def test_blocks_of_two_requests_are_told_apart_in_one_change() -> None:

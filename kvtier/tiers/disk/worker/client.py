@@ -116,7 +116,7 @@ class DiskWorkerClient:
         return self._supervisor.restarts + self._ended_restarts + Counter(now)
 
     async def _start(self) -> None:
-        worker = await WorkerProcess.start(self._arena.fds(), self._clock, self._evicted, self._service)
+        worker = await WorkerProcess.start(self._arena.fds(), self._clock, self._removed, self._service)
         try:
             async with asyncio.timeout(OPEN_S):
                 await worker.ask("open", self._setup)
@@ -177,13 +177,13 @@ class DiskWorkerClient:
         while len(self._seen) > SEEN_MAX:
             del self._seen[next(iter(self._seen))]
 
-    def _evicted(self, keys: Sequence[BlockKey]) -> None:
+    def _removed(self, keys: Sequence[BlockKey]) -> None:
         self._see(keys, [False] * len(keys))
         if self._notify is not None:
             self._notify(keys, False)
 
     def subscribe(self, notify: Notify | None) -> None:
-        """Have `notify` called, on the event loop, with our blocks that this tier's writes evicted."""
+        """Have `notify` called, on the event loop, with our blocks that the tier took out, for any reason."""
         self._notify = notify
 
     # Lookups.

@@ -38,7 +38,7 @@ class WorkerProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         clock: TrustedClock,
-        evicted: Callable[[Sequence[BlockKey]], None],
+        removed: Callable[[Sequence[BlockKey]], None],
         service: Service,
     ) -> None:
         """Use `start`. Raises OSError."""
@@ -52,7 +52,7 @@ class WorkerProcess:
         self.process = process
         self._writer = writer
         self._clock = clock
-        self._evicted = evicted
+        self._removed = removed
         self._calls = 0
         self._waiting: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._pidfd = os.pidfd_open(process.pid)
@@ -64,16 +64,16 @@ class WorkerProcess:
         cls,
         arena: Sequence[int],
         clock: TrustedClock,
-        evicted: Callable[[Sequence[BlockKey]], None],
+        removed: Callable[[Sequence[BlockKey]], None],
         service: Service,
     ) -> WorkerProcess:
-        """A new process over the memory behind the descriptors `arena`. `evicted` is called with blocks that its tier
-        evicted, `service` hears of a thread of it that keeps failing. Raises TierError where no process can be
+        """A new process over the memory behind the descriptors `arena`. `removed` is called with blocks that its tier
+        took out, `service` hears of a thread of it that keeps failing. Raises TierError where no process can be
         started."""
         try:
             process, sock = _spawn(arena)
             reader, writer = await asyncio.open_connection(sock=sock)
-            return cls(process, reader, writer, clock, evicted, service)
+            return cls(process, reader, writer, clock, removed, service)
         except OSError as error:
             raise TierError("g3", "open", f"its process cannot be started: {error}") from None
 
@@ -134,8 +134,8 @@ class WorkerProcess:
                 self.kill()
 
     def _take(self, reply: protocol.Reply) -> None:
-        if isinstance(reply, protocol.Evicted):
-            self._evicted(reply.keys)
+        if isinstance(reply, protocol.Removed):
+            self._removed(reply.keys)
         elif isinstance(reply, protocol.Outage):
             self._service.trip(reply.reason)
         elif isinstance(reply, protocol.LogLine):

@@ -3,7 +3,7 @@
     length (u32, little-endian) ‖ one message in msgpack
 
     cache → worker    Call (a verb of the tier, and the cache's time), Cancel
-    worker → cache    Answer or Refusal per call; Evicted, by writes; LogLine
+    worker → cache    Answer or Refusal per call; Removed, by writes; LogLine
 
 Bytes of blocks never travel: both sides have the arena mapped, and an ArenaSpan names a piece of it. Deadlines travel
 as seconds left, since each side has its own monotonic clock.
@@ -97,7 +97,7 @@ class Refusal(msgspec.Struct, array_like=True, tag="refusal", frozen=True):
     operation: str = ""
 
 
-class Evicted(msgspec.Struct, array_like=True, tag="evicted", frozen=True):
+class Removed(msgspec.Struct, array_like=True, tag="removed", frozen=True):
     keys: list[BlockKey]
 
 
@@ -113,7 +113,7 @@ class LogLine(msgspec.Struct, array_like=True, tag="log", frozen=True):
 
 
 WorkerRequest = Call | Cancel
-Reply = Answer | Refusal | Evicted | Outage | LogLine
+Reply = Answer | Refusal | Removed | Outage | LogLine
 
 
 class Verb(NamedTuple):

@@ -125,10 +125,10 @@ class Server:
         await tier.open()
         self._tier = tier
 
-        def evicted(keys: Sequence[BlockKey], _stored: bool) -> None:
-            loop.call_soon_threadsafe(self._send, protocol.frame(protocol.Evicted(list(keys))))
+        def removed(keys: Sequence[BlockKey], _stored: bool) -> None:
+            loop.call_soon_threadsafe(self._send, protocol.frame(protocol.Removed(list(keys))))
 
-        tier.subscribe(evicted)
+        tier.subscribe(removed)
 
     def _targets(self, spans: Sequence[Sequence[ArenaSpan]]) -> list[Target]:
         return [Target(place, self._arena.pieces(some)) for place, some in enumerate(spans)]

@@ -56,6 +56,30 @@ class Requests(ABC):
             for out in outs
         ]
 
+    def hint(
+        self,
+        prompt: list[int],
+        actions: list[dict[str, Any]],
+        session: str | None = None,
+        beside: dict[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> dict[str, Any]:
+        """The answer to a request with vLLM's own envelope and session, and `beside` in its `kv_transfer_params`."""
+        from vllm import SamplingParams
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+        engine, extra = self.llm.llm_engine, None if beside is None else {"kv_transfer_params": beside}
+        sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra)
+        envelope = KvHintsEnvelope("1.0", "message", [KvHintAction(**action) for action in actions])
+        asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+        engine.add_request("hinted", asked, sampling, session_id=session, kv_hints=envelope)
+        answer: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                answer = (out.kv_transfer_params or {}).get("kvtier") or answer
+        self.settle()
+        return answer
+
     def ask(
         self,
         prompts: list[list[int]],

@@ -1,0 +1,245 @@
+"""Carries out the hints of requests: each is accepted, clipped, deferred, rejected or ignored, and its sender is told.
+
+Senders are not trusted. What hints hold is bounded per tenant (`retention.hints`), ends at its time, and is of the
+sender's own scope: a block's key names its tenant, sessions and pins are looked up among the tenant's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvtier.connectors.hint_shares import HintShares
+from kvtier.errors import InvalidRequest, KVTierError
+from kvtier.identity.keys import SHARED, BlockKey, Scope, tenant_of
+from kvtier.manager.manager import Manager
+from kvtier.manager.slices import aside
+from kvtier.retention.hints import (
+    DURATION_S_MAX,
+    Action,
+    Demote,
+    HintAnswer,
+    Hints,
+    Keep,
+    Outcome,
+    PinPrompt,
+    Prefetch,
+    Release,
+)
+from kvtier.retention.ranges import fixed
+from kvtier.times import Mono, Wall
+
+log = logging.getLogger(__name__)
+
+PREFETCH_S = 10.0
+_EXPIRE_S = 10.0
+"""How often what is over is looked for."""
+
+
+class HintExecutor:
+    """The hints of the requests of one cache. Used on its event loop."""
+
+    def __init__(self, manager: Manager, block_tokens: int, share: float) -> None:
+        """`share`: of the blocks that may be reserved at all, so many hints of one tenant may hold."""
+        self._manager = manager
+        self._block_tokens = block_tokens
+        self._share = share
+        self.shares = HintShares()
+        self._fetching: set[Scope] = set()  # tenants
+        self._expired_at = Wall(0.0)
+        self.counters: Counter[Outcome] = Counter()
+
+    @property
+    def limit(self) -> int:
+        """Blocks that hints of one tenant may hold."""
+        return int(self._share * self._manager.protection.budget)
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a prefetch is under way."""
+        return bool(self._fetching)
+
+    async def carry_out(
+        self, scope: Scope, hints: Hints, prompt: Sequence[BlockKey], sessions: Mapping[str, Sequence[BlockKey]]
+    ) -> list[HintAnswer]:
+        """Answers in the order of the actions, after those of the reader. `sessions`: the blocks of those that are
+        named, parents first, of the sender's scope."""
+        answers = list(hints.answers)
+        now = self._now()
+        keeps = [action for action in hints.actions if isinstance(action.verb, Keep)]
+        kept = await self._keep(scope, keeps, prompt, now) if keeps else {}
+        for action in hints.actions:
+            try:
+                answers.append(kept.get(id(action)) or await self._one(scope, action, prompt, sessions, now))
+            except KVTierError as error:
+                log.debug("a hint is rejected: %s", error)
+                answers.append(_said(action, "rejected", "the cache cannot do it now"))
+        self.counters.update(answer.outcome for answer in answers)
+        return answers
+
+    def _now(self) -> Wall:
+        now = self._manager.hierarchy.now().stamp
+        if abs(now - self._expired_at) > _EXPIRE_S:
+            self.shares.expire(now)
+            self._expired_at = now
+        return now
+
+    async def _one(
+        self,
+        scope: Scope,
+        action: Action,
+        prompt: Sequence[BlockKey],
+        sessions: Mapping[str, Sequence[BlockKey]],
+        now: Wall,
+    ) -> HintAnswer:
+        verb = action.verb
+        if isinstance(verb, PinPrompt):
+            done = await self.pin(scope, verb.name, verb.seconds, prompt)
+            return _said(action, "rejected", done["why"]) if "why" in done else _said(action)
+        if isinstance(verb, Release) and verb.pin is not None:
+            return await self._release_pin(scope, action, verb.pin)
+        named = getattr(verb, "session", None)
+        chain = prompt if named is None else sessions.get(named, ())
+        if not chain:
+            why = "this session is unknown" if named is not None else "the prompt has no whole block"
+            return _said(action, "rejected", why)
+        if isinstance(verb, Prefetch):
+            return self._prefetch(scope, action, chain)
+        if isinstance(verb, Release):
+            kept = self.shares.kept(tenant_of(scope), chain)
+            self._manager.protection.release_fixed(kept)
+            self.shares.release(tenant_of(scope), kept)
+            return _said(action)
+        assert isinstance(verb, Demote)
+        given_up = await self._manager.hierarchy.give_up_copies(chain, self._manager.protection.wanted)
+        return _said(action) if given_up else _said(action, "ignored", "no deeper tier has its blocks")
+
+    # ── keeping ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep(
+        self, scope: Scope, actions: Sequence[Action], prompt: Sequence[BlockKey], now: Wall
+    ) -> dict[int, HintAnswer]:
+        """One pass over the prompt, however many actions there are: a block is kept for the longest time of those that
+        cover it or one behind it. Answers by the actions' identities."""
+        work = self._manager.protection.begin()
+        asked = [(self._blocks(action.verb, prompt), _until(action.verb, now), action) for action in actions]
+        ends = sorted({blocks for blocks, _, _ in asked})
+        reached, tenant, why = 0, tenant_of(scope), "the share of the tenant is used up"
+        for start, stop in zip([0, *ends], ends, strict=False):
+            until = max(until for blocks, until, _ in asked if blocks >= stop)
+            part = prompt[start:stop]
+            if until <= now:
+                reached = stop
+                continue
+            taken = self.shares.fitting(tenant, part, self.limit)
+            new = self.shares.keep(tenant, part[:taken], until)
+            reserve = partial(
+                self._manager.protection.guarantee, prompt, start, fixed(until - now), work, start + taken
+            )
+            try:
+                await aside(taken, reserve)
+            except InvalidRequest:
+                self.shares.release(tenant, new)
+                taken, why = 0, "no more may be reserved"
+            reached = start + taken
+            if taken < len(part):
+                break
+        return {id(action): _kept(action, blocks, until <= now, reached, why) for blocks, until, action in asked}
+
+    def _blocks(self, verb: object, prompt: Sequence[BlockKey]) -> int:
+        assert isinstance(verb, Keep)
+        return len(prompt) if verb.tokens is None else min(len(prompt), verb.tokens // self._block_tokens)
+
+    # ── pins ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def pin(self, scope: Scope, name: str, seconds: float, prompt: Sequence[BlockKey]) -> dict[str, Any]:
+        """Pin a prompt, or move the end of its pin of this name. Names of requests with a scope are that scope's own.
+        Returns {"until": time}, or {"refused": True, "why": text}."""
+        protection, tenant, full = self._manager.protection, tenant_of(scope), pin_name(scope, name)
+        until = Wall(self._now() + seconds)
+        if not prompt:
+            return {"refused": True, "why": "the prompt has no whole block"}
+        chain, fits = tuple(prompt), self.shares.fitting(tenant, prompt, self.limit) == len(prompt)
+        if not fits or not self.shares.may_pin(tenant, full, chain):
+            return {"refused": True, "why": "the share of the tenant is used up"}
+        known = protection.pins.get(full)
+        own = known is None or self.shares.has_pin(tenant, full)
+        if known is not None and not own and until < known.until:
+            return {"refused": True, "why": "a pin of this name was made by somebody else"}
+        if own:
+            self.shares.pin(tenant, full, chain, until)
+        try:
+            if known is not None and known.chain == chain:
+                pin = await protection.extend(full, seconds)
+            else:
+                pin = await protection.create(full, chain, seconds, len(chain) * self._block_tokens)
+        except InvalidRequest as refused:
+            log.warning("a pin is refused: %s", refused)
+            if known is None:
+                self.shares.unpin(tenant, full)
+            return {"refused": True, "why": str(refused)}
+        return {"until": pin.until}
+
+    async def _release_pin(self, scope: Scope, action: Action, name: str) -> HintAnswer:
+        tenant, full = tenant_of(scope), pin_name(scope, name)
+        if not self.shares.has_pin(tenant, full):
+            return _said(action, "rejected", "no request of this tenant made a pin of this name")
+        await self._manager.protection.delete(full)
+        self.shares.unpin(tenant, full)
+        return _said(action)
+
+    # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prefetch(self, scope: Scope, action: Action, chain: Sequence[BlockKey]) -> HintAnswer:
+        tenant = tenant_of(scope)
+        if tenant in self._fetching:
+            return _said(action, "deferred", "another prefetch of this tenant is under way: ask again")
+        wanted = chain[: self.limit]
+        if not wanted:
+            return _said(action, "rejected", "the share of the tenant is empty")
+        self._fetching.add(tenant)
+        self._manager.hierarchy.supervisor.spawn(self._fetch(tenant, wanted))
+        if len(wanted) < len(chain):
+            return _said(action, "clipped", f"the first {len(wanted)} of {len(chain)} blocks")
+        return _said(action)
+
+    async def _fetch(self, tenant: Scope, chain: Sequence[BlockKey]) -> None:
+        clock = self._manager.hierarchy.clock
+        try:
+            await self._manager.prewarm(chain, Mono(clock.monotonic() + PREFETCH_S))
+        except KVTierError as error:
+            log.debug("a prefetch ended: %s", error)
+        finally:
+            self._fetching.discard(tenant)
+
+
+def pin_name(scope: Scope, name: str) -> str:
+    """The name of a request's pin among all: those of a scope are its own."""
+    return name if scope == SHARED else f"{scope.hex()[:16]}/{name}"
+
+
+def _until(verb: object, now: Wall) -> Wall:
+    assert isinstance(verb, Keep)
+    asked = now + verb.seconds if verb.until is None else verb.until
+    return Wall(min(asked, now + DURATION_S_MAX))
+
+
+def _kept(action: Action, blocks: int, over: bool, reached: int, why: str) -> HintAnswer:
+    if over:
+        return _said(action, "rejected", "its time is over")
+    if not blocks:
+        return _said(action, "ignored", "it covers no whole block of the prompt")
+    if reached >= blocks:
+        return _said(action)
+    if not reached:
+        return _said(action, "rejected", why)
+    return _said(action, "clipped", f"the first {reached} of {blocks} blocks: {why}")
+
+
+def _said(action: Action, outcome: Outcome = "accepted", why: str = "") -> HintAnswer:
+    if outcome == "accepted" and action.clipped:
+        outcome, why = "clipped", action.clipped
+    return HintAnswer(action.id, action.kind, outcome, why)

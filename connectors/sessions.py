@@ -1,0 +1,69 @@
+"""Which blocks the sessions of an engine's requests have: conversations and agents that pause and go on.
+
+A session is a name that its sender gives, of one scope: nobody names another tenant's. Its requests form branches: one
+that goes on where an earlier one ended takes its place. Bounded: sessions, branches of each, blocks in all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvtier.identity.keys import BlockKey, Scope
+
+SESSIONS_MAX = 4096
+BRANCHES_MAX = 8
+BLOCKS_MAX = 1 << 20
+
+
+class Sessions:
+    """The chains of the latest sessions. Not thread-safe; never blocks."""
+
+    def __init__(self, sessions_max: int = SESSIONS_MAX, blocks_max: int = BLOCKS_MAX) -> None:
+        self._sessions_max = sessions_max
+        self._blocks_max = blocks_max
+        self._blocks = 0
+        self._of: OrderedDict[tuple[Scope, str], list[tuple[BlockKey, ...]]] = OrderedDict()
+
+    def record(self, scope: Scope, name: str, chain: Sequence[BlockKey]) -> list[BlockKey]:
+        """A request of the session had these blocks. Returns those that only a branch had which ended: the one that
+        rested longest, where there are more than BRANCHES_MAX."""
+        if not name or not chain:
+            return []
+        branches = self._of.setdefault((scope, name), [])
+        self._of.move_to_end((scope, name))
+        chain = tuple(chain)
+        before = sum(map(len, branches))
+        branches[:] = [branch for branch in branches if branch[-1] not in chain[len(branch) - 1 : len(branch)]]
+        if not any(len(branch) > len(chain) and branch[len(chain) - 1] == chain[-1] for branch in branches):
+            branches.append(chain)
+        ended = branches.pop(0) if len(branches) > BRANCHES_MAX else ()
+        self._blocks += sum(map(len, branches)) - before
+        while len(self._of) > self._sessions_max or (self._blocks > self._blocks_max and len(self._of) > 1):
+            self._blocks -= sum(map(len, self._of.popitem(last=False)[1]))
+        return list(ended[max((_agreed(ended, branch) for branch in branches), default=0) :])
+
+    def latest(self, scope: Scope, name: str) -> tuple[BlockKey, ...]:
+        """The chain of the branch that was used last; empty for an unknown session."""
+        branches = self._of.get((scope, name))
+        return branches[-1] if branches else ()
+
+    def blocks(self, scope: Scope, name: str) -> list[BlockKey]:
+        """Every block of the session, parents first, each once."""
+        return list(dict.fromkeys(key for branch in self._of.get((scope, name), ()) for key in branch))
+
+    def forget(self, scope: Scope, name: str) -> None:
+        """The session is over. Idempotent."""
+        self._blocks -= sum(map(len, self._of.pop((scope, name), ())))
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+def _agreed(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+    """How many leading blocks two chains have in common: a key commits to all before it."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if one[middle] == other[middle] else (low, middle)
+    return low
