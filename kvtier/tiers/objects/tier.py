@@ -44,6 +44,7 @@ from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.strides import default_stride
 from kvtier.tiers.objects.sweep import Sweeper
+from kvtier.tiers.objects.writer import ObjectWriter
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
 
@@ -105,14 +106,13 @@ class ObjectTier:
             RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest, keyring),
             keyring, self.block_bytes, self.stride, clock, limits, keys, codes(compression, namespace.dtype),
         )  # fmt: skip
-        self._prober = Prober(self._store, clock)
-        self._remover = Remover(self._store)
+        self._prober, self._remover = Prober(self._store, clock), Remover(self._store)
+        self._writer = ObjectWriter(self._store, keyring, clock, limits)
         self._sweeper = Sweeper(self._store, clock, self._random)
         self._background = Background(self._store, self._sweeper, clock)
         self._service: Service = Unwatched()
         self._loop = LoopThread("kvtier-g4")
-        self._pid = 0
-        self._started = False
+        self._pid, self._started = 0, False
         self._synced = self._retry_at = float("-inf")
         self._syncing: asyncio.Future[None] | None = None
         self.problem = ""
@@ -170,7 +170,7 @@ class ObjectTier:
         if self._syncing is not None:
             self._syncing.cancel()
         await self._background.close(Mono(self._clock.monotonic() + wait_s))
-        await self._store.bucket.close()
+        await self._store.close()
 
     def report_to(self, service: Service) -> None:
         """Tell `service`, on the tier's own loop, when a background task keeps failing. Call it before `open`."""
@@ -290,7 +290,7 @@ class ObjectTier:
 
         async def one(stride: int, wanted: Sequence[Target]) -> None:
             try:
-                results.update(await self._read_stride(chain, stride * self.stride, wanted))
+                results.update(await self._prober.read_stride(chain, stride * self.stride, wanted))
             except TierError:
                 results.update((target.index, Miss.ERROR) for target in wanted)
 
@@ -300,27 +300,6 @@ class ObjectTier:
         async with asyncio.TaskGroup() as group:
             for stride, wanted in strides.items():
                 group.create_task(one(stride, wanted))
-
-    async def _read_stride(
-        self, chain: Sequence[BlockKey], first: int, targets: Sequence[Target]
-    ) -> dict[int, Loaded | Miss]:
-        """Read targets of the stride that begins at depth `first`: from the object in the index, else from the full
-        stride if it is there, else from the longest short one. Raises TierError."""
-        deepest = targets[-1].index
-        entry = self._store.index.find(chain[first], chain[deepest], deepest)
-        if entry is not None:
-            found = await self._store.read(entry.frame.keys, first, entry, targets)
-            return {depth: Miss.EVICTED if result is Miss.ABSENT else result for depth, result in found.items()}
-        stop = first + self.stride
-        if stop <= len(chain):
-            found = await self._store.read(chain[first:stop], first, None, targets)
-            if not {Miss.ABSENT, Miss.FOREIGN} & {*found.values()}:
-                return found
-        short = await self._prober.short_stride(chain, first // self.stride)
-        stop = first + short.blocks if short is not None else first
-        inside = [target for target in targets if target.index < stop]
-        found = await self._store.read(chain[first:stop], first, short, inside) if inside else {}
-        return {at.index: found.get(at.index, self._prober.reason(chain, at.index)) for at in targets}
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -341,10 +320,10 @@ class ObjectTier:
         await self._ready()
 
         async def one(start: int, stride: Sequence[Sealed]) -> None:
-            accepted = self._store.acceptable(stride)
+            accepted = self._writer.acceptable(stride)
             results[start + len(accepted) : start + len(stride)] = [Stored.REFUSED] * (len(stride) - len(accepted))
             if accepted:
-                results[start : start + len(accepted)] = [await self._store.write(accepted)] * len(accepted)
+                results[start : start + len(accepted)] = [await self._writer.write(accepted)] * len(accepted)
 
         async with asyncio.TaskGroup() as group:
             for start in range(0, len(blocks), self.stride):
@@ -440,11 +419,11 @@ class ObjectTier:
             "foreign_units": self._store.foreign,
             "purge_log_faults": self._store.purges.faults,
             "learnt_units": self._store.deltas.received,
-            "saved_bytes": self._store.saved_bytes,
+            "saved_bytes": self._writer.saved_bytes,
             "swept_units": swept.objects,
             "swept_blocks": swept.blocks,
             "swept_bytes": swept.bytes,
         }
 
     def check(self) -> None:
-        self._store.index.check(self.stride)
+        self._store.index.check()
