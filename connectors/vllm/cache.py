@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import kvtier
 from kvtier.cache import Cache
@@ -13,7 +12,6 @@ from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.messages import ArenaHandle
 from kvtier.events import Events
-from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 
 
@@ -60,12 +58,6 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
             copy_by=self._config.offload.copy_by,
             calibration=str(calibration_folder() or ""),
         )
-
-    def record(self, request: Any, prompt: Sequence[BlockKey]) -> None:
-        """Tell the trace socket's listeners of a request that has ended."""
-        if (cache := self.cache) is not None:
-            made = request.num_tokens - request.num_prompt_tokens
-            cache.trace.record(prompt, request.num_prompt_tokens, made, getattr(request, "arrival_time", None))
 
     def rotate(self, to: Namespace | None = None) -> tuple[Cache, ArenaHandle] | None:
         if (cache := self.cache) is not None and self._events is not None:

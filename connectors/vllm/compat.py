@@ -145,6 +145,12 @@ def public_name(request: Any) -> str:
     return name if dash and len(tail) == 8 and set(tail) <= set(hexdigits) else whole
 
 
+def lengths_of(request: Any) -> tuple[int, int, float | None]:
+    """Tokens of the request's prompt and of its output, and the wall time of its arrival."""
+    given: int = request.num_prompt_tokens
+    return given, request.num_tokens - given, getattr(request, "arrival_time", None)
+
+
 def trace_of(request: Any) -> Mapping[str, str] | None:
     """The headers of the request's trace, if its sender gave some."""
     return getattr(request, "trace_headers", None)

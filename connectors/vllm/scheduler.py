@@ -378,7 +378,8 @@ class SchedulerHalf:
         if state.scope is None:
             return {"tokens_read": dict(read)} if read else {}
         name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
-        self._caches.record(state.track.request, prompt)
+        if (cache := self._caches.cache) is not None:
+            cache.trace.record(prompt, *compat.lengths_of(state.track.request))
         return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes)
 
     def pending(self) -> bool:

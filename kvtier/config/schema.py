@@ -253,9 +253,11 @@ class Tracing(_Section):
     """What a running cache tells of its requests."""
 
     socket: File | None = Field(
-        default=None, description="Unix socket for `kvtier trace record`, one per engine; none: there is none."
+        default=None,
+        description="Unix socket for `kvtier trace record`, one per engine; none: there is none.",
+        examples=["/run/kvtier/trace.sock"],
     )
-    spans: bool = Field(default=False, description="OpenTelemetry spans of look-ups, plans, transfers and checks.")
+    spans: bool = Field(default=False, description="OpenTelemetry spans of look-ups, plans and transfers.")
 
 
 class Config(_Section):

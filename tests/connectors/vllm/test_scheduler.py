@@ -61,6 +61,15 @@ def test_what_is_stored_is_found_again(make: Make, caching: bool) -> None:
     engine.check()
 
 
+def test_a_request_that_ends_is_told_to_the_trace(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told = make(), list[Any]()
+    monkeypatch.setattr(engine.cache.trace, "record", lambda *given: told.append(given))
+    engine.add("told", PROMPT, wanted=3)
+    engine.run()
+    ((chain, given, made, _),) = told
+    assert (given, made) == (22, 3) and list(chain) == engine.chain(PROMPT)[:5]
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_copies_out_wait_while_their_cores_compute_prompts(make: Make, shares: bool) -> None:
     """But for those whose blocks would be lost meanwhile."""

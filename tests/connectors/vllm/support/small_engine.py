@@ -17,7 +17,6 @@ from vllm.v1.core.block_pool import BlockPool
 
 import kvtier
 from kvtier.config import Config, Offload
-from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.connector import KVTierConnector
 from kvtier.connectors.vllm.messages import ArenaHandle, Load, StepMeta, StepMoves, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader
@@ -78,8 +77,6 @@ class Caches:
         self.cache: kvtier.Cache | None = cache
         self.namespace = cache.namespace
         self.current = (cache, ArenaHandle(1, 0, (), 0, 0, 0))
-
-    record = SchedulerCache.record
 
     def close(self, timeout_s: float) -> None:
         assert self.cache is not None
