@@ -21,13 +21,14 @@ from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
 from kvtier.supervisor import Supervisor
 from kvtier.tiers.breaker import Breaker, Health
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss, Notebook, PurgeLogging, Tier
 from kvtier.times import Mono, Wall
 
 _UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ class Hierarchy:
             with self.lock:
                 self.host.close()
 
+    @property
+    def stranded(self) -> bool:
+        """Whether the loop that this was opened on has ended, and all that ran there with it."""
+        return self._loop is not None and self._loop.is_closed()
+
     def require_loop(self) -> None:
         """While this is open, raises ClosedError on another event loop than the one that it was opened on: its tasks,
         locks and waits are there."""
@@ -164,38 +170,39 @@ class Hierarchy:
 
     def unpin(self, holds: Sequence[Hold]) -> None:
         """Undo pins, the deepest block's first, before this returns. Wakes who waits for space."""
-        self._unpin_some(reversed(holds), len(holds))
+        self._unpin_some(_sliced(holds[::-1]), len(holds))
 
-    def release(self, deepest_first: Iterator[Hold]) -> None:
+    def release(self, deepest_first: Iterable[Hold]) -> None:
         """`unpin` for any number. On the loop those beyond a millisecond's work are unpinned in later turns: nobody has
         a claim on them, so that may happen at any time, even when the loop's tasks are cancelled."""
-        if self._unpin_some(deepest_first, _UNPINNED_AT_ONCE):
+        parts = _sliced(deepest_first)
+        if self._unpin_some(parts, _UNPINNED_AT_ONCE):
             if self._loop is not None and asyncio._get_running_loop() is self._loop:
-                self.supervisor.spawn(self._release(deepest_first))
+                self.supervisor.spawn(self._release(parts))
             else:
-                while self._unpin_some(deepest_first, SLICE_BLOCKS):
+                while self._unpin_some(parts, 1):
                     pass
 
-    async def _release(self, deepest_first: Iterator[Hold]) -> None:
+    async def _release(self, parts: Iterator[Sequence[Hold]]) -> None:
         try:
             more = True
             while more:
-                more = self._unpin_some(deepest_first, SLICE_BLOCKS)
+                more = self._unpin_some(parts, 1)
                 await asyncio.sleep(0)
         finally:
-            while self._unpin_some(deepest_first, SLICE_BLOCKS):
+            while self._unpin_some(parts, 1):
                 pass
 
-    def _unpin_some(self, holds: Iterator[Hold], most: int) -> bool:
-        """Undo the next pins. Whether there may be more."""
+    def _unpin_some(self, parts: Iterator[Sequence[Hold]], most: int) -> bool:
+        """Undo the pins of the next parts, until they are so many blocks. Whether there may be more."""
         done = 0
-        while done < most and (part := list(islice(holds, min(SLICE_BLOCKS, most - done)))):
+        while done < most and (part := next(parts, ())):
             done += len(part)
             with self.lock:
                 self.host.unpin_all(part)
         if done:
             self.space.notify()
-        return done == most
+        return done >= most
 
     def begin(self) -> Work:
         """The work of a verb that begins now. Takes the lock."""
@@ -213,6 +220,27 @@ class Hierarchy:
             if found < len(part):
                 break
         return count
+
+    def reference(self, chain: Sequence[BlockKey], resident: int, *, stored: bool = False) -> None:
+        """Tell the policy of a request. Takes the lock for a step at a time."""
+        for _ in self.reference_steps(chain, resident, stored=stored):
+            pass
+
+    def reference_steps(self, chain: Sequence[BlockKey], resident: int, *, stored: bool = False) -> Iterator[None]:
+        """`reference`; the caller may let others have their turn between two steps."""
+        return self._locked(self.host.policy.reference_steps(chain, resident, self.clock.monotonic(), stored=stored))
+
+    def trained(self) -> Iterator[None]:
+        """Have the policy do what no request has to wait for, as `reference_steps` does."""
+        return self._locked(self.host.policy.train_steps())
+
+    def _locked(self, steps: Iterator[None]) -> Iterator[None]:
+        more = True
+        while more:
+            with self.lock:
+                more = next(steps, _END) is not _END
+            if more:
+                yield
 
     async def drop_everywhere(self, keys: Sequence[BlockKey]) -> None:
         """Drop these blocks from every tier. Those under a lease stay until it ends."""
@@ -290,3 +318,13 @@ class Hierarchy:
             with contextlib.suppress(KVTierError):
                 await self.lower[name].drop_made_after(future)
                 self._drop_below.discard(name)
+
+
+def _sliced(holds: Iterable[Hold]) -> Iterator[Sequence[Hold]]:
+    """The same, a slice at a time. Columns are not taken apart."""
+    if isinstance(holds, Holds):
+        yield from (holds,) if len(holds) <= SLICE_BLOCKS else slices(holds)
+        return
+    rest = iter(holds)
+    while part := list(islice(rest, SLICE_BLOCKS)):
+        yield part

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Consecutive blocks of a chain, pinned in G2 for the caller, who owes each of `holds` one unpin.
+
+    `found[i]`: the tier where block i of them was; `loaded`: depth → tier of those that were read into G2; `miss`: why
+    the chain is not served further, None if all of it is.
+    """
+
+    holds: Sequence[Hold]
+    found: Sequence[str]
+    loaded: Mapping[int, str]
+    miss: Miss | None
 
 
 class Lease:
@@ -32,7 +47,7 @@ class Lease:
         happen in the middle of anything."""
         self.tiers = list(tiers)
         self.miss = miss
-        self._held = self._holds = list(holds)
+        self._held = self._holds = holds
         self._release = release
         self._forget = forget or release
 
@@ -41,12 +56,19 @@ class Lease:
         """The slots. O(n) when it is first asked for: a long lease is made on an event loop."""
         return [slot for slot, _ in self._held]
 
+    def places(self, count: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The numbers and generations of the first so many slots: makes no object per slot."""
+        held = self._held[:count]
+        if isinstance(held, Holds):
+            return held.columns()
+        return [slot.number for slot, _ in held], [generation for _, generation in held]
+
     def __len__(self) -> int:
         return len(self.tiers)
 
     def release(self) -> None:
         """Let the blocks be evicted again. Does not block."""
-        holds, self._holds = self._holds, []
+        holds, self._holds = self._holds, ()
         if holds:
             self._release(holds)
 

@@ -40,7 +40,7 @@ from kvtier.manager.stats import stats_of
 from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms, uniform
 from kvtier.retention.terms import Terms
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
@@ -104,7 +104,7 @@ class Manager:
     async def close(self) -> Flushed:
         """Take in nothing more, flush, then close everything, all within `close_s`, whatever a tier does. Leases still
         out keep their bytes. Idempotent: a second call waits for the first. Cancelling the first skips the flush and
-        leaves CANCELLED_S for the rest, which is done all the same."""
+        leaves CANCELLED_S for the rest, which is done all the same. Where the loop has ended, nothing is flushed."""
         if self._closing is not None:
             await self._closing.ended()
         if self.closed:
@@ -118,6 +118,7 @@ class Manager:
             (0.85, lambda deadline: within(self._saved.write(), deadline, self._clock)),
             (0.95, self.hierarchy.close),
         ]
+        steps = steps[-1:] if self.hierarchy.stranded else steps  # all else ended with its loop
         self._closing = Closing((0.7, self._flush), steps, self._limits.close_s, self._clock)
         return await self._closing.result()
 
@@ -160,16 +161,16 @@ class Manager:
         if self._unusable():
             return self._nothing()
         time = self.hierarchy.now()
-        holds, miss = list[Hold](), None
+        pins, miss = list[Holds](), None
         for part in slices(chain[start:]):
             with self.lock:
-                holds += (pinned := self.host.pin_leading(part, time.serve, time.stamp))
+                pins.append(pinned := self.host.pin_leading(part, time.serve, time.stamp))
                 if len(pinned) < len(part):
                     key = part[len(pinned)]
                     miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
                     break
-        with self.lock:
-            self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
+        holds = Holds.joined(pins)
+        self.hierarchy.reference(chain, start + len(holds))
         self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
         self.demoter.found(chain, range(start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._housekeeping.forget)
@@ -239,7 +240,7 @@ class Manager:
 
     def release(self, holds: Sequence[Hold]) -> None:
         """Undo pins; see `Hierarchy.release`. Does not wait."""
-        self.hierarchy.release(reversed(holds))
+        self.hierarchy.release(holds[::-1])
 
     # ── storing ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -309,10 +310,9 @@ class Manager:
         published: list[Slot] = []
         for filled in slices(list(zip(slots, generations, strict=True)), MOVED_BLOCKS):
             with self.lock:
-                published += (part := [slot for slot, generation in filled if self.host.commit(slot, generation)])
+                published += (part := self.host.commit_all(filled))
                 self.host.tell(part)
-                for slot in part:
-                    self.host.pins.add(slot)  # at once: nobody may evict it before it is queued
+                self.host.pins.pin_all([slot.number for slot in part])  # nobody may evict it before it is queued
                 if self.protection.busy:
                     self.protection.arrived(part)
                 self.accounts.record_written([slot.kind for slot in part], request_id)
@@ -343,7 +343,7 @@ class Manager:
         resident = self.hierarchy.prefix(chain)
         with self.lock:
             self.demoter.dropped += dropped
-            self.host.policy.chain_stored(chain, resident, self._clock.monotonic())
+        self.hierarchy.reference(chain, resident, stored=True)
 
     def queue_space(self) -> int:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
@@ -357,6 +357,8 @@ class Manager:
         return await self._flush(deadline)
 
     async def _flush(self, deadline: Mono) -> Flushed:
+        if self.hierarchy.stranded:
+            return self.flushed()
         await self.demoter.drain(deadline)
         await self._housekeeping.flush_uses()
         await within(self.protection.tend(), deadline, self._clock)
@@ -373,7 +375,7 @@ class Manager:
         """Drop one tier's copies of this namespace; returns how many. Blocks under a lease stay until it ends."""
         self._usable()
         if name == self.host.name:
-            count = await self.hierarchy.drop_slices(self.host.drop_where(lambda slot: True))
+            count = await self.hierarchy.drop_slices(self.host.drop_where(lambda number: True))
         else:
             count = await self.lower[name].evict(None)
         await self.protection.evicted(name, self.demoter.on_its_way)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.terms import PRIORITY_MAX
@@ -16,11 +16,18 @@ class NoOrder:
 
     def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None: ...
 
+    def reference_steps(
+        self, chain: Sequence[BlockKey], resident: int, mono_s: Mono, *, stored: bool = False
+    ) -> Iterator[None]:
+        return iter(())
+
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None: ...
 
     def insert(self, key: BlockKey, depth: int = 0) -> None: ...
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None: ...
+    def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None: ...
+
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None: ...
 
     def regrade(self, key: BlockKey) -> None: ...
 
@@ -39,7 +46,21 @@ class NoOrder:
     ) -> BlockKey | None:
         return None
 
+    def evict(
+        self,
+        newcomers: Sequence[BlockKey | None],
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> list[BlockKey]:
+        return []
+
     def train(self) -> None: ...
+
+    def train_steps(self) -> Iterator[None]:
+        return iter(())
 
     def check(self, resident: set[BlockKey]) -> None:
         assert not resident, "a closed tier holds blocks"

@@ -6,7 +6,7 @@ never touches bytes. All verbs are called under the owner's lock, must be O(1) a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -38,6 +38,12 @@ class Policy(Protocol):
         Renews those, last block coldest, so that a leaf leaves before its parent. A chain names each block once.
         """
 
+    def reference_steps(
+        self, chain: Sequence[BlockKey], resident: int, mono_s: Mono, *, stored: bool = False
+    ) -> Iterator[None]:
+        """`reference`, or with `stored` `chain_stored`, in steps of a millisecond at most, however long the chain is.
+        Between two of them the owner may give its lock to others, and any verb may be called."""
+
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """All of `chain` that is coming has been inserted. Counts as a reference only if it was not named before:
         a request that looks its chain up and stores it afterwards has referenced it once, not twice.
@@ -47,8 +53,12 @@ class Policy(Protocol):
         """`key` has become resident. One never referenced counts as referenced now, alone. `depth`: of the block in its
         chain; a wrong one costs a search."""
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None:
-        """`key` is no longer resident. Unknown keys are ignored. `depth`: as for `insert`."""
+    def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None:
+        """`insert` for several, in this order."""
+
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None:
+        """`key` is no longer resident. Unknown keys are ignored. `depth`: as for `insert`. With `returns` it is out of
+        the order for a while: its name is kept, and `insert` brings it back to its rank."""
 
     def regrade(self, key: BlockKey) -> None:
         """The priority of `key` is not PRIORITY, or not any more what it was."""
@@ -76,8 +86,23 @@ class Policy(Protocol):
         keeps an order for each finds a victim whatever lies before it.
         """
 
+    def evict(
+        self,
+        newcomers: Sequence[BlockKey | None],
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> list[BlockKey]:
+        """`victim` and `remove` for each of the leading `newcomers`, which lie at `depth` and below in one chain, up to
+        the first that is refused; or for fewer of them, at least one. `movable` has allowed each that it returns."""
+
     def train(self) -> None:
         """Do the work that no request has to wait for. Called now and then, after requests were answered."""
+
+    def train_steps(self) -> Iterator[None]:
+        """`train` in steps of a millisecond at most, as `reference_steps`. What was not done the next call does."""
 
     def check(self, resident: set[BlockKey]) -> None:
         """Assert that the policy orders exactly these blocks."""

@@ -49,7 +49,7 @@ class ARC(Ungraded):
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """Nothing: arrivals are counted when they arrive."""
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None:
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None:
         if key in self._once:
             del self._once[key]
             self._ghosts_once[key] = None
@@ -80,9 +80,6 @@ class ARC(Ungraded):
                 if movable(key):
                     return key
         return self._fresh.deepest(movable) if newcomer is None else None
-
-    def train(self) -> None:
-        """Nothing."""
 
     def check(self, resident: set[BlockKey]) -> None:
         held = [*self._once, *self._again, *self._fresh]

@@ -38,14 +38,17 @@ def index(
 
 def _show_scale(results: dict[str, Any]) -> None:
     sizes = results["sizes"]
-    head = [f"{entry['blocks']:,} blocks: µs per block, ms of lock" for entry in sizes]
+    head = [f"{entry['blocks']:,} blocks: µs per block, ms of lock, of loop" for entry in sizes]
     verbs = {verb: None for entry in sizes for verb in entry["verbs"]}
     cells = {
-        verb: [f"{f['us_per_block']:g}, {f['lock_ms']:g}" if (f := entry["verbs"].get(verb)) else "" for entry in sizes]
+        verb: [", ".join(f"{figure:g}" for figure in entry["verbs"].get(verb, {}).values()) for entry in sizes]
         for verb in verbs
     }
     write_table(["thread CPU time", *head], [[verb, *row] for verb, row in cells.items()])
-    console().print("bytes of bookkeeping per block: " + ", ".join(str(entry["bytes_per_block"]) for entry in sizes))
+    filled = ", ".join(f"{one['bytes_per_block']} ({one['bytes_per_block_with_evicted']})" for one in sizes)
+    console().print(f"bytes of bookkeeping per block (and with evicted ones that are remembered): {filled}")
+    collections = ", ".join(f"{entry['collection_ms']:g}" for entry in sizes)
+    console().print(f"ms of the garbage collector's longest run, which these figures leave out: {collections}")
 
 
 def _show(results: dict[str, Any]) -> None:
