@@ -54,6 +54,11 @@ def set_spans(on: bool) -> None:
     _tracer = trace.get_tracer("kvtier")
 
 
+def spans_on() -> bool:
+    """Whether figures that cost something to count are worth it."""
+    return _tracer is not None
+
+
 def span(name: str, **figures: int | float | str) -> AbstractContextManager[Told]:
     """A span of the work inside the `with`, below the current one of this task or thread. An error marks it by its
     class."""

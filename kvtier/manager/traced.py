@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier.manager.plan import Plan, Where
-from kvtier.spans import span
-from kvtier.tiers.protocol import Miss
+from kvtier.spans import span, spans_on
 
+_TIERS = ("g2", "g3", "g4")
 P = ParamSpec("P")
 Self = TypeVar("Self")
 
@@ -24,7 +23,8 @@ def traced_lookup(
     async def inside(self: Self, /, *arguments: P.args, **named: P.kwargs) -> list[Where]:
         with span("kv.lookup") as told:
             where = await locate(self, *arguments, **named)
-            told(**_by_tier(where))
+            if spans_on():  # a chain may be long
+                told(**{f"blocks.{tier}": count for tier in _TIERS if (count := where.count(tier))})
             return where
 
     return inside
@@ -44,7 +44,3 @@ def traced_plan(
             return made
 
     return inside
-
-
-def _by_tier(where: Sequence[Where]) -> dict[str, int]:
-    return {f"blocks.{tier}": count for tier, count in Counter(w for w in where if not isinstance(w, Miss)).items()}
