@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvtier.clock import Clock
 from kvtier.config import Config
@@ -73,7 +73,7 @@ class Face:
         if self.manager.closed:
             raise ClosedError("the cache is closed")
         check_keys(keys, distinct=distinct)
-        return [BlockKey(key) for key in keys]
+        return cast("list[BlockKey]", list(keys))
 
     def _wanted(self, keys: Sequence[bytes], start: int, *, distinct: bool = False) -> list[BlockKey]:
         chain = self._chain(keys, distinct=distinct)

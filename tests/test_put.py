@@ -164,7 +164,7 @@ async def test_a_put_that_waits_does_not_look_again_at_its_whole_chain() -> None
         tier = MemoryTier(small, clock := VirtualClock())
         config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 16 * 4096}}})
         async with kvtier.aopen(config, small, clock=clock, tiers=[tier]) as cache:
-            looked = cache.manager.host.index = Looked()
+            looked = cache.manager.host.index = Looked(cache.manager.host.index.table)
             chain = chain_of(small, blocks)
             assert await cache.put(chain, [payload_of(key, 512) for key in chain]) == blocks
             await cache.flush()

@@ -128,12 +128,12 @@ class Loads:
             if count:
                 raise AssertionError(f"{count} blocks are to be loaded, {pinned} are pinned")
             return
-        slots = [*lease.slots[:count], *(slot for _, slot in state.more)]
+        numbers, generations = lease.places(count)
         moves = StepMoves(
             self._job(),
             (*state.track.table[start : start + count], *(block for block, _ in state.more)),
-            tuple(slot.number for slot in slots),
-            tuple(slot.generation for slot in slots),
+            (*numbers, *(slot.number for _, slot in state.more)),
+            (*generations, *(slot.generation for _, slot in state.more)),
         )
         if state.in_step:
             self._named.append((start, state.track.chain[start]))

@@ -42,18 +42,18 @@ class Losses:
 
     def __init__(self, blocks_max: int = LOSSES_MAX) -> None:
         self._blocks_max = blocks_max
-        self._why: dict[BlockKey, Miss] = {}
+        self._why: dict[int, Miss] = {}  # by the hash of the key, which takes a third of its bytes
 
     def record(self, key: BlockKey, why: Miss) -> None:
         """`key` was lost, for this reason."""
-        self._why[key] = why
+        self._why[hash(key)] = why
         if len(self._why) > self._blocks_max:  # an eighth at once: this runs for every block that is evicted
             for old in list(islice(self._why, self._blocks_max // 8 + 1)):
                 del self._why[old]
 
     def why(self, key: BlockKey) -> Miss:
         """The latest reason that is remembered; ABSENT for none."""
-        return self._why.get(key, Miss.ABSENT)
+        return self._why.get(hash(key), Miss.ABSENT)
 
     def __len__(self) -> int:
         return len(self._why)

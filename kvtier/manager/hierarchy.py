@@ -21,7 +21,7 @@ from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
 from kvtier.supervisor import Supervisor
 from kvtier.tiers.breaker import Breaker, Health
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Miss, Notebook, PurgeLogging, Tier
@@ -164,38 +164,39 @@ class Hierarchy:
 
     def unpin(self, holds: Sequence[Hold]) -> None:
         """Undo pins, the deepest block's first, before this returns. Wakes who waits for space."""
-        self._unpin_some(reversed(holds), len(holds))
+        self._unpin_some(_sliced(holds[::-1]), len(holds))
 
-    def release(self, deepest_first: Iterator[Hold]) -> None:
+    def release(self, deepest_first: Iterable[Hold]) -> None:
         """`unpin` for any number. On the loop those beyond a millisecond's work are unpinned in later turns: nobody has
         a claim on them, so that may happen at any time, even when the loop's tasks are cancelled."""
-        if self._unpin_some(deepest_first, _UNPINNED_AT_ONCE):
+        parts = _sliced(deepest_first)
+        if self._unpin_some(parts, _UNPINNED_AT_ONCE):
             if self._loop is not None and asyncio._get_running_loop() is self._loop:
-                self.supervisor.spawn(self._release(deepest_first))
+                self.supervisor.spawn(self._release(parts))
             else:
-                while self._unpin_some(deepest_first, SLICE_BLOCKS):
+                while self._unpin_some(parts, 1):
                     pass
 
-    async def _release(self, deepest_first: Iterator[Hold]) -> None:
+    async def _release(self, parts: Iterator[Sequence[Hold]]) -> None:
         try:
             more = True
             while more:
-                more = self._unpin_some(deepest_first, SLICE_BLOCKS)
+                more = self._unpin_some(parts, 1)
                 await asyncio.sleep(0)
         finally:
-            while self._unpin_some(deepest_first, SLICE_BLOCKS):
+            while self._unpin_some(parts, 1):
                 pass
 
-    def _unpin_some(self, holds: Iterator[Hold], most: int) -> bool:
-        """Undo the next pins. Whether there may be more."""
+    def _unpin_some(self, parts: Iterator[Sequence[Hold]], most: int) -> bool:
+        """Undo the pins of the next parts, until they are so many blocks. Whether there may be more."""
         done = 0
-        while done < most and (part := list(islice(holds, min(SLICE_BLOCKS, most - done)))):
+        while done < most and (part := next(parts, ())):
             done += len(part)
             with self.lock:
                 self.host.unpin_all(part)
         if done:
             self.space.notify()
-        return done == most
+        return done >= most
 
     def begin(self) -> Work:
         """The work of a verb that begins now. Takes the lock."""
@@ -290,3 +291,13 @@ class Hierarchy:
             with contextlib.suppress(KVTierError):
                 await self.lower[name].drop_made_after(future)
                 self._drop_below.discard(name)
+
+
+def _sliced(holds: Iterable[Hold]) -> Iterator[Sequence[Hold]]:
+    """The same, a slice at a time. Columns are not taken apart."""
+    if isinstance(holds, Holds):
+        yield from (holds,) if len(holds) <= SLICE_BLOCKS else slices(holds)
+        return
+    rest = iter(holds)
+    while part := list(islice(rest, SLICE_BLOCKS)):
+        yield part

@@ -84,4 +84,4 @@ class Housekeeping:
     def unpin_forgotten(self) -> None:
         """Undo the pins of forgotten leases."""
         while self._forgotten:
-            self._hierarchy.release(reversed(self._forgotten.popleft()))
+            self._hierarchy.release(self._forgotten.popleft()[::-1])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
 
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
 
@@ -32,7 +32,7 @@ class Lease:
         happen in the middle of anything."""
         self.tiers = list(tiers)
         self.miss = miss
-        self._held = self._holds = list(holds)
+        self._held = self._holds = holds
         self._release = release
         self._forget = forget or release
 
@@ -41,12 +41,19 @@ class Lease:
         """The slots. O(n) when it is first asked for: a long lease is made on an event loop."""
         return [slot for slot, _ in self._held]
 
+    def places(self, count: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The numbers and generations of the first so many slots: makes no object per slot."""
+        held = self._held[:count]
+        if isinstance(held, Holds):
+            return held.columns()
+        return [slot.number for slot, _ in held], [generation for _, generation in held]
+
     def __len__(self) -> int:
         return len(self.tiers)
 
     def release(self) -> None:
         """Let the blocks be evicted again. Does not block."""
-        holds, self._holds = self._holds, []
+        holds, self._holds = self._holds, ()
         if holds:
             self._release(holds)
 

@@ -40,7 +40,7 @@ from kvtier.manager.stats import stats_of
 from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms, uniform
 from kvtier.retention.terms import Terms
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Tier
@@ -160,14 +160,15 @@ class Manager:
         if self._unusable():
             return self._nothing()
         time = self.hierarchy.now()
-        holds, miss = list[Hold](), None
+        pins, miss = list[Holds](), None
         for part in slices(chain[start:]):
             with self.lock:
-                holds += (pinned := self.host.pin_leading(part, time.serve, time.stamp))
+                pins.append(pinned := self.host.pin_leading(part, time.serve, time.stamp))
                 if len(pinned) < len(part):
                     key = part[len(pinned)]
                     miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
                     break
+        holds = Holds.joined(pins)
         with self.lock:
             self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
         self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
@@ -239,7 +240,7 @@ class Manager:
 
     def release(self, holds: Sequence[Hold]) -> None:
         """Undo pins; see `Hierarchy.release`. Does not wait."""
-        self.hierarchy.release(reversed(holds))
+        self.hierarchy.release(holds[::-1])
 
     # ── storing ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -309,10 +310,9 @@ class Manager:
         published: list[Slot] = []
         for filled in slices(list(zip(slots, generations, strict=True)), MOVED_BLOCKS):
             with self.lock:
-                published += (part := [slot for slot, generation in filled if self.host.commit(slot, generation)])
+                published += (part := self.host.commit_all(filled))
                 self.host.tell(part)
-                for slot in part:
-                    self.host.pins.add(slot)  # at once: nobody may evict it before it is queued
+                self.host.pins.pin_all([slot.number for slot in part])  # nobody may evict it before it is queued
                 if self.protection.busy:
                     self.protection.arrived(part)
                 self.accounts.record_written([slot.kind for slot in part], request_id)
@@ -373,7 +373,7 @@ class Manager:
         """Drop one tier's copies of this namespace; returns how many. Blocks under a lease stay until it ends."""
         self._usable()
         if name == self.host.name:
-            count = await self.hierarchy.drop_slices(self.host.drop_where(lambda slot: True))
+            count = await self.hierarchy.drop_slices(self.host.drop_where(lambda number: True))
         else:
             count = await self.lower[name].evict(None)
         await self.protection.evicted(name, self.demoter.on_its_way)

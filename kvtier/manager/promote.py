@@ -81,7 +81,9 @@ class Promoter:
                 await asyncio.sleep(0)
             with self._lock:
                 part = chain[first : first + SLICE_BLOCKS]
-                where += [self._host.peek(key, wall_s) or self._host.name for key in part]
+                found = self._host.prefix(part, wall_s)
+                where += [self._host.name] * found
+                where += [self._host.peek(key, wall_s) or self._host.name for key in part[found:]]
         latest = self._clock.monotonic() + self._hierarchy.limits.lookup_s
         deadline = latest if deadline is None else min(deadline, latest)
         for tier in self._hierarchy.lower.values():

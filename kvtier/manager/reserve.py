@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.accounts import Losses
@@ -36,6 +37,7 @@ class ChainReservation:
     slots: list[Slot] = field(default_factory=list)
     present: list[int] = field(default_factory=list)
     widened: list[int] = field(default_factory=list)
+    _latest: tuple[Terms, Lifetime] | None = None  # one life for all blocks under the same terms
 
     def take_slices(
         self,
@@ -76,25 +78,41 @@ class ChainReservation:
 
     def _take_span(self, host: HostTier, losses: Losses, start: int, stop: int, terms: Terms) -> int:
         now, stamp = self.time.serve, self.time.stamp
-        life = Lifetime.of(terms, stamp)
+        if self._latest is None or self._latest[0] is not terms:
+            self._latest = terms, Lifetime.of(terms, stamp)
+        life = self._latest[1]
         ends, priority = life.ends(Depth.G2), terms.priority
-        for index in range(start, stop):
-            key = self.chain[index]
-            found = host.index.parts[key[-1]].get(key)
-            if found is not None and host.drop_dead(key, now):
-                found = None
-            if found is not None:
-                self.present.append(index)
-                if found.extend(terms, stamp) or priority > found.priority:
-                    self.widened.append(index)
-                host.raise_priority(found, priority)
+        table, chain, index = host.index.table, self.chain, start
+        kind = table.kind_of(terms.name)
+        while index < stop:
+            rest = chain[index:stop]
+            found = host.find_leading(rest, now)
+            if found:
+                self._widen(host, index, found, terms)
+                index += len(found)
                 continue
-            slot = host.reserve(key, index, self.keep, insist=self.insist, priority=priority, wall_s=now)
-            if slot is not None:
-                slot.kind = terms.name
-                slot.stamp(life, ends)
-                self.slots.append(slot)
-            elif host.peek(key, now) is not Miss.PENDING:
+            numbers, room = host.reserve_leading(
+                rest, index, self.keep, insist=self.insist, priority=priority, wall_s=now
+            )
+            table.stamp_all(numbers, kind, life, ends)
+            self.slots += map(Slot, numbers, repeat(table))
+            index += len(numbers)
+            if not room:
+                key = chain[index]
                 losses.record(key, Miss.QUOTA if host.quota.full(key) else Miss.NO_ROOM)
                 return index
+            if not numbers:  # another caller fills it
+                index += 1
         return stop
+
+    def _widen(self, host: HostTier, depth: int, numbers: Sequence[int], terms: Terms) -> None:
+        """Add the terms to blocks from `depth` on that are here."""
+        table, priority = host.index.table, terms.priority
+        self.present += range(depth, depth + len(numbers))
+        widened = set(table.extend_all(numbers, terms, self.time.stamp))
+        lower = [number for number in numbers if table.priorities[number] < priority]
+        if widened or lower:
+            for number in lower:
+                host.raise_priority(Slot(number, table), priority)
+            widened.update(lower)
+            self.widened += [index for index, number in enumerate(numbers, depth) if number in widened]

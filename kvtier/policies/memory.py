@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from itertools import groupby
 
+from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import KEY_PARTS, BlockKey
-from kvtier.policies.parts import Part, places_in
-from kvtier.policies.run import SLACK, Run
+from kvtier.policies.parts import Part
+from kvtier.policies.run import AWAY, HERE, SLACK, Run
+
+ARRIVING_MAX = 256
+"""Later runs after which one that still has no residents gives up its place, and all others their names: bounds those
+that a search passes over."""
+
+FADED_AT_ONCE, FADED_MAX = 64, 4096
+"""Blocks that lose their names when one leaves, 10 µs, and at most in any verb."""
 
 
 class RunMemory(ABC):
-    """Runs by block, and at most `memory` blocks that are not resident. The subclass keeps the order of eviction."""
+    """Runs by block, and at most `memory` blocks that are not resident. The subclass keeps the order of eviction.
+
+    Named blocks are found by their names; those of which only prints are left, by the first of them in each run, and
+    then by their places: in chains, blocks that agree at one depth agree at all before it.
+    """
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._parts: list[dict[BlockKey, Run]] = [{} for _ in range(KEY_PARTS)]  # by last byte
+        self._idents_by_key = KeyParts()  # of a named block's run
+        self._parts = self._idents_by_key.dicts
+        self._marks: list[dict[int, Run]] = [{} for _ in range(KEY_PARTS)]  # runs whose first block is not named
+        self._number = 0  # of the latest run
         self._known = 0  # blocks remembered
         self._residents = 0
         self._graded = False  # whether there ever was a priority but the usual one
-        self._history: OrderedDict[Run, None] = OrderedDict()  # in order of forgetting
+        self._history: OrderedDict[int, Run] = OrderedDict()  # by `ident`, in order of forgetting
+        self._idents = 0
+        self._fading: deque[Run] = deque()  # they have names that nobody needs
 
     @abstractmethod
     def _leave(self, run: Run) -> None:
@@ -30,27 +48,104 @@ class RunMemory(ABC):
     def _regrade(self, run: Run) -> None:
         """A run may have another place in the order of eviction."""
 
+    @abstractmethod
+    def _await(self, run: Run) -> None:
+        """Blocks of a run may come."""
+
+    def _is_young(self, run: Run) -> bool:
+        """Whether the request that named a run may be under way: its blocks keep their names."""
+        return self._number - run.named_at < ARRIVING_MAX
+
     def _needed_depth(self, run: Run) -> int:
         """Depth above which the subclass needs the run remembered."""
         return 0
 
     def _find(self, key: BlockKey) -> Run | None:
-        return self._parts[key[-1]].get(key)
+        """The run of a named block."""
+        ident = self._parts[key[-1]].get(key)
+        return None if ident is None else self._history[ident]
+
+    def _first_at(self, key: BlockKey) -> Run | None:
+        """The run that has this block, if it is named or its run's first."""
+        ident = self._parts[key[-1]].get(key)
+        if ident is not None:
+            return self._history[ident]
+        mark = hash(key)
+        return self._marks[mark % KEY_PARTS].get(mark)
+
+    def _walk(self, chain: list[BlockKey]) -> tuple[list[Part], int]:
+        """The parts of a known chain, each from the head of a run on, and the depth up to which it is known."""
+        old, depth = list[Part](), 0
+        while depth < len(chain):
+            run = self._first_at(chain[depth])
+            if run is None or depth != run.head or run.torn:
+                break
+            count = len(run.blocks)
+            if run.prints or depth != run.base or run.blocks != tuple(chain[depth : depth + count]):
+                if not run.has_at(chain[depth], depth):
+                    break
+                count = run.matching(chain, depth)
+            if run.prints and depth + count > run.named_end:
+                count = self._absent(run, chain, depth, count)
+            if not count:
+                break
+            old.append((run, depth, count))
+            depth += count
+        return old, depth
+
+    def _absent(self, run: Run, chain: list[BlockKey], depth: int, count: int) -> int:
+        """How many of these blocks are still the run's: those without a name may have come back by themselves, long
+        after they were referenced. Then no more is remembered of the run from there on."""
+        parts, start = self._parts, max(depth, run.named_end)
+        for at in range(start, depth + count):
+            if chain[at] in parts[chain[at][-1]]:
+                self._forget_prints(run, run.end - at)
+                return at - depth
+        return count
+
+    def _forget_prints(self, run: Run, blocks: int) -> None:
+        """Forget the last so many blocks, which have no names."""
+        del run.prints[:blocks]
+        run.live -= blocks
+        self._known -= blocks
+        if not run.live:
+            self._drop_run(run)
+        elif run.end - run.base > 2 * run.live + SLACK:
+            self._compact(run)
+        self._mark(run)
+
+    def _recall(self, old: list[Part], chain: list[BlockKey]) -> None:
+        """Name all blocks of these parts of a chain: they may come back."""
+        for run, depth, count in old:
+            if run is not None and run.prints and depth + count > run.named_end:
+                start = run.named_end
+                run.name(chain, depth + count)
+                self._label(chain[start : depth + count], run)
+                self._mark(run)
+                run.named_at = self._number
+
+    def _remembers(self, chain: Sequence[BlockKey]) -> bool:
+        """Whether all of a chain is known; then it is named, too."""
+        if self._find(chain[-1]) is not None:
+            return True
+        chain = list(chain)
+        old, depth = self._walk(chain)
+        if depth < len(chain):
+            return False
+        self._recall(old, chain)
+        for run, _, _ in old:
+            if run is not None and not run.residents:
+                self._await(run)
+        return True
 
     def _look_up(self, chain: list[BlockKey]) -> tuple[list[BlockKey], list[Part], bool]:
         """The chain, each block once, its parts that are in one run or unknown, and whether it is a known chain that
-        goes on with blocks not known: then a run is looked at as a whole."""
-        parts, old, depth = self._parts, list[Part](), 0
-        while depth < len(chain):
-            key = chain[depth]
-            run = parts[key[-1]].get(key)
-            if run is None or depth != run.head or run.torn or run.blocks[depth - run.base] != key:
-                break
-            count = run.matching(chain, depth)
-            old.append((run, depth, count))
-            depth += count
-        else:
+        goes on with blocks not known: then a run is looked at as a whole. What is known is named."""
+        old, depth = self._walk(chain)
+        self._recall(old, chain)
+        if depth == len(chain):
             return chain, old, True
+        parts = self._parts
         rest = list(dict.fromkeys(chain[depth:] if depth else chain))
         found = [parts[key[-1]].get(key) for key in rest]
         if not any(found):
@@ -60,16 +155,69 @@ class RunMemory(ABC):
             rest = list(dict.fromkeys(chain))
             found = [parts[key[-1]].get(key) for key in rest]
         old, depth = [], 0
-        for run, blocks in groupby(found):
+        for ident, blocks in groupby(found):
             count = len(list(blocks))
-            old.append((run, depth, count))
+            old.append((None if ident is None else self._history[ident], depth, count))
             depth += count
         return rest, old, False
 
-    def _label(self, keys: list[BlockKey], run: Run) -> None:
-        parts = self._parts
+    def _enrol(self, run: Run) -> None:
+        """Remember a new run, and the names of its blocks."""
+        self._idents += 1
+        run.ident = self._idents
+        self._history[run.ident] = run
+        self._label(run.blocks, run)
+
+    def _drop_run(self, run: Run) -> None:
+        """Nothing is left of a run."""
+        run.live = run.residents = 0
+        self._leave(run)
+        self._mark(run)
+        del self._history[run.ident]
+
+    def _label(self, keys: Sequence[BlockKey], run: Run) -> None:
+        parts, ident = self._parts, run.ident
         for key in keys:
-            parts[key[-1]][key] = run
+            parts[key[-1]][key] = ident
+        self._idents_by_key.added(len(keys))
+
+    def _mark(self, run: Run) -> None:
+        """The first block of a run may have lost its name, or have one again."""
+        if run.mark is None and not run.prints:
+            return
+        mark = run.print_at(run.head) if run.live and run.head >= run.named_end else None
+        if mark == run.mark:
+            return
+        if run.mark is not None and self._marks[run.mark % KEY_PARTS].get(run.mark) is run:
+            del self._marks[run.mark % KEY_PARTS][run.mark]
+        run.mark = mark
+        if mark is not None:
+            self._marks[mark % KEY_PARTS][mark] = run
+
+    def _fade(self, run: Run) -> None:
+        """Some names of a run may not be needed any more: all of one without residents, else those behind them."""
+        if not run.fading:
+            run.fading = True
+            self._fading.append(run)
+
+    def _fade_some(self, blocks_max: int = FADED_AT_ONCE) -> None:
+        """Let blocks that nobody waits for lose their names, so many of them."""
+        while self._fading and blocks_max > 0:
+            run = self._fading[0]
+            kept = max(run.head, run.top if run.residents else 0) - run.base
+            count = min(len(run.blocks) - kept, blocks_max)
+            if count <= 0 or not run.live or run.away or self._is_young(run):
+                run.fading = False
+                self._fading.popleft()
+                continue
+            blocks_max -= count
+            if run.torn:
+                self._forget_last(run, count)
+                continue
+            parts = self._parts
+            for key in run.fade(count):
+                del parts[key[-1]][key]
+            self._mark(run)
 
     def _detach(self, run: Run, depth: int, count: int, keys: list[BlockKey], chained: bool) -> None:
         """Take keys[depth:depth+count] out of `run`: they belong to this request now. `_settle` follows."""
@@ -81,19 +229,21 @@ class RunMemory(ABC):
             run.here[: run.head - run.base] = bytes(run.head - run.base)
         else:
             run.torn = True
-            for place in places_in(run, keys, depth, count):
+            for place in run.places(keys, depth, count):
                 run.here[place] = 0
+            self._known -= len(run.prints)  # nobody would find them
+            run.live -= len(run.prints)
+            del run.prints[:]
 
     def _settle(self, run: Run) -> None:
         """All that a request takes out of `run` was taken."""
         if not run.live:
-            run.residents = 0
-            self._leave(run)
-            del self._history[run]
+            self._drop_run(run)
             return
-        run.residents = run.here.count(1)
-        if len(run.blocks) > 2 * run.live + SLACK:
+        run.residents, run.away = run.here.count(HERE), run.here.count(AWAY)
+        if run.end - run.base > 2 * run.live + SLACK:
             self._compact(run)
+        self._mark(run)
         if self._graded or run.suspended is not None:
             self._regrade(run)
 
@@ -101,36 +251,63 @@ class RunMemory(ABC):
         """Delete the blocks that other runs took: in a chain, those at the head."""
         if run.torn:
             run.head = run.base + next(i for i, key in enumerate(run.blocks) if self._find(key) is run)
-        taken = run.head - run.base
-        del run.blocks[:taken], run.here[:taken]
-        run.base = run.head
+        run.cut(run.head - run.base)
         if len(run.blocks) > 2 * run.live + SLACK:  # the keys were no chains: keep our blocks, in order
             mine = [i for i, key in enumerate(run.blocks) if self._find(key) is run]
-            run.blocks, run.here = [run.blocks[i] for i in mine], bytearray(run.here[i] for i in mine)
+            run.blocks, run.here = tuple(run.blocks[i] for i in mine), bytearray(run.here[i] for i in mine)
             run.counts = ((run.end, 1),) if run.counts else ()
             run.top = run.end
         run.top = max(run.top, run.base)
 
     def _forget(self, blocks_max: int) -> None:
         """Forget up to `blocks_max` absent blocks past the limit, oldest run first, deepest block first."""
-        for _ in range(blocks_max):
-            if self._known - self._residents <= self._memory:
-                return
-            run = next(iter(self._history))
-            key = run.blocks[-1]
+        while blocks_max > 0 and self._known - self._residents > self._memory:
+            run = next(iter(self._history.values()))
+            if run.end <= self._needed_depth(run) or (run.blocks and not run.prints and run.here[-1]):
+                self._history.move_to_end(run.ident)
+                blocks_max -= 1
+                continue
+            most = min(blocks_max, self._known - self._residents - self._memory)
+            if run.prints:
+                most = min(most, run.end - max(run.head, self._needed_depth(run), run.named_end))
+                self._forget_prints(run, most)
+            else:
+                most = 1
+                self._forget_last(run, 1)
+            blocks_max -= most
+
+    def _forget_last(self, run: Run, blocks: int) -> None:
+        """Forget the last so many named blocks, none of which is here, where there are no prints behind them. Those
+        that are not the run's were taken from its tail: these keys were no chains."""
+        for key in reversed(run.blocks[len(run.blocks) - blocks :]):
             part = self._parts[key[-1]]
-            if part.get(key) is run:
-                if run.here[-1] or run.end <= self._needed_depth(run):
-                    self._history.move_to_end(run)
-                    continue
+            if part.get(key) == run.ident:
                 del part[key]
                 self._known -= 1
                 run.live -= 1
-            run.blocks.pop()  # where it is not the run's, it was taken from the tail: these keys were no chains
-            run.here.pop()
-            run.top = min(run.top, run.end)
-            if not run.live:
-                self._leave(run)
-                del self._history[run]
-            elif len(run.blocks) > 2 * run.live + SLACK:
-                self._compact(run)
+        run.blocks = run.blocks[: len(run.blocks) - blocks]
+        del run.here[len(run.blocks) :]
+        run.top = min(run.top, run.end)
+        if not run.live:
+            self._drop_run(run)
+        elif len(run.blocks) > 2 * run.live + SLACK:
+            self._compact(run)
+
+    def _check_memory(self) -> dict[BlockKey, Run]:
+        """Assert that what is remembered is found. Returns the runs of named blocks. O(n)."""
+        runs = {key: self._history[ident] for part in self._parts for key, ident in part.items()}
+        history, named = self._history.values(), Counter(run.ident for run in runs.values())
+        assert sum(run.live for run in history) == self._known, "remembered blocks are miscounted"
+        for run in history:
+            listed = named[run.ident] + len(run.prints) - max(0, run.head - run.named_end)
+            assert run.live and run.live == listed, "a run counts wrong"
+            assert run.top <= run.named_end, "a block without a name counts as resident"
+            assert run.torn or run.head + run.live == run.end, "a chain with a hole"
+            assert not (run.torn and run.prints), "nobody finds these blocks"
+            first = run.blocks[run.head - run.base] if run.head < run.named_end else None
+            assert run.torn or first is None or (run.mark is None and runs[first] is run)
+            assert first is not None or run.mark == run.print_at(run.head), "a run is marked by another block"
+            assert run.live <= run.end - run.base <= 2 * run.live + SLACK, "a run lists too many blocks that it lost"
+        marks = {mark: run for part in self._marks for mark, run in part.items()}
+        assert all(run.mark == mark and self._history[run.ident] is run for mark, run in marks.items()), "a run is gone"
+        return runs

@@ -20,7 +20,9 @@ class NoOrder:
 
     def insert(self, key: BlockKey, depth: int = 0) -> None: ...
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None: ...
+    def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None: ...
+
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None: ...
 
     def regrade(self, key: BlockKey) -> None: ...
 
@@ -38,6 +40,17 @@ class NoOrder:
         priority_max: int = PRIORITY_MAX,
     ) -> BlockKey | None:
         return None
+
+    def evict(
+        self,
+        newcomers: Sequence[BlockKey | None],
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> list[BlockKey]:
+        return []
 
     def train(self) -> None: ...
 

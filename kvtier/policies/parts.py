@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 
 from kvtier.identity.keys import BlockKey
 from kvtier.policies.run import Counts, Run, Stretch, level_of
@@ -31,29 +32,16 @@ def runs_kept(old: list[Part], stretches: list[Stretch]) -> dict[int, tuple[Run,
     return kept
 
 
-def places_in(run: Run, keys: list[BlockKey], depth: int, count: int) -> Sequence[int]:
-    """Where in the run's list these blocks are."""
-    if count == 1:
-        return (run.place(keys[depth], depth),)
-    place = depth - run.base
-    if place >= 0 and run.blocks[place : place + count] == keys[depth : depth + count]:
-        return range(place, place + count)
-    places = {key: place for place, key in enumerate(run.blocks)}
-    return [places[key] for key in keys[depth : depth + count]]
-
-
 def residence(old: list[Part], keys: list[BlockKey], chained: bool) -> bytearray:
     """1 for each block of a request that is resident, else 0."""
     here = bytearray()
     for run, depth, count in old:
         if run is None:
             here += bytes(count)
-        elif len(run.here) == count and (chained or count == 1):
-            here += run.here
         elif chained:
-            here += run.here[depth - run.base : depth - run.base + count]
+            here += run.residence(depth, count)
         else:
-            here += bytes(run.here[place] for place in places_in(run, keys, depth, count))
+            here += bytes(run.here[place] for place in run.places(keys, depth, count))
     return here
 
 
@@ -63,12 +51,10 @@ def references_after(old: list[tuple[Run | None, int]], keys: list[BlockKey]) ->
     A block counts at most as often as its parent, or a forgotten parent would outlive its child's rank. Stops
     at the first block that is unknown, or in another place (keys that are no chains).
     """
-    counts: list[tuple[int, int]] = []
+    counts = list[tuple[int, int]]()
     depth, lowest = 0, 1 << 62
     for run, count in old:
-        if run is None or not 0 <= depth - run.base < len(run.blocks):
-            break
-        if run.blocks[depth - run.base] != keys[depth]:
+        if run is None or not run.has_at(keys[depth], depth):
             break
         end = depth + count
         for stop, references in run.counts:
@@ -83,7 +69,13 @@ def references_after(old: list[tuple[Run | None, int]], keys: list[BlockKey]) ->
                     break
     if depth < len(keys):
         counts.append((len(keys), 1))
-    return counts, depth
+    return _shared(tuple(counts)), depth
+
+
+@lru_cache(maxsize=1024)
+def _shared(counts: Counts) -> Counts:
+    """One object for equal ones: most requests of one length count alike."""
+    return counts
 
 
 def levels_in(counts: Counts) -> Iterator[tuple[int, int]]:

@@ -47,8 +47,12 @@ class Policy(Protocol):
         """`key` has become resident. One never referenced counts as referenced now, alone. `depth`: of the block in its
         chain; a wrong one costs a search."""
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None:
-        """`key` is no longer resident. Unknown keys are ignored. `depth`: as for `insert`."""
+    def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None:
+        """`insert` for several, in this order."""
+
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None:
+        """`key` is no longer resident. Unknown keys are ignored. `depth`: as for `insert`. With `returns` it is out of
+        the order for a while: its name is kept, and `insert` brings it back to its rank."""
 
     def regrade(self, key: BlockKey) -> None:
         """The priority of `key` is not PRIORITY, or not any more what it was."""
@@ -75,6 +79,18 @@ class Policy(Protocol):
         `movable` refuses blocks of other scopes than `scope` and, mostly, those above `priority_max`: a policy that
         keeps an order for each finds a victim whatever lies before it.
         """
+
+    def evict(
+        self,
+        newcomers: Sequence[BlockKey | None],
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> list[BlockKey]:
+        """`victim` and `remove` for each of the leading `newcomers`, which lie at `depth` and below in one chain, up to
+        the first that is refused; or for fewer of them, at least one. `movable` has allowed each that it returns."""
 
     def train(self) -> None:
         """Do the work that no request has to wait for. Called now and then, after requests were answered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from math import log2
 
@@ -17,6 +18,9 @@ SLACK = 64
 
 COMPARED_MAX = 8192
 """Blocks of a run that are compared one by one: 0.3 ms."""
+
+HERE, AWAY = 1, 2
+"""A block of a run that is resident, and one that the policy need not order for now but that is to return."""
 
 Counts = Sequence[tuple[int, int]]
 """References by depth: (depth where they end, number), the numbers falling."""
@@ -60,26 +64,29 @@ class Stretch:
 class Run:
     """Blocks of one chain, head first, that were last referenced by the same request and have equal rank.
 
-    `blocks[0]` lies at depth `base`; `here[i]` is 1 while `blocks[i]` is resident and the run's. `live` counts the
-    blocks that no later request took and that are not forgotten, `residents` those of them that are resident. They
-    begin at depth `head`, and none is resident from depth `top` on. `torn`: the run has lost blocks behind one of its
-    own, so these keys are no chains. Runs are numbered in the order in which they were referenced, the tail of a
-    chain first. `grade` is where the run waits to give up its deepest resident, -1: nowhere. While the owner has
-    suspended that block, `suspended` names it. `transits`: some of it may be at the eviction end.
+    `blocks` are named: `blocks[0]` lies at depth `base`, and `here[i]` says whether `blocks[i]` is resident and the
+    run's (1), is to return (AWAY), or neither (0). Behind them follow blocks of which only a print is remembered, 8
+    bytes of the hash of their names: `prints`, the deepest first. `live` counts the blocks of both that no later
+    request took and that are not forgotten, `residents` those of them that are resident. They begin at depth `head`,
+    and none is resident from depth `top` on. `torn`: the run has lost blocks behind one of its own, so these keys are
+    no chains; it has no prints. Runs are numbered in the order in which they were referenced, the tail of a chain
+    first; `ident` stays. `grade` is where the run waits to give up its deepest resident, -1: nowhere. While the owner
+    has suspended that block, `suspended` names it. `transits`: some of it may be at the eviction end.
     """
 
-    __slots__ = ("base", "blocks", "counts", "gap_s", "grade", "head", "here", "last", "length", "level", "live",
-                 "number", "priority", "residents", "scope", "standing", "suspended", "tick", "top", "torn",
-                 "transits")  # fmt: skip
+    __slots__ = ("away", "base", "blocks", "counts", "fading", "gap_s", "grade", "head", "here", "ident", "last",
+                 "length", "level", "live", "mark", "named_at", "number", "prints", "priority", "residents", "scope",
+                 "standing", "suspended", "tick", "top", "torn", "transits")  # fmt: skip
 
-    def __init__(self, blocks: list[BlockKey], here: bytearray, base: int, tick: int, last: Mono) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: Sequence[BlockKey], here: bytearray, base: int, tick: int, last: Mono) -> None:
+        self.blocks = tuple(blocks)
         self.here = here
+        self.prints = array("q")
         self.base = self.head = self.top = base
         self.tick = tick
         self.last = last
         self.live = len(blocks)
-        self.residents = self.number = self.level = self.length = 0
+        self.residents = self.away = self.ident = self.number = self.named_at = self.level = self.length = 0
         self.grade = -1
         self.priority = PRIORITY  # of its deepest resident
         self.scope: Scope | None = None  # where the order is kept by scope, too
@@ -87,18 +94,24 @@ class Run:
         self.counts: Counts = ()
         self.gap_s = 0.0  # between the last two references, as far as known
         self.standing: Standing | None = None
-        self.torn = self.transits = False
+        self.mark: int | None = None  # print by which the memory finds it
+        self.torn = self.transits = self.fading = False
 
     @property
     def end(self) -> int:
         """The depth behind its last block."""
+        return self.base + len(self.blocks) + len(self.prints)
+
+    @property
+    def named_end(self) -> int:
+        """The depth behind its last named block."""
         return self.base + len(self.blocks)
 
     def leaf(self) -> BlockKey:
         """The deepest resident; there is one. Lowers `top` to it."""
         place = self.top - self.base - 1
-        if not self.here[place]:
-            place = self.here.rfind(1, 0, place)
+        if self.here[place] != HERE:
+            place = self.here.rfind(HERE, 0, place)
             self.top = self.base + place + 1
         return self.blocks[place]
 
@@ -107,40 +120,116 @@ class Run:
         place = depth - self.base
         return place if 0 <= place < len(self.blocks) and self.blocks[place] == key else self.blocks.index(key)
 
+    def has_at(self, key: BlockKey, depth: int) -> bool:
+        """Whether this is the block that the run lists at `depth`."""
+        place = depth - self.base
+        if not 0 <= place < len(self.blocks) + len(self.prints):
+            return False
+        return self.blocks[place] == key if place < len(self.blocks) else self.print_at(depth) == hash(key)
+
+    def alike(self, keys: Sequence[BlockKey | None], depth: int) -> int:
+        """How many of these, at `depth` and below, are named blocks of the run. The first is."""
+        place = depth - self.base
+        if place < 0 or self.blocks[place : place + len(keys)] != tuple(keys):
+            return 1
+        return len(keys)
+
     def matching(self, keys: list[BlockKey], depth: int) -> int:
         """How many blocks from keys[depth] on are the run's own and equal, given that the first is. Of more than
         COMPARED_MAX only a few are compared: in chains, blocks that agree at one depth agree at all before it."""
-        blocks, place = self.blocks, depth - self.base
-        low, high = 1, min(len(blocks) - place, len(keys) - depth)
+        low, high = 1, min(self.end, len(keys)) - depth
         first = 1 if high <= COMPARED_MAX else high - 1
-        if blocks[place + first : place + high] == keys[depth + first : depth + high]:
+        if self._equal(keys, depth + first, depth + high):
             return high
         while high - low > 1:
             middle = (low + high) // 2
             first = low if high - low <= COMPARED_MAX else middle - 1
-            if blocks[place + first : place + middle] == keys[depth + first : depth + middle]:
+            if self._equal(keys, depth + first, depth + middle):
                 low = middle
             else:
                 high = middle
         return low
 
+    def _equal(self, keys: list[BlockKey], start: int, stop: int) -> bool:
+        """Whether these depths, all of them the run's, have the same blocks in `keys`."""
+        named = min(stop, self.named_end)
+        if start < named:
+            if self.blocks[start - self.base : named - self.base] != tuple(keys[start:named]):
+                return False
+            start = named
+        return start >= stop or self._prints_at(start, stop) == prints_of(keys[start:stop])
+
+    def _prints_at(self, start: int, stop: int) -> array[int]:
+        end = self.end
+        return self.prints[end - stop : end - start]
+
+    def print_at(self, depth: int) -> int:
+        """The print of a block that is not named."""
+        return self.prints[self.end - depth - 1]
+
+    def places(self, keys: Sequence[BlockKey], depth: int, count: int) -> Sequence[int]:
+        """Where in `blocks` these of its own are."""
+        if count == 1:
+            return (self.place(keys[depth], depth),)
+        place = depth - self.base
+        if place >= 0 and self.blocks[place : place + count] == tuple(keys[depth : depth + count]):
+            return range(place, place + count)
+        places = {key: place for place, key in enumerate(self.blocks)}
+        return [places[key] for key in keys[depth : depth + count]]
+
+    def residence(self, depth: int, count: int) -> bytes | bytearray:
+        """`here` at depths of a chain."""
+        if depth == self.base and count == len(self.here):
+            return self.here
+        here = self.here[depth - self.base : depth - self.base + count]
+        return here if len(here) == count else here + bytes(count - len(here))
+
+    def name(self, keys: Sequence[BlockKey], stop: int) -> None:
+        """Blocks up to depth `stop` are named again: they may come back."""
+        count = stop - self.named_end
+        self.blocks += tuple(keys[stop - count : stop])
+        self.here += bytes(count)
+        del self.prints[len(self.prints) - count :]
+
+    def fade(self, blocks: int) -> tuple[BlockKey, ...]:
+        """Of the last so many named blocks, none of them here, remember only the prints. Returns their names."""
+        cut = len(self.blocks) - blocks
+        gone = self.blocks[cut:]
+        self.blocks = self.blocks[:cut]
+        del self.here[cut:]
+        self.prints += prints_of(gone)
+        self.top = min(self.top, self.named_end)  # a block that is not named is not resident
+        return gone
+
+    def cut(self, blocks: int) -> None:
+        """Forget the first so many that are listed."""
+        named = min(blocks, len(self.blocks))
+        self.blocks = self.blocks[named:]
+        del self.here[:named]
+        if blocks > named:
+            del self.prints[len(self.prints) - (blocks - named) :]
+        self.base += blocks
+
     def renew(
         self, stretch: Stretch, keys: Sequence[BlockKey], kept: tuple[int, int], before: bytearray, after: bytearray
     ) -> None:
         """Become the run of `stretch`: of the own blocks keep depths kept[0] … kept[1]-1, in front of them and behind
-        come others, whose residence is `before` and `after`."""
+        come others, whose residence is `before` and `after`. Its blocks are named."""
         first, last = kept[0] - self.base, kept[1] - self.base
         blocks, here = self.blocks, self.here
         if last < len(blocks):
-            del blocks[last:], here[last:]
+            blocks = blocks[:last]
+            del here[last:]
         if first:
-            del blocks[:first], here[:first]
+            blocks = blocks[first:]
+            del here[:first]
         if before:
-            blocks[:0] = keys[stretch.start : kept[0]]
+            blocks = tuple(keys[stretch.start : kept[0]]) + blocks
             here[:0] = before
         if after:
-            blocks += keys[kept[1] : stretch.stop]
+            blocks += tuple(keys[kept[1] : stretch.stop])
             here += after
+        self.blocks = blocks
         self.base = self.head = stretch.start
         self.live = len(blocks)
         self.transits = False
@@ -150,6 +239,12 @@ class Run:
         self.tick, self.last = tick, last
         self.level, self.gap_s, self.length = stretch.level, stretch.gap_s, stretch.length
         self.counts, self.standing = stretch.counts, stretch.standing
-        self.residents = self.here.count(1)
-        self.top = self.base + self.here.rfind(1) + 1
+        self.residents, self.away = self.here.count(HERE), self.here.count(AWAY)
+        self.top = self.base + self.here.rfind(HERE) + 1
         self.priority = PRIORITY
+
+
+def prints_of(keys: Sequence[BlockKey]) -> array[int]:
+    """The prints of these blocks, the last first. Two of five million share one once in a million caches; then a block
+    that was evicted counts as remembered."""
+    return array("q", map(hash, reversed(keys)))

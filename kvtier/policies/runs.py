@@ -13,21 +13,18 @@ one, and never referenced less often, so a leaf leaves before its parent without
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
-from kvtier.policies.memory import RunMemory
+from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE, FADED_MAX, RunMemory
 from kvtier.policies.order import RunOrder
 from kvtier.policies.parts import Part, residence, runs_kept
-from kvtier.policies.run import LEVELS, ONCE, SLACK, Run, Stretch
+from kvtier.policies.run import AWAY, HERE, LEVELS, ONCE, Run, Stretch
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX
 from kvtier.times import Mono
-
-ARRIVING_MAX = 256
-"""Runs without residents that keep their place for blocks to come: bounds those that a search passes over."""
 
 EXPIRED_RUNS_MAX = 8
 """Runs of a priority above the newcomer's that are looked at, per level, for a block that has expired."""
@@ -64,11 +61,9 @@ class Ranking(RunMemory):
         self._order = RunOrder()
         self._scoped = False
         self._scopes: dict[Scope, RunOrder] = {}  # the same runs, by the scope of their first block
-        self._arriving: deque[tuple[Run, int]] = (
-            deque()
-        )  # with their numbers: in `_order` since their reference, though none of them may come
+        # With their numbers, and the latest then: in `_order` since their reference, though none of them may come.
+        self._arriving: deque[tuple[Run, int, int]] = deque()
         self._priority_of: Callable[[BlockKey], int] = lambda _: PRIORITY
-        self._number = 0  # of the latest run
         self._tick = 0
         self._mono_s = Mono(0)
         self._bonus_s = 0.0
@@ -90,6 +85,8 @@ class Ranking(RunMemory):
         self._tick += 1
         self._mono_s = mono_s
         self._coldest = None
+        if self._fading:  # at least as many as may come
+            self._fade_some(min(2 * len(chain) + FADED_AT_ONCE, FADED_MAX))
         if not isinstance(chain, list):
             chain = list(chain)
         keys, old, chained = self._look_up(chain)
@@ -114,50 +111,70 @@ class Ranking(RunMemory):
 
     def insert(self, key: BlockKey, depth: int = 0) -> None:
         """`key` has become resident, at the rank of its last reference."""
-        run = self._parts[key[-1]].get(key)
-        if run is None:
-            run = self._unreferenced(key)
-        place = run.top - run.base
-        if place >= len(run.blocks) or run.blocks[place] != key:
-            place = run.place(key, depth)
-        if run.here[place]:
-            return
-        if key in self._passing:
-            self._passing.remove(key)
-            self._transit[key] = None
-            run.transits = True
-        self._residents += 1
-        run.residents += 1
-        run.here[place] = 1
-        if place >= run.top - run.base:
-            run.top = run.base + place + 1
-        if run.grade < 0 or run.priority != PRIORITY:
-            self._regrade(run)
+        self.insert_all((key,), (depth,))
+
+    def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None:
+        """`insert` for several, most of them one behind the other in one run."""
+        parts, passing, last, run = self._parts, self._passing, None, None
+        for key, depth in zip(keys, depths, strict=True):
+            ident = parts[key[-1]].get(key)
+            if run is None or ident is None or ident != last:
+                run, last = self._unreferenced(key) if ident is None else self._history[ident], ident
+            place = run.top - run.base
+            if place >= len(run.blocks) or run.blocks[place] != key:
+                place = run.place(key, depth)
+            was = run.here[place]
+            if was == HERE:
+                continue
+            run.away -= was == AWAY
+            if passing and key in passing:
+                passing.remove(key)
+                self._transit[key] = None
+                run.transits = True
+            self._residents += 1
+            run.residents += 1
+            run.here[place] = HERE
+            if place >= run.top - run.base:
+                run.top = run.base + place + 1
+            if run.grade < 0 or run.priority != PRIORITY:
+                self._regrade(run)
 
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """A reference, unless one is remembered."""
-        if chain and self._find(chain[-1]) is None:
+        if chain and not self._remembers(chain):
             self.reference(chain, resident, mono_s)
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None:
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None:
         """`key` is no longer resident. It stays remembered."""
-        run = self._parts[key[-1]].get(key)
-        if run is None or not run.residents:
+        run = self._find(key)
+        if run is None:
             return
         place = run.top - run.base - 1
-        if run.blocks[place] != key:
+        if place < 0 or run.blocks[place] != key:
             place = run.place(key, depth)
-        if not run.here[place]:
-            return
-        run.here[place] = 0
-        self._residents -= 1
-        run.residents -= 1
-        self._transit.pop(key, None)
-        self._suspended_transit.discard(key)
-        if not run.residents:
-            self._leave(run)
-        elif self._graded or run.suspended == key:
-            self._regrade(run)
+        was = run.here[place]
+        run.here[place] = AWAY if returns else 0
+        run.away += (1 if returns else 0) - (was == AWAY)
+        if was == HERE:
+            self._residents -= 1
+            run.residents -= 1
+            self._transit.pop(key, None)
+            self._suspended_transit.discard(key)
+            if not run.residents:
+                self._leave(run)
+            elif self._graded or run.suspended == key:
+                self._regrade(run)
+        if not run.residents or len(run.blocks) - place > FADED_AT_ONCE:
+            self._fade_soon(run)
+        if self._fading:
+            self._fade_some()
+
+    def _fade_soon(self, run: Run) -> None:
+        """Blocks of a run are gone: their names are not needed unless the request that named them is under way."""
+        if not self._is_young(run):
+            self._fade(run)
+        elif not run.residents:
+            self._await(run)
 
     def regrade(self, key: BlockKey) -> None:
         """The priority of `key` has changed, or is not the usual one."""
@@ -198,7 +215,7 @@ class Ranking(RunMemory):
         priority_max: int = PRIORITY_MAX,
     ) -> BlockKey | None:
         """The coldest movable block if the newcomer is warmer."""
-        claim = None if newcomer is None else self._parts[newcomer[-1]].get(newcomer)
+        claim = None if newcomer is None else self._find(newcomer)
         tick = 0 if claim is None else claim.tick
         run = self._coldest
         if run is None or run.tick == tick or self._among != (scope, priority_max) or not movable(run.leaf()):
@@ -219,35 +236,73 @@ class Ranking(RunMemory):
                     return key
         return None if run is None else run.leaf()
 
+    def evict(
+        self,
+        newcomers: Sequence[BlockKey | None],
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> list[BlockKey]:
+        """The coldest run serves the newcomers that are in one run."""
+        newcomer = newcomers[0]
+        victim = self.victim(newcomer, movable, depth=depth, scope=scope, priority_max=priority_max)
+        if victim is None:
+            return []
+        run, claim = self._coldest, None if newcomer is None else self._find(newcomer)
+        if (
+            len(newcomers) < 2
+            or run is None
+            or claim is None
+            or self._graded
+            or self._transit
+            or newcomer in self._passing
+        ):
+            self.remove(victim, depth)
+            return [victim]
+        return self._strip(run, claim.alike(newcomers, depth), movable)
+
+    def _strip(self, run: Run, blocks_max: int, movable: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        """`remove` so many residents of a run, the deepest first, as far as they are movable. The first is."""
+        gone = [run.leaf()]
+        run.here[run.top - run.base - 1] = 0
+        while len(gone) < min(blocks_max, run.residents) and movable(key := run.leaf()):
+            run.here[run.top - run.base - 1] = 0
+            gone.append(key)
+        run.residents -= len(gone)
+        self._residents -= len(gone)
+        if not run.residents:
+            self._leave(run)
+        if not run.residents or len(run.blocks) - (run.top - run.base) >= FADED_AT_ONCE:
+            self._fade_soon(run)
+        if self._fading:
+            self._fade_some(max(FADED_AT_ONCE, 2 * len(gone)))
+        return gone
+
     def train(self) -> None:
         """Nothing."""
 
     def check(self, resident: set[BlockKey]) -> None:
         """Assert the invariants, and that exactly `resident` is ordered. O(n)."""
-        runs = {key: run for part in self._parts for key, run in part.items()}
-        assert len(runs) == self._known, "remembered blocks are miscounted"
+        runs = self._check_memory()
+        history = list(self._history.values())
         assert self._transit.keys() <= resident, "a block in transit is not resident"
         assert all(runs[key].transits for key in self._transit), "a run does not know what is in transit"
-        here = [(key, run) for run in self._history for key, here in zip(run.blocks, run.here, strict=True) if here]
+        here = [(key, run) for run in history for key, at in zip(run.blocks, run.here, strict=True) if at == HERE]
         assert all(runs.get(key) is run for key, run in here), "a resident block was forgotten, or is in two runs"
         assert len(here) == self._residents, "residents are miscounted"
         assert {key for key, _ in here} == resident, "policy and tier disagree about what is resident"
-        live: dict[Run, int] = {}
-        held: dict[Run, int] = {}
-        for key, run in runs.items():
-            live[run] = live.get(run, 0) + 1
-            held[run] = held.get(run, 0) + (key in resident)
-        assert set(live) == set(self._history), "runs and their blocks disagree"
-        for run in self._history:
-            assert run.live == live[run] and run.residents == held[run], "a run counts wrong"
+        held = Counter(run.ident for _, run in here)
+        for run in history:
+            assert run.residents == held[run.ident], "a run counts wrong"
+            assert run.away == run.here.count(AWAY), "a run counts wrong"
             assert run.suspended is None or (run.grade < 0 and run.leaf() == run.suspended), "a run is suspended"
             assert run.grade >= 0 or run.suspended is not None or not run.residents, "a run is in no queue"
             assert run.grade in (-1, run.priority * LEVELS + run.level), "a run is in another queue than its own"
             if run.residents:
                 assert run.priority == self._priority_of(run.leaf()), "a run has another priority than its leaf"
-            assert run.torn or (run.head + run.live == run.end and runs[run.blocks[run.head - run.base]] is run)
-            assert run.live <= len(run.blocks) <= 2 * run.live + SLACK, "a run lists too many blocks that it lost"
-        waiting = sorted(run.number for run in self._history if run.grade >= 0)
+        waiting = sorted(run.number for run in history if run.grade >= 0)
         for orders in ([self._order], self._scopes.values()) if self._scoped else ([self._order],):
             queues = [[run.number for run in queue] for order in orders for queue in order.queues.values()]
             assert all(queue and queue == sorted(queue) for queue in queues), "a queue is out of order"
@@ -279,8 +334,7 @@ class Ranking(RunMemory):
         if kept is None:
             mine = keys[start:stop]
             run = Run(mine, here[start:stop], start, self._tick, self._mono_s)
-            self._label(mine, run)
-            self._history[run] = None
+            self._enrol(run)
         else:
             run, first, last = kept
             self._leave(run)
@@ -289,24 +343,30 @@ class Ranking(RunMemory):
                 self._label(keys[start:first], run)
             if last < stop:
                 self._label(keys[last:stop], run)
-            self._history.move_to_end(run)
+            self._history.move_to_end(run.ident)
+            self._mark(run)
         run.take_rank(stretch, self._tick, self._mono_s)
         self._list(run)
 
     def _list(self, run: Run) -> None:
         self._number += 1
-        run.number = self._number
+        run.number = run.named_at = self._number
         if self._graded and run.residents:
             run.priority = self._priority_of(run.leaf())
         if self._scoped:
             run.scope = scope_of_key(run.blocks[0])
         self._enter(run)
         if not run.residents:
-            self._arriving.append((run, run.number))
-            if len(self._arriving) > ARRIVING_MAX:
-                late, number = self._arriving.popleft()
-                if late.number == number and not late.residents:
-                    self._leave(late)
+            self._await(run)
+
+    def _await(self, run: Run) -> None:
+        """Blocks of this run may come: it has none. After ARRIVING_MAX more runs it gives up its place."""
+        self._arriving.append((run, run.number, self._number))
+        while self._number - self._arriving[0][2] >= ARRIVING_MAX:
+            late, number, _ = self._arriving.popleft()
+            if late.number == number and not late.residents:
+                self._leave(late)
+                self._fade(late)
 
     def _enter(self, run: Run) -> None:
         run.grade = run.priority * LEVELS + run.level
@@ -347,9 +407,8 @@ class Ranking(RunMemory):
         self._tick += 1
         run = Run([key], bytearray(1), 0, self._tick, self._mono_s)
         run.counts = ONCE
-        self._parts[key[-1]][key] = run
+        self._enrol(run)
         self._known += 1
-        self._history[run] = None
         self._list(run)
         return run
 

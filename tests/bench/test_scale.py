@@ -11,6 +11,7 @@ from kvtier.bench.tiers.scale import TimedLock, _Subject, chain_of, scope_of_cha
 def test_every_verb_has_a_figure() -> None:
     entry = asyncio.run(_Subject(2000).measure())
     assert entry["blocks"] == 2000 and isinstance(entry["bytes_per_block"], int)
+    assert isinstance(entry["bytes_per_block_with_evicted"], int)
     assert {"fill", "put", "get", "match", "stats", "space", "purge", "evict"} == set(entry["verbs"])
     assert all(figure["us_per_block"] > 0 and figure["lock_ms"] > 0 for figure in entry["verbs"].values())
 

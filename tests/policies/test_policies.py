@@ -183,7 +183,8 @@ def test_a_block_that_comes_back_after_long_may_enter(name):
 
 
 def test_what_is_remembered_is_bounded(make_sessions):
-    from kvtier.policies.runs import MEMORY_MIN, SLACK
+    from kvtier.policies.run import SLACK
+    from kvtier.policies.runs import MEMORY_MIN
 
     for name in CLOSED:
         policy = make_policy(name, 100)
@@ -191,7 +192,7 @@ def test_what_is_remembered_is_bounded(make_sessions):
             policy.reference([b"%d-%d" % (number, depth) for depth in range(120)], 0, float(number))
         remembered = policy._known
         assert MEMORY_MIN / 2 < remembered <= MEMORY_MIN + 2 * 120 + 8
-        listed = sum(len(run.blocks) for run in policy._history)
+        listed = sum(run.end - run.base for run in policy._history.values())
         assert listed <= 2 * remembered + SLACK * len(policy._history)
 
 

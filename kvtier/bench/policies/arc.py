@@ -49,7 +49,7 @@ class ARC(Ungraded):
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """Nothing: arrivals are counted when they arrive."""
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None:
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None:
         if key in self._once:
             del self._once[key]
             self._ghosts_once[key] = None

@@ -6,24 +6,62 @@ then enter their queue tail first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.terms import PRIORITY_MAX
 
 
-class Ungraded:
+class Ungraded(ABC):
     """The verbs of a policy that looks at every block until one is movable."""
 
-    def attach(self, priority_of: Callable[[BlockKey], int], *, scoped: bool) -> None:
+    @abstractmethod
+    def insert(self, key: BlockKey, depth: int = 0) -> None: ...
+
+    @abstractmethod
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None: ...
+
+    @abstractmethod
+    def victim(
+        self,
+        newcomer: BlockKey | None,
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> BlockKey | None: ...
+
+    def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None:
+        for key, depth in zip(keys, depths, strict=True):
+            self.insert(key, depth)
+
+    def evict(
+        self,
+        newcomers: Sequence[BlockKey | None],
+        movable: Callable[[BlockKey], bool],
+        *,
+        depth: int = 0,
+        scope: Scope | None = None,
+        priority_max: int = PRIORITY_MAX,
+    ) -> list[BlockKey]:
+        victim = self.victim(newcomers[0], movable, depth=depth, scope=scope, priority_max=priority_max)
+        if victim is None:
+            return []
+        self.remove(victim)
+        return [victim]
+
+    def attach(self, priority_of: Callable[[BlockKey], int], *, scoped: bool) -> None:  # noqa: B027
         """Nothing."""
 
-    def regrade(self, key: BlockKey) -> None:
+    def regrade(self, key: BlockKey) -> None:  # noqa: B027
         """Nothing."""
 
-    def suspend(self, key: BlockKey) -> None:
+    def suspend(self, key: BlockKey) -> None:  # noqa: B027
         """Nothing."""
 
-    def resume(self, key: BlockKey) -> None:
+    def resume(self, key: BlockKey) -> None:  # noqa: B027
         """Nothing."""
 
 

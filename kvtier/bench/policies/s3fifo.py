@@ -45,7 +45,7 @@ class S3FIFO(Ungraded):
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """Nothing: arrivals are counted when they arrive."""
 
-    def remove(self, key: BlockKey, depth: int = 0) -> None:
+    def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None:
         if self._uses.pop(key, None) is None:
             return
         self._fresh.discard(key)

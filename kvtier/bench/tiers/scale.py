@@ -34,6 +34,7 @@ CHAIN_BLOCKS = 100
 SCOPES_MAX = 10_000
 PINNED_MAX = 1_000
 LONG_CHAIN_BLOCKS = 100_000
+REMEMBERED = 6  # times the capacity passes through: then as many evicted blocks are remembered as may be
 SAMPLE_CHAINS = 100  # per verb
 _BLOCK = bytes(64)
 
@@ -70,8 +71,8 @@ class TimedLock:
 
 
 def measure_scale(sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
-    """One entry per size: blocks, bytes of bookkeeping per block, and by verb `us_per_block` and `lock_ms`. Blocks for
-    a minute per million."""
+    """One entry per size: blocks, bytes of bookkeeping per block when filled and when as many evicted ones are
+    remembered as may be, and by verb `us_per_block` and `lock_ms`. Blocks for two minutes per million."""
     figures = []
     for blocks in sizes:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -121,21 +122,32 @@ class _Subject:
         held = [manager.pin(chain_of(number)[:1]) for number in range(min(PINNED_MAX, self._chains // 10))]
         blocks = sample * CHAIN_BLOCKS
         await self._verb("put", blocks, lambda: self._put_chains(range(first, first + sample)))
-        used = _resident_bytes() - before - self._blocks * len(_BLOCK)
-        chains = [chain_of(number) for number in range(first, first + sample)]
+        used = self._used(before)
+        await self._put_chains(range(first + sample, REMEMBERED * first))
+        used_with_evicted, last = self._used(before), REMEMBERED * first
+        chains = [chain_of(number) for number in range(last - sample, last)]
         await self._verb("get", blocks, lambda: self._each(chains, lambda chain: manager.pin(chain).release()))
         await self._verb("match", blocks, lambda: self._each(chains, manager.prefix))
         await self._verb("stats", 1, lambda: self._each([None], lambda _: manager.stats()))
         await self._verb("space", 1, lambda: self._each([None], lambda _: manager.hierarchy._may_free()))
         if self._blocks > 2 * LONG_CHAIN_BLOCKS:
-            await self._long_chain(2 * first)
-        await self._verb("purge", CHAIN_BLOCKS, lambda: manager.purge([scope_of_chain(self._chains - 1)]))
+            await self._long_chain(last)
+        await self._verb("purge", CHAIN_BLOCKS, lambda: manager.purge([scope_of_chain(last - 1)]))
         await self._verb("evict", self._blocks, lambda: manager.evict("g2"))
         for lease in held:
             lease.release()
         manager.check()
         await manager.close()
-        return {"blocks": self._blocks, "bytes_per_block": round(used / self._blocks), "verbs": self._verbs}
+        return {
+            "blocks": self._blocks,
+            "bytes_per_block": round(used / self._blocks),
+            "bytes_per_block_with_evicted": round(used_with_evicted / self._blocks),
+            "verbs": self._verbs,
+        }
+
+    def _used(self, before: int) -> int:
+        gc.collect()
+        return _resident_bytes() - before - self._blocks * len(_BLOCK)
 
     async def _long_chain(self, number: int) -> None:
         chain = chain_of(number, LONG_CHAIN_BLOCKS + 1)

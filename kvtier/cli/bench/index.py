@@ -45,7 +45,8 @@ def _show_scale(results: dict[str, Any]) -> None:
         for verb in verbs
     }
     write_table(["thread CPU time", *head], [[verb, *row] for verb, row in cells.items()])
-    console().print("bytes of bookkeeping per block: " + ", ".join(str(entry["bytes_per_block"]) for entry in sizes))
+    filled = ", ".join(f"{one['bytes_per_block']} ({one['bytes_per_block_with_evicted']})" for one in sizes)
+    console().print(f"bytes of bookkeeping per block (and with evicted ones that are remembered): {filled}")
 
 
 def _show(results: dict[str, Any]) -> None:

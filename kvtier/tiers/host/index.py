@@ -1,31 +1,63 @@
-"""Which slot has which block: one mapping in 256 parts, so that no part is large when it grows."""
+"""Which slot has which block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
-from kvtier.identity.keys import KEY_PARTS, BlockKey
+from kvtier.identity.key_parts import KeyParts
+from kvtier.identity.keys import BlockKey
 from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.host.slot_table import SlotTable
+from kvtier.times import Wall
 
 
 class SlotIndex(MutableMapping[BlockKey, Slot]):
-    """Slots by key. A dictionary of a million entries stops its owner for 30 ms when it grows, a part of it for 0.1.
+    """Slots by key. `parts` has their numbers: for loops over many keys. Else use the verbs, which give views of
+    `table`."""
 
-    `parts[key[-1]]` has a key. For loops over many keys; else use the verbs.
-    """
+    __slots__ = ("_numbers", "parts", "table")
 
-    __slots__ = ("parts",)
+    def __init__(self, table: SlotTable) -> None:
+        self.table = table
+        self._numbers = KeyParts()
+        self.parts = self._numbers.dicts
 
-    def __init__(self) -> None:
-        self.parts: list[dict[BlockKey, Slot]] = [{} for _ in range(KEY_PARTS)]
+    def leading(self, keys: Sequence[BlockKey], wall_s: Wall, refused: Callable[[int], bool] | None) -> list[int]:
+        """The slots of the leading `keys`, up to the first that is not here, has expired at `wall_s`, or is `refused`:
+        by their numbers."""
+        parts = self.parts
+        if not keys or keys[0] not in parts[keys[0][-1]]:
+            return []
+        numbers = [parts[key[-1]].get(key, -1) for key in keys]
+        if -1 in numbers:
+            del numbers[numbers.index(-1) :]
+        if refused is not None:
+            numbers = list(takewhile(lambda number: not refused(number), numbers))
+        if (alive := self.table.alive(numbers, wall_s)) < len(numbers):
+            del numbers[alive:]
+        return numbers
+
+    def absent(self, keys: Sequence[BlockKey], others: Collection[BlockKey]) -> list[BlockKey]:
+        """The leading `keys`, each once, up to the first that is here or among `others`."""
+        parts, absent = self.parts, dict[BlockKey, None]()
+        for key in keys:
+            if key in parts[key[-1]] or key in others or key in absent:
+                break
+            absent[key] = None
+        return list(absent)
 
     def __getitem__(self, key: BlockKey) -> Slot:
-        return self.parts[key[-1]][key]
+        return Slot(self.parts[key[-1]][key], self.table)
 
     def __setitem__(self, key: BlockKey, slot: Slot) -> None:
-        self.parts[key[-1]][key] = slot
+        self.parts[key[-1]][key] = slot.number
+        self.added(1)
+
+    def added(self, keys: int) -> None:
+        """So many keys were added to `parts`."""
+        self._numbers.added(keys)
 
     def __delitem__(self, key: BlockKey) -> None:
         del self.parts[key[-1]][key]
@@ -42,7 +74,9 @@ class SlotIndex(MutableMapping[BlockKey, Slot]):
     if not TYPE_CHECKING:  # what the mixin does goes through an exception
 
         def get(self, key, default=None):
-            return self.parts[key[-1]].get(key, default)
+            number = self.parts[key[-1]].get(key)
+            return default if number is None else Slot(number, self.table)
 
         def pop(self, key, default=None):
-            return self.parts[key[-1]].pop(key, default)
+            number = self.parts[key[-1]].pop(key, None)
+            return default if number is None else Slot(number, self.table)

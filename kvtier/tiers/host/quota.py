@@ -17,6 +17,11 @@ class Quota:
         self._blocks: Counter[Scope] = Counter()
         self.refused = 0
 
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit: else nothing is counted."""
+        return self._limit_blocks is not None
+
     def full(self, key: BlockKey) -> bool:
         """Whether the block's scope is at its limit: one of the same scope must leave first."""
         return self._limit_blocks is not None and self._blocks[scope_of_key(key)] >= self._limit_blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,9 +20,11 @@ class ScopeMarks:
     def __init__(self, slots: int) -> None:
         self._marks = array("H", bytes(2 * slots))
 
-    def set(self, number: int, key: BlockKey) -> None:
-        """A block of this name is to have the slot."""
-        self._marks[number] = key[0] | key[1] << 8
+    def set(self, numbers: Iterable[int], keys: Iterable[BlockKey]) -> None:
+        """Blocks of the leading `keys` are to have these slots."""
+        marks = self._marks
+        for number, key in zip(numbers, keys, strict=False):
+            marks[number] = key[0] | key[1] << 8
 
     def find(self, scopes: Collection[Scope] | None, at_most: int) -> Iterator[Sequence[int]]:
         """The slots with a mark of one of these (None: all slots), ascending, `at_most` at a time, perhaps none: after

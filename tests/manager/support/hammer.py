@@ -372,8 +372,8 @@ class Hammer:
             self.world.heal(face.cache)
             await face.call(face.cache.flush, 5.0)
             with manager.lock:
-                pinned = [slot for slot in manager.host._slots if slot.pins]
-                held = [len(pinned), manager.host.quarantined, len(manager.host._filling), len(manager.lower.out)]
+                pinned = sum(pins > 0 for pins in manager.host._table.pins)
+                held = [pinned, manager.host.quarantined, len(manager.host._filling), len(manager.lower.out)]
             held.append(self.world.workers_down(face.cache))
             if not any(held):
                 return

@@ -11,14 +11,15 @@ from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.host.slot import Slot
+from kvtier.tiers.host.slot_table import SlotTable
 
 KEYS = chain_of(sample_namespace(4096), 5000)
 
 
 def filled() -> SlotIndex:
-    index, arena = SlotIndex(), Arena(4096, 1, 5000 * 4096)
+    index = SlotIndex(SlotTable(Arena(4096, 1, 5000 * 4096), 5000))
     for number, key in enumerate(KEYS):
-        index[key] = Slot(number, arena)
+        index[key] = Slot(number, index.table)
     return index
 
 
@@ -26,7 +27,7 @@ def test_it_is_a_mapping() -> None:
     index = filled()
     assert len(index) == len(KEYS) and set(index) == set(KEYS) == index.keys()
     assert [index[key].number for key in KEYS] == list(range(5000)) == sorted(slot.number for slot in index.values())
-    assert KEYS[7] in index and index.get(KEYS[7]) is index[KEYS[7]]
+    assert KEYS[7] in index and index.get(KEYS[7]) == index[KEYS[7]] != index[KEYS[8]]
     assert index.pop(KEYS[7]).number == 7 and index.pop(KEYS[7], None) is None
     assert KEYS[7] not in index and index.get(KEYS[7]) is None and len(index) == 4999
     with pytest.raises(KeyError):
@@ -47,7 +48,7 @@ def test_a_slot_s_memory_is_its_place_in_the_arena() -> None:
     arena = Arena(64, 2, 4 * 2 * 4096)
     arena.open()
     try:
-        slot = Slot(3, arena)
+        slot = Slot(3, SlotTable(arena, 4))
         for rank, piece in enumerate(slot.pieces):
             piece[:] = bytes([rank + 1]) * 32
         assert [bytes(piece) for piece in slot.pieces] == [bytes([1]) * 32, bytes([2]) * 32]

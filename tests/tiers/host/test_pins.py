@@ -11,13 +11,15 @@ from kvtier.policies.lru import LRU
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing import chain_of, sample_namespace
+from kvtier.tiers.host import pins, slot_table
 from kvtier.tiers.host.arena import Arena
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.tier import HostTier
 from kvtier.times import Wall
 
 BLOCK = 4096
 NOW = 1.8e9
+EARLY = Wall(NOW - 30)  # no block has expired
 KEYS = chain_of(sample_namespace(BLOCK), 48)
 TERMS = (BUILTIN["1h"], BUILTIN["24h"], Terms("brief", ttl=5.0, max_age=30.0))
 
@@ -61,8 +63,12 @@ def seen(tier: HostTier, holds: Sequence[Hold]) -> list[object]:
     return [[(slot.number, generation) for slot, generation in holds], lives, tier.pinned, tier.stale_messages]
 
 
+@pytest.mark.parametrize("many", [1, 64])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_chain_is_pinned_as_its_blocks_are(seed: int) -> None:
+def test_a_chain_is_pinned_as_its_blocks_are(seed: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By columns and one by one."""
+    for module in (pins, slot_table):
+        monkeypatch.setattr(module, "MANY", many)
     found: list[list[object]] = []
     for pin in (one_by_one, at_once):
         tier, dice, told = filled(seed), random.Random(seed), list[object]()
@@ -89,8 +95,38 @@ def test_a_chain_is_pinned_as_its_blocks_are(seed: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("many", [1, 64])
+def test_a_block_that_a_chain_names_twice_has_two_pins(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (pins, slot_table):
+        monkeypatch.setattr(module, "MANY", many)
+    tier = filled(0)
+    holds = tier.pin_leading([*KEYS[:5], *KEYS[:5]], EARLY, EARLY)
+    assert (len(holds), tier.pinned, tier.index[KEYS[3]].pins) == (10, 5, 2)
+    tier.unpin_all(holds)
+    tier.unpin_all(holds)
+    assert (tier.pinned, tier.stale_messages) == (0, 10)
+
+
+def test_holds_are_a_sequence_of_slots_with_their_generations() -> None:
+    tier = filled(0)
+    parts = [tier.pin_leading(KEYS[first : first + 16], EARLY, EARLY) for first in (0, 16, 32)]
+    holds, slots = Holds.joined(parts), [tier.index[key] for key in KEYS]
+    assert list(holds) == [(slot, slot.generation) for slot in slots] == [holds[at] for at in range(48)]
+    assert list(holds[40:8:-3]) == list(holds)[40:8:-3]
+    assert Holds.joined(parts[:1]) is parts[0] and not Holds.joined([])
+
+
+def test_pins_are_void_once_the_tier_is_closed() -> None:
+    tier = filled(0)
+    holds = tier.pin_leading(KEYS, EARLY, EARLY)
+    tier.close()
+    tier.unpin_all(holds)
+    tier.unpin_all(list(holds))
+    assert (tier.pinned, tier.stale_messages) == (0, 96)
+
+
 def test_a_purged_block_ends_what_is_pinned() -> None:
     tier = filled(0)
     slices = tier.refuse_made_after(Wall(NOW - 100))
-    assert tier.pin_leading(KEYS, Wall(NOW), Wall(NOW)) == []
+    assert not tier.pin_leading(KEYS, Wall(NOW), Wall(NOW))
     assert sum(slices) == 48

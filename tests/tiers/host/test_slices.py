@@ -64,7 +64,7 @@ def test_counters_say_what_a_scan_would() -> None:
 def test_no_scan_of_all_slots_to_ask_for_a_counter() -> None:
     """A waiting put asks `busy`, a scrape asks `pinned`: neither may look at a million slots."""
     tier = filled(4, list(chain_of(NS, 4)))
-    tier._slots = None  # type: ignore[assignment]
+    tier._table = None  # type: ignore[assignment]
     tier.index = None  # type: ignore[assignment]
     assert (tier.pinned, tier.busy()) == (0, False)
 
@@ -123,7 +123,7 @@ def test_overlapping_purges_of_one_scope_end_with_the_last() -> None:
     first = tier.apply_tombstones({scope_of("a"): NOW - 5})
     second = tier.apply_tombstones({scope_of("a"): NOW})
     assert sum(first) == 20 and tier.prefix(mine, NOW) == 0
-    assert sum(second) == 0 and not tier._dropping
+    assert sum(second) == 0 and not tier._refusals.dropping
 
 
 @pytest.mark.usefixtures("tiny_slices")
@@ -135,14 +135,14 @@ def test_blocks_of_a_wrong_clock_are_misses_before_they_are_dropped() -> None:
         assert slot is not None and tier.commit(slot, slot.generation, Lifetime.of(BUILTIN["24h"], NOW + 9000))
     slices = tier.refuse_made_after(NOW + 120)
     assert (tier.prefix(late, NOW), tier.prefix(early, NOW)) == (0, 10)
-    assert sum(slices) == 10 and tier.prefix(early, NOW) == 10 and not tier._dropping
+    assert sum(slices) == 10 and tier.prefix(early, NOW) == 10 and not tier._refusals.dropping
     tier.check()
 
 
 def test_a_slice_takes_a_millisecond_of_cpu_time() -> None:
     tier = filled(20_000, *(list(chain_of(NS, 100, seed=seed)) for seed in range(200)))
     longest = count = 0
-    slices = tier.drop_where(lambda slot: True)
+    slices = tier.drop_where(lambda number: True)
     while True:
         began = time.thread_time_ns()
         dropped = next(slices, None)
@@ -197,7 +197,7 @@ async def test_a_purge_that_is_cancelled_is_done_all_the_same(monkeypatch: pytes
         assert host.index and await cache.match(keys) == 0
         for _ in range(1000):
             await asyncio.sleep(0)
-        assert not host.index and not host._dropping
+        assert not host.index and not host._refusals.dropping
 
 
 def test_a_guarantee_that_a_tier_below_takes_over_costs_no_search_per_block() -> None:
@@ -271,7 +271,7 @@ def test_a_scan_for_a_scope_releases_the_lock() -> None:
     marks = ScopeMarks(1_000_000)
     key = chain_of(NS, 1, scope=scope_of("few"))[0]
     for number in (5, 400_000, 999_999):
-        marks.set(number, key)
+        marks.set((number,), (key,))
     began, longest, found = time.thread_time_ns(), 0, list[int]()
     for part in marks.find([scope_of("few")], 32):
         longest, began = max(longest, time.thread_time_ns() - began), time.thread_time_ns()

@@ -117,7 +117,7 @@ def test_a_pinned_block_that_is_dropped_keeps_its_bytes_until_the_last_pin() -> 
     tier = host(2)
     store(tier, 0)
     first, second = tier.pin(KEYS[0], NOW), tier.pin(KEYS[0], NOW)
-    assert first is not None and first is second
+    assert first is not None and first == second
     generation = first.generation
     assert tier.drop(KEYS[0])
     assert (tier.peek(KEYS[0], NOW), first.state, tier.quarantined) == (Miss.ABSENT, SlotState.QUARANTINED, 1)
@@ -139,7 +139,7 @@ def test_an_aborted_fill_in_flight_is_quarantined_until_acknowledged() -> None:
     tier.abort(slot, generation, in_flight=True)
     assert tier.reserve(KEYS[1], 1) is None, "memory under a transfer was handed out"
     tier.unpin(slot, generation)
-    assert tier.reserve(KEYS[1], 1) is slot
+    assert tier.reserve(KEYS[1], 1) == slot
     tier.check()
 
 
@@ -150,7 +150,7 @@ def test_stale_messages_are_counted_and_refused() -> None:
     assert slot is not None
     old = slot.generation
     tier.abort(slot, old)
-    assert tier.reserve(KEYS[1], 1) is slot
+    assert tier.reserve(KEYS[1], 1) == slot
     assert not tier.commit(slot, old, LIFE)
     tier.abort(slot, old)
     tier.unpin(slot, old)
