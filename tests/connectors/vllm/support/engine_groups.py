@@ -8,6 +8,8 @@ from typing import Any
 
 from engine_insides import Insides
 
+from kvtier.tiers.host.slot import Slot
+
 
 class GroupsOfEngine(Insides):
     """Looks at single blocks of the pool and of the tiers, by group."""
@@ -37,11 +39,11 @@ class GroupsOfEngine(Insides):
         def finish(job: Any) -> None:
             moves, request = job.moves, job.request
             bad = worker._failed.get(moves.job, set())
-            slots = self.cache.manager.host._slots
+            table = self.cache.manager.host.index.table
             for place, (block, number, generation) in enumerate(
                 zip(moves.blocks, moves.slots, moves.generations, strict=True)
             ):
-                slot = slots[number]
+                slot = Slot(number, table)
                 if place in bad or slot.generation != generation:
                     continue
                 if request:
@@ -84,7 +86,7 @@ class GroupsOfEngine(Insides):
         keys = {"full": [chain[depth - 1]], "windows": self.half._keys(chain, depth)}.get(group)
         keys = self.half._keys(chain, depth)[-1:] if keys is None else keys
         manager = self.cache.manager
-        dropped = sum(manager.host.drop_where(lambda slot: slot.key in set(keys)))
+        dropped = sum(manager.host.drop_where(lambda number: manager.host.index.table.keys[number] in set(keys)))
         for tier in manager.lower.values():
             dropped += self.cache.submit(tier.evict(keys)).result(20)
         return dropped
