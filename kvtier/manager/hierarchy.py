@@ -28,6 +28,7 @@ from kvtier.tiers.protocol import Miss, Notebook, PurgeLogging, Tier
 from kvtier.times import Mono, Wall
 
 _UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,17 @@ class Hierarchy:
             if found < len(part):
                 break
         return count
+
+    def reference(self, chain: Sequence[BlockKey], resident: int, *, stored: bool = False) -> Iterator[None]:
+        """Tell the policy of a request, as `reference_steps` does. Takes the lock for each step; the caller may let
+        others have their turn between two."""
+        steps = self.host.policy.reference_steps(chain, resident, self.clock.monotonic(), stored=stored)
+        more = True
+        while more:
+            with self.lock:
+                more = next(steps, _END) is not _END
+            if more:
+                yield
 
     async def drop_everywhere(self, keys: Sequence[BlockKey]) -> None:
         """Drop these blocks from every tier. Those under a lease stay until it ends."""

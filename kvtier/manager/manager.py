@@ -169,8 +169,8 @@ class Manager:
                     miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
                     break
         holds = Holds.joined(pins)
-        with self.lock:
-            self.host.policy.reference(chain, start + len(holds), self._clock.monotonic())
+        for _ in self.hierarchy.reference(chain, start + len(holds)):
+            pass
         self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
         self.demoter.found(chain, range(start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._housekeeping.forget)
@@ -341,9 +341,11 @@ class Manager:
     def finish_put(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
         """A put of `chain` is over, and `dropped` of its blocks found no queue: order the rest, tail coldest."""
         resident = self.hierarchy.prefix(chain)
-        with self.lock:
-            self.demoter.dropped += dropped
-            self.host.policy.chain_stored(chain, resident, self._clock.monotonic())
+        if dropped:
+            with self.lock:
+                self.demoter.dropped += dropped
+        for _ in self.hierarchy.reference(chain, resident, stored=True):
+            pass
 
     def queue_space(self) -> int:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""

@@ -164,7 +164,7 @@ class Purger:
         if log is None or log.floor <= hierarchy.position:
             return
         floor = log.floor
-        await hierarchy.drop_slices(self._host.drop_where(lambda slot: True))
+        await hierarchy.drop_slices(self._host.drop_where(lambda number: True))
         await asyncio.gather(*(tier.evict(None) for tier in self._lower.values() if tier.purge_log() is None))
         with hierarchy.lock:
             hierarchy.position = max(floor, hierarchy.position)

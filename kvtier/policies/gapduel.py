@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
 
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import BlockKey
-from kvtier.policies.parts import levels_in, references_after
+from kvtier.policies.parts import Part, levels_in, references_after
 from kvtier.policies.run import Counts, Run, Standing, Stretch
 from kvtier.policies.runs import MEMORY_MIN, MEMORY_PER_BLOCK, Ranking
 from kvtier.policies.shadows import ChainReference, Duel, Rule
@@ -61,10 +60,13 @@ class GapDuel(Ranking):
         """G: the fading mean of the gaps after which a chain was continued."""
         return self._gap_sum / self._gap_count if self._gap_count else GAP_FIRST_S
 
-    def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
-        super().reference(chain, resident, mono_s)
+    def _refer(
+        self, chain: list[BlockKey], old: list[Part], depth: int, mono_s: Mono
+    ) -> tuple[list[BlockKey], Run, int]:
+        referred = super()._refer(chain, old, depth, mono_s)
         if len(self._waiting) > LAG_MAX:
             self._replay(2)
+        return referred
 
     def train(self) -> None:
         """Replay the waiting requests in the shadows: some 20 µs each. Under the owner's lock, after the request."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import groupby
 
 from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.parts import Part
-from kvtier.policies.run import AWAY, HERE, SLACK, Run
+from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, SLACK, Run
+from kvtier.times import Mono
 
 ARRIVING_MAX = 256
 """Later runs after which one that still has no residents gives up its place, and all others their names: bounds those
@@ -18,6 +19,9 @@ that a search passes over."""
 
 FADED_AT_ONCE, FADED_MAX = 64, 4096
 """Blocks that lose their names when one leaves, 10 µs, and at most in any verb."""
+
+NAMED_AT_ONCE = 1024
+"""Blocks that a step of a reference names, at most: a millisecond."""
 
 
 class RunMemory(ABC):
@@ -39,6 +43,51 @@ class RunMemory(ABC):
         self._history: OrderedDict[int, Run] = OrderedDict()  # by `ident`, in order of forgetting
         self._idents = 0
         self._fading: deque[Run] = deque()  # they have names that nobody needs
+
+    def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
+        """`reference_steps`, all of them."""
+        for _ in self.reference_steps(chain, resident, mono_s):
+            pass
+
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
+        """A reference, unless one is remembered."""
+        for _ in self.reference_steps(chain, resident, mono_s, stored=True):
+            pass
+
+    def reference_steps(
+        self, chain: Sequence[BlockKey], resident: int, mono_s: Mono, *, stored: bool = False
+    ) -> Iterator[None]:
+        """Renew the chain's residents and remember all of it. O(1) per block. Of the blocks that have no name here only
+        the first get one in the first step. Between two steps the chain is known as far as it is named."""
+        if not chain or (stored and self._find(chain[-1]) is not None):
+            return
+        if not isinstance(chain, list):
+            chain = list(chain)
+        self._fade_some(min(2 * len(chain) + FADED_AT_ONCE, FADED_MAX))  # at least as many as may come
+        old, depth = yield from self._recalled(chain)
+        if stored and depth == len(chain):
+            for run, _, _ in old:
+                if run is not None and not run.residents:
+                    self._await(run)
+            return
+        keys, run, reached = self._refer(chain, old, depth, mono_s)
+        tick = run.tick
+        while reached < len(keys):
+            yield
+            self._fade_some(2 * NAMED_AT_ONCE)
+            if (run.tick, run.end, run.named_end) != (tick, reached, reached) or run.torn or not run.live:
+                return  # others named this chain, or it is forgotten from here on
+            more = keys[reached : reached + NAMED_AT_ONCE]
+            if not self._extend(run, more):
+                return
+            reached += len(more)
+
+    @abstractmethod
+    def _refer(
+        self, chain: list[BlockKey], old: list[Part], depth: int, mono_s: Mono
+    ) -> tuple[list[BlockKey], Run, int]:
+        """A request named this chain, which was known up to `depth` in these parts. Returns it with each block once,
+        the run of its end, and the depth up to which it is named."""
 
     @abstractmethod
     def _leave(self, run: Run) -> None:
@@ -81,7 +130,8 @@ class RunMemory(ABC):
             if run is None or depth != run.head or run.torn:
                 break
             count = len(run.blocks)
-            if run.prints or depth != run.base or run.blocks != tuple(chain[depth : depth + count]):
+            whole = not run.prints and depth == run.base and count <= COMPARED_MAX
+            if not whole or run.blocks != tuple(chain[depth : depth + count]):
                 if not run.has_at(chain[depth], depth):
                     break
                 count = run.matching(chain, depth)
@@ -114,44 +164,46 @@ class RunMemory(ABC):
             self._compact(run)
         self._mark(run)
 
-    def _recall(self, old: list[Part], chain: list[BlockKey]) -> None:
-        """Name all blocks of these parts of a chain: they may come back."""
+    def _recalled(self, chain: list[BlockKey]) -> Generator[None, None, tuple[list[Part], int]]:
+        """`_walk`, and name all blocks of these parts: they may come back. In steps."""
+        old, depth = self._walk(chain)
+        while not self._recall(old, chain):
+            yield
+            old, depth = self._walk(chain)
+        return old, depth
+
+    def _recall(self, old: list[Part], chain: list[BlockKey]) -> bool:
+        """Name the first blocks of these parts of a chain that have no names. Whether that was all of them."""
+        left = NAMED_AT_ONCE
         for run, depth, count in old:
             if run is not None and run.prints and depth + count > run.named_end:
-                start = run.named_end
-                run.name(chain, depth + count)
-                self._label(chain[start : depth + count], run)
+                start, stop = run.named_end, min(depth + count, run.named_end + left)
+                run.name(chain, stop)
+                self._label(chain[start:stop], run)
                 self._mark(run)
                 run.named_at = self._number
-
-    def _remembers(self, chain: Sequence[BlockKey]) -> bool:
-        """Whether all of a chain is known; then it is named, too."""
-        if self._find(chain[-1]) is not None:
-            return True
-        chain = list(chain)
-        old, depth = self._walk(chain)
-        if depth < len(chain):
-            return False
-        self._recall(old, chain)
-        for run, _, _ in old:
-            if run is not None and not run.residents:
-                self._await(run)
+                left -= stop - start
+                if stop < depth + count:
+                    return False
         return True
 
-    def _look_up(self, chain: list[BlockKey]) -> tuple[list[BlockKey], list[Part], bool]:
+    def _look_up(
+        self, chain: list[BlockKey], old: list[Part], depth: int
+    ) -> tuple[list[BlockKey], list[Part], bool]:
         """The chain, each block once, its parts that are in one run or unknown, and whether it is a known chain that
-        goes on with blocks not known: then a run is looked at as a whole. What is known is named."""
-        old, depth = self._walk(chain)
-        self._recall(old, chain)
+        goes on with blocks not known: then a run is looked at as a whole. `old`: what is known of it, named, up to
+        `depth`. Of more than NAMED_AT_ONCE unknown blocks only the first are looked up."""
         if depth == len(chain):
             return chain, old, True
-        parts = self._parts
-        rest = list(dict.fromkeys(chain[depth:] if depth else chain))
+        parts, count = self._parts, len(chain) - depth
+        rest = list(dict.fromkeys(chain[depth : depth + NAMED_AT_ONCE]))
         found = [parts[key[-1]].get(key) for key in rest]
-        if not any(found):
-            old.append((None, depth, len(rest)))
-            return (chain if len(rest) == len(chain) - depth else chain[:depth] + rest), old, True
-        if depth:
+        if not any(found) and (count <= NAMED_AT_ONCE or len(rest) == NAMED_AT_ONCE):
+            if count <= NAMED_AT_ONCE:
+                chain, count = (chain if len(rest) == count else chain[:depth] + rest), len(rest)
+            old.append((None, depth, count))
+            return chain, old, True
+        if depth or count > NAMED_AT_ONCE:
             rest = list(dict.fromkeys(chain))
             found = [parts[key[-1]].get(key) for key in rest]
         old, depth = [], 0
@@ -160,6 +212,19 @@ class RunMemory(ABC):
             old.append((None if ident is None else self._history[ident], depth, count))
             depth += count
         return rest, old, False
+
+    def _extend(self, run: Run, more: list[BlockKey]) -> bool:
+        """Name the next blocks of a request, where `run` ends. Nothing, and False, if others stored or named some."""
+        parts = self._parts
+        if len(set(more)) < len(more) or any(key in parts[key[-1]] for key in more):
+            return False
+        run.blocks += tuple(more)
+        run.here += bytes(len(more))
+        run.live += len(more)
+        self._known += len(more)
+        self._label(more, run)
+        self._forget(2 * len(more) + 8)
+        return True
 
     def _enrol(self, run: Run) -> None:
         """Remember a new run, and the names of its blocks."""
@@ -272,8 +337,9 @@ class RunMemory(ABC):
                 most = min(most, run.end - max(run.head, self._needed_depth(run), run.named_end))
                 self._forget_prints(run, most)
             else:
-                most = 1
-                self._forget_last(run, 1)
+                gone = len(run.here) - len(run.here.rstrip(b"\0"))
+                most = min(most, gone, run.end - max(run.head, self._needed_depth(run)))
+                self._forget_last(run, most)
             blocks_max -= most
 
     def _forget_last(self, run: Run, blocks: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.terms import PRIORITY_MAX
@@ -15,6 +15,11 @@ class NoOrder:
     def attach(self, priority_of: Callable[[BlockKey], int], *, scoped: bool) -> None: ...
 
     def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None: ...
+
+    def reference_steps(
+        self, chain: Sequence[BlockKey], resident: int, mono_s: Mono, *, stored: bool = False
+    ) -> Iterator[None]:
+        return iter(())
 
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None: ...
 

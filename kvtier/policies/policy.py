@@ -6,7 +6,7 @@ never touches bytes. All verbs are called under the owner's lock, must be O(1) a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -37,6 +37,12 @@ class Policy(Protocol):
 
         Renews those, last block coldest, so that a leaf leaves before its parent. A chain names each block once.
         """
+
+    def reference_steps(
+        self, chain: Sequence[BlockKey], resident: int, mono_s: Mono, *, stored: bool = False
+    ) -> Iterator[None]:
+        """`reference`, or with `stored` `chain_stored`, in steps of a millisecond at most, however long the chain is.
+        Between two of them the owner may give its lock to others, and any verb may be called."""
 
     def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
         """All of `chain` that is coming has been inserted. Counts as a reference only if it was not named before:

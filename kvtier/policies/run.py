@@ -227,7 +227,7 @@ class Run:
             blocks = tuple(keys[stretch.start : kept[0]]) + blocks
             here[:0] = before
         if after:
-            blocks += tuple(keys[kept[1] : stretch.stop])
+            blocks += tuple(keys[kept[1] : kept[1] + len(after)])
             here += after
         self.blocks = blocks
         self.base = self.head = stretch.start

@@ -19,7 +19,7 @@ from itertools import islice
 from math import inf
 
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
-from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE, FADED_MAX, RunMemory
+from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE, NAMED_AT_ONCE, RunMemory
 from kvtier.policies.order import RunOrder
 from kvtier.policies.parts import Part, residence, runs_kept
 from kvtier.policies.run import AWAY, HERE, LEVELS, ONCE, Run, Stretch
@@ -78,36 +78,35 @@ class Ranking(RunMemory):
         self._priority_of = priority_of
         self._scoped = scoped
 
-    def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
-        """Renew the chain's residents and remember all of it. O(1) per block."""
-        if not chain:
-            return
+    def _refer(
+        self, chain: list[BlockKey], old: list[Part], depth: int, mono_s: Mono
+    ) -> tuple[list[BlockKey], Run, int]:
         self._tick += 1
         self._mono_s = mono_s
         self._coldest = None
-        if self._fading:  # at least as many as may come
-            self._fade_some(min(2 * len(chain) + FADED_AT_ONCE, FADED_MAX))
-        if not isinstance(chain, list):
-            chain = list(chain)
-        keys, old, chained = self._look_up(chain)
+        keys, old, chained = self._look_up(chain, old, depth)
         if self._transit:
             self._warm(old, keys)
-        known = len(old) > 1 or old[0][0] is not None
-        here = residence(old, keys, chained) if known else bytearray(len(keys))
+        unknown, start, count = old[-1]
+        named = min(len(keys), start + NAMED_AT_ONCE) if unknown is None and chained else len(keys)
+        known = len(old) > 1 or unknown is not None
+        here = residence(old, keys, chained) if known else bytearray(named)
         stretches = self._cut(keys, [(run, count) for run, _, count in old], mono_s)
         kept = runs_kept(old, stretches) if known and chained else {}
-        for number in range(len(stretches) - 1, -1, -1):  # tail first: the head is the warmest of its level
-            self._take(stretches[number], kept.get(number), keys, here)
+        last = self._take(stretches[-1], kept.get(len(stretches) - 1), keys, here, named)
+        for number in range(len(stretches) - 2, -1, -1):  # tail first: the head is the warmest of its level
+            self._take(stretches[number], kept.get(number), keys, here, named)
         shrunk: dict[Run, None] = {}
         for run, depth, count in old:
             if run is None:
-                self._known += count
+                self._known += min(count, named - depth)
             elif run.tick != self._tick:
                 self._detach(run, depth, count, keys, chained)
                 shrunk[run] = None
         for run in shrunk:
             self._settle(run)
-        self._forget(2 * len(keys) + 8)
+        self._forget(2 * min(len(keys), NAMED_AT_ONCE) + 8)
+        return keys, last, named
 
     def insert(self, key: BlockKey, depth: int = 0) -> None:
         """`key` has become resident, at the rank of its last reference."""
@@ -138,11 +137,6 @@ class Ranking(RunMemory):
                 run.top = run.base + place + 1
             if run.grade < 0 or run.priority != PRIORITY:
                 self._regrade(run)
-
-    def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
-        """A reference, unless one is remembered."""
-        if chain and not self._remembers(chain):
-            self.reference(chain, resident, mono_s)
 
     def remove(self, key: BlockKey, depth: int = 0, *, returns: bool = False) -> None:
         """`key` is no longer resident. It stays remembered."""
@@ -328,9 +322,12 @@ class Ranking(RunMemory):
                 for key in islice(keys, depth, depth + count):
                     self._transit.pop(key, None)
 
-    def _take(self, stretch: Stretch, kept: tuple[Run, int, int] | None, keys: list[BlockKey], here: bytearray) -> None:
-        """Make the run of a stretch, out of one that had depths kept[1] … kept[2]-1 of it where there is one."""
-        start, stop = stretch.start, stretch.stop
+    def _take(
+        self, stretch: Stretch, kept: tuple[Run, int, int] | None, keys: list[BlockKey], here: bytearray, named: int
+    ) -> Run:
+        """Make the run of a stretch, out of one that had depths kept[1] … kept[2]-1 of it where there is one, as far as
+        its blocks are `named` now."""
+        start, stop = stretch.start, min(stretch.stop, named)
         if kept is None:
             mine = keys[start:stop]
             run = Run(mine, here[start:stop], start, self._tick, self._mono_s)
@@ -347,6 +344,7 @@ class Ranking(RunMemory):
             self._mark(run)
         run.take_rank(stretch, self._tick, self._mono_s)
         self._list(run)
+        return run
 
     def _list(self, run: Run) -> None:
         self._number += 1

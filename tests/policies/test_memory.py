@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 
 from kvtier.identity.keys import BlockKey
-from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE
+from kvtier.policies import memory, runs
+from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE, NAMED_AT_ONCE
 from kvtier.policies.policy import POLICIES, make_policy
 from kvtier.policies.run import COMPARED_MAX, Run
 from kvtier.policies.runs import Ranking
@@ -92,7 +94,7 @@ def test_of_evicted_blocks_only_prints_are_remembered_and_they_are_found_again(n
     assert policy._known == len(resident) + 25 * 20
     policy.check(resident)
     again = gone[3]
-    assert policy._remembers(again[:12]) and not policy._remembers([*again[:12], again[0][::-1]])
+    assert policy._walk(again[:12])[1] == policy._walk([*again[:12], again[0][::-1]])[1] == 12
     policy.reference(again, 0, Mono(1000))
     assert policy._known == len(resident) + 25 * 20, "no block is known twice"
     policy.check(resident)
@@ -164,3 +166,117 @@ def test_a_run_may_be_taken_whole_in_several_parts(name: str, at: int) -> None:
         chain.remove(victim)
         policy.remove(victim)
     assert not chain
+
+
+def names(policy: Ranking) -> int:
+    return sum(map(len, policy._parts))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_long_chain_that_is_new_is_named_in_steps(name: str) -> None:
+    """All at once took 100 ms of 100,000 blocks. In the end it is one run, as if it had been one step."""
+    chain = chain_of(0, 10 * NAMED_AT_ONCE + 7)
+    policy, whole = make_policy(name, 2 * len(chain)), make_policy(name, 2 * len(chain))
+    assert isinstance(policy, Ranking) and isinstance(whole, Ranking)
+    before, steps = 0, 0
+    for _ in policy.reference_steps(chain, 0, Mono(1)):
+        assert names(policy) - before <= NAMED_AT_ONCE
+        policy.check(set())
+        before, steps = names(policy), steps + 1
+    whole.reference(chain, 0, Mono(1))
+    policy.check(set())
+    assert steps == 10 and names(policy) == names(whole) == len(chain) == policy._known
+    assert [(run.base, run.end, run.level) for run in policy._history.values()] == [
+        (run.base, run.end, run.level) for run in whole._history.values()
+    ]
+    policy.chain_stored(chain, 0, Mono(2))
+    assert policy._tick == 1, "it counts as referenced once"
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_long_chain_that_was_evicted_gets_its_names_back_in_steps(name: str) -> None:
+    chain = chain_of(0, 3 * NAMED_AT_ONCE)
+    policy = make_policy(name, len(chain))
+    assert isinstance(policy, Ranking)
+    policy.reference(chain, 0, Mono(0))
+    for number in range(1, ARRIVING_MAX + 3):
+        policy.reference(chain_of(number, 1), 0, Mono(number))
+    while policy._fading:
+        policy._fade_some()
+    before = names(policy)
+    assert before < ARRIVING_MAX + 3 and policy._known == len(chain) + ARRIVING_MAX + 2
+    for _ in policy.reference_steps(chain, 0, Mono(1000)):
+        assert 0 < names(policy) - before <= NAMED_AT_ONCE
+        before = names(policy)
+        policy.check(set())
+    assert names(policy) - before <= NAMED_AT_ONCE
+    assert policy._known == len(chain) + ARRIVING_MAX + 2
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_of_requests_for_one_chain_the_later_goes_on_with_it(name: str) -> None:
+    chain = chain_of(0, 4 * NAMED_AT_ONCE)
+    policy = make_policy(name, len(chain))
+    assert isinstance(policy, Ranking)
+    first = policy.reference_steps(chain, 0, Mono(1))
+    next(first)
+    second = policy.reference_steps(chain, 0, Mono(2))
+    next(second)
+    assert list(first) == [] and names(policy) == 2 * NAMED_AT_ONCE
+    assert len(list(second)) == 1 and policy._known == names(policy) == len(chain)
+    policy.check(set())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_any_verb_may_come_between_two_steps(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, runs):
+        monkeypatch.setattr(module, "NAMED_AT_ONCE", 3)
+        monkeypatch.setattr(module, "ARRIVING_MAX", 4)
+    chance, resident = random.Random(seed), dict[BlockKey, int]()
+    policy = make_policy(name, 40, refuses=bool(seed % 2))
+    assert isinstance(policy, Ranking)
+    policy._memory = 60
+    under_way = []
+    for turn in range(400):
+        chain = chain_of(chance.randrange(6), 30)[: chance.randrange(1, 30)]
+        what = chance.random()
+        if what < 0.35:
+            under_way.append(policy.reference_steps(chain, 0, Mono(turn), stored=chance.random() < 0.3))
+        elif what < 0.6:
+            start = chance.randrange(len(chain))
+            new = [(key, depth) for depth, key in enumerate(chain) if depth >= start and key not in resident]
+            if new and len(resident) + len(new) <= 80:
+                policy.insert_all([key for key, _ in new], [depth for _, depth in new])
+                resident.update(new)
+        elif what < 0.75 and resident:
+            victim = policy.victim(chain[-1], lambda _: True)
+            if victim is not None:
+                policy.remove(victim, resident.pop(victim))
+        elif resident:
+            gone = chance.choice(sorted(resident))
+            policy.remove(gone, resident.pop(gone))
+        if under_way and next(steps := chance.choice(under_way), under_way) is under_way:
+            under_way.remove(steps)
+        policy.check(set(resident))
+
+
+def test_a_chain_longer_than_the_memory_costs_no_step_per_block_and_run() -> None:
+    """Each block that was forgotten copied the names of all others of its run: 6 s for 100,000."""
+    policy = make_policy("lru", 1000)
+    assert isinstance(policy, Ranking)
+    lists = 0
+
+    class Counted(tuple):
+        def __getitem__(self, at):  # type: ignore[no-untyped-def]
+            nonlocal lists
+            lists += isinstance(at, slice)
+            return tuple.__getitem__(self, at)
+
+    policy.reference(chain_of(0, 20_000), 0, Mono(0))
+    run = next(iter(policy._history.values()))
+    run.blocks = Counted(run.blocks)
+    policy._memory = 5000
+    policy._forget(40_000)
+    assert policy._known == 5000 and lists < 10
+    policy.check(set())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.terms import PRIORITY_MAX
+from kvtier.times import Mono
 
 
 class Ungraded(ABC):
@@ -32,6 +33,18 @@ class Ungraded(ABC):
         scope: Scope | None = None,
         priority_max: int = PRIORITY_MAX,
     ) -> BlockKey | None: ...
+
+    @abstractmethod
+    def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None: ...
+
+    @abstractmethod
+    def chain_stored(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None: ...
+
+    def reference_steps(
+        self, chain: Sequence[BlockKey], resident: int, mono_s: Mono, *, stored: bool = False
+    ) -> Iterator[None]:
+        (self.chain_stored if stored else self.reference)(chain, resident, mono_s)
+        yield
 
     def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None:
         for key, depth in zip(keys, depths, strict=True):
