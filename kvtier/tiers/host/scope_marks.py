@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.identity.keys import BlockKey, Scope
 
 _SCANNED = 1 << 17
-"""Slots whose marks are read at once: 0.3 ms."""
+"""Slots whose marks are read at once: 0.03 ms for one scope, 0.2 ms for several."""
 
 
 class ScopeMarks:
@@ -29,10 +29,15 @@ class ScopeMarks:
     def find(self, scopes: Collection[Scope] | None, at_most: int) -> Iterator[Sequence[int]]:
         """The slots with a mark of one of these (None: all slots), ascending, `at_most` at a time, perhaps none: after
         each time others may have their turn."""
-        wanted = np.full(1 << 16, scopes is None)
-        wanted[[scope[0] | scope[1] << 8 for scope in scopes or ()]] = True
         marks = np.frombuffer(self._marks, np.uint16)
+        if scopes is None:
+            yield from (range(first, min(first + at_most, len(marks))) for first in range(0, len(marks), at_most))
+            return
+        wanted = np.zeros(1 << 16, bool)
+        of_scopes = list({scope[0] | scope[1] << 8 for scope in scopes})
+        wanted[of_scopes] = True
         for first in range(0, len(marks), _SCANNED):
-            found = (np.flatnonzero(wanted[marks[first : first + _SCANNED]]) + first).tolist()
+            part = marks[first : first + _SCANNED]
+            found = np.flatnonzero(part == of_scopes[0] if len(of_scopes) == 1 else wanted[part])
             for start in range(0, max(1, len(found)), at_most):
-                yield found[start : start + at_most]
+                yield (found[start : start + at_most] + first).tolist()

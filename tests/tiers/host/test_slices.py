@@ -7,6 +7,7 @@ import threading
 import time
 from typing import cast
 
+import numpy as np
 import pytest
 
 import kvtier
@@ -21,6 +22,7 @@ from kvtier.retention.ranges import uniform
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.host import tier as host_tier
+from kvtier.tiers.host.refusals import Refusals
 from kvtier.tiers.host.scope_marks import ScopeMarks
 from kvtier.tiers.host.slot import SlotState
 from kvtier.tiers.host.tier import HostTier
@@ -253,18 +255,38 @@ def test_a_purge_costs_what_its_scope_holds(monkeypatch: pytest.MonkeyPatch) -> 
     tier.drop(many[100])
     late = tier.reserve(many[100], 100)
     assert late is not None and tier.commit(late, late.generation, LIFE)
-    looked_at = 0
+    looked_at, has_purged = 0, Refusals.has_purged
 
-    def counting(key: bytes) -> bytes:
+    def counting(refusals: Refusals, number: int) -> bool:
         nonlocal looked_at
         looked_at += 1
-        return key[:16]
+        return has_purged(refusals, number)
 
-    monkeypatch.setattr(host_tier, "scope_of_key", counting)
+    monkeypatch.setattr(Refusals, "has_purged", counting)
     dropped = sum(tier.apply_tombstones({scope_of("few"): NOW + 1}))
-    assert dropped == len(few) and looked_at < 10 * len(few)
+    assert dropped == len(few) <= looked_at < 10 * len(few)
     assert sum(tier.apply_tombstones({scope_of("many"): NOW + 1, scope_of("nobody"): NOW + 1})) == len(many)
     tier.check()
+
+
+@pytest.mark.parametrize("scopes", [None, [scope_of("one")], [scope_of("one"), scope_of("none")]])
+def test_a_scan_makes_a_list_of_no_more_slots_than_are_looked_at(
+    scopes: list | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`evict` of a million blocks made lists of 131,072 numbers: 7.6 ms."""
+    marks, longest = ScopeMarks(10_000), 0
+
+    class Counting(np.ndarray):
+        def tolist(self) -> list:
+            nonlocal longest
+            longest = max(longest, len(self))
+            return super().tolist()
+
+    marks.set(range(10_000), [chain_of(NS, 1, scope=scope_of("one"))[0]] * 10_000)
+    plain = np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda found: plain(found).view(Counting))
+    found = [number for part in marks.find(scopes, 32) for number in part]
+    assert found == list(range(10_000)) and longest <= 32
 
 
 def test_a_scan_for_a_scope_releases_the_lock() -> None:
