@@ -355,8 +355,7 @@ class Protection:
         async with self._turn:
             await self.retainer.forget(tier)
             await self.retainer.tell_below()  # whether it has those that it was asked for
-            with self._lock:
-                keys = list(self._terms)
+            keys = list(self._terms)  # at once, in C: no lock
             await self._end_lost(keys, lambda key: self.retainer.is_asked(key) or on_its_way(key))
 
     async def _end_lost(self, keys: Sequence[BlockKey], spared: Callable[[BlockKey], bool]) -> None:
@@ -391,7 +390,7 @@ class Protection:
         while self._purged:
             with self._lock:
                 scopes, self._purged = self._purged, {}
-                keys = list(self._terms)
+            keys = list(self._terms)  # at once, in C: no lock
             try:
                 for part in slices(keys):
                     with self._lock:

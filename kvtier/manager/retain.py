@@ -122,13 +122,12 @@ class Retainer:
         nowhere. Raises the tier's errors."""
         if self._tier is None or not self._below:
             return []
-        with self._lock:
-            before = list(self._below)
+        before = list(self._below)  # at once, in C: no lock
         return await self._lost(before, await self._tier.retained())
 
     async def _lost(self, keys: Sequence[BlockKey], retained: Mapping[BlockKey, Wall]) -> list[BlockKey]:
         nowhere: list[BlockKey] = []
-        for part in slices(keys):
+        for part in slices(keys, MOVED_BLOCKS):
             with self._lock:
                 gone = [key for key in part if key not in retained and self._below.pop(key, None) is not None]
                 self.retain(gone)
@@ -161,7 +160,7 @@ class Retainer:
 
     async def _ask_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
         groups: dict[Times, list[BlockKey]] = {}
-        for part in slices(keys):
+        for part in slices(keys, MOVED_BLOCKS):
             with self._lock:
                 for times, wanted in self._by_time(part).items():
                     groups.setdefault(times, []).extend(wanted)

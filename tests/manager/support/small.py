@@ -6,7 +6,15 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-_SIZES = {"SLICE_BLOCKS", "MOVED_BLOCKS", "_UNPINNED_AT_ONCE", "_ASKED_BLOCKS", "_LOOKUP_BLOCKS_MAX"}
+_SIZES = {
+    "SLICE_BLOCKS",
+    "MOVED_BLOCKS",
+    "NAMED_AT_ONCE",
+    "FADED_AT_ONCE",
+    "_UNPINNED_AT_ONCE",
+    "_ASKED_BLOCKS",
+    "_LOOKUP_BLOCKS_MAX",
+}
 
 
 @contextlib.contextmanager

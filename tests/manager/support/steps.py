@@ -2,7 +2,7 @@
 not depend on the machine.
 
 A step is a line that Python runs, or a `CountedKey` that is hashed: the one counts loops of Python, the other those
-that C makes over keys (sets, dictionaries, counters). Those of the policy and of tiers are not counted.
+that C makes over keys (sets, dictionaries, counters). Those of tiers are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 from kvtier.identity.keys import BlockKey
 
 _ELSEWHERE = (
-    "/policies/",
     "/testing/",
     "/logging/",
     "/asyncio/",
