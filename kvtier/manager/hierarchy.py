@@ -219,7 +219,13 @@ class Hierarchy:
     def reference(self, chain: Sequence[BlockKey], resident: int, *, stored: bool = False) -> Iterator[None]:
         """Tell the policy of a request, as `reference_steps` does. Takes the lock for each step; the caller may let
         others have their turn between two."""
-        steps = self.host.policy.reference_steps(chain, resident, self.clock.monotonic(), stored=stored)
+        return self._locked(self.host.policy.reference_steps(chain, resident, self.clock.monotonic(), stored=stored))
+
+    def trained(self) -> Iterator[None]:
+        """Have the policy do what no request has to wait for, as `reference` does."""
+        return self._locked(self.host.policy.train_steps())
+
+    def _locked(self, steps: Iterator[None]) -> Iterator[None]:
         more = True
         while more:
             with self.lock:

@@ -34,8 +34,8 @@ class Housekeeping:
         """One pass, every `housekeeping_s`. Where a tier fails, or does not answer in time, a later one tries again."""
         self.unpin_forgotten()
         await self.flush_uses()
-        with self._hierarchy.lock:
-            self._hierarchy.host.policy.train()
+        for _ in self._hierarchy.trained():
+            await asyncio.sleep(0)
         await self._hierarchy.accept_time()
         limits = self._hierarchy.limits
         self._waited_s += limits.housekeeping_s

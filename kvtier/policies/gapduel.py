@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Iterator
 
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError
@@ -33,7 +34,9 @@ WINDOW_PER_BLOCK, WINDOW_MIN = 5, 20000  # references over which scores fade; 5,
 GAP_FIRST_S = 60.0  # G before the first reuse is seen
 GAP_MIN_S = 1e-3
 GAP_FADE = 0.999
-LAG_MAX = 64  # requests that may wait for `train`; past it each `reference` replays two
+LAG_MAX = 64  # requests that may wait for `train`; past it `reference` replays some, the more the more wait
+REPLAYED_AT_ONCE = 32
+_END = object()
 
 _MAGIC = b"KVGAPDU2"
 _HEAD = struct.Struct("<8sQdddIB")
@@ -51,6 +54,7 @@ class GapDuel(Ranking):
         self._capacity = capacity
         self._duel = Duel(capacity, rules, max(WINDOW_PER_BLOCK * capacity, WINDOW_MIN))
         self._waiting: deque[ChainReference] = deque()
+        self._training: Iterator[None] | None = None  # of the request before those
         self._gap_sum = 0.0
         self._gap_count = 0.0
         self._theta = 0.0
@@ -65,16 +69,24 @@ class GapDuel(Ranking):
     ) -> tuple[list[BlockKey], Run, int]:
         referred = super()._refer(chain, old, depth, mono_s)
         if len(self._waiting) > LAG_MAX:
-            self._replay(2)
+            self._replay(8 * (len(self._waiting) // LAG_MAX))
         return referred
 
-    def train(self) -> None:
+    def train_steps(self) -> Iterator[None]:
         """Replay the waiting requests in the shadows: some 20 µs each. Under the owner's lock, after the request."""
-        self._replay(len(self._waiting))
+        while self._replay(REPLAYED_AT_ONCE):
+            yield
 
-    def _replay(self, requests: int) -> None:
-        for _ in range(requests):
-            self._duel.train(self._waiting.popleft())
+    def _replay(self, steps: int) -> bool:
+        """Make so many steps, mostly a request each. Whether there may be more to do."""
+        for _ in range(steps):
+            if self._training is None:
+                if not self._waiting:
+                    return False
+                self._training = self._duel.train(self._waiting.popleft())
+            if next(self._training, _END) is _END:
+                self._training = None
+        return True
 
     def stats(self) -> dict[str, float]:
         """For metrics: the rule in force, every rule's score, switches, refused newcomers, G."""

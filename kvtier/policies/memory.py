@@ -10,7 +10,7 @@ from itertools import groupby
 from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.parts import Part
-from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, SLACK, Run
+from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, SLACK, Run, print_of
 from kvtier.times import Mono
 
 ARRIVING_MAX = 256
@@ -119,7 +119,7 @@ class RunMemory(ABC):
         ident = self._parts[key[-1]].get(key)
         if ident is not None:
             return self._history[ident]
-        mark = hash(key)
+        mark = print_of(key)
         return self._marks[mark % KEY_PARTS].get(mark)
 
     def _walk(self, chain: list[BlockKey]) -> tuple[list[Part], int]:
@@ -187,9 +187,7 @@ class RunMemory(ABC):
                     return False
         return True
 
-    def _look_up(
-        self, chain: list[BlockKey], old: list[Part], depth: int
-    ) -> tuple[list[BlockKey], list[Part], bool]:
+    def _look_up(self, chain: list[BlockKey], old: list[Part], depth: int) -> tuple[list[BlockKey], list[Part], bool]:
         """The chain, each block once, its parts that are in one run or unknown, and whether it is a known chain that
         goes on with blocks not known: then a run is looked at as a whole. `old`: what is known of it, named, up to
         `depth`. Of more than NAMED_AT_ONCE unknown blocks only the first are looked up."""

@@ -59,5 +59,8 @@ class NoOrder:
 
     def train(self) -> None: ...
 
+    def train_steps(self) -> Iterator[None]:
+        return iter(())
+
     def check(self, resident: set[BlockKey]) -> None:
         assert not resident, "a closed tier holds blocks"

@@ -101,6 +101,9 @@ class Policy(Protocol):
     def train(self) -> None:
         """Do the work that no request has to wait for. Called now and then, after requests were answered."""
 
+    def train_steps(self) -> Iterator[None]:
+        """`train` in steps of a millisecond at most, as `reference_steps`. What was not done the next call does."""
+
     def check(self, resident: set[BlockKey]) -> None:
         """Assert that the policy orders exactly these blocks."""
 

@@ -14,7 +14,7 @@ one, and never referenced less often, so a leaf leaves before its parent without
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 
@@ -275,7 +275,12 @@ class Ranking(RunMemory):
         return gone
 
     def train(self) -> None:
-        """Nothing."""
+        for _ in self.train_steps():
+            pass
+
+    def train_steps(self) -> Iterator[None]:
+        """None."""
+        return iter(())
 
     def check(self, resident: set[BlockKey]) -> None:
         """Assert the invariants, and that exactly `resident` is ordered. O(n)."""

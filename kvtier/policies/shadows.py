@@ -7,12 +7,17 @@ runs are.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from math import exp, inf
 
 from kvtier.policies.run import LEVELS, Standing
 from kvtier.times import Mono
+
+EVICTED_AT_ONCE = 16
+"""Runs that one step of a replay evicts, at most: as long as a short request takes."""
 
 Rule = tuple[float, float]
 """(beta, theta): bonus per doubling of references, in mean gaps; weight of a newcomer's own gap."""
@@ -40,8 +45,8 @@ class Shadow:
         self._levels: list[OrderedDict[Standing, None]] = [OrderedDict() for _ in range(LEVELS)]
         self._top_level = 0
 
-    def replay(self, ref: ChainReference, bases: list[int]) -> int:
-        """Replay one request; returns the blocks hit: its longest resident prefix.
+    def replay(self, ref: ChainReference, bases: list[int]) -> Generator[None, None, int]:
+        """Replay one request, in steps; returns the blocks hit: its longest resident prefix.
 
         `bases[i]`: where ref.old[i] began before this request; the last of its `shadow_ends` says where it begins now.
         """
@@ -57,7 +62,7 @@ class Shadow:
             if held <= stop:
                 del levels[run.level][run]
         self.used_blocks += hit
-        end = self._admit(ref, hit)
+        end = yield from self._admit(ref, hit)
         for run, start, stop in reversed(ref.new):  # tail first, as in the real order
             if end > start:
                 run.shadow_ends[number] = min(end, stop)
@@ -66,15 +71,20 @@ class Shadow:
                     self._top_level = run.level
         return hit
 
-    def _admit(self, ref: ChainReference, hit: int) -> int:
+    def _admit(self, ref: ChainReference, hit: int) -> Generator[None, None, int]:
         """Admit the blocks that missed, head first; returns the depth up to which the request is held then."""
-        bonus_s, depth = self.beta * ref.gap_s, hit
+        bonus_s, depth, evictions = self.beta * ref.gap_s, hit, 0
         for run, _, stop in ref.new:
             rank_max = ref.mono_s - self.theta * run.gap_s + bonus_s * run.level / 2 if self.theta else inf
             while depth < stop:
-                free = self.capacity - self.used_blocks or self._evict(stop - depth, bonus_s, rank_max)
+                free = self.capacity - self.used_blocks
                 if not free:
-                    return depth
+                    evictions += 1
+                    if not evictions % EVICTED_AT_ONCE:
+                        yield
+                    free = self._evict(stop - depth, bonus_s, rank_max)
+                    if not free:
+                        return depth
                 step = min(free, stop - depth)
                 self.used_blocks += step
                 depth += step
@@ -130,18 +140,20 @@ class Duel:
         self._references = 0  # blocks referenced so far
         self._left_at = 0  # `_references` when the first rule was left last
 
-    def train(self, ref: ChainReference) -> None:
-        """Replay one request in every shadow, then choose the rule in force."""
+    def train(self, ref: ChainReference) -> Iterator[None]:
+        """Replay one request in every shadow, then choose the rule in force. In steps, each of at most EVICTED_AT_ONCE
+        evictions in one shadow; a request is replayed to its end before the next."""
         # shadow_ends: the depth up to which each shadow holds the run, and last the depth where the run begins.
         for run, start, _ in ref.new:
-            run.shadow_ends = [start] * (len(self.shadows) + 1)
+            run.shadow_ends = array("I", [start]) * (len(self.shadows) + 1)
         ref.old = [part for part in ref.old if part[0].shadow_ends]  # else it arrived before any reference named it
         bases = [run.shadow_ends[-1] for run, _, _ in ref.old]
         for run, _, stop in ref.old:
             run.shadow_ends[-1] = stop
         fade = exp(-ref.blocks / self._window)
         for shadow in self.shadows:
-            self.scores[shadow.number] = self.scores[shadow.number] * fade + shadow.replay(ref, bases)
+            hits = yield from shadow.replay(ref, bases)
+            self.scores[shadow.number] = self.scores[shadow.number] * fade + hits
         self._references += ref.blocks
         self._choose(max(range(len(self.scores)), key=self.scores.__getitem__))
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvtier.errors import CorruptError
+from kvtier.policies import gapduel, shadows
 from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.lru import LRU
 
@@ -161,3 +162,33 @@ def test_a_false_alarm_makes_the_next_one_less_likely():
         follow(120.0, 1)
         follow(99.9, 1)
     assert follow(109.0, 1) == 0 and follow(111.0, 1) == 1  # bounded
+
+
+def test_a_long_request_is_replayed_in_steps(monkeypatch):
+    """It evicts a thousand runs in each shadow; the scores are those of a replay at once."""
+    requests = [[b"%04d %04d" % (number, depth) for depth in range(10)] for number in range(300)]
+    long = [b"long %04d" % depth for depth in range(2990)]
+    evictions, plain = 0, shadows.Shadow._evict
+
+    def counted(shadow, *rest):
+        nonlocal evictions
+        evictions += 1
+        return plain(shadow, *rest)
+
+    monkeypatch.setattr(shadows.Shadow, "_evict", counted)
+    policy, whole = GapDuel(3000), GapDuel(3000)
+    for number, chain in enumerate([*requests, *requests[-50:]]):
+        for each in (policy, whole):
+            each.reference(chain, 0, float(number))
+            each.train()
+    for each in (policy, whole):
+        each.reference(long, 0, 1000.0)
+    whole.train()
+    evictions, most = 0, 0
+    for _ in policy.train_steps():
+        most, evictions = max(most, evictions), 0
+        for shadow in policy._duel.shadows:
+            assert 0 < shadow.used_blocks <= 3000
+    assert 0 < max(most, evictions) <= (gapduel.REPLAYED_AT_ONCE + 4) * shadows.EVICTED_AT_ONCE
+    assert policy._duel.scores == whole._duel.scores and not policy._waiting
+    policy.check(set())

@@ -76,7 +76,7 @@ def request(policy: Ranking, number: int, resident: set[BlockKey], blocks: int =
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_of_evicted_blocks_only_prints_are_remembered_and_they_are_found_again(name: str) -> None:
-    """A name costs 96 bytes and its entry, a print 8. The request that returns finds the whole chain known."""
+    """A name costs 96 bytes and its entry, a print 4. The request that returns finds the whole chain known."""
     policy, resident = make_policy(name, 1000), set[BlockKey]()
     assert isinstance(policy, Ranking)
     chains = [request(policy, number, resident) for number in range(50)]

@@ -81,9 +81,6 @@ class ARC(Ungraded):
                     return key
         return self._fresh.deepest(movable) if newcomer is None else None
 
-    def train(self) -> None:
-        """Nothing."""
-
     def check(self, resident: set[BlockKey]) -> None:
         held = [*self._once, *self._again, *self._fresh]
         assert len(held) == len(set(held)) and set(held) == resident, "policy and tier disagree"

@@ -65,6 +65,12 @@ class Ungraded(ABC):
         self.remove(victim)
         return [victim]
 
+    def train(self) -> None:  # noqa: B027
+        """Nothing."""
+
+    def train_steps(self) -> Iterator[None]:
+        return iter(())
+
     def attach(self, priority_of: Callable[[BlockKey], int], *, scoped: bool) -> None:  # noqa: B027
         """Nothing."""
 

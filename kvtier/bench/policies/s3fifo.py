@@ -86,9 +86,6 @@ class S3FIFO(Ungraded):
                 queue.move_to_end(key)
         return self._fresh.deepest(movable) if newcomer is None else None
 
-    def train(self) -> None:
-        """Nothing."""
-
     def check(self, resident: set[BlockKey]) -> None:
         held = [*self._small, *self._main, *self._fresh]
         assert len(held) == len(set(held)) and set(held) == resident == self._uses.keys(), "policy and tier disagree"
