@@ -12,8 +12,13 @@ def test_every_verb_has_a_figure() -> None:
     entry = asyncio.run(_Subject(2000).measure())
     assert entry["blocks"] == 2000 and isinstance(entry["bytes_per_block"], int)
     assert isinstance(entry["bytes_per_block_with_evicted"], int)
-    assert {"fill", "put", "get", "match", "stats", "space", "purge", "evict"} == set(entry["verbs"])
-    assert all(figure["us_per_block"] > 0 and figure["lock_ms"] > 0 for figure in entry["verbs"].values())
+    alone = {"fill", "put", "get", "match", "train", "stats", "space", "purge", "evict"}
+    assert set(entry["verbs"]) == alone | {"pin by name", "list of pins", "end of pins"}
+    below = asyncio.run(_Subject(2000).measure_below())
+    assert set(below) == {"get from below", "guaranteed put", "flush of it", "taken over below"}
+    for figure in [*entry["verbs"].values(), *below.values()]:
+        assert figure["us_per_block"] > 0 and figure["lock_ms"] > 0
+    assert below["get from below"]["loop_ms"] > 0
 
 
 def test_a_lock_measures_the_longest_hold_and_still_excludes() -> None:

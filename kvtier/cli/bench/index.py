@@ -38,10 +38,10 @@ def index(
 
 def _show_scale(results: dict[str, Any]) -> None:
     sizes = results["sizes"]
-    head = [f"{entry['blocks']:,} blocks: µs per block, ms of lock" for entry in sizes]
+    head = [f"{entry['blocks']:,} blocks: µs per block, ms of lock, of loop" for entry in sizes]
     verbs = {verb: None for entry in sizes for verb in entry["verbs"]}
     cells = {
-        verb: [f"{f['us_per_block']:g}, {f['lock_ms']:g}" if (f := entry["verbs"].get(verb)) else "" for entry in sizes]
+        verb: [", ".join(f"{figure:g}" for figure in entry["verbs"].get(verb, {}).values()) for entry in sizes]
         for verb in verbs
     }
     write_table(["thread CPU time", *head], [[verb, *row] for verb, row in cells.items()])
