@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 
 from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Consecutive blocks of a chain, pinned in G2 for the caller, who owes each of `holds` one unpin.
+
+    `found[i]`: the tier where block i of them was; `loaded`: depth → tier of those that were read into G2; `miss`: why
+    the chain is not served further, None if all of it is.
+    """
+
+    holds: Sequence[Hold]
+    found: Sequence[str]
+    loaded: Mapping[int, str]
+    miss: Miss | None
 
 
 class Lease:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
+from kvtier.manager.lease import Promotion
 from kvtier.manager.plan import Costs, Plan, Planning, Where
 from kvtier.manager.slices import SLICE_BLOCKS, in_strides, slices
 from kvtier.manager.traced import traced_lookup, traced_plan
+from kvtier.retention.terms import PRIORITY
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Loaded, Miss, Target
-from kvtier.times import Mono
+from kvtier.times import Mono, Wall
 
 GRACE_S = 1.0
 """How long `close` still waits for loads that nobody waits for."""
@@ -36,20 +38,6 @@ _Load = asyncio.Task[dict[int, LoadOutcome]]
 
 _LOOKUP_BLOCKS_MAX = 4096
 """Blocks that a tier is asked for in one call, at most: fewer where its answer costs more per block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """Consecutive blocks of a chain, pinned in G2 for the caller, who owes each of `holds` one unpin.
-
-    `found[i]`: the tier where block i of them was; `loaded`: depth → tier of those that were read into G2; `miss`: why
-    the chain is not served further, None if all of it is.
-    """
-
-    holds: Sequence[Hold]
-    found: Sequence[str]
-    loaded: Mapping[int, str]
-    miss: Miss | None
 
 
 class Promoter:
@@ -330,26 +318,38 @@ class Promoter:
         of those that turned up meanwhile, or have no slot."""
         joined: dict[_Load, list[int]] = {}
         reserved: list[tuple[int, Slot]] = []
+        overdue_max = max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction))
+        barred = Miss.BREAKER if self._closed else Miss.NO_ROOM if self.overdue >= overdue_max else None
         with self._lock:
-            for index in depths:
-                under_way = self._under_way.get(chain[index])
-                if under_way is not None:
+            at = 0
+            while at < len(depths):
+                index = depths[at]
+                if (under_way := self._under_way.get(chain[index])) is not None:
                     joined.setdefault(under_way, []).append(index)
-                    continue
-                slot = self._reserve_one(chain[index], index)
-                if isinstance(slot, Slot) and slot.state is SlotState.FILLING:
+                elif barred is not None:
+                    found[index] = barred
+                elif slots := self._reserve_leading(chain, depths[at:]):
+                    reserved += zip(depths[at:], slots, strict=False)
+                    at += len(slots) - 1
+                elif isinstance(slot := self._turned_up(chain[index], index), Slot) and slot.state is SlotState.FILLING:
                     reserved.append((index, slot))
                 else:
                     found[index] = Miss.LATE if slot is Miss.PENDING else slot
+                at += 1
         return joined, reserved
 
-    def _reserve_one(self, key: BlockKey, index: int) -> LoadOutcome:
-        """A FILLING slot; or, where the block turned up meanwhile, its READY slot, pinned; or why neither. Under the
-        lock."""
-        if self._closed:
-            return Miss.BREAKER
-        if self.overdue >= max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction)):
-            return Miss.NO_ROOM
+    def _reserve_leading(self, chain: Sequence[BlockKey], depths: Sequence[int]) -> list[Slot]:
+        """FILLING slots for the first of these blocks, as far as they lie one behind the other, and none is here. Under
+        the lock."""
+        first = depths[0]
+        stop = next((at for at, index in enumerate(depths) if index != first + at), len(depths))
+        keys, table = chain[first : first + stop], self._host.index.table
+        numbers, _ = self._host.reserve_leading(keys, first, None, insist=True, priority=PRIORITY, wall_s=Wall(0))
+        return [Slot(number, table) for number in numbers]
+
+    def _turned_up(self, key: BlockKey, index: int) -> LoadOutcome:
+        """The READY slot, pinned, of a block that turned up meanwhile; a FILLING one if it may not be served; or why
+        neither. Under the lock."""
         slot = self._host.reserve(key, index, insist=True)
         if slot is not None:
             return slot

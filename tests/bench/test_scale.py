@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
-from kvtier.bench.tiers.scale import TimedLock, _Subject, chain_of, scope_of_chain
+from kvtier.bench.tiers.scale import Collector, TimedLock, _Subject, chain_of, scope_of_chain
 
 
 def test_every_verb_has_a_figure() -> None:
@@ -15,7 +16,7 @@ def test_every_verb_has_a_figure() -> None:
     alone = {"fill", "put", "get", "match", "train", "stats", "space", "purge", "evict"}
     assert set(entry["verbs"]) == alone | {"pin by name", "list of pins", "end of pins"}
     below = asyncio.run(_Subject(2000).measure_below())
-    assert set(below) == {"get from below", "guaranteed put", "flush of it", "taken over below"}
+    assert set(below) == {"get from below", "guaranteed put", "flush, taken over below"}
     for figure in [*entry["verbs"].values(), *below.values()]:
         assert figure["us_per_block"] > 0 and figure["lock_ms"] > 0
     assert below["get from below"]["loop_ms"] > 0
@@ -35,6 +36,19 @@ def test_a_lock_measures_the_longest_hold_and_still_excludes() -> None:
     for thread in threads:
         thread.join()
     assert inside == list(range(800)) and lock.longest_ns > 0
+
+
+def test_the_time_of_the_garbage_collector_is_told_apart() -> None:
+    collector = Collector()
+    try:
+        cycles = [[] for _ in range(200_000)]
+        for cycle in cycles:
+            cycle.append(cycle)
+        with (lock := TimedLock(collector.thread_time_ns)):
+            gc.collect()
+        assert 0 < lock.longest_ns < collector.longest_ns / 2
+    finally:
+        collector.close()
 
 
 def test_chains_share_nothing_but_scopes() -> None:
