@@ -154,8 +154,10 @@ class AsyncCache(Face):
 
     async def close(self) -> Flushed:
         """See `Cache.close`. Cancelled, it skips the flush, closes everything within a second, and then raises.
-        On another loop than the cache's it raises ClosedError, and the cache stays open."""
-        self.manager.hierarchy.require_loop()
+        On another loop than the cache's it raises ClosedError, and the cache stays open; unless that loop has ended:
+        then it flushes nothing, and gives memory and tiers back."""
+        if not self.manager.hierarchy.stranded:
+            self.manager.hierarchy.require_loop()
         return await self.manager.close()
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,9 +332,40 @@ async def test_a_verb_on_another_event_loop_is_refused_at_once_and_changes_nothi
     assert await asyncio.to_thread(elsewhere, cache.close) == kvtier.Flushed({}, 0, 0), "it is closed, on any loop"
 
 
-def test_a_cache_whose_event_loop_has_ended_says_so() -> None:
-    cache = kvtier.aopen(config(), NS, tiers=[MemoryTier(NS, SystemClock())])
-    asyncio.run(cache.__aenter__())
-    for call in AWAITED.values():
-        refused = elsewhere(lambda call=call: call(cache))  # type: ignore[misc]
-        assert isinstance(refused, ClosedError) and "which has ended" in str(refused), refused
+def test_a_cache_whose_event_loop_has_ended_says_so_and_can_still_be_closed() -> None:
+    """Nothing is flushed: what was under way ended with the loop. Memory and tiers are given back."""
+    tier = MemoryTier(NS, SystemClock())
+    cache = kvtier.aopen(config(), NS, tiers=[tier])
+
+    async def opened() -> None:
+        await cache.__aenter__()
+        assert await cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
+
+    asyncio.run(opened())
+    for name, call in AWAITED.items():
+        if name != "close":
+            refused = elsewhere(lambda call=call: call(cache))  # type: ignore[misc]
+            assert isinstance(refused, ClosedError) and "which has ended" in str(refused), refused
+    assert arena(cache)._maps
+    flushed = elsewhere(cache.close)
+    assert isinstance(flushed, kvtier.Flushed) and flushed.durable["g3"] + flushed.pending <= 8
+    assert not arena(cache)._maps and not tier._opened
+    assert elsewhere(cache.close) == kvtier.Flushed({}, 0, 0), "a second time"
+
+
+def test_a_cache_whose_event_loop_has_ended_closes_its_real_tiers(tmp_path: Path) -> None:
+    tiers = {"g2": {"capacity": 64 * BLOCK}, "g3": {"path": str(tmp_path / "g3"), "capacity": "64 MiB"}}
+    both = kvtier.Config.parse({"tiers": {**tiers, "g4": {"url": f"file://{tmp_path}/g4"}}})
+    cache = kvtier.aopen(both, NS)
+
+    async def used() -> None:
+        await cache.__aenter__()
+        assert await cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
+        await cache.flush()
+
+    asyncio.run(used())
+    began = time.monotonic()
+    assert isinstance(elsewhere(cache.close), kvtier.Flushed)
+    assert time.monotonic() - began < 2 and not arena(cache)._maps
+    with kvtier.open(both, NS) as again:
+        assert again.match(KEYS) == 8, "its folder was given back"

@@ -109,6 +109,11 @@ class Hierarchy:
             with self.lock:
                 self.host.close()
 
+    @property
+    def stranded(self) -> bool:
+        """Whether the loop that this was opened on has ended, and all that ran there with it."""
+        return self._loop is not None and self._loop.is_closed()
+
     def require_loop(self) -> None:
         """While this is open, raises ClosedError on another event loop than the one that it was opened on: its tasks,
         locks and waits are there."""
@@ -216,13 +221,17 @@ class Hierarchy:
                 break
         return count
 
-    def reference(self, chain: Sequence[BlockKey], resident: int, *, stored: bool = False) -> Iterator[None]:
-        """Tell the policy of a request, as `reference_steps` does. Takes the lock for each step; the caller may let
-        others have their turn between two."""
+    def reference(self, chain: Sequence[BlockKey], resident: int, *, stored: bool = False) -> None:
+        """Tell the policy of a request. Takes the lock for a step at a time."""
+        for _ in self.reference_steps(chain, resident, stored=stored):
+            pass
+
+    def reference_steps(self, chain: Sequence[BlockKey], resident: int, *, stored: bool = False) -> Iterator[None]:
+        """`reference`; the caller may let others have their turn between two steps."""
         return self._locked(self.host.policy.reference_steps(chain, resident, self.clock.monotonic(), stored=stored))
 
     def trained(self) -> Iterator[None]:
-        """Have the policy do what no request has to wait for, as `reference` does."""
+        """Have the policy do what no request has to wait for, as `reference_steps` does."""
         return self._locked(self.host.policy.train_steps())
 
     def _locked(self, steps: Iterator[None]) -> Iterator[None]:

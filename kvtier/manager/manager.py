@@ -104,7 +104,7 @@ class Manager:
     async def close(self) -> Flushed:
         """Take in nothing more, flush, then close everything, all within `close_s`, whatever a tier does. Leases still
         out keep their bytes. Idempotent: a second call waits for the first. Cancelling the first skips the flush and
-        leaves CANCELLED_S for the rest, which is done all the same."""
+        leaves CANCELLED_S for the rest, which is done all the same. Where the loop has ended, nothing is flushed."""
         if self._closing is not None:
             await self._closing.ended()
         if self.closed:
@@ -118,6 +118,7 @@ class Manager:
             (0.85, lambda deadline: within(self._saved.write(), deadline, self._clock)),
             (0.95, self.hierarchy.close),
         ]
+        steps = steps[-1:] if self.hierarchy.stranded else steps  # all else ended with its loop
         self._closing = Closing((0.7, self._flush), steps, self._limits.close_s, self._clock)
         return await self._closing.result()
 
@@ -169,8 +170,7 @@ class Manager:
                     miss = self._why(key, self.host.peek(key, time.serve) or Miss.EVICTED)
                     break
         holds = Holds.joined(pins)
-        for _ in self.hierarchy.reference(chain, start + len(holds)):
-            pass
+        self.hierarchy.reference(chain, start + len(holds))
         self._housekeeping.record_use(chain[: start + len(holds)], time.stamp)
         self.demoter.found(chain, range(start + len(holds)))
         return Lease(holds, [self.host.name] * len(holds), miss, self.release, self._housekeeping.forget)
@@ -341,11 +341,9 @@ class Manager:
     def finish_put(self, chain: Sequence[BlockKey], dropped: int = 0) -> None:
         """A put of `chain` is over, and `dropped` of its blocks found no queue: order the rest, tail coldest."""
         resident = self.hierarchy.prefix(chain)
-        if dropped:
-            with self.lock:
-                self.demoter.dropped += dropped
-        for _ in self.hierarchy.reference(chain, resident, stored=True):
-            pass
+        with self.lock:
+            self.demoter.dropped += dropped
+        self.hierarchy.reference(chain, resident, stored=True)
 
     def queue_space(self) -> int:
         """Blocks that the lower tiers' queues would accept now; all of G2 where there is no lower tier."""
@@ -359,6 +357,8 @@ class Manager:
         return await self._flush(deadline)
 
     async def _flush(self, deadline: Mono) -> Flushed:
+        if self.hierarchy.stranded:
+            return self.flushed()
         await self.demoter.drain(deadline)
         await self._housekeeping.flush_uses()
         await within(self.protection.tend(), deadline, self._clock)

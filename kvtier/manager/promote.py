@@ -160,7 +160,7 @@ class Promoter:
         try:
             await self._pin_resident(chain, where, range(start, plan.hit), time, found)
             if not referenced:  # before the loads, so that the policy knows for which request it evicts
-                for _ in self._hierarchy.reference(chain, start + len(found)):
+                for _ in self._hierarchy.reference_steps(chain, start + len(found)):
                     await asyncio.sleep(0)
             await self._load(chain, plan.loads, deadline, found)
             for first in range(start, plan.hit, SLICE_BLOCKS):
