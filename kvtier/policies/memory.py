@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvtier.identity.key_parts import KeyParts
@@ -63,8 +63,12 @@ class RunMemory(ABC):
             return
         if not isinstance(chain, list):
             chain = list(chain)
-        self._fade_some(min(2 * len(chain) + FADED_AT_ONCE, FADED_MAX))  # at least as many as may come
-        old, depth = yield from self._recalled(chain)
+        if self._fading:  # at least as many as may come
+            self._fade_some(min(2 * len(chain) + FADED_AT_ONCE, FADED_MAX))
+        old, depth = self._walk(chain)
+        while not self._recall(old, chain):
+            yield
+            old, depth = self._walk(chain)
         if stored and depth == len(chain):
             for run, _, _ in old:
                 if run is not None and not run.residents:
@@ -164,16 +168,9 @@ class RunMemory(ABC):
             self._compact(run)
         self._mark(run)
 
-    def _recalled(self, chain: list[BlockKey]) -> Generator[None, None, tuple[list[Part], int]]:
-        """`_walk`, and name all blocks of these parts: they may come back. In steps."""
-        old, depth = self._walk(chain)
-        while not self._recall(old, chain):
-            yield
-            old, depth = self._walk(chain)
-        return old, depth
-
     def _recall(self, old: list[Part], chain: list[BlockKey]) -> bool:
-        """Name the first blocks of these parts of a chain that have no names. Whether that was all of them."""
+        """Name the first blocks of these parts of a chain that have no names: they may come back. Whether that was all
+        of them."""
         left = NAMED_AT_ONCE
         for run, depth, count in old:
             if run is not None and run.prints and depth + count > run.named_end:

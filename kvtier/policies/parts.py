@@ -17,18 +17,18 @@ def runs_kept(old: list[Part], stretches: list[Stretch]) -> dict[int, tuple[Run,
     kept: dict[int, tuple[Run, int, int]] = {}
     number = 0
     for run, depth, count in old:
-        if run is None or depth + count != run.end:
+        if run is None or depth + count != (end := run.end):
             continue
         while stretches[number].stop <= depth:
             number += 1
         best, most, at = number, 0, number
-        while at < len(stretches) and stretches[at].start < run.end:
-            shared = min(stretches[at].stop, run.end) - max(stretches[at].start, depth)
+        while at < len(stretches) and stretches[at].start < end:
+            shared = min(stretches[at].stop, end) - max(stretches[at].start, depth)
             if shared > most:
                 best, most = at, shared
             at += 1
         if best not in kept or most > kept[best][2] - kept[best][1]:
-            kept[best] = (run, max(stretches[best].start, depth), min(stretches[best].stop, run.end))
+            kept[best] = (run, max(stretches[best].start, depth), min(stretches[best].stop, end))
     return kept
 
 

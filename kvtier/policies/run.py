@@ -29,6 +29,9 @@ ONCE: Counts = ((1, 1),)
 """Of a block alone, referenced once."""
 
 
+_NO_ENDS = array("I")
+
+
 def level_of(references: int) -> int:
     """Half powers of two in a reference count. Pure."""
     return min(LEVELS - 1, int(2 * log2(references) + 1e-9))
@@ -43,7 +46,7 @@ class Standing:
         self.level = level
         self.last = last
         self.gap_s = gap_s
-        self.shadow_ends = array("I")  # depth up to which each shadow holds it, and last where it begins
+        self.shadow_ends = _NO_ENDS  # depth up to which each shadow holds it, and last where it begins
 
 
 class Stretch:
