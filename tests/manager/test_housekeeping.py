@@ -217,8 +217,8 @@ async def test_three_deaths_of_housekeeping_make_every_block_a_miss_until_it_liv
     async with opened(clock, [MemoryTier(NS, clock)]) as cache:
         await put(cache)
         await cache.flush()
-        train = cache.manager.host.policy.train
-        cache.manager.host.policy.train = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+        train = cache.manager.host.policy.train_steps
+        cache.manager.host.policy.train_steps = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
         await until(lambda: cache.manager.hierarchy.service.health is Health.OUT)
         assert await cache.match(KEYS) == 0 and cache.manager.prefix(KEYS) == 0
         async with cache.get(KEYS) as hit:
@@ -226,7 +226,7 @@ async def test_three_deaths_of_housekeeping_make_every_block_a_miss_until_it_liv
         stats = cache.stats()
         assert stats["g2"]["health"] == "out" and "ZeroDivisionError" in stats["tasks"]["out"]["g2"]
         assert stats["tasks"]["restarts"]["housekeeping"] >= 3
-        cache.manager.host.policy.train = train  # type: ignore[method-assign]
+        cache.manager.host.policy.train_steps = train  # type: ignore[method-assign]
         await until(lambda: cache.manager.hierarchy.service.health is Health.WELL)
         assert await cache.match(KEYS) == 8 and cache.stats()["tasks"]["out"] == {}
 
