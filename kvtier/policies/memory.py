@@ -205,16 +205,17 @@ class RunMemory(ABC):
             depth += count
         return rest, old, False
 
-    def _go_on(self, keys: list[BlockKey], run: Run, reached: int) -> Iterator[None]:
-        """Name the rest of a request, whose `run` ends at the depth reached. Where others take that run meanwhile, what
-        is not known then gets a run of its own. Ends early where others store blocks of it, or it is forgotten."""
-        parts, tick, rank = self._parts, run.tick, run.rank()
+    def _go_on(self, keys: list[BlockKey], last: Run, reached: int) -> Iterator[None]:
+        """Name the rest of a request, whose last run ends at the depth reached. Where others take that run meanwhile,
+        what is not known then gets a run of its own. Ends early where others store blocks of it, or it is forgotten."""
+        parts, tick, rank = self._parts, last.tick, last.rank()
+        run: Run | None = last
         while reached < len(keys):
             yield
             self._fade_some(2 * NAMED_AT_ONCE)
-            mine = (run.tick, run.end, run.named_end) == (tick, reached, reached) and run.live and not run.torn
-            if not mine or self._find(keys[reached]) is not None:
-                before, (_, reached), run = reached, self._walk(keys), None
+            if not self._ends_at(run, reached, tick) or self._find(keys[reached]) is not None:
+                before, run = reached, None
+                _, reached = self._walk(keys)
                 if reached < before or reached == len(keys):
                     return
             more = keys[reached : reached + NAMED_AT_ONCE]
@@ -222,6 +223,12 @@ class RunMemory(ABC):
                 return
             run = self._extend(run, more, reached, tick, rank)
             reached += len(more)
+
+    def _ends_at(self, run: Run | None, depth: int, tick: int) -> bool:
+        """Whether a run is still a request's, whole up to this depth."""
+        if run is None or run.torn or not run.live:
+            return False
+        return (run.tick, run.end, run.named_end) == (tick, depth, depth)
 
     def _extend(self, run: Run | None, more: list[BlockKey], depth: int, tick: int, rank: Stretch) -> Run:
         """Name blocks from `depth` on, where `run` ends; None: in a new one of this rank. Returns it."""
