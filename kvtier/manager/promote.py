@@ -36,8 +36,7 @@ LoadOutcome = Slot | Miss
 _Load = asyncio.Task[dict[int, LoadOutcome]]
 """Reads a slice into reserved slots; its result is an outcome for each of them."""
 
-_LOOKUP_BLOCKS_MAX = 4096
-"""Blocks that a tier is asked for in one call, at most: fewer where its answer costs more per block."""
+_LOOKUP_BLOCKS_MAX = 4096  # that a tier is asked for in one call: fewer where its answer costs more per block
 
 
 class Promoter:
@@ -318,10 +317,9 @@ class Promoter:
         of those that turned up meanwhile, or have no slot."""
         joined: dict[_Load, list[int]] = {}
         reserved: list[tuple[int, Slot]] = []
-        overdue_max = max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction))
+        at, overdue_max = 0, max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction))
         barred = Miss.BREAKER if self._closed else Miss.NO_ROOM if self.overdue >= overdue_max else None
         with self._lock:
-            at = 0
             while at < len(depths):
                 index = depths[at]
                 if (under_way := self._under_way.get(chain[index])) is not None:
@@ -413,18 +411,20 @@ class Promoter:
                     if not isinstance(result, Loaded):
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
-                        continue
-                    life = result.life.dated_by(began)
-                    kept = self._host.commit(slot, generation, life, result.digest, result.priority)
-                    outcomes[index] = slot if kept else Miss.PURGED
-                    if kept:
+                    elif self._host.commit(
+                        slot, generation, result.life.dated_by(began), result.digest, result.priority
+                    ):
                         self._host.pins.add(slot)
+                        outcomes[index] = slot
+                    else:
+                        outcomes[index] = Miss.PURGED
                 self._host.tell([slot for slot in outcomes.values() if isinstance(slot, Slot)])
         return outcomes
 
     def _abandon(self, load: _Load, blocks: int) -> None:
         """Nobody waits for this load of so many blocks any more: undo its pins when it ends."""
-        self.overdue += (waiting := 0 if load.done() else blocks)
+        waiting = 0 if load.done() else blocks
+        self.overdue += waiting
         self._abandoned.add(load)
 
         def ended(load: _Load) -> None:

@@ -10,7 +10,7 @@ from itertools import groupby
 from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.parts import Part
-from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, SLACK, Run, print_of
+from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, SLACK, Run, Stretch, print_of
 from kvtier.times import Mono
 
 ARRIVING_MAX = 256
@@ -37,6 +37,7 @@ class RunMemory(ABC):
         self._parts = self._idents_by_key.dicts
         self._marks: list[dict[int, Run]] = [{} for _ in range(KEY_PARTS)]  # runs whose first block is not named
         self._number = 0  # of the latest run
+        self._mono_s = Mono(0)  # of the latest reference
         self._known = 0  # blocks remembered
         self._residents = 0
         self._graded = False  # whether there ever was a priority but the usual one
@@ -75,16 +76,8 @@ class RunMemory(ABC):
                     self._await(run)
             return
         keys, run, reached = self._refer(chain, old, depth, mono_s)
-        tick = run.tick
-        while reached < len(keys):
-            yield
-            self._fade_some(2 * NAMED_AT_ONCE)
-            if (run.tick, run.end, run.named_end) != (tick, reached, reached) or run.torn or not run.live:
-                return  # others named this chain, or it is forgotten from here on
-            more = keys[reached : reached + NAMED_AT_ONCE]
-            if not self._extend(run, more):
-                return
-            reached += len(more)
+        if reached < len(keys):
+            yield from self._go_on(keys, run, reached)
 
     @abstractmethod
     def _refer(
@@ -96,6 +89,10 @@ class RunMemory(ABC):
     @abstractmethod
     def _leave(self, run: Run) -> None:
         """The order of eviction loses a run."""
+
+    @abstractmethod
+    def _list(self, run: Run) -> None:
+        """A run has a rank now: it gets its number, and a place in the order of eviction."""
 
     @abstractmethod
     def _regrade(self, run: Run) -> None:
@@ -208,18 +205,46 @@ class RunMemory(ABC):
             depth += count
         return rest, old, False
 
-    def _extend(self, run: Run, more: list[BlockKey]) -> bool:
-        """Name the next blocks of a request, where `run` ends. Nothing, and False, if others stored or named some."""
-        parts = self._parts
-        if len(set(more)) < len(more) or any(key in parts[key[-1]] for key in more):
+    def _go_on(self, keys: list[BlockKey], last: Run, reached: int) -> Iterator[None]:
+        """Name the rest of a request, whose last run ends at the depth reached. Where others take that run meanwhile,
+        what is not known then gets a run of its own. Ends early where others store blocks of it, or it is forgotten."""
+        parts, tick, rank = self._parts, last.tick, last.rank()
+        run: Run | None = last
+        while reached < len(keys):
+            yield
+            self._fade_some(2 * NAMED_AT_ONCE)
+            if not self._ends_at(run, reached, tick) or self._find(keys[reached]) is not None:
+                before, run = reached, None
+                _, reached = self._walk(keys)
+                if reached < before or reached == len(keys):
+                    return
+            more = keys[reached : reached + NAMED_AT_ONCE]
+            if len(set(more)) < len(more) or any(key in parts[key[-1]] for key in more):
+                return
+            run = self._extend(run, more, reached, tick, rank)
+            reached += len(more)
+
+    def _ends_at(self, run: Run | None, depth: int, tick: int) -> bool:
+        """Whether a run is still a request's, whole up to this depth."""
+        if run is None or run.torn or not run.live:
             return False
-        run.blocks += tuple(more)
-        run.here += bytes(len(more))
-        run.live += len(more)
+        return (run.tick, run.end, run.named_end) == (tick, depth, depth)
+
+    def _extend(self, run: Run | None, more: list[BlockKey], depth: int, tick: int, rank: Stretch) -> Run:
+        """Name blocks from `depth` on, where `run` ends; None: in a new one of this rank. Returns it."""
+        if run is None:
+            run = Run(more, bytearray(len(more)), depth, tick, self._mono_s)
+            run.take_rank(rank, tick, self._mono_s)
+            self._enrol(run)
+            self._list(run)
+        else:
+            run.blocks += tuple(more)
+            run.here += bytes(len(more))
+            run.live += len(more)
+            self._label(more, run)
         self._known += len(more)
-        self._label(more, run)
         self._forget(2 * len(more) + 8)
-        return True
+        return run
 
     def _enrol(self, run: Run) -> None:
         """Remember a new run, and the names of its blocks."""

@@ -237,6 +237,12 @@ class Run:
         self.live = len(blocks)
         self.transits = False
 
+    def rank(self) -> Stretch:
+        """The rank that it has, for another run of the same request. That one is no part of what the shadows hold."""
+        stretch = Stretch(self.base, self.end, self.length, self.level, self.counts)
+        stretch.gap_s = self.gap_s
+        return stretch
+
     def take_rank(self, stretch: Stretch, tick: int, last: Mono) -> None:
         """The rank that a request gives it; counts its residents."""
         self.tick, self.last = tick, last

@@ -65,7 +65,6 @@ class Ranking(RunMemory):
         self._arriving: deque[tuple[Run, int, int]] = deque()
         self._priority_of: Callable[[BlockKey], int] = lambda _: PRIORITY
         self._tick = 0
-        self._mono_s = Mono(0)
         self._bonus_s = 0.0
         self._coldest: Run | None = None  # remembered between evictions of one request, for the same
         self._among: tuple[Scope | None, int] = (None, PRIORITY_MAX)

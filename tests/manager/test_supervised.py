@@ -166,11 +166,11 @@ async def test_a_load_that_fails_for_a_reason_of_ours_is_a_miss_and_counted() ->
         def broken(*_: object) -> None:
             raise Injected
 
-        cache.manager.lower["g3"]._notify = broken
+        cache.manager.lower["g3"].subscribe(broken)
         async with cache.get(KEYS) as hit:
             assert len(hit) == 0 and hit.miss == "error"
         assert cache.stats()["tasks"]["restarts"] == {"g3 load": 1}
-        cache.manager.lower["g3"]._notify = None
+        cache.manager.lower["g3"].subscribe(None)
         async with cache.get(KEYS) as hit:
             assert [bytes(block) for block in hit.blocks] == payloads_of(list(KEYS), BLOCK)
         await until(lambda: not any(slot.pins for slot in cache.manager.host.index.values()))

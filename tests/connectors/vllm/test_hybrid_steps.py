@@ -164,7 +164,9 @@ class Storm:
         cache = self.engine.cache
         if cache is not None and (keys := list(cache.manager.host.index)):
             gone = set(self.chance.sample(keys, min(len(keys), self.chance.choice([1, 1, 8]))))
-            cache.manager.host.drop_where(lambda slot: slot.key in gone)
+            with cache.manager.lock:
+                for key in gone:
+                    cache.manager.host.drop(key)
 
     def break_once(self) -> None:
         owner, call = self.chance.choice(RAISING)
