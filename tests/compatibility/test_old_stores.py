@@ -565,10 +565,10 @@ def records_of(store: Store) -> dict[bytes, Any]:
             out[key] = (raw[:16], len(raw))
         elif key.startswith(b"mnote") and key.endswith(b"clock"):
             out[key] = (raw[:24], len(raw))  # magic and both times; the boot follows
-        elif key == b"mcounters":
+        elif key[1:] == b"counters":
             _serial, _tick, blocks, size, _segments = struct.unpack("<QQQQI", raw)
             out[key] = (blocks, size)
-        elif key in (b"muuid", b"mbudget"):
+        elif key in (b"muuid", b"mbudget", b"pbudget"):
             out[key] = len(raw)
         elif key.startswith(b"m"):
             out[key] = raw

@@ -16,7 +16,6 @@ from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
-    COUNTERS_KEY,
     FREE,
     GEOMETRY_KEY,
     ORDER,
@@ -101,7 +100,8 @@ class _Pass:
             seen.add(txn.id())
             self._see_guests()
             self._see_bad_places(txn)
-            counters, geometry = Counters.decode(txn.get(COUNTERS_KEY)), Geometry.decode(txn.get(GEOMETRY_KEY))
+            counters = Counters.decode(txn.get(self._layout.counters_key))
+            geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
             shares = shares_of(txn)
             draining = promises_in(txn).keys()
             self._unfilled = [unfilled_in(key) for key, _ in rows(txn, UNFILLED_KEY)]

@@ -1,6 +1,6 @@
 """What a G3 store may still write today: one token bucket per directory, in its index, for all processes and restarts.
 
-    meta key, after the "m"     value
+    key                         value
     "budget"                    level f64, CLOCK_BOOTTIME f64 and boot id (16) when that was so, then u64s: bytes leased
                                 and written, bytes of stored blocks
 
@@ -20,9 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.tiers.disk.records import META
-
-BUDGET_KEY = META + b"budget"
 DAY_S = 86_400.0
 COMMIT_BYTES = 128 << 10
 """Of a transaction whose writes nobody counted: of a process that ended, or where the kernel does not tell."""
@@ -68,19 +65,20 @@ class Balance:
         return not allowance.per_day or self.level_at(allowance) >= min(size, allowance.per_day / 24)
 
 
-def read_balance(txn: Any) -> Balance:
-    """The balance of a store; none where the record is missing or foreign."""
-    raw = txn.get(BUDGET_KEY)
+def read_balance(txn: Any, key: bytes) -> Balance:
+    """The balance of a store, under `key` (`Layout.budget_key`); none where the record is missing or foreign."""
+    raw = txn.get(key)
     return Balance(*_BALANCE.unpack(raw)) if raw is not None and len(raw) == _BALANCE.size else Balance()
 
 
 class WriteBudget:
     """The balance in an LMDB write transaction. `save` must be called before the commit."""
 
-    def __init__(self, txn: Any, allowance: Allowance) -> None:
+    def __init__(self, txn: Any, key: bytes, allowance: Allowance) -> None:
         self._txn = txn
+        self._key = key
         self._allowance = allowance
-        before = read_balance(txn)
+        before = read_balance(txn, key)
         # A process without a bound does not know how fast the bucket fills.
         self._at = (allowance.now_s, allowance.boot) if allowance.per_day else (before.at_s, before.boot)
         self._level = before.level_at(allowance) if allowance.per_day else before.level
@@ -104,7 +102,7 @@ class WriteBudget:
     def save(self) -> None:
         """Write the balance."""
         now_s, boot = self._at
-        self._txn.put(BUDGET_KEY, _BALANCE.pack(self._level, now_s, boot, max(0, self._written), self._stored))
+        self._txn.put(self._key, _BALANCE.pack(self._level, now_s, boot, max(0, self._written), self._stored))
 
 
 def thread_written() -> int | None:

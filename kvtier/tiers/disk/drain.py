@@ -29,7 +29,6 @@ from kvtier.tiers.disk.gifts import Gift, gifts
 from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
-    COUNTERS_KEY,
     GEOMETRY_KEY,
     RESERVED,
     RETAINED_KEY,
@@ -151,7 +150,7 @@ class Drain:
                 self._begin_sweep(txn, promises)
                 return None
             geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
-            now = Counters.decode(txn.get(COUNTERS_KEY)).tick
+            now = Counters.decode(txn.get(index.layout.counters_key)).tick
             worths = worths_in(txn, geometry.capacity)
             classes = {number_of(key): Segment.decode(raw).slot_class for key, raw in rows(txn, SEGMENTS)}
         if promises:
@@ -225,7 +224,7 @@ class Drain:
         self._survey = None
         if not picked:
             if not promised:
-                now = Counters.decode(txn.get(COUNTERS_KEY)).tick
+                now = Counters.decode(txn.get(index.layout.counters_key)).tick
                 until = now + 2 + survey.rows // ROWS_PER_TXN_REFUSED
                 index.demand.refuse(survey.taker, until, must=survey.must)
             return None

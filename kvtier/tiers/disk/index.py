@@ -37,7 +37,7 @@ from kvtier.tiers.disk.owner import Owner, boot_offset_ns
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.purged import covering, purged_until
 from kvtier.tiers.disk.records import (
-    COUNTERS_KEY,
+    FIRST_FORMAT,
     FORMAT_KEY,
     FORMATS,
     GEOMETRY_KEY,
@@ -121,8 +121,10 @@ class Index:
                 txn.put(FORMAT_KEY, SHORT_FORMAT.to_bytes(4, "little"))
                 txn.put(UUID_KEY, uuid)
                 txn.put(GEOMETRY_KEY, geometry.encode())
+                # Releases before this format decode their own record before they look at the format, and refuse it.
+                txn.put(Layout(FIRST_FORMAT).counters_key, Counters().encode())
                 # A reservation or an entry of an earlier index must not be taken for one of this.
-                txn.put(COUNTERS_KEY, Counters(serial=secrets.randbits(62)).encode())
+                txn.put(Layout(SHORT_FORMAT).counters_key, Counters(serial=secrets.randbits(62)).encode())
         finally:
             env.close()
         with (draft / "data.mdb").open("r+b") as file:
@@ -163,19 +165,19 @@ class Index:
                 found = txn.get(FORMAT_KEY)
                 if found is None or txn.get(UUID_KEY) is None:
                     raise Unusable("it has no format record")
-                Counters.decode(txn.get(COUNTERS_KEY, default=b""))
+                known = int.from_bytes(found, "little")
+                if known not in FORMATS:  # its other records may lie elsewhere
+                    raise FormatError(f"{path} is an index of format {known}, this version reads {FORMATS}")
+                layout = Layout(known)
+                Counters.decode(txn.get(layout.counters_key, default=b""))
                 Geometry.decode(txn.get(GEOMETRY_KEY, default=b""))
-            if int.from_bytes(found, "little") not in FORMATS:
-                raise FormatError(
-                    f"{path} is an index of format {int.from_bytes(found, 'little')}, this version reads {FORMATS}"
-                )
             env.reader_check()
         except BaseException as error:
             env.close()
             if isinstance(error, (lmdb.Error, struct.error)) and is_damage(error):
                 raise Unusable(str(error)) from None
             raise
-        return cls(path, env, owner, Layout(int.from_bytes(found, "little")))
+        return cls(path, env, owner, layout)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Any]:
@@ -254,7 +256,7 @@ class Index:
     def usage(self) -> tuple[int, int]:
         """(blocks, slot bytes they occupy), of all namespaces."""
         with self.reading() as txn:
-            counters = Counters.decode(txn.get(COUNTERS_KEY))
+            counters = Counters.decode(txn.get(self.layout.counters_key))
         return counters.blocks, counters.slot_bytes
 
     def disk_bytes(self) -> int:
@@ -331,7 +333,7 @@ class Index:
     def balance(self) -> Balance:
         """What was written, and what may be."""
         with self.reading() as txn:
-            return read_balance(txn)
+            return read_balance(txn, self.layout.budget_key)
 
     def allowance(self, per_day: float, now_s: float) -> Allowance:
         """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME."""

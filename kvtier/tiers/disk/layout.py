@@ -1,9 +1,13 @@
-"""What depends on the format of an index: how names of blocks and entries are written.
+"""What depends on the format of an index: how names of blocks and entries are written, and where what each commit
+changes lies.
 
 Since SHORT_FORMAT a name is written with the first 6 bytes of its namespace's digest; the digest is found in the
 namespace's record, which the first commit of a block makes. An entry has no bytes for stamps that are not there. So a
 page holds more rows, and the tree is a level lower: a put changes fewer pages. Indexes of earlier formats have whole
 names and padded entries, and stay as they are.
+
+The two records that every commit changes lie between the end of `order`, where a put adds a row, and `reserved`: most
+often in a page that the put changes anyway. In earlier formats they are with the other records of `meta`.
 
 Full names sort as written ones do. Two namespaces with the same 6 bytes are one in 2^48: the second one's blocks are
 refused. Should one be looked for, the entry's check, which covers the full name, fails.
@@ -16,7 +20,7 @@ from typing import Any
 
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import NAMESPACE_BYTES
-from kvtier.tiers.disk.records import BLOCKS, NAMESPACE_KEY, ORDER, SHORT_FORMAT, Entry, number_key, rows
+from kvtier.tiers.disk.records import BLOCKS, META, NAMESPACE_KEY, ORDER, PULSE, SHORT_FORMAT, Entry, number_key, rows
 
 SHORT_BYTES = 6
 
@@ -26,6 +30,8 @@ class Layout:
 
     def __init__(self, index_format: int) -> None:
         self._short = index_format >= SHORT_FORMAT
+        table = PULSE if self._short else META
+        self.counters_key, self.budget_key = table + b"counters", table + b"budget"
         self._digests: dict[bytes, bytes] = {}  # by their first bytes; their records are never deleted
 
     def written(self, name: bytes) -> bytes:

@@ -6,6 +6,7 @@
     f  free       class ‖ segment ‖ slot (big-endian)                          empty
     m  meta       see below                                                    …
     o  order      class ‖ rank ‖ 2^32-1-depth ‖ segment ‖ slot (big-endian)    name as written
+    p  pulse      "counters", "budget": what every commit changes               as below
     r  reserved   segment ‖ slot (big-endian)                                  SlotReservation
     s  segments   segment (big-endian)                                         Segment
     v  spare      segment (big-endian)                                         empty
@@ -14,7 +15,7 @@
     "format"                    u32: FORMAT
     "uuid"                      16 bytes, the same as in every part's STORE.json
     "geometry"                  kvtier.tiers.disk.allocator.Geometry
-    "counters"                  Counters
+    "counters"                  Counters; in the table `pulse` since SHORT_FORMAT
     "namespace" ‖ digest        the namespace's fields as JSON
     "purged" ‖ digest ‖ scope   f64: the tombstone; blocks born until then are misses for ever
     "kept" ‖ name (80)          f64: the block is retained, not evicted before that time
@@ -79,9 +80,9 @@ SPAN = struct.Struct("<dd")
 
 ENTRY_BYTES_MIN = _BODY.size + LIFETIME_BYTES_MIN + _CHECK.size
 
-BLOCKS, FILL, FREE, META, ORDER, RESERVED, SEGMENTS, SPARE = b"b", b"c", b"f", b"m", b"o", b"r", b"s", b"v"
+BLOCKS, FILL, FREE, META, ORDER, PULSE, RESERVED, SEGMENTS, SPARE = b"b", b"c", b"f", b"m", b"o", b"p", b"r", b"s", b"v"
 UUID_KEY, FORMAT_KEY = META + b"uuid", META + b"format"
-GEOMETRY_KEY, COUNTERS_KEY = META + b"geometry", META + b"counters"
+GEOMETRY_KEY = META + b"geometry"
 NAMESPACE_KEY, PURGED_KEY = META + b"namespace", META + b"purged"
 RETAINED_KEY, NOTE_KEY = META + b"kept", META + b"note"
 

@@ -25,7 +25,6 @@ from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.purged import Purged
 from kvtier.tiers.disk.quota import Shares, scope_in
 from kvtier.tiers.disk.records import (
-    COUNTERS_KEY,
     GEOMETRY_KEY,
     NAMESPACE_KEY,
     NOTE_KEY,
@@ -81,14 +80,14 @@ class WriteTxn:
         self._owner = owner
         self._layout = layout
         self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
-        counters = Counters.decode(txn.get(COUNTERS_KEY))
+        counters = Counters.decode(txn.get(layout.counters_key))
         self._serial = counters.serial
         self.tick: int = counters.tick + 1
         self.evicted: list[bytes] = []  # names of evicted blocks
         self._memory = memory
         self._retained = Retained(txn)
         self.purged = Purged(txn, purges)
-        self.budget = WriteBudget(txn, allowance)
+        self.budget = WriteBudget(txn, layout.budget_key, allowance)
         self.segments = Segments(txn, self.geometry, counters.segments, memory.demand, may_grow=may_grow)
         self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
         order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
@@ -109,7 +108,7 @@ class WriteTxn:
         self.budget.save()
         entries, segments = self._entries, self.segments
         counters = Counters(self._serial, self.tick, entries.blocks, entries.slot_bytes, segments.count)
-        self._txn.put(COUNTERS_KEY, counters.encode())
+        self._txn.put(self._layout.counters_key, counters.encode())
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""

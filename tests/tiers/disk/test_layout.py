@@ -14,6 +14,7 @@ from kvtier.encryption import EncryptionHeader
 from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth
+from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -22,6 +23,7 @@ from kvtier.tiers.disk.records import (
     NAMESPACE_KEY,
     SHORT_FORMAT,
     SLOT_ALIGN,
+    Counters,
     Entry,
     NewBlock,
     is_encrypted,
@@ -40,6 +42,15 @@ def test_a_new_index_writes_a_few_bytes_of_the_namespace() -> None:
     assert Layout(SHORT_FORMAT).key(NAME[:40]) == BLOCKS + NAME[:6] + NAME[32:40]
     for known in (FIRST_FORMAT, ENCRYPTED_FORMAT):
         assert Layout(known).key(NAME) == BLOCKS + NAME
+
+
+def test_earlier_releases_get_as_far_as_the_format(tmp_path: Path) -> None:
+    """They take an index without these records for damaged, and make a new one in its place."""
+    with _store(tmp_path, 8) as store, store.index.reading() as txn:
+        assert int.from_bytes(txn.get(b"mformat"), "little") == SHORT_FORMAT
+        assert len(txn.get(b"muuid")) == 16
+        assert Counters.decode(txn.get(b"mcounters")) == Counters()
+        assert Geometry.decode(txn.get(b"mgeometry")).capacity == 8 * SLOT_ALIGN
 
 
 def test_stamps_that_are_not_there_take_no_bytes() -> None:

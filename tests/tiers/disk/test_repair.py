@@ -20,7 +20,6 @@ from kvtier.tiers.disk.damage_mark import is_marked, mark
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.records import (
-    COUNTERS_KEY,
     FREE,
     GEOMETRY_KEY,
     ORDER,
@@ -70,7 +69,7 @@ async def works_again(tier: DiskTier, seconds: float = 20.0) -> None:
 
 
 RECORDS = {
-    "counters": (COUNTERS_KEY, b"short"),
+    "counters": (Layout(SHORT_FORMAT).counters_key, b"short"),
     "geometry": (GEOMETRY_KEY, b""),
     "free": (FREE + b"\0\0\0\1", b""),
     "reserved": (RESERVED + b"\0\0", b"x"),
@@ -194,7 +193,7 @@ async def test_two_processes_let_go_of_a_damaged_index_and_one_repairs_it(tmp_pa
                 return await asyncio.wait_for(child.stdout.readline(), 30)
 
             assert await says() == b"open True\n"
-            damage(tier, COUNTERS_KEY, b"short")
+            damage(tier, Layout(SHORT_FORMAT).counters_key, b"short")
             child.stdin.write(b"\n")
             assert await says() == (b"met\n" if meets == "meets" else b"idle\n")
             with pytest.raises(TierError):
@@ -257,5 +256,5 @@ async def test_serials_of_two_indexes_differ(tmp_path: Path) -> None:
     for name in "abc":
         async with opened(tmp_path / name) as tier:
             with tier._store.index.reading() as txn:
-                serials.add(Counters.decode(txn.get(COUNTERS_KEY)).serial >> 32)
+                serials.add(Counters.decode(txn.get(Layout(SHORT_FORMAT).counters_key)).serial >> 32)
     assert len(serials) == 3
