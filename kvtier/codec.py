@@ -71,8 +71,11 @@ def require() -> None:
 def encode_unit(unit: memoryview) -> memoryview | None:
     """The stored bytes of a unit; None if it would not shrink by SAVING_MIN, so that it is to be stored as it is.
 
-    `unit`: contiguous little-endian elements. May run on any thread; the interpreter lock is free most of the time.
+    `unit`: contiguous little-endian elements; one of an odd number of bytes has none, and is stored as it is. May run
+    on any thread; the interpreter lock is free most of the time.
     """
+    if len(unit) % ELEMENT_BYTES:
+        return None
     elements = _elements(unit)
     count = len(elements)
     if not count or _saving(elements) < SAVING_MIN:

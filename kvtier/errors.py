@@ -70,6 +70,10 @@ class TierFull(TierError):
     """A tier, or the volume below it, has no space left."""
 
 
+class KeyUnavailable(TierError):
+    """A tenant's data key cannot be had now, for which no tier is to blame: its blocks are not stored, others' are."""
+
+
 class TierUnavailable(TierError):
     """A tier cannot be opened now, for a fault of the machine that the message names. It was left as it is: opened
     later, it has what it held."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvtier.clock import Clock
 from kvtier.encryption import DataKey
-from kvtier.errors import CorruptError, TierError, TierTimeout
+from kvtier.errors import CorruptError, KeyUnavailable, TierError
 from kvtier.identity.keys import Scope, tenant_of
 from kvtier.keyring import DATA_KEY_BYTES, Keyring, UnknownKey
 from kvtier.tiers.protocol import Miss
@@ -90,43 +90,41 @@ class StoredKeys:
         self._keyring = keyring
         self._clock = clock
         self._known: dict[Scope, tuple[Mono, DataKey | Miss]] = {}  # by tenant; until when; the oldest first
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # not held while the store is asked: one key that hangs is one tenant's
 
     def peek(self, scope: Scope) -> DataKey | Miss:
         until, known = self._known.get(tenant_of(scope), (Mono("-inf"), Miss.LATE))
         return known if self._clock.monotonic() < until else Miss.LATE
 
     def find(self, scope: Scope) -> DataKey | Miss:
-        with self._lock:
-            known = self.peek(scope)
-            if known is not Miss.LATE:
-                return known
-            asked = self._clock.monotonic()
-            try:
-                found = self._store.read(self.name_of(scope))
-                key = Miss.NO_KEY if found is None else self._unwrap(scope, found)
-            except (TierError, CorruptError, UnknownKey) as error:
-                log.warning("a tenant's data key cannot be read, so its encrypted blocks are misses: %s", error)
-                key = Miss.NO_KEY
-            return self._remember(scope, key, asked)
+        known = self.peek(scope)
+        if known is not Miss.LATE:
+            return known
+        asked = self._clock.monotonic()
+        try:
+            found = self._store.read(self.name_of(scope))
+            key = Miss.NO_KEY if found is None else self._unwrap(scope, found)
+        except (TierError, CorruptError, UnknownKey) as error:
+            log.warning("a tenant's data key cannot be read, so its encrypted blocks are misses: %s", error)
+            key = Miss.NO_KEY
+        return self._remember(scope, key, asked)
 
     def obtain(self, scope: Scope) -> DataKey:
         known = self.peek(scope)
         if isinstance(known, DataKey):
             return known
-        with self._lock:
-            asked, name = self._clock.monotonic(), self.name_of(scope)
-            try:
-                found = self._store.read(name)
-                if found is None:
-                    created = float(self._clock.wall())
-                    wrapped = self._keyring.wrap(secrets.token_bytes(DATA_KEY_BYTES), _context(name, created))
-                    found = self._store.create(name, WrappedKey(created, wrapped))
-                key = self._remember(scope, self._unwrap(scope, found), asked)
-            except (CorruptError, UnknownKey) as error:
-                raise TierError("keys", "obtain", f"a tenant's data key cannot be read: {error}") from error
-            assert isinstance(key, DataKey)
-            return key
+        asked, name = self._clock.monotonic(), self.name_of(scope)
+        try:
+            found = self._store.read(name)
+            if found is None:
+                created = float(self._clock.wall())
+                wrapped = self._keyring.wrap(secrets.token_bytes(DATA_KEY_BYTES), _context(name, created))
+                found = self._store.create(name, WrappedKey(created, wrapped))
+            key = self._unwrap(scope, found)
+        except (CorruptError, UnknownKey) as error:
+            raise KeyUnavailable("keys", "obtain", f"a tenant's data key cannot be read: {error}") from error
+        self._remember(scope, key, asked)
+        return key
 
     def name_of(self, scope: Scope) -> str:
         """The name of a tenant's key: nobody without the keyring can test a guess of the tenant by it. Pure."""
@@ -165,13 +163,17 @@ class StoredKeys:
         return DataKey(self._keyring.unwrap(found.wrapped, context), found.created)
 
     def _remember(self, scope: Scope, key: DataKey | Miss, asked: Mono) -> DataKey | Miss:
-        """`asked`: when the store was asked, at the latest."""
-        self._known.pop(tenant_of(scope), None)
-        while self._known and (len(self._known) >= KEYS_MAX or self._known[next(iter(self._known))][0] < asked):
-            del self._known[next(iter(self._known))]
-        lasts_s = KEY_CACHE_S if isinstance(key, DataKey) else ABSENT_S
-        self._known[tenant_of(scope)] = Mono(asked + lasts_s), key
-        return key
+        """Returns what is known now. `asked`: when the store was asked, at the latest."""
+        with self._lock:
+            known = self.peek(scope)
+            if isinstance(known, DataKey) and not isinstance(key, DataKey):
+                return known  # made by another call, since this one found none
+            self._known.pop(tenant_of(scope), None)
+            while self._known and (len(self._known) >= KEYS_MAX or self._known[next(iter(self._known))][0] < asked):
+                del self._known[next(iter(self._known))]
+            lasts_s = KEY_CACHE_S if isinstance(key, DataKey) else ABSENT_S
+            self._known[tenant_of(scope)] = Mono(asked + lasts_s), key
+            return key
 
 
 async def load(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey | Miss]:
@@ -182,12 +184,17 @@ async def load(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> d
 
 
 async def obtain(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey]:
-    """The same, made where there is none. Raises TierError."""
+    """The same, made where there is none. Raises KeyUnavailable."""
     known = {scope: key for scope in scopes if isinstance(key := keys.peek(scope), DataKey)}
     asked = {scope: _ask(keys.obtain, scope) for scope in scopes if scope not in known}
-    known |= await _answers(asked, timeout_s)
+    try:
+        known |= await _answers(asked, timeout_s)
+    except KeyUnavailable:
+        raise
+    except TierError as error:
+        raise KeyUnavailable("keys", "obtain", str(error)) from error
     if len(known) < len(scopes):
-        raise TierTimeout("keys", "obtain", "the store of data keys does not answer")
+        raise KeyUnavailable("keys", "obtain", "the store of data keys does not answer")
     return known
 
 

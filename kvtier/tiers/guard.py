@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, ConfigError, FormatError, InvalidRequest, TierError, TierTimeout
+from kvtier.errors import ClosedError, ConfigError, FormatError, InvalidRequest, KeyUnavailable, TierError, TierTimeout
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.supervisor import Service, abandon, soon
@@ -199,7 +199,11 @@ class Guarded(Wrapper):
         if not self.breaker.allows():
             return [Stored.FAILED] * len(blocks)
         with self._absorb("write"):
-            results = await self._overdue(self.inner.write(blocks, deadline), deadline, True)
+            try:
+                results = await self._overdue(self.inner.write(blocks, deadline), deadline, True)
+            except KeyUnavailable as error:
+                log.debug("%s: a block could not be encrypted: %s", self.name, error)
+                return [Stored.NO_KEY] * len(blocks)
             if Stored.FAILED in results:
                 self.breaker.failed()
             else:

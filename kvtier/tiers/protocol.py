@@ -56,6 +56,7 @@ class Stored(StrEnum):
     FULL = "full"  # nothing may be evicted for it
     REFUSED = "refused"  # by admission, ceiling or tombstone
     BUDGET = "budget"  # the tier has written what it may for now
+    NO_KEY = "no_key"  # to be encrypted, and its tenant's key cannot be had
     FAILED = "failed"  # the tier failed; nothing of it is visible
 
     @property

@@ -137,24 +137,56 @@ async def test_a_store_that_hangs_is_asked_once_and_waited_for_no_longer_than_th
 
     class Hanging(MemoryKeys):
         def read(self, name: str) -> WrappedKey | None:
-            self.reads += 1
+            names.append(name)
             gate.wait(20)
             return None
 
+    names: list[str] = []
     store = Hanging()
     keys = StoredKeys(store, sample_keyring(), VirtualClock())
     found = await asyncio.gather(*(load(keys, [TENANT], 0.02) for _ in range(50)))
     assert found == [{TENANT: Miss.LATE}] * 50
+    assert names == [keys.name_of(TENANT)]
     with pytest.raises(TierError, match="does not answer"):
         await obtain(keys, [TENANT], 0.02)
     others = [scope_of(str(number)) for number in range(100)]
     assert set((await load(keys, others, 0.02)).values()) == {Miss.LATE}
-    assert store.reads == 1 and 0 < _asking() <= ASKING_MAX
+    assert len(names) == ASKING_MAX and 0 < _asking() <= ASKING_MAX
     assert await asyncio.to_thread(lambda: 7) == 7
     gate.set()
     while _asking():  # noqa: ASYNC110 - a thread's end tells nobody
         await asyncio.sleep(0.01)
     assert isinstance((await load(keys, [TENANT], 5.0))[TENANT], DataKey), "the call that was given up made it"
+
+
+async def test_a_key_whose_store_hangs_keeps_no_other_tenant_waiting() -> None:
+    gate = threading.Event()
+
+    class Hanging(MemoryKeys):
+        def read(self, name: str) -> WrappedKey | None:
+            if name == bad:
+                gate.wait(20)
+            return super().read(name)
+
+    keys = StoredKeys(Hanging(), sample_keyring(), VirtualClock())
+    bad = keys.name_of(TENANT)
+    assert await load(keys, [TENANT], 0.01) == {TENANT: Miss.LATE}
+    try:
+        assert isinstance((await obtain(keys, [SHARED], 5.0))[SHARED], DataKey)
+    finally:
+        gate.set()
+
+
+def test_that_there_was_no_key_does_not_hide_the_one_made_meanwhile() -> None:
+    class Slow(MemoryKeys):
+        def read(self, name: str) -> WrappedKey | None:
+            found = super().read(name)
+            if self.reads == 1:
+                keys.obtain(TENANT)
+            return found
+
+    keys = StoredKeys(Slow(), sample_keyring(), VirtualClock())
+    assert isinstance(keys.find(TENANT), DataKey) and isinstance(keys.peek(TENANT), DataKey)
 
 
 async def test_the_seventeenth_asker_waits_for_one_of_sixteen() -> None:

@@ -1,23 +1,18 @@
 """Compression of units: each block is coded alone (kvtier.codec), so that ranged reads stay possible.
 
 The stored bytes of a block that has fewer than `block_bytes` are its coding; those of any other are the block itself.
-Coding and decoding take milliseconds per block, so they run on threads, one block a step.
+Coding and decoding take milliseconds per block.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from kvtier import codec
 from kvtier.errors import ConfigError
 from kvtier.tiers.objects.bucket.protocol import Scatter
 from kvtier.tiers.objects.frame import Frame
 from kvtier.tiers.protocol import Pieces, Sealed
-
-T = TypeVar("T")
 
 
 def codes(compression: str, dtype: str) -> bool:
@@ -73,33 +68,6 @@ def decode(frame: Frame, stored: Pieces, into: Pieces) -> None:
         whole = memoryview(bytearray(frame.block_bytes))
         codec.decode_unit(_joined(stored), whole)
         _lay((whole,), into)
-
-
-async def on_thread(steps: Iterator[T]) -> list[T]:
-    """All that `steps` yields, made on a thread. Cancelled, this returns when the step at hand has ended: nothing uses
-    the caller's memory any more."""
-    stopped = threading.Event()
-    running = asyncio.ensure_future(asyncio.to_thread(_until, stopped.is_set, steps))
-    interrupted: BaseException | None = None
-    while not running.done():
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError as error:
-            stopped.set()
-            interrupted = error
-    if interrupted is not None:
-        running.exception()
-        raise interrupted
-    return running.result()
-
-
-def _until(stopped: Callable[[], bool], steps: Iterator[T]) -> list[T]:
-    out = []
-    for each in steps:
-        out.append(each)
-        if stopped():
-            break
-    return out
 
 
 def _joined(pieces: Pieces) -> memoryview:

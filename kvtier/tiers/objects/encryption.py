@@ -22,7 +22,10 @@ from kvtier.tiers.protocol import Miss, Pieces
 ENCRYPTED = 1
 """`Frame.sealed` of an encrypted payload."""
 KEY_S = 5.0
-"""The longest wait for a tenant's key."""
+"""The longest wait for a tenant's key to encrypt with."""
+KEY_READ_S = 0.5
+"""The same to decrypt with, less than a patient read (`kvtier.tiers.guard`): that a store of keys does not answer must
+not count against the tier. Its answer is there for the next read."""
 _PURPOSE = b"kvtier-g4-block-1"
 
 
@@ -36,7 +39,7 @@ class UnitEncryption:
         self._keys = keys
 
     async def key_for(self, scope: Scope) -> DataKey | None:
-        """What units of this scope are encrypted with; None: nothing. Raises TierError."""
+        """What units of this scope are encrypted with; None: nothing. Raises KeyUnavailable."""
         return None if self._keys is None else (await obtain(self._keys, [scope], KEY_S))[scope]
 
     def miss_of(self, frame: Frame) -> Miss | None:
@@ -52,7 +55,9 @@ class UnitEncryption:
             return None
         known: DataKey | Miss = Miss.NO_KEY
         if self._keys is not None:
-            known = (await load(self._keys, [frame.scope], KEY_S))[frame.scope]
+            known = (await load(self._keys, [frame.scope], KEY_READ_S))[frame.scope]
+        if known is Miss.LATE:
+            return Miss.NO_KEY
         return known if isinstance(known, Miss) else _cipher(known, frame) or Miss.WRONG_KEY
 
     def gives_way(self, frame: Frame, key: DataKey | None) -> bool | None:
@@ -86,20 +91,21 @@ class UnitEncryption:
         return True
 
 
-def encrypt_unit(frame: Frame, blocks: Sequence[Pieces], key: DataKey, out: memoryview) -> Frame:
-    """Encrypt the stored bytes of a frame's blocks into `out`, which has TAG_BYTES more than its payload. Returns the
-    frame with what its header is to say of that."""
+def encrypt_unit(frame: Frame, blocks: Sequence[Pieces], key: DataKey, out: bytearray) -> Frame:
+    """Encrypt the stored bytes of a frame's blocks to the end of `out`. Returns the frame with what its header is to
+    say of that."""
     cipher, tags = key.new_cipher(), bytearray()
     frame = replace(
         frame, sealed=ENCRYPTED, salt=cipher.salt, commitment=cipher.commitment,
         digests=(bytes(DIGEST_BYTES),) * len(blocks),
     )  # fmt: skip
-    end = 0
+    one = memoryview(bytearray(max(frame.lengths, default=frame.block_bytes) + TAG_BYTES))
     for index, pieces in enumerate(blocks):
         whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-        start, end = end, end + len(whole)
-        cipher.encrypt_into(index, whole, _bound(frame, index), out[start : end + TAG_BYTES])
-        tags += out[end : end + TAG_BYTES]  # the next block begins where the tag lies
+        end = len(whole) + TAG_BYTES
+        cipher.encrypt_into(index, whole, _bound(frame, index), one[:end])
+        out += one[: len(whole)]
+        tags += one[len(whole) : end]
     return replace(frame, tags=bytes(tags))
 
 

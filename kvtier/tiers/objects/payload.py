@@ -17,7 +17,7 @@ from kvtier import checksum, codec
 from kvtier.encryption import DataKey, UnitCipher
 from kvtier.errors import ConfigError, CorruptError
 from kvtier.identity.keys import SCOPE_BYTES, scope_of_key
-from kvtier.keyring import TAG_BYTES, Keyring, UnknownKey
+from kvtier.keyring import Keyring, UnknownKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.compression import decode
 from kvtier.tiers.objects.encryption import UnitEncryption, encrypt_unit
@@ -51,18 +51,15 @@ def make_unit(
     )  # fmt: skip
     if set(lengths) != {frame.block_bytes}:
         frame = replace(frame, codec=codec.FLOAT16, lengths=lengths)
-    data = bytearray(frame.total_bytes + (TAG_BYTES if key is not None else 0))
-    with memoryview(data)[frame.header_bytes :] as payload:
-        if key is not None:
-            frame = encrypt_unit(frame, stored, key, payload)
-        else:
-            offset = 0
-            for pieces in stored:
-                for piece in pieces:
-                    payload[offset : offset + len(piece)] = piece
-                    offset += len(piece)
+    data = bytearray(frame.header_bytes)  # grows block by block: one call that clears it all would stall other threads
+    if key is not None:
+        frame = encrypt_unit(frame, stored, key, data)
+    else:
+        for pieces in stored:
+            for piece in pieces:
+                data += piece
+        with memoryview(data)[frame.header_bytes :] as payload:
             frame = replace(frame, tags=tag_blocks(frame, keyring, payload))
-    del data[frame.total_bytes :]
     data[: frame.header_bytes] = frame.encode(keyring)
     return frame, data
 

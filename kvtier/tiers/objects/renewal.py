@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 from kvtier.clock import Clock
-from kvtier.encryption import UnitCipher
 from kvtier.errors import CorruptError, TierError
 from kvtier.keyring import Keyring, UnknownKey
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
-from kvtier.tiers.objects.compression import on_thread
-from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
-from kvtier.tiers.objects.payload import is_right
+from kvtier.tiers.objects.payload_work import PayloadWork
 from kvtier.tiers.objects.uses import UseProofs
-from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
 RENEWALS = 4
@@ -34,9 +29,9 @@ class Renewer:
 
     def __init__(
         self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, index: ObjectIndex, clock: Clock,
-        encryption: UnitEncryption,
+        payloads: PayloadWork,
     ) -> None:  # fmt: skip
-        self._encryption = encryption
+        self._payloads = payloads
         self._bucket = bucket
         self._keyring = keyring
         self._proofs = UseProofs(keyring, names.root)
@@ -99,21 +94,8 @@ class Renewer:
             return None
         if there is None or there.etag != entry.etag:
             return None
-        cipher = await self._encryption.cipher_of(entry.frame)
-        if isinstance(cipher, Miss):
-            return None
-        checks = self._checks(entry, view, cipher)
-        if not all(await on_thread(checks) if entry.frame.lengths else checks):
+        if not await self._payloads.is_right(entry, view):
             return None
         header = replace(entry.frame, life=entry.life).encode(self._keyring)
         data[: len(header)] = header
         return await self._bucket.replace(name, data, used, entry.etag)
-
-    def _checks(self, entry: ObjectEntry, view: memoryview, cipher: UnitCipher | None) -> Iterator[bool]:
-        """Of each block of the object with these bytes, whether it is right."""
-        for index in range(entry.blocks):
-            stored = view[slice(*entry.frame.span(index, index + 1))]
-            if cipher is not None:
-                yield self._encryption.is_right(entry.frame, cipher, index, stored)
-            else:
-                yield is_right(entry.frame, self._keyring, index, (stored,))

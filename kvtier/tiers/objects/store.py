@@ -1,4 +1,4 @@
-"""Single objects in a bucket: read and verify, create or extend, delete. Chains are known above this.
+"""Single objects in a bucket: read and verify, delete. Chains are known above this, writer.py creates them.
 
 An object that fails its check is read a second time before it counts as damaged, and then deleted in exactly the
 version that was read, if its header is authentic. Any other object is foreign: a miss with its reason, and left as it
@@ -12,34 +12,32 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvtier.clock import Clock
-from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierError
-from kvtier.identity.keys import SCOPE_BYTES, BlockKey, scope_of_key
+from kvtier.identity.keys import SCOPE_BYTES, BlockKey
 from kvtier.keyring import Keyring
-from kvtier.retention.lifetime import FUTURE_S, Lifetime
+from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.pins import PINS_MAX
 from kvtier.retention.terms import Depth
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
-from kvtier.tiers.objects.compression import coded, landed, landing, on_thread
+from kvtier.tiers.objects.compression import landed, landing
 from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.frame import HEADER_ALIGN, ForeignFrame, Frame, check_version, decode, header_bytes_of
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
-from kvtier.tiers.objects.payload import make_unit, verify_blocks
+from kvtier.tiers.objects.payload_work import PayloadWork
 from kvtier.tiers.objects.pins import SharedPins
 from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.renewal import Renewer
 from kvtier.tiers.objects.signed import Signer
 from kvtier.tiers.objects.strides import runs
 from kvtier.tiers.objects.uses import UseProofs
-from kvtier.tiers.protocol import Loaded, Miss, Pieces, Sealed, Stored, Target
+from kvtier.tiers.protocol import Loaded, Miss, Pieces, Target
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Wall
 
@@ -48,10 +46,6 @@ log = logging.getLogger(__name__)
 ABSENT_S = 5.0
 """For how long a probe that found nothing to serve is not repeated."""
 
-TRUST_S = 60.0
-"""How long the index alone may report an object as present to a writer."""
-
-REWRITES_MAX = 3
 READS_MAX = 3
 
 
@@ -72,34 +66,36 @@ class ObjectStore:
         self.deltas = Deltas(bucket, names, keyring, self.index, stride, clock)
         self.purges = TenantLog(bucket, names, signer, clock)
         self.pins = SharedPins(bucket, names, signer, self.purges, clock)
-        self._encryption = UnitEncryption(keys)
-        self.renewer = Renewer(bucket, names, keyring, self.index, clock, self._encryption)
+        self.encryption = UnitEncryption(keys)
+        self.payloads = PayloadWork(names.namespace, block_bytes, keyring, self.encryption, compress)
+        self.renewer = Renewer(bucket, names, keyring, self.index, clock, self.payloads)
         self._keyring = keyring
         self._proofs = UseProofs(keyring, names.root)
+        self.block_bytes = block_bytes
         self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
         self.foreign = 0  # times that a foreign object was met
-        self.block_bytes = block_bytes
-        self.saved_bytes = 0  # by compression, in objects written
-        self._compress = compress
         self._clock = clock
-        self._transfers = asyncio.Semaphore(limits.concurrency)
+        self.transfers = asyncio.Semaphore(limits.concurrency)
         self._probes = asyncio.Semaphore(4 * limits.concurrency)
         stride_bytes = float(stride * block_bytes)
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, stride_bytes))
-        self._write_rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, stride_bytes))
-        self._overwrite: dict[BlockKey, str] = {}  # damaged versions: the next write replaces them
+        self.damaged: dict[BlockKey, str] = {}  # versions that the next write of this name replaces
 
     def miss_of(self, entry: ObjectEntry, wall_s: Wall) -> Miss | None:
         """Why the object may not be served at `wall_s`; None if it may. Pure."""
         if self.purges.covers(entry.frame.scope, entry.frame.position):
             return Miss.PURGED
         alive = entry.life.servable(Depth.G4, wall_s) or self.pins.cover(entry, wall_s)
-        return self._encryption.miss_of(entry.frame) if alive else Miss.EXPIRED
+        return self.encryption.miss_of(entry.frame) if alive else Miss.EXPIRED
+
+    async def close(self) -> None:
+        """Close connections and threads. Idempotent; the store can be used again."""
+        self.payloads.close()
+        await self.bucket.close()
 
     async def refresh(self) -> None:
         """List purges and pins, in one listing, and read new purges; `pins.settle` reads the pins. Raises TierError."""
-        purges: list[Stat] = []
-        pins: list[Stat] = []
+        purges, pins = list[Stat](), list[Stat]()
         known, began = self.purges.position, self._clock.monotonic()
         async for page in self.bucket.list(self.names.control, self.purges.after):
             purges += [stat for stat in page if stat.name.startswith(self.names.log)]
@@ -129,7 +125,7 @@ class ObjectStore:
         """Read and check the header of the object that is to hold `keys` from `depth` on. None if it is not there, is
         foreign, or was damaged twice in a row, and then it is deleted. Raises TierError."""
         try:
-            return await self._header(keys, depth)
+            return await self.header(keys, depth)
         except ForeignFrame as other:
             self._note_foreign(keys[-1], other)
             return None
@@ -140,7 +136,7 @@ class ObjectStore:
         self.index.put_absent(last, self._clock.monotonic() + ABSENT_S, other.miss)
         return other.miss
 
-    async def _header(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
+    async def header(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
         """`probe`, which raises ForeignFrame for a foreign object."""
         stat: Stat | None = None
         for _ in range(2):
@@ -216,12 +212,10 @@ class ObjectStore:
                     continue  # another replica replaced it, or may have renewed it
                 if entry is None or miss is not None:
                     break
-                cipher = await self._encryption.cipher_of(entry.frame)
-                miss = cipher if isinstance(cipher, Miss) else self.miss_of(entry, self._clock.wall())
-                if isinstance(cipher, Miss) or miss is not None:
+                results |= await self.payloads.verify(entry, pending, stored)
+                miss = self.miss_of(entry, self._clock.wall())  # last: a purge may have come meanwhile
+                if miss is not None:
                     break
-                found = verify_blocks(entry, pending, stored, self._keyring, self._encryption, cipher)
-                results |= dict(await on_thread(found) if entry.frame.lengths else found)
                 if Miss.CORRUPT not in results.values():
                     return results
                 failed[entry.etag] += 1
@@ -284,8 +278,8 @@ class ObjectStore:
         return entry, await self.settled_miss_of(entry)
 
     async def _get(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
-        async with self._transfers:
-            await self._read_rate.take(sum(len(view) for view in into))
+        await self._read_rate.take(sum(len(view) for view in into))
+        async with self.transfers:
             return await self.bucket.read(name, start, into, clipped)
 
     async def _condemn(self, keys: Sequence[BlockKey], depth: int, etag: str | None) -> Miss:
@@ -299,9 +293,9 @@ class ObjectStore:
                 return Miss.RACED
         log.warning("g4: object %s failed its check twice and is deleted", last[SCOPE_BYTES:].hex()[:12])
         self.index.drop(last)
-        self._overwrite[last] = etag
-        while len(self._overwrite) > LIST_PAGE:
-            del self._overwrite[next(iter(self._overwrite))]
+        self.damaged[last] = etag
+        while len(self.damaged) > LIST_PAGE:
+            del self.damaged[next(iter(self.damaged))]
         with contextlib.suppress(TierError):
             await self.bucket.delete(self.names.unit(last), etag)
         return Miss.CORRUPT
@@ -327,102 +321,6 @@ class ObjectStore:
         except CorruptError:
             pass
         return there.etag
-
-    # -- writing --------------------------------------------------------------------------------------------------
-
-    def acceptable(self, blocks: Sequence[Sealed]) -> Sequence[Sealed]:
-        """The leading blocks that may lie in this tier: those behind one that may not would have no parent. Pure."""
-        wall_s = self._clock.wall()
-        for count, block in enumerate(blocks):
-            purged = self.purges.covers(scope_of_key(block.key), block.position)
-            if purged or not block.life.servable(Depth.G4, wall_s):
-                return blocks[:count]
-        return blocks
-
-    async def write(self, blocks: Sequence[Sealed]) -> Stored:
-        """Make one object of these blocks durable, with at least the life that they share. FAILED on a TierError."""
-        try:
-            async with self._transfers:
-                await self._write_rate.take(len(blocks) * self.block_bytes)
-                return await self._write(blocks)
-        except TierError:
-            return Stored.FAILED
-
-    async def _write(self, blocks: Sequence[Sealed]) -> Stored:
-        keys = [block.key for block in blocks]
-        last = keys[-1]
-        life = Lifetime.common([block.life for block in blocks])
-        if not life.servable(Depth.G4, self._clock.wall()):
-            return Stored.REFUSED
-        key = await self._encryption.key_for(scope_of_key(last))
-        known = self.index.find(keys[0], last, blocks[-1].index)
-        if known is not None and last not in self._overwrite:
-            if self._clock.monotonic() - known.seen > TRUST_S:
-                known = await self.probe(known.frame.keys, known.frame.depth)
-            here = known is not None and self.miss_of(known, self._clock.wall()) is None and known.covers(life)
-            if here and known is not None and self._encryption.gives_way(known.frame, key) is None:
-                await self.renewer.record_use(known)
-                return Stored.PRESENT
-        return await self._put(blocks, keys, life, key)
-
-    async def _put(
-        self, blocks: Sequence[Sealed], keys: Sequence[BlockKey], life: Lifetime, key: DataKey | None
-    ) -> Stored:
-        """Create the object, or replace the one that is there unless its life covers `life`."""
-        name, last = self.names.unit(keys[-1]), keys[-1]
-        scope, depth = scope_of_key(last), blocks[0].index
-        stored = await on_thread(coded(blocks)) if self._compress else ()
-        frame, data = make_unit(self.names.namespace, blocks, life, self._keyring, key, stored)
-        outcome = Stored.STORED
-        for _ in range(REWRITES_MAX):
-            if last in self._overwrite:
-                stat = await self.bucket.replace(name, data, life.last_use, self._overwrite[last])
-                self._overwrite.pop(last, None)
-            else:
-                stat = await self.bucket.create(name, data, life.last_use)
-            if stat is None:
-                try:
-                    there = await self._header(keys, depth)
-                except ForeignFrame as other:
-                    self.foreign += 1
-                    if not other.junk or self._keyring.trusted:
-                        return Stored.REFUSED
-                    stat = await self.bucket.replace(name, data, life.last_use, other.etag)
-                    if stat is not None:
-                        break
-                    continue
-                if there is None:
-                    continue  # gone since, or deleted as corrupt: then the next round overwrites
-                gives_way = self._encryption.gives_way(there.frame, key)
-                if gives_way is False:
-                    return Stored.REFUSED
-                if gives_way is None and self.miss_of(there, self._clock.wall()) is None:
-                    if there.covers(life):
-                        await self.renewer.record_use(there)
-                        return Stored.PRESENT
-                    # Both lives apply; the bytes become ours, since a frame holds one writer's.
-                    life = there.life.join(life, self._clock.wall())
-                    frame, outcome = replace(frame, life=life), Stored.PRESENT
-                    data[: frame.header_bytes] = frame.encode(self._keyring)
-                elif (
-                    not gives_way
-                    and self.ahead_s > FUTURE_S
-                    and not self.dead_at(there, Wall(self._clock.wall() - self.ahead_s))
-                ):
-                    return Stored.REFUSED  # our clock is wrong: what we write instead would be dead to the others
-                stat = await self.bucket.replace(name, data, life.last_use, there.etag)
-            if stat is not None:
-                break
-        else:
-            return Stored.FAILED
-        if self.purges.covers(scope, frame.position):  # since it was taken for writing
-            await self.bucket.delete(name, stat.etag)
-            return Stored.REFUSED
-        entry = ObjectEntry(frame, len(data), stat.etag, life, life.last_use, self._clock.monotonic())
-        self.index.put(entry)
-        self.deltas.add(entry)
-        self.saved_bytes += len(blocks) * self.block_bytes + frame.header_bytes - len(data)
-        return outcome
 
     # -- deletion -------------------------------------------------------------------------------------------------
 

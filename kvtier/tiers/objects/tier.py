@@ -44,6 +44,7 @@ from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.strides import default_stride
 from kvtier.tiers.objects.sweep import Sweeper
+from kvtier.tiers.objects.writer import ObjectWriter
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
 
@@ -105,14 +106,13 @@ class ObjectTier:
             RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest, keyring),
             keyring, self.block_bytes, self.stride, clock, limits, keys, codes(compression, namespace.dtype),
         )  # fmt: skip
-        self._prober = Prober(self._store, clock)
-        self._remover = Remover(self._store)
+        self._prober, self._remover = Prober(self._store, clock), Remover(self._store)
+        self._writer = ObjectWriter(self._store, keyring, clock, limits)
         self._sweeper = Sweeper(self._store, clock, self._random)
         self._background = Background(self._store, self._sweeper, clock)
         self._service: Service = Unwatched()
         self._loop = LoopThread("kvtier-g4")
-        self._pid = 0
-        self._started = False
+        self._pid, self._started = 0, False
         self._synced = self._retry_at = float("-inf")
         self._syncing: asyncio.Future[None] | None = None
         self.problem = ""
@@ -170,7 +170,7 @@ class ObjectTier:
         if self._syncing is not None:
             self._syncing.cancel()
         await self._background.close(Mono(self._clock.monotonic() + wait_s))
-        await self._store.bucket.close()
+        await self._store.close()
 
     def report_to(self, service: Service) -> None:
         """Tell `service`, on the tier's own loop, when a background task keeps failing. Call it before `open`."""
@@ -341,10 +341,10 @@ class ObjectTier:
         await self._ready()
 
         async def one(start: int, stride: Sequence[Sealed]) -> None:
-            accepted = self._store.acceptable(stride)
+            accepted = self._writer.acceptable(stride)
             results[start + len(accepted) : start + len(stride)] = [Stored.REFUSED] * (len(stride) - len(accepted))
             if accepted:
-                results[start : start + len(accepted)] = [await self._store.write(accepted)] * len(accepted)
+                results[start : start + len(accepted)] = [await self._writer.write(accepted)] * len(accepted)
 
         async with asyncio.TaskGroup() as group:
             for start in range(0, len(blocks), self.stride):
@@ -440,7 +440,7 @@ class ObjectTier:
             "foreign_units": self._store.foreign,
             "purge_log_faults": self._store.purges.faults,
             "learnt_units": self._store.deltas.received,
-            "saved_bytes": self._store.saved_bytes,
+            "saved_bytes": self._writer.saved_bytes,
             "swept_units": swept.objects,
             "swept_blocks": swept.blocks,
             "swept_bytes": swept.bytes,

@@ -85,7 +85,7 @@ async def test_put_units_forged_bytes_are_a_miss_and_left_alone(keyring: Keyring
     assert await read(one, chain) == [why] * S
     assert await one.store.probe(chain, 0) is None
     sealed = seal(list(chain), range(S), NS.block_bytes, one.clock.wall())
-    assert await one.store.write(sealed) is Stored.REFUSED
+    assert await one.writer.write(sealed) is Stored.REFUSED
     server.clock.advance(400 * DAY_S)
     await one.walk()
     assert server.objects[name].data == data, "never overwritten, never swept"
@@ -387,7 +387,7 @@ async def test_rotation_keeps_what_accepted_keys_wrote_and_misses_what_retired_o
     entry = await accepting.store.probe(chain, 0)
     assert entry is not None
     sealed = seal(list(chain), range(S), NS.block_bytes, server.clock.wall(), Terms("long", ttl=1e6))
-    assert await accepting.store.write(sealed) is Stored.PRESENT
+    assert await accepting.writer.write(sealed) is Stored.PRESENT
     assert decode(server.objects[name].data, accepting.store._keyring).key_id == OURS, "rewritten by the active key"
 
 

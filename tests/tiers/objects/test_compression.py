@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +18,6 @@ from kvtier.keyring import Keyring
 from kvtier.testing import VirtualClock, chain_of, payload_of, sample_namespace, seal
 from kvtier.testing.faults_s3 import FaultyS3
 from kvtier.tiers.data_keys import StoredKeys
-from kvtier.tiers.objects import compression
 from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
 from kvtier.tiers.objects.frame import ForeignFrame, decode
 from kvtier.tiers.objects.payload import make_unit
@@ -127,13 +124,27 @@ async def test_what_is_not_of_16_bit_floats_is_stored_as_it_is(site: Site) -> No
     await tier.close(site.deadline)
 
 
+@pytest.mark.parametrize("size", [1, 7, 4097])
+async def test_blocks_of_an_odd_size_are_stored_as_they_are(site: Site, size: int) -> None:
+    namespace = sample_namespace(size)
+    chain = chain_of(namespace, S)
+    tier = ObjectTier(f"file://{site.root}", namespace, clock=site.clock, stride=S, compression="lossless")
+    await tier.open()
+    blocks = list(seal(chain, range(S), size, site.clock.wall()))
+    assert await tier.write(blocks, site.deadline) == [Stored.STORED] * S
+    into = [memoryview(bytearray(size)) for _ in chain]
+    await tier.read(chain, [Target(index, (view,)) for index, view in enumerate(into)], site.deadline)
+    assert into == [payload_of(key, size) for key in chain]
+    await tier.close(site.deadline)
+
+
 @pytest.mark.parametrize("mode", ["public", "keyed"])
 async def test_a_read_takes_one_request_whether_the_header_is_known_or_not(mode: str) -> None:
     server = VirtualServer()
     keyring = Keyring.public() if mode == "public" else sample_keyring(1)
     site = type("Site", (), {"clock": server.clock})()
     one, two = (Replica(server, keyring=keyring, compress=True) for _ in range(2))
-    assert await one.store.write(sealed(site)[:S]) is Stored.STORED
+    assert await one.writer.write(sealed(site)[:S]) is Stored.STORED
     for replica in (one, two, two):
         replica.bucket.requests.clear()
         entry = replica.store.index.get(CHAIN[S - 1])
@@ -239,28 +250,6 @@ async def test_without_the_package_the_setting_is_refused_and_units_are_misses(
     monkeypatch.undo()
     site.clock.advance(10)
     assert await read(two, site) == [True] * len(CHAIN)
-
-
-async def test_a_cancelled_caller_waits_for_the_block_at_hand_only() -> None:
-    begun, may_end, made = asyncio.Event(), threading.Event(), []
-    loop = asyncio.get_running_loop()
-
-    def steps() -> Iterator[int]:
-        for number in range(10):
-            loop.call_soon_threadsafe(begun.set)
-            may_end.wait(10)
-            made.append(number)
-            yield number
-
-    task = asyncio.create_task(compression.on_thread(steps()))
-    await begun.wait()
-    task.cancel()
-    await asyncio.sleep(0.01)
-    assert not task.done()
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert made == [0]
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory", "local"])

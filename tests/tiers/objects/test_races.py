@@ -106,7 +106,7 @@ async def test_a_purge_while_the_key_is_waited_for_is_kept() -> None:
         async def cipher_of(self, frame: object) -> None:
             await one.store.purges.append(A)
 
-    one.store._encryption = Slow(None)
+    one.store.payloads._encryption = Slow(None)
     assert await read(one, chain, range(S)) == [Miss.PURGED] * S
 
 
@@ -122,7 +122,7 @@ async def test_what_was_damaged_once_is_not_overwritten_once_another_lies_there(
     await two.write(chain, ttl=50 * 86400.0)
     longer = server.objects[name].data
     sealed = seal(list(chain), range(S), NS.block_bytes, one.clock.wall())
-    assert await one.store.write(sealed) is Stored.PRESENT
+    assert await one.writer.write(sealed) is Stored.PRESENT
     assert server.objects[name].data == longer, "the life that another gave it is kept"
 
 

@@ -46,7 +46,7 @@ class Site:
     ) -> list[Stored]:
         now = self.clock.wall() if since is None else since
         terms = terms or Terms("day", ttl=86400)
-        position = tier.purge_log.position if position is None else position
+        position = getattr(tier, "inner", tier).purge_log.position if position is None else position
         blocks = seal(chain, range(len(chain)), NS.block_bytes, now, terms, position=position)
         return await tier.write(blocks, self.deadline)
 

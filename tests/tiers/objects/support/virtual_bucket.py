@@ -21,6 +21,7 @@ from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.sweep import Sweeper
+from kvtier.tiers.objects.writer import ObjectWriter
 from kvtier.times import Wall
 
 NS = sample_namespace(4096)
@@ -181,6 +182,7 @@ class Replica:
         self.store = ObjectStore(
             retrying, names, keyring, NS.block_bytes, stride, self.clock, BucketLimits(), compress=compress
         )
+        self.writer = ObjectWriter(self.store, keyring, self.clock, BucketLimits())
         self.sweeper = Sweeper(self.store, self.clock, random.Random(seed))
         self.background = Background(self.store, self.sweeper, self.clock)
 
@@ -189,7 +191,7 @@ class Replica:
         terms = Terms("t", ttl=ttl, max_age=max_age)
         position = self.store.purges.position
         sealed = seal(list(chain), range(len(chain)), NS.block_bytes, self.clock.wall(), terms, position=position)
-        assert (await self.store.write(sealed)).durable
+        assert (await self.writer.write(sealed)).durable
 
     async def turn(self) -> None:
         """What is due in the background, as the heartbeat has it done."""
