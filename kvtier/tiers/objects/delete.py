@@ -22,17 +22,21 @@ class Remover:
     async def blocks(self, keys: Sequence[BlockKey]) -> int:
         """Delete the objects that hold `keys`, with all their blocks; returns how many of `keys` there were.
 
-        Objects in the index go at once. For the remaining keys, the headers in their scopes are read that the index
-        lacks: a name has only the object's last block.
+        Objects whose entries are in the index go at once. For the remaining keys the headers in their scopes are read:
+        a name has only the object's last block.
         """
         wanted = set(keys)
         gone = await self._delete_holding(self._store.index.holding(keys), wanted)
         for scope in {scope_of_key(key) for key in wanted - gone}:
             async for page in self._list(self._store.names.scope(scope)):
-                unknown = [stat for stat in page if self._store.named(stat.name) is None]
+                unknown = [stat for stat in page if not self._has_entry(stat.name)]
                 found = await asyncio.gather(*(self._store.inspect(stat.name, stat.size) for stat in unknown))
                 gone |= await self._delete_holding([entry for entry in found if entry is not None], wanted)
         return len(gone)
+
+    def _has_entry(self, name: str) -> bool:
+        known = self._store.named(name)
+        return known is not None and self._store.index.get(known.last) is not None
 
     async def _delete_holding(self, entries: Sequence[ObjectEntry], wanted: set[BlockKey]) -> set[BlockKey]:
         """Delete those of `entries` that hold some of `wanted`; returns which of `wanted`."""
@@ -66,7 +70,7 @@ class Remover:
 
     def _is_newer(self, name: str) -> bool:
         known = self._store.named(name)
-        return known is not None and not self._store.purges.covers(known.frame.scope, known.frame.position)
+        return known is not None and not self._store.purges.covers(known.scope, known.position)
 
     async def _delete(self, units: Sequence[Stat]) -> int:
         known = [self._store.named(stat.name) for stat in units]

@@ -2,46 +2,33 @@
 
     {prefix}/ctl/{ns}/delta/{µs hex}-{replica hex}     named by its writer's wall time
 
-    offset size
-    0      8     magic "KVTDELTA"
-    8      2     version (2)
-    10     2     zero
-    12     4     count of entries
-    …            per object: header length u32 ‖ etag length u16 ‖ last use f64 ‖ header without its zero end ‖ etag
-    …      24    signature (kvtier.tiers.objects.signed)
-
-All integers little-endian. Hints only: a read verifies. They are listed with start-after, from OVERLAP_S before the
-youngest name seen, since writers' clocks differ, and deleted after KEEP_S. Names further in the future than OVERLAP_S
-are not believed. A delta may be empty: the server's stamp on it tells its writer how far its clock is off.
+Their bytes are in delta_format.py. Hints only: a read verifies. They are listed with start-after, from OVERLAP_S
+before the youngest name seen, since writers' clocks differ, and deleted after KEEP_S. Names further in the future than
+OVERLAP_S are not believed. A delta may be empty: the server's stamp on it tells its writer how far its clock is off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import struct
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
-from kvtier.keyring import Keyring, UnknownKey
-from kvtier.retention.lifetime import FUTURE_S, Lifetime
+from kvtier.keyring import Keyring
+from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat
 from kvtier.tiers.objects.catalogue import Catalogue, stamp_us, window_of
-from kvtier.tiers.objects.frame import HEADER_BYTES_MAX, decode, header_bytes_of
-from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
+from kvtier.tiers.objects.delta_format import encode, join, parse
+from kvtier.tiers.objects.hints import UnitHint
+from kvtier.tiers.objects.index import ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.signed import Signer
 from kvtier.times import Mono
 
-MAGIC = b"KVTDELTA"
-VERSION = 2
 ENTRIES_MAX = 1024
-ENTRIES_MERGED_MAX = 16 << 10
 DELTA_BYTES_MAX = 8 << 20
 
 PUBLISH_S = 5.0
@@ -83,66 +70,6 @@ SWEEP_MAX_S = 10.0
 SLICE = 32
 """Entries of a delta that are indexed in one turn of the event loop: about a millisecond."""
 
-_HEAD = struct.Struct("<8sHHI")
-_ENTRY = struct.Struct("<IHd")
-
-
-def encode(entries: Sequence[ObjectEntry], keyring: Keyring) -> bytearray:
-    """At most ENTRIES_MAX entries as the body of one delta; those whose key is not accepted any more are left out."""
-    rows = []
-    for entry in entries:
-        with contextlib.suppress(UnknownKey):
-            rows.append((entry, entry.frame.encode(keyring).rstrip(b"\0"), entry.etag.encode()))
-    out = bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(rows)))
-    for entry, header, etag in rows:
-        out += _ENTRY.pack(len(header), len(etag), entry.life.last_use) + header + etag
-    return out
-
-
-def parse(raw: bytes | bytearray, namespace: bytes, keyring: Keyring) -> Iterator[ObjectEntry]:
-    """The inverse, for objects of `namespace`, lazily: some ten microseconds each. Raises CorruptError for anything
-    `encode` cannot have written."""
-    if len(raw) < _HEAD.size:
-        raise CorruptError("a delta without a head")
-    magic, version, zero, count = _HEAD.unpack_from(raw)
-    if magic != MAGIC or version != VERSION or zero or count > ENTRIES_MERGED_MAX:
-        raise CorruptError("no delta of this version")
-    view, offset = memoryview(raw), _HEAD.size
-    for _ in range(count):
-        if offset + _ENTRY.size > len(view):
-            raise CorruptError("a delta that ends inside an entry")
-        header_length, etag_length, used = _ENTRY.unpack_from(view, offset)
-        start, offset = offset + _ENTRY.size, offset + _ENTRY.size + header_length + etag_length
-        if header_length > HEADER_BYTES_MAX or offset > len(view) or not 0 <= used < 2**40:
-            raise CorruptError("a delta entry with impossible fields")
-        header = bytes(view[start : start + header_length])
-        # Restores the zeros that were cut off: the header has a count of its blocks, which fixes its length.
-        blocks = int.from_bytes(header[10:12], "little")
-        frame = decode(header.ljust(header_bytes_of(min(blocks, 1024)), b"\0"), keyring)
-        if frame.namespace != namespace:
-            raise CorruptError("a delta of another namespace")
-        etag = bytes(view[start + header_length : offset]).decode("ascii", "replace")
-        life = Lifetime(used, frame.life.stamps)
-        yield ObjectEntry(frame, frame.total_bytes, etag, life, used, Mono("-inf"))
-
-
-def join(deltas: Sequence[bytes]) -> bytearray:
-    """The bodies of several deltas as one, in their order, each object's last. Of more than ENTRIES_MERGED_MAX entries
-    the last are kept. Nothing in the entries is parsed. Pure."""
-    entries: dict[bytes, bytes] = {}
-    for raw in deltas:
-        view = raw[_HEAD.size :]
-        offset = 0
-        while offset + _ENTRY.size <= len(view):
-            header_length, etag_length, _ = _ENTRY.unpack_from(view, offset)
-            start, offset = offset + _ENTRY.size, offset + _ENTRY.size + header_length + etag_length
-            if offset > len(view):
-                break
-            header = view[start : start + header_length]
-            entries[digest_of([header])] = view[start - _ENTRY.size : offset]
-    kept = list(entries.values())[-ENTRIES_MERGED_MAX:]
-    return bytearray(_HEAD.pack(MAGIC, VERSION, 0, len(kept)) + b"".join(kept))
-
 
 class Deltas:
     """One replica's deltas: collects and publishes its own, and reads those of the rest into the index."""
@@ -159,7 +86,7 @@ class Deltas:
         self._stride = stride
         self._clock = clock
         self._replica = os.urandom(4).hex()
-        self._pending: list[ObjectEntry] = []
+        self._pending: list[UnitHint] = []
         self._published = clock.monotonic()
         self._last_published: tuple[str, Mono] | None = None  # name, and when
         self._polled = float("-inf")
@@ -169,12 +96,12 @@ class Deltas:
         self._windows: deque[Stat] = deque()  # merged, to be read
         self._poll_s = POLL_S
         self._replicas = 1
-        self._catalogue = Catalogue(bucket, names, self._signer, clock, self._replica, join)
+        self._catalogue = Catalogue(bucket, names, self._signer, clock, self._replica, self._join)
         self.received = 0  # entries indexed from deltas
 
-    def add(self, entry: ObjectEntry) -> None:
+    def add(self, hint: UnitHint) -> None:
         """This replica wrote an object. Of those not published only the last ENTRIES_MAX are kept."""
-        self._pending.append(entry)
+        self._pending.append(hint)
         del self._pending[:-ENTRIES_MAX]
 
     @property
@@ -199,7 +126,7 @@ class Deltas:
         name = f"{self._names.deltas}{round(self._clock.wall() * 1e6):016x}-{self._replica}"
         try:
             self._remember(name)
-            body = encode(entries, self._keyring)
+            body = encode(entries)
             await self._bucket.create(name, self._signer.sign(name, body), self._clock.wall())
             self._last_published = (name, self._published)
         except BaseException:
@@ -290,17 +217,18 @@ class Deltas:
         while len(self._seen) > 16 * LIST_PAGE:
             self._seen.popitem(last=False)
 
+    def _join(self, bodies: Sequence[bytes]) -> bytearray:
+        return join(bodies, self._names.namespace, self._keyring)
+
     async def _read(self, stat: Stat) -> None:
         raw = bytearray(stat.size)
         try:
             if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
                 return
             body = self._signer.open(stat.name, raw)
-            for count, entry in enumerate(parse(body, self._names.namespace, self._keyring)):
-                fits = entry.frame.depth % self._stride == 0 and entry.blocks <= self._stride
-                fits = fits and entry.life.last_use <= self._clock.wall() + FUTURE_S
-                if fits and self._index.get(entry.last) is None:
-                    self._index.put(entry)
+            for count, hint in enumerate(parse(body, self._names.namespace, self._keyring)):
+                fits = hint.depth % self._stride == 0 and hint.blocks <= self._stride
+                if fits and hint.life.last_use <= self._clock.wall() + FUTURE_S and self._index.learn(hint):
                     self.received += 1
                 if count % SLICE == SLICE - 1:
                     await asyncio.sleep(0)  # lookups share this loop

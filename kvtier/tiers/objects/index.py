@@ -1,4 +1,7 @@
-"""Index of the objects that this replica wrote, read, probed or found in deltas. Hints only: a read decides."""
+"""Index of the objects that this replica wrote, read, probed or found in deltas. Hints only: a read decides.
+
+Of the latest the whole header is kept, with which any block is read in one request; of all a packed hint (hints.py).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.frame import Frame
+from kvtier.tiers.objects.hints import HINTS_MAX, UnitHint, UnitHints, prints_of
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono, Wall
 
-ENTRIES_MAX = 200_000
-"""At about 2 KiB each. They stand for 6 TiB in 32 MiB strides; past it the least recently seen or used is dropped."""
+ENTRIES_MAX = 1 << 15
+"""Headers, at about 4 KiB each with 16 blocks. Past it the least recently seen or used is dropped; its hint stays."""
 
 ABSENT_MAX = 100_000
 
@@ -45,6 +48,12 @@ class ObjectEntry:
     def blocks(self) -> int:
         return len(self.frame.hashes)
 
+    @property
+    def hint(self) -> UnitHint:
+        """What is known of the object without its header."""
+        frame, hashes = self.frame, self.frame.hashes
+        return UnitHint(frame.scope, frame.depth, hashes[-1], prints_of(hashes), self.life, frame.position, self.size)
+
     def covers(self, life: Lifetime) -> bool:
         """Whether the object's stamps allow every use that `life` allows."""
         return all(any(old.covers(new) for old in self.life.stamps) for new in life.stamps)
@@ -56,20 +65,23 @@ class ObjectEntry:
 
 
 class ObjectIndex:
-    """Entries by first and by last block, and by name. Thread-safe; every verb takes microseconds."""
+    """Entries by first and by last block, and hints of the same and of more. Thread-safe; every verb takes
+    microseconds."""
 
-    def __init__(self, entries_max: int = ENTRIES_MAX, fingerprint: Callable[[BlockKey], int] = hash) -> None:
-        """`fingerprint`: eight bytes of the name of the object with this last block."""
-        self._fingerprint = fingerprint
-        self._by_name: dict[int, BlockKey] = {}
+    def __init__(
+        self, stride: int, fingerprint: Callable[[BlockKey], int], entries_max: int = ENTRIES_MAX,
+        hints_max: int = HINTS_MAX,
+    ) -> None:  # fmt: skip
+        """`stride`: the most blocks of an object. `fingerprint`: eight bytes of the name of the object with this last
+        block."""
+        self._stride = stride
+        self._hints = UnitHints(stride, fingerprint, hints_max)
         self._lock = threading.Lock()
         self._entries_max = entries_max
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
         self._by_first: dict[BlockKey, list[BlockKey]] = {}
         self._absent: OrderedDict[BlockKey, tuple[Mono, Miss]] = OrderedDict()
         self._unrecorded: set[BlockKey] = set()
-        self._blocks = 0
-        self._bytes = 0
 
     def put(self, entry: ObjectEntry) -> None:
         """Add or replace an entry. A use that the bucket does not record yet is kept."""
@@ -82,20 +94,28 @@ class ObjectIndex:
                     entry = replace(entry, life=Lifetime(newer, entry.life.stamps))
                 self._remove(last)
             self._by_last[last] = entry
-            self._by_name[self._fingerprint(last)] = last
             self._by_first.setdefault(entry.first, []).append(last)
-            self._blocks += entry.blocks
-            self._bytes += entry.size
+            self._hints.put(entry.hint)
             self._absent.pop(last, None)
             while len(self._by_last) > self._entries_max:
                 oldest = next(iter(self._by_last))
                 self._remove(oldest)
                 self._unrecorded.discard(oldest)
 
+    def learn(self, hint: UnitHint) -> bool:
+        """Add what another replica tells of an object, unless it is known; whether it was not."""
+        with self._lock:
+            if self._hints.knows(hint.last):
+                return False
+            self._hints.put(hint)
+            self._absent.pop(hint.last, None)
+            return True
+
     def drop(self, last: BlockKey) -> None:
         """The object is not in the bucket any more."""
         with self._lock:
             self._remove(last)
+            self._hints.drop(last)
             self._unrecorded.discard(last)
 
     def _remove(self, last: BlockKey) -> None:
@@ -106,23 +126,20 @@ class ObjectIndex:
         lasts.remove(last)
         if not lasts:
             del self._by_first[entry.first]
-        self._by_name.pop(self._fingerprint(last), None)
-        self._blocks -= entry.blocks
-        self._bytes -= entry.size
 
     def get(self, last: BlockKey) -> ObjectEntry | None:
-        """The object whose last block is `last`."""
+        """The entry of the object whose last block is `last`."""
         with self._lock:
             return self._by_last.get(last)
 
-    def named(self, fingerprint: int) -> ObjectEntry | None:
+    def named(self, fingerprint: int) -> UnitHint | None:
         """The object whose name has this fingerprint."""
         with self._lock:
-            last = self._by_name.get(fingerprint)
-            return None if last is None else self._by_last[last]
+            return self._hints.named(fingerprint)
 
     def find(self, first: BlockKey, key: BlockKey, depth: int) -> ObjectEntry | None:
-        """The longest known object that begins with the block `first` and holds `key` at `depth` of the chain."""
+        """The entry of the longest object that begins with the block `first` and holds `key` at `depth` of the
+        chain."""
         with self._lock:
             best: ObjectEntry | None = None
             for last in self._by_first.get(first, ()):
@@ -131,14 +148,18 @@ class ObjectIndex:
                     best = entry
             return best
 
-    def sample(self, rng: random.Random) -> ObjectEntry | None:
-        """A random one of the 256 latest entries; None if there are none."""
+    def find_hint(self, first: BlockKey, key: BlockKey, depth: int) -> UnitHint | None:
+        """The same among the hints: `find` may have no entry of it."""
         with self._lock:
-            place = rng.randrange(min(len(self._by_last), 256)) if self._by_last else 0
-            return next(islice(reversed(self._by_last.values()), place, None), None)
+            return self._hints.find(first, key, depth)
+
+    def sample(self, rng: random.Random) -> UnitHint | None:
+        """A random one; None if there are none."""
+        with self._lock:
+            return self._hints.sample(rng)
 
     def holding(self, keys: Iterable[BlockKey]) -> list[ObjectEntry]:
-        """All entries that hold any of `keys`. Searches the whole index: for administration."""
+        """All entries that hold any of `keys`. Searches all of them: for administration."""
         wanted = set(keys)
         with self._lock:
             return [entry for entry in self._by_last.values() if not wanted.isdisjoint(entry.frame.keys)]
@@ -184,24 +205,21 @@ class ObjectIndex:
         with self._lock:
             self._by_last.clear()
             self._by_first.clear()
-            self._by_name.clear()
+            self._hints.clear()
             self._absent.clear()
             self._unrecorded.clear()
-            self._blocks = self._bytes = 0
 
     def totals(self) -> tuple[int, int]:
-        """(blocks, bytes) of all entries."""
-        return self._blocks, self._bytes
+        """(blocks, bytes) of all objects known, their sizes rounded up to a KiB."""
+        return self._hints.blocks, self._hints.bytes
 
-    def check(self, stride: int) -> None:
+    def check(self) -> None:
         """Assert the index's invariants."""
         with self._lock:
+            self._hints.check(self._stride)
             entries = list(self._by_last.values())
-            assert self._blocks == sum(entry.blocks for entry in entries), "block count drifted"
-            assert self._bytes == sum(entry.size for entry in entries), "byte count drifted"
-            assert {*self._by_name.values()} == {*self._by_last}, "names and entries disagree"
             assert sum(len(lasts) for lasts in self._by_first.values()) == len(entries), "index halves disagree"
             for last, entry in self._by_last.items():
                 assert entry.last == last and last in self._by_first[entry.first], "entry under another's name"
-                assert entry.frame.depth % stride == 0 and entry.blocks <= stride, "entry is no stride"
+                assert entry.frame.depth % self._stride == 0 and entry.blocks <= self._stride, "entry is no stride"
             assert len(entries) <= self._entries_max and self._unrecorded <= set(self._by_last), "index past its bounds"

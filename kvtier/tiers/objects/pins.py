@@ -22,6 +22,7 @@ from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.pins import PINS_MAX, Pin
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
+from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.purge_log import TenantLog
@@ -75,12 +76,14 @@ class SharedPins:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def cover(self, entry: ObjectEntry, wall_s: Wall) -> bool:
-        """Whether a pin holds a block of the object at `wall_s`: the object ends inside a pinned chain, or the chain
-        ends inside the object. Pure."""
-        if self._until.get(entry.last, 0.0) > wall_s:
+    def cover(self, unit: ObjectEntry | UnitHint, wall_s: Wall) -> bool:
+        """Whether a pin holds a block of the object at `wall_s`, as far as can be told: the object ends inside a pinned
+        chain, or the chain ends inside the object. Pure."""
+        if self._until.get(unit.last, 0.0) > wall_s:
             return True
-        return bool(self._ends) and any(self._ends.get(key, 0.0) > wall_s for key in entry.frame.keys)
+        if isinstance(unit, UnitHint):
+            return any(unit.may_hold(key) and until > wall_s for key, until in self._ends.items())
+        return bool(self._ends) and any(self._ends.get(key, 0.0) > wall_s for key in unit.frame.keys)
 
     def list(self) -> list[Pin]:
         """The pins that have not ended, by name."""

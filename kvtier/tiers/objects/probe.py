@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.tiers.objects.frame import COUNT_MAX
+from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ABSENT_S, ObjectStore
 from kvtier.tiers.objects.strides import narrow, probe_width, spread
-from kvtier.tiers.protocol import Miss
+from kvtier.tiers.protocol import Loaded, Miss, Target
 
 ROUNDS_MAX = 3
 UNKNOWN_MAX = 8
@@ -33,12 +34,12 @@ class Prober:
         """`Tier.peek` by the index. Thread-safe; no request."""
         wall_s, size = self._clock.wall(), self._store.stride
         out: list[Miss | None] = []
-        entry: ObjectEntry | None = None
+        known: ObjectEntry | UnitHint | None = None
         miss: Miss | None = None
         for depth in wanted:
-            if entry is None or not entry.holds(chain[depth], depth):
-                entry = self._store.index.find(chain[depth - depth % size], chain[depth], depth)
-                miss = Miss.ABSENT if entry is None else self._store.miss_of(entry, wall_s)
+            if known is None or not known.holds(chain[depth], depth):
+                known = self._store.known(chain[depth - depth % size], chain[depth], depth)
+                miss = Miss.ABSENT if known is None else self._store.miss_of(known, wall_s)
             out.append(miss)
         return out
 
@@ -66,6 +67,31 @@ class Prober:
         if low < end and rounds < 2:
             await self.short_stride(chain, low, size if low > wanted[0] // size else UNKNOWN_MAX - probes)
 
+    async def read_stride(
+        self, chain: Sequence[BlockKey], first: int, targets: Sequence[Target]
+    ) -> dict[int, Loaded | Miss]:
+        """Read targets of the stride that begins at depth `first`: from the object in the index, else from the full
+        stride if it is there, else from the longest short one. Results by depth. Raises TierError."""
+        deepest = targets[-1].index
+        known = self._store.known(chain[first], chain[deepest], deepest)
+        if isinstance(known, UnitHint) and known.last not in chain[first : first + known.blocks]:
+            known = await self._store.entry_of(known)  # its last blocks are another chain's: the header names them
+        if known is not None:
+            entry = known if isinstance(known, ObjectEntry) else None
+            keys = chain[first : first + known.blocks] if entry is None else entry.frame.keys
+            found = await self._store.read(keys, first, entry, targets)
+            return {depth: Miss.EVICTED if result is Miss.ABSENT else result for depth, result in found.items()}
+        stop = first + self._store.stride
+        if stop <= len(chain):
+            found = await self._store.read(chain[first:stop], first, None, targets)
+            if not {Miss.ABSENT, Miss.FOREIGN} & {*found.values()}:
+                return found
+        short = await self.short_stride(chain, first // self._store.stride)
+        stop = first + short.blocks if short is not None else first
+        inside = [target for target in targets if target.index < stop]
+        found = await self._store.read(chain[first:stop], first, short, inside) if inside else {}
+        return {at.index: found.get(at.index, self.reason(chain, at.index)) for at in targets}
+
     def reason(self, chain: Sequence[BlockKey], depth: int) -> Miss:
         """Why the block at `depth`, which is not in the index, cannot be had, as far as recent probes told. No
         request."""
@@ -76,8 +102,8 @@ class Prober:
     def _known(self, chain: Sequence[BlockKey], stride: int) -> bool:
         """Whether the index has all blocks of `chain` in a stride, fit to be served."""
         first, last = stride * self._store.stride, min((stride + 1) * self._store.stride, len(chain)) - 1
-        entry = self._store.index.find(chain[first], chain[last], last)
-        return entry is not None and self._store.miss_of(entry, self._clock.wall()) is None
+        known = self._store.known(chain[first], chain[last], last)
+        return known is not None and self._store.miss_of(known, self._clock.wall()) is None
 
     async def short_stride(self, chain: Sequence[BlockKey], stride: int, most: int = COUNT_MAX) -> ObjectEntry | None:
         """The longest short form of a stride that is not there in full, among the `most` longest; one round. Raises

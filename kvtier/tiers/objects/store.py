@@ -28,6 +28,7 @@ from kvtier.tiers.objects.compression import landed, landing
 from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.frame import HEADER_ALIGN, ForeignFrame, Frame, check_version, decode, header_bytes_of
+from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
 from kvtier.tiers.objects.payload_work import PayloadWork
@@ -61,7 +62,7 @@ class ObjectStore:
         self.bucket = bucket
         self.names = names
         self.stride = stride
-        self.index = ObjectIndex(fingerprint=names.fingerprint)
+        self.index = ObjectIndex(stride, names.fingerprint)
         signer = Signer(keyring, names.root)
         self.deltas = Deltas(bucket, names, keyring, self.index, stride, clock)
         self.purges = TenantLog(bucket, names, signer, clock)
@@ -81,12 +82,18 @@ class ObjectStore:
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, stride_bytes))
         self.damaged: dict[BlockKey, str] = {}  # versions that the next write of this name replaces
 
-    def miss_of(self, entry: ObjectEntry, wall_s: Wall) -> Miss | None:
-        """Why the object may not be served at `wall_s`; None if it may. Pure."""
-        if self.purges.covers(entry.frame.scope, entry.frame.position):
+    def known(self, first: BlockKey, key: BlockKey, depth: int) -> ObjectEntry | UnitHint | None:
+        """An object that seems to begin with the block `first` and to hold `key` at `depth`, by the index."""
+        return self.index.find(first, key, depth) or self.index.find_hint(first, key, depth)
+
+    def miss_of(self, unit: ObjectEntry | UnitHint, wall_s: Wall) -> Miss | None:
+        """Why the object may not be served at `wall_s`, as far as header or hint tell; None if it may. Pure."""
+        known = unit if isinstance(unit, UnitHint) else unit.frame
+        if self.purges.covers(known.scope, known.position):
             return Miss.PURGED
-        alive = entry.life.servable(Depth.G4, wall_s) or self.pins.cover(entry, wall_s)
-        return self.encryption.miss_of(entry.frame) if alive else Miss.EXPIRED
+        if not unit.life.servable(Depth.G4, wall_s) and not self.pins.cover(unit, wall_s):
+            return Miss.EXPIRED
+        return None if isinstance(known, UnitHint) else self.encryption.miss_of(known)
 
     async def close(self) -> None:
         """Close connections and threads. Idempotent; the store can be used again."""
@@ -161,7 +168,7 @@ class ObjectStore:
     async def inspect(self, name: str, size: int) -> ObjectEntry | None:
         """The object of this name, of which a listing gave the size, by its header; None if it is gone, damaged or not
         ours. Changes neither bucket nor index. Raises TierError."""
-        raw = bytearray(min(size, header_bytes_of(self.stride)))
+        raw = bytearray(min(size, header_bytes_of(self.stride)))  # more blocks are another stride's
         with contextlib.suppress(CorruptError):
             async with self._probes:
                 stat = await self.bucket.read(name, 0, [memoryview(raw)])
@@ -172,9 +179,22 @@ class ObjectStore:
                 return self._checked(frame, stat, frame.keys, frame.depth)
         return None
 
-    def named(self, name: str) -> ObjectEntry | None:
-        """The object of this name in the index."""
+    def named(self, name: str) -> UnitHint | None:
+        """What the index has of the object of this name."""
         return self.index.named(fingerprint_of(name))
+
+    async def entry_of(self, hint: UnitHint) -> ObjectEntry | None:
+        """The index's entry of an object of which there was a hint, after its header was read; None if it is gone, is
+        damaged or another's, and then it is no longer in the index. Raises TierError."""
+        entry = self.index.get(hint.last)
+        if entry is None:
+            entry = await self.inspect(self.names.unit(hint.last), header_bytes_of(hint.blocks))
+            fits = entry is not None and (entry.frame.depth, entry.blocks) == (hint.depth, hint.blocks)
+            if entry is None or not fits:
+                self.index.drop(hint.last)
+                return None
+            self.index.put(entry)
+        return entry
 
     def _checked(self, frame: Frame, stat: Stat, keys: Sequence[BlockKey], depth: int) -> ObjectEntry:
         """The entry of an object with this header. Raises ForeignFrame unless it holds just `keys` from `depth` on, and

@@ -20,6 +20,7 @@ from kvtier.errors import TierError
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Stat, first_page
+from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.times import Mono, Wall
@@ -108,7 +109,7 @@ class Sweeper:
         """A random place among the scopes in the index."""
         names = self._store.names
         known = self._store.index.sample(self._random)
-        return f"{names.scope(known.frame.scope)}{self._random.randrange(256):02x}/" if known is not None else ""
+        return f"{names.scope(known.scope)}{self._random.randrange(256):02x}/" if known is not None else ""
 
     async def _deletion_time(self) -> Wall | None:
         """Objects that were dead at this time are so by all evidence; None: there is no telling now."""
@@ -128,9 +129,9 @@ class Sweeper:
             return True
         return self._old(stat) and self._pinned_only(known)
 
-    def _pinned_only(self, entry: ObjectEntry) -> bool:
+    def _pinned_only(self, unit: ObjectEntry | UnitHint) -> bool:
         wall_s = self._clock.wall()
-        return not entry.life.servable(Depth.G4, wall_s) and self._store.pins.cover(entry, wall_s)
+        return not unit.life.servable(Depth.G4, wall_s) and self._store.pins.cover(unit, wall_s)
 
     def _old(self, stat: Stat) -> bool:
         return bool(self._store.pins) and stat.modified is not None and stat.modified <= self._clock.wall() - RENEW_S

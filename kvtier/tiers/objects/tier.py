@@ -290,7 +290,7 @@ class ObjectTier:
 
         async def one(stride: int, wanted: Sequence[Target]) -> None:
             try:
-                results.update(await self._read_stride(chain, stride * self.stride, wanted))
+                results.update(await self._prober.read_stride(chain, stride * self.stride, wanted))
             except TierError:
                 results.update((target.index, Miss.ERROR) for target in wanted)
 
@@ -300,27 +300,6 @@ class ObjectTier:
         async with asyncio.TaskGroup() as group:
             for stride, wanted in strides.items():
                 group.create_task(one(stride, wanted))
-
-    async def _read_stride(
-        self, chain: Sequence[BlockKey], first: int, targets: Sequence[Target]
-    ) -> dict[int, Loaded | Miss]:
-        """Read targets of the stride that begins at depth `first`: from the object in the index, else from the full
-        stride if it is there, else from the longest short one. Raises TierError."""
-        deepest = targets[-1].index
-        entry = self._store.index.find(chain[first], chain[deepest], deepest)
-        if entry is not None:
-            found = await self._store.read(entry.frame.keys, first, entry, targets)
-            return {depth: Miss.EVICTED if result is Miss.ABSENT else result for depth, result in found.items()}
-        stop = first + self.stride
-        if stop <= len(chain):
-            found = await self._store.read(chain[first:stop], first, None, targets)
-            if not {Miss.ABSENT, Miss.FOREIGN} & {*found.values()}:
-                return found
-        short = await self._prober.short_stride(chain, first // self.stride)
-        stop = first + short.blocks if short is not None else first
-        inside = [target for target in targets if target.index < stop]
-        found = await self._store.read(chain[first:stop], first, short, inside) if inside else {}
-        return {at.index: found.get(at.index, self._prober.reason(chain, at.index)) for at in targets}
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -447,4 +426,4 @@ class ObjectTier:
         }
 
     def check(self) -> None:
-        self._store.index.check(self.stride)
+        self._store.index.check()

@@ -16,6 +16,7 @@ from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.open import BucketLimits
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.frame import ForeignFrame, Frame
+from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.protocol import Sealed, Stored
@@ -68,7 +69,9 @@ class ObjectWriter:
         if not life.servable(Depth.G4, self._clock.wall()):
             return Stored.REFUSED
         key = await store.encryption.key_for(scope_of_key(last))
-        known = store.index.find(keys[0], last, blocks[-1].index)
+        known = store.known(keys[0], last, blocks[-1].index)
+        if isinstance(known, UnitHint):
+            known = await store.entry_of(known)
         if known is not None and last not in store.damaged:
             if self._clock.monotonic() - known.seen > TRUST_S:
                 known = await store.probe(known.frame.keys, known.frame.depth)
@@ -149,6 +152,6 @@ class ObjectWriter:
             return Stored.REFUSED
         entry = ObjectEntry(frame, size, stat.etag, frame.life, last_use, self._clock.monotonic())
         store.index.put(entry)
-        store.deltas.add(entry)
+        store.deltas.add(entry.hint)
         self.saved_bytes += frame.header_bytes + len(frame.hashes) * frame.block_bytes - size
         return outcome

@@ -18,7 +18,7 @@ from kvtier.retention import pins as codec
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, payload_of, seal
-from kvtier.tiers.objects import deltas, purge_log
+from kvtier.tiers.objects import delta_format, purge_log
 from kvtier.tiers.objects.bucket.protocol import RecordedUse
 from kvtier.tiers.objects.frame import decode
 from kvtier.tiers.objects.purge_log import LogBroken
@@ -242,7 +242,7 @@ async def test_put_deltas_forged_ones_teach_nothing(merged: bool, keyring: Keyri
     await one.write(chain)
     entry = one.store.index.get(chain[-1])
     assert entry is not None
-    stolen = deltas.encode([entry], ring())
+    stolen = delta_format.encode([entry.hint])
     names = one.store.names
     name = f"{names.merged}0/{int(server.clock.wall() // 30) - 2:010x}-" if merged else f"{names.deltas}{1:016x}-ab"
     name = name if merged else f"{names.deltas}{int(server.clock.wall() * 1e6):016x}-00000000"
@@ -261,11 +261,12 @@ async def test_put_deltas_a_replayed_one_is_a_hint_that_a_read_decides() -> None
     await one.store.bucket.delete(one.store.names.unit(chain[-1]))
     server.clock.advance(20)
     await two.turn()
-    entry = two.store.index.get(chain[-1])
-    assert entry is not None and two.store.deltas.received == 1
+    hint = two.store.index.find_hint(chain[0], chain[-1], S - 1)
+    assert hint is not None and two.store.deltas.received == 1
     buffers = [bytearray(NS.block_bytes) for _ in chain]
     targets = [Target(index, (memoryview(b),)) for index, b in enumerate(buffers)]
-    assert set((await two.store.read(chain, 0, entry, targets)).values()) == {Miss.ABSENT}
+    assert set((await two.store.read(chain, 0, None, targets)).values()) == {Miss.ABSENT}
+    assert two.store.index.totals() == (0, 0)
 
 
 async def test_list_names_tell_nothing_that_could_be_guessed() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.keyring import Keyring
 from kvtier.testing import chain_of
-from kvtier.tiers.objects import deltas
+from kvtier.tiers.objects import delta_format, deltas
 from kvtier.tiers.objects.bucket.protocol import USED, recorded_use
 from kvtier.tiers.objects.signed import Signer
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
@@ -39,7 +39,7 @@ async def test_a_delta_named_in_the_future_blinds_nobody() -> None:
     one, two = Replica(server), Replica(server, seed=1)
     for stamp in ("00ffffffffffffff", "ffffffffffffffff"):
         name = f"{one.store.names.deltas}{stamp}-00000000"
-        server.put(name, Signer(Keyring.public(), "p/").sign(name, deltas.encode([], Keyring.public())))
+        server.put(name, Signer(Keyring.public(), "p/").sign(name, delta_format.encode([])))
     for number in range(3):
         await one.write(chain_of(NS, S, seed=number))
         server.clock.advance(300)

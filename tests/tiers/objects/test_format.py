@@ -11,11 +11,12 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.pins import Pin, decode, encode
 from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace
-from kvtier.tiers.objects import deltas, purge_log
+from kvtier.tiers.objects import delta_format, purge_log
 from kvtier.tiers.objects.frame import Frame
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.signed import Signer
+from tests.tiers.objects.support.old_delta import encode_old
 
 NS = sample_namespace(4096)
 CHAIN = chain_of(NS, 4, seed=1)
@@ -46,7 +47,12 @@ def test_an_object_is_one_frame() -> None:
 
 def test_a_delta() -> None:
     entry = ObjectEntry(FRAME, FRAME.total_bytes, '"etag"', LIFE, LIFE.last_use, 0.0)
-    assert sha(deltas.encode([entry], PUBLIC)) == "b2e23a12f54853453d54fe35"
+    raw = delta_format.encode([entry.hint])
+    assert sha(raw) == "789597d34bde3b68c148a248"
+    assert list(delta_format.parse(raw, NS.digest, PUBLIC)) == [entry.hint._replace(size=20 << 10)]
+    old = encode_old([entry], PUBLIC)
+    assert sha(old) == "b2e23a12f54853453d54fe35"
+    assert list(delta_format.parse(old, NS.digest, PUBLIC)) == [entry.hint]
 
 
 def test_an_entry_of_the_purge_log() -> None:

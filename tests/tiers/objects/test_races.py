@@ -234,7 +234,8 @@ async def test_a_use_in_a_delta_by_a_clock_that_is_ahead_is_not_learnt() -> None
     await one.write(chain)
     entry = one.store.index.get(chain[-1])
     assert entry is not None
-    one.store.deltas._pending = [replace(entry, life=replace(entry.life, last_use=Wall(one.clock.wall() + 2 * DAY_S)))]
+    ahead = replace(entry, life=replace(entry.life, last_use=Wall(one.clock.wall() + 2 * DAY_S)))
+    one.store.deltas._pending = [ahead.hint]
     await one.store.deltas.publish()
     await two.store.deltas.poll()
     assert two.store.deltas.received == 0

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Sequence
 
 import pytest
 
-from kvtier.errors import CorruptError, InvalidRequest
+from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey, scope_of
-from kvtier.keyring import Keyring
 from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Terms
 from kvtier.testing import chain_of, seal
 from kvtier.testing.faults_s3 import FaultyS3, S3Fault, S3Rule
 from kvtier.tiers.objects import deltas
-from kvtier.tiers.objects.signed import Signer
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Miss, Stored
 from tests.tiers.objects.support.replicas import NS, S, Site
@@ -87,37 +84,6 @@ async def test_a_replica_without_deltas_finds_it_all_the_same(site: Site) -> Non
         for tier in site.tiers:
             await tier.close(site.deadline)
         site.tiers.clear()
-
-
-def test_deltas_survive_the_way_and_nothing_else_does() -> None:
-    from kvtier.retention.lifetime import Lifetime
-    from kvtier.tiers.objects.index import ObjectEntry
-
-    chain, keyring = chain_of(NS, S), Keyring.public()
-    from kvtier.tiers.objects.frame import Frame
-
-    life = Lifetime.of(Terms("t", ttl=60), 1_800_000_000.0)
-    frame = Frame(NS.digest, scope_of(None), 0, 4096, tuple(k[16:] for k in chain), (bytes(16),) * S, life)
-    entry = ObjectEntry(frame, frame.total_bytes, '"etag"', life, life.last_use, float("-inf"))
-    raw = deltas.encode([entry, entry], keyring)
-    assert list(deltas.parse(raw, NS.digest, keyring)) == [entry, entry]
-    with pytest.raises(CorruptError):
-        list(deltas.parse(raw, bytes(32), keyring))
-    signer, rng = Signer(keyring, "p/"), random.Random(3)
-    signed = signer.sign("p/ctl/delta/1", raw)
-    assert list(deltas.parse(signer.open("p/ctl/delta/1", signed), NS.digest, keyring)) == [entry, entry]
-    for _ in range(300):
-        damaged = bytearray(signed)
-        damaged[rng.randrange(len(signed))] ^= 1 << rng.randrange(8)
-        with pytest.raises(CorruptError):
-            signer.open("p/ctl/delta/1", damaged)
-    for length in (0, 10, 16, 32, len(raw) - 1):
-        with pytest.raises(CorruptError):
-            list(deltas.parse(raw[:length], NS.digest, keyring))
-        with pytest.raises(CorruptError):
-            signer.open("p/ctl/delta/1", signed[:length])
-    with pytest.raises(CorruptError):
-        signer.open("p/ctl/delta/2", signed)
 
 
 async def test_a_damaged_delta_is_skipped(site: Site) -> None:

@@ -1,0 +1,242 @@
+"""Hints: all that a replica knows of most units, packed, some 400 bytes each with 16 blocks.
+
+A hint has the unit's last block in full, which names the object, and four bytes of the hash of each block before it. By
+these a lookup finds units that hold a block of its chain; one in four billion is another's, and the header says so when
+the unit is read.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
+from kvtier.retention.lifetime import Lifetime, Stamp
+from kvtier.retention.terms import Depth
+from kvtier.times import Wall
+
+HINTS_MAX = 1 << 20
+"""They stand for 32 TiB in strides of 32 MiB; past it one that was not found lately makes room."""
+
+PRINT_BYTES = 4
+
+_RECORD = struct.Struct("<16s32sIHIddIIQIB")  # scope … position, the next of the same first block, whether it was found
+_NEXT_AT, _FOUND_AT = _RECORD.size - 5, _RECORD.size - 1
+_CHUNK = 1 << 12
+"""Records that are allocated at a time."""
+_SHARDS = 64
+"""Tables of names: one would take 30 ms to grow at a million."""
+_TRIES = 64
+_NONE = 0xFFFFFFFF
+_DEAD = Stamp(Wall(0.0), None, 1, Depth.G4)
+
+
+class UnitHint(NamedTuple):
+    """One unit. `prints`: PRINT_BYTES of each block's hash but the last's. `life` has one stamp, the one that ends last
+    in this tier. `size`: of the object, to a KiB."""
+
+    scope: Scope
+    depth: int
+    last_hash: bytes
+    prints: bytes
+    life: Lifetime
+    position: int
+    size: int
+
+    @property
+    def blocks(self) -> int:
+        return len(self.prints) // PRINT_BYTES + 1
+
+    @property
+    def last(self) -> BlockKey:
+        return BlockKey(self.scope + self.last_hash)
+
+    @property
+    def first_print(self) -> bytes:
+        return (self.prints or self.last_hash)[:PRINT_BYTES]
+
+    def holds(self, key: BlockKey, depth: int) -> bool:
+        """Whether the block `key` at `depth` of its chain seems to be in the unit."""
+        index = depth - self.depth
+        if not 0 <= index < self.blocks or key[:SCOPE_BYTES] != self.scope:
+            return False
+        if index == self.blocks - 1:
+            return key[SCOPE_BYTES:] == self.last_hash
+        return self.prints.startswith(print_of(key), index * PRINT_BYTES)
+
+    def may_hold(self, key: BlockKey) -> bool:
+        """Whether the block seems to be in the unit, at any depth."""
+        return any(self.holds(key, self.depth + index) for index in range(self.blocks))
+
+
+def print_of(key: BlockKey) -> bytes:
+    """What a hint keeps of a block's hash. Pure."""
+    return key[SCOPE_BYTES : SCOPE_BYTES + PRINT_BYTES]
+
+
+def prints_of(hashes: Sequence[bytes]) -> bytes:
+    """`UnitHint.prints` of a unit of blocks with these hashes. Pure."""
+    return b"".join(each[:PRINT_BYTES] for each in hashes[:-1])
+
+
+def longest(life: Lifetime) -> Stamp:
+    """The stamp that ends last in this tier; a dead one if none allows it. Pure."""
+    stamps = [stamp for stamp in life.stamps if stamp.ceiling >= Depth.G4]
+    return max(stamps, key=lambda stamp: stamp.ends(life.last_use), default=_DEAD)
+
+
+class UnitHints:
+    """Hints by the first block and by the name of the unit. Not thread-safe."""
+
+    def __init__(self, stride: int, fingerprint: Callable[[BlockKey], int], most: int = HINTS_MAX) -> None:
+        """`stride`: the most blocks of a unit. `fingerprint`: eight bytes of the name of the object with this last
+        block."""
+        self._fingerprint = fingerprint
+        self._most = most
+        self._width = _RECORD.size + PRINT_BYTES * (stride - 1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._chunks: list[bytearray] = []
+        self._free: list[int] = []
+        self._by_name: list[dict[int, int]] = [{} for _ in range(_SHARDS)]  # slots
+        self._by_first: list[dict[int, int]] = [{} for _ in range(_SHARDS)]  # the latest slot
+        self._hand = 0
+        self.count = self.blocks = self.bytes = 0
+
+    def put(self, hint: UnitHint) -> None:
+        """Add a hint, or replace that of the same name."""
+        name = self._fingerprint(hint.last)
+        slot = self._by_name[name % _SHARDS].get(name)
+        if slot is None:
+            slot = self._room()
+        else:
+            self._unlink(slot)
+        stamp, first = longest(hint.life), self._first(hint)
+        shard = self._by_first[first % _SHARDS]
+        chunk, at = self._place(slot)
+        _RECORD.pack_into(
+            chunk, at, hint.scope, hint.last_hash, hint.depth, hint.blocks, -(-hint.size // 1024) & 0xFFFFFFFF,
+            stamp.created, hint.life.last_use, int(stamp.ttl or 0), int(stamp.max_age or 0), hint.position,
+            shard.get(first, _NONE), 0,
+        )  # fmt: skip
+        chunk[at + _RECORD.size : at + _RECORD.size + len(hint.prints)] = hint.prints
+        shard[first] = self._by_name[name % _SHARDS][name] = slot
+        self._count(hint, 1)
+
+    def find(self, first: BlockKey, key: BlockKey, depth: int) -> UnitHint | None:
+        """The longest unit that seems to begin with the block `first` and to hold `key` at `depth` of the chain."""
+        best: UnitHint | None = None
+        head = hash(first[:SCOPE_BYTES] + print_of(first))
+        slot = self._by_first[head % _SHARDS].get(head, _NONE)
+        while slot != _NONE:
+            hint, next_slot = self._read(slot)
+            if hint.holds(key, depth) and (best is None or hint.blocks > best.blocks):
+                best = hint
+                chunk, at = self._place(slot)
+                chunk[at + _FOUND_AT] = 1
+            slot = next_slot
+        return best
+
+    def named(self, fingerprint: int) -> UnitHint | None:
+        """The unit whose name has this fingerprint."""
+        slot = self._by_name[fingerprint % _SHARDS].get(fingerprint)
+        return None if slot is None else self._read(slot)[0]
+
+    def knows(self, last: BlockKey) -> bool:
+        """Whether there is a hint of the unit that ends with this block."""
+        name = self._fingerprint(last)
+        return name in self._by_name[name % _SHARDS]
+
+    def drop(self, last: BlockKey) -> None:
+        """The unit that ends with this block is not in the bucket any more."""
+        name = self._fingerprint(last)
+        slot = self._by_name[name % _SHARDS].get(name)
+        if slot is not None:
+            self._remove(slot)
+
+    def sample(self, rng: random.Random) -> UnitHint | None:
+        """A random one; None if there is none."""
+        shards = [shard for shard in self._by_name if shard]
+        if not shards:
+            return None
+        shard = rng.choice(shards)
+        return self._read(next(iter(shard.values())))[0]
+
+    def _room(self) -> int:
+        """A slot that is free now."""
+        if self.count >= self._most:
+            self._make_room()
+        if not self._free:
+            start = len(self._chunks) * _CHUNK
+            self._chunks.append(bytearray(self._width * _CHUNK))
+            self._free = list(range(start + _CHUNK - 1, start - 1, -1))
+        return self._free.pop()
+
+    def _make_room(self) -> None:
+        """Remove the next one that was not found since the hand last came by. All slots are taken."""
+        for tries in range(_TRIES + 1):
+            slot, self._hand = self._hand, (self._hand + 1) % self._most
+            chunk, at = self._place(slot)
+            if not chunk[at + _FOUND_AT] or tries == _TRIES:
+                self._remove(slot)
+                return
+            chunk[at + _FOUND_AT] = 0
+
+    def _place(self, slot: int) -> tuple[bytearray, int]:
+        return self._chunks[slot // _CHUNK], slot % _CHUNK * self._width
+
+    def _read(self, slot: int) -> tuple[UnitHint, int]:
+        chunk, at = self._place(slot)
+        scope, last, depth, blocks, kib, created, used, ttl, max_age, position, after, _ = _RECORD.unpack_from(
+            chunk, at
+        )
+        prints = bytes(chunk[at + _RECORD.size : at + _RECORD.size + (blocks - 1) * PRINT_BYTES])
+        life = Lifetime(used, (Stamp(created, ttl or None, max_age or None, Depth.G4),))
+        return UnitHint(Scope(scope), depth, last, prints, life, position, kib * 1024), after
+
+    def _first(self, hint: UnitHint) -> int:
+        return hash(hint.scope + hint.first_print)
+
+    def _remove(self, slot: int) -> None:
+        name = self._fingerprint(self._read(slot)[0].last)
+        self._unlink(slot)
+        del self._by_name[name % _SHARDS][name]
+        self._free.append(slot)
+
+    def _unlink(self, slot: int) -> None:
+        """Out of the list of its first block, and of the counts."""
+        hint, after = self._read(slot)
+        first = self._first(hint)
+        shard = self._by_first[first % _SHARDS]
+        if shard[first] != slot:
+            before = shard[first]
+            while (following := self._read(before)[1]) != slot:
+                before = following
+            chunk, at = self._place(before)
+            struct.pack_into("<I", chunk, at + _NEXT_AT, after)
+        elif after == _NONE:
+            del shard[first]
+        else:
+            shard[first] = after
+        self._count(hint, -1)
+
+    def _count(self, hint: UnitHint, sign: int) -> None:
+        self.count += sign
+        self.blocks += sign * hint.blocks
+        self.bytes += sign * -(-hint.size // 1024) * 1024
+
+    def check(self, stride: int) -> None:
+        """Assert the invariants."""
+        found = [self._read(slot)[0] for shard in self._by_name for slot in shard.values()]
+        linked = 0
+        for shard in self._by_first:
+            for slot in shard.values():
+                while slot != _NONE:
+                    slot, linked = self._read(slot)[1], linked + 1
+        assert len(found) == linked == self.count <= self._most, "hints and their lists disagree"
+        assert sum(hint.blocks for hint in found) == self.blocks, "block count drifted"
+        assert all(hint.depth % stride == 0 and hint.blocks <= stride for hint in found), "a hint of no stride"
