@@ -13,7 +13,7 @@ import shutil
 import struct
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -519,17 +519,39 @@ def bucket_of(store: Store) -> dict[str, Any]:
     return {name: sorted(it) if isinstance(it, list) else it for name, it in out.items()}
 
 
-def delta(raw: bytes) -> Iterator[tuple[bytes, float]]:
-    """(header, last use) of each unit. After magic, version, zero and count: header length u32, ETag length u16, last
-    use f64, header without its zero end, ETag; key id and tag of everything before."""
-    magic, version, zero, count = struct.unpack_from("<8sHHI", raw)
-    assert (magic, version, zero, raw[-24:-16]) == (b"KVTDELTA", 2, 0, bytes(8))
+def delta(raw: bytes) -> Iterator[tuple[Any, ...]]:
+    """Of each unit what every version tells: scope, depth, hashes as far as they are there, last use. Behind it, key id
+    and tag of everything before."""
+    magic, version, contexts, count = struct.unpack_from("<8sHHI", raw)
+    assert magic == b"KVTDELTA" and raw[-24:-16] == bytes(8)
+    place = yield from (delta_2(raw, count) if version == 2 else delta_3(raw, contexts, count))
+    assert place == len(raw) - 24
+
+
+def delta_2(raw: bytes, count: int) -> Generator[tuple[Any, ...], None, int]:
+    """After magic, version, zero and count: header length u32, ETag length u16, last use f64, header without its zero
+    end, ETag."""
     place = 16
     for _ in range(count):
-        header, etag, used = struct.unpack_from("<IHd", raw, place)
-        yield raw[place + 14 : place + 14 + header], used
-        place += 14 + header + etag
-    assert place == len(raw) - 24
+        length, etag, used = struct.unpack_from("<IHd", raw, place)
+        header = raw[place + 14 : place + 14 + length]
+        blocks, depth = struct.unpack_from("<HI", header, 10)
+        hashes = [header[208 + 72 * index :][:32] for index in range(blocks)]
+        yield header[64:80], depth, hashes[-1], b"".join(each[:4] for each in hashes[:-1]), used
+        place += 14 + length + etag
+    return place
+
+
+def delta_3(raw: bytes, contexts: int, count: int) -> Generator[tuple[Any, ...], None, int]:
+    """After magic, version and counts: contexts, scope (16), position u64, ttl u32, max age u32; units, context u16,
+    blocks u16, depth u32, KiB u32, stamp f64, last use f64, hash of the last block, 4 bytes of each other's."""
+    place = 16 + 32 * contexts
+    for _ in range(count):
+        context, blocks, depth, _kib, _born, used, last = struct.unpack_from("<HHIIdd32s", raw, place)
+        prints = raw[place + 60 : place + 60 + 4 * (blocks - 1)]
+        yield raw[16 + 32 * context :][:16], depth, last, prints, used
+        place += 60 + len(prints)
+    return place
 
 
 def records_of(store: Store) -> dict[bytes, Any]:
