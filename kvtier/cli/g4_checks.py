@@ -46,18 +46,41 @@ def _bucket_findings(g4: G4, bucket: str, prefix: str, trusted: bool) -> Iterato
     ask = _asker(g4, bucket)
     if ask is None:
         return
-    versions = (ask("get_bucket_versioning") or {}).get("Status") == "Enabled"
+    versioning = ask("get_bucket_versioning")
+    versions = (versioning or {}).get("Status") == "Enabled"
     if versions and not trusted:
         advice = "set security.key_file, or switch versioning off"
         yield "g4 versions", "fail", "the bucket keeps what a purge deletes, for whoever may read versions", advice
     elif versions:
         yield "g4 versions", "warn", "the bucket keeps what a purge deletes", "expire noncurrent versions soon"
+    if versioning is not None:  # else it is not permitted to ask
+        yield from _lock_findings(ask("get_object_lock_configuration"), trusted)
     control = f"{prefix}/ctl/" if prefix else "ctl/"
     for rule in (ask("get_bucket_lifecycle_configuration") or {}).get("Rules", []):
         if _expires(rule) and _touches(_prefix_of(rule), control):
             name = str(rule.get("ID", ""))[:64]
             advice = "restrict it, or put kvtier's own by: kvtier g4 lifecycle --apply"
             yield "g4 lifecycle", "fail", f"the rule {name!r} deletes purges and pins", advice
+
+
+def _lock_findings(answer: Mapping[str, Any] | None, trusted: bool) -> Iterator[Row]:
+    """About the bucket's Object Lock (WORM)."""
+    lock = (answer or {}).get("ObjectLockConfiguration", {})
+    if lock.get("ObjectLockEnabled") != "Enabled":
+        if trusted:
+            text = "none: who deletes the purge log is found out by replicas that have read it, not by new ones"
+            yield "g4 Object Lock", "ok", text, "a lock on what lies below ctl/…/log/ keeps it"
+        return
+    kept = lock.get("Rule", {}).get("DefaultRetention", {})
+    if kept:
+        text = f"every object is kept for {_period(kept)}: purged and expired blocks stay as versions, and cost space"
+        yield "g4 Object Lock", "warn", text, "no default retention; lock what lies below ctl/…/log/ alone"
+    else:
+        yield "g4 Object Lock", "ok", "enabled, without a default retention", ""
+
+
+def _period(retention: Mapping[str, Any]) -> str:
+    return next((f"{retention[unit]} {unit.lower()}" for unit in ("Days", "Years") if unit in retention), "some time")
 
 
 def _asker(g4: G4, bucket: str) -> Callable[[str], Mapping[str, Any] | None] | None:

@@ -19,13 +19,19 @@ def config(url: str = "s3://bucket/p", **more: Any) -> Config:
 
 
 def found(
-    monkeypatch: pytest.MonkeyPatch, config: Config, versioning: str = "", rules: list[dict[str, Any]] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    versioning: str = "",
+    rules: list[dict[str, Any]] | None = None,
+    lock: dict[str, Any] | None = None,
 ) -> dict[str, str]:
     """Level by subject, of a bucket that answers so."""
     answers: Mapping[str, Mapping[str, Any]] = {
         "get_bucket_versioning": {"Status": versioning} if versioning else {},
         "get_bucket_lifecycle_configuration": {"Rules": rules or []},
     }
+    if lock is not None:
+        answers = {**answers, "get_object_lock_configuration": {"ObjectLockConfiguration": lock}}
     monkeypatch.setattr(g4_checks, "_asker", lambda g4, bucket: answers.get)
     return {subject: level for subject, level, _, _ in g4_checks.trust_findings(config)}
 
@@ -33,7 +39,7 @@ def found(
 def test_local_trust_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(monkeypatch, config()) == {"keys": "warn"}
     assert found(monkeypatch, config("file:///g4")) == {"keys": "ok"}
-    assert found(monkeypatch, config(**KEY)) == {"keys": "ok"}
+    assert found(monkeypatch, config(**KEY)) == {"keys": "ok", "g4 Object Lock": "ok"}
     assert found(monkeypatch, config(security={"key_file": "/nowhere/keys"})) == {"keys": "fail"}
 
 
@@ -41,6 +47,16 @@ def test_versions_without_a_key_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(monkeypatch, config(), "Enabled")["g4 versions"] == "fail"
     assert found(monkeypatch, config(**KEY), "Enabled")["g4 versions"] == "warn"
     assert "g4 versions" not in found(monkeypatch, config(), "Suspended")
+
+
+def test_an_object_lock_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = {"ObjectLockEnabled": "Enabled"}
+    kept = {**enabled, "Rule": {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 30}}}
+    assert found(monkeypatch, config(), lock=enabled)["g4 Object Lock"] == "ok"
+    assert found(monkeypatch, config(**KEY), lock=kept)["g4 Object Lock"] == "warn"
+    (row,) = g4_checks._lock_findings({"ObjectLockConfiguration": kept}, True)
+    assert "kept for 30 days" in row[2]
+    assert "g4 Object Lock" not in found(monkeypatch, config())
 
 
 def test_a_url_without_a_prefix_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing import VirtualClock
-from kvtier.tiers.objects.bucket.endpoint import shown, unreachable
+from kvtier.testing.servers import S3Server
+from kvtier.tiers.objects.bucket.endpoint import refused, shown, unreachable
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
 from kvtier.tiers.objects.bucket.protocol import Transient
 
@@ -50,6 +51,50 @@ def test_the_cause_is_told_in_our_words(error: Exception, cause: str) -> None:
     outer.__cause__ = error
     for each in (error, outer):
         assert unreachable("http://minio:9000", each) == f"http://minio:9000: {cause} (tiers.g4.options.endpoint_url)"
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("NoSuchBucket", "no such bucket (tiers.g4.url)"),
+        ("SignatureDoesNotMatch", "the secret does not belong to the access key (tiers.g4.options.secret)"),
+        ("InvalidAccessKeyId", "this access key is not known (tiers.g4.options.key)"),
+        ("403", "access denied (tiers.g4.options.key and secret, or the bucket's policy)"),
+        ("NoSuchKey", None),
+        ("SlowDown", None),
+    ],
+)
+def test_a_refusal_names_the_setting(code: str, cause: str | None) -> None:
+    wanted = None if cause is None else f"http://minio:9000: {cause}"
+    assert refused("http://minio:9000", ValueError("topsecret"), code) == wanted
+    said = RuntimeError(f"status code: {code} Forbidden: <Error><Code>{code}</Code><Message>topsecret</Message>")
+    assert refused("http://minio:9000", said) == wanted
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"secret": "wrong"}, "the secret does not belong to the access key (tiers.g4.options.secret)"),
+        ({"key": "wrong"}, "this access key is not known (tiers.g4.options.key)"),
+        ({}, "no such bucket (tiers.g4.url)"),
+        ({"endpoint_url": "https"}, "no TLS at this port (tiers.g4.options.endpoint_url)"),
+    ],
+)
+async def test_what_a_newcomer_gets_wrong_is_named(
+    client: Client, wrong: dict[str, str], cause: str, seaweedfs: S3Server
+) -> None:
+    options = {**seaweedfs.options, **wrong}
+    if "endpoint_url" in wrong:
+        options["endpoint_url"] = endpoint = seaweedfs.endpoint.replace("http:", "https:")
+    else:
+        endpoint = seaweedfs.endpoint
+    bucket, _ = open_bucket("s3://nobody-made-this/p", options, client, VirtualClock(), LIMITS)
+    await bucket.start()
+    with pytest.raises(TierError) as caught:
+        [page async for page in bucket.list("p/")]
+    await bucket.close()
+    assert f"{endpoint}: {cause}" in str(caught.value) and "wrong" not in str(caught.value)
 
 
 def test_an_answer_is_no_fault_of_the_connection() -> None:

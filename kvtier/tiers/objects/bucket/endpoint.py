@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 OPTION = "tiers.g4.options.endpoint_url"
+
+NO_TLS = "no TLS at this port"
 
 # Phrases of HTTP libraries that wrap the cause in text. Only ours are printed: theirs may hold what was signed.
 _PHRASES = {
@@ -19,7 +22,25 @@ _PHRASES = {
     "network is unreachable": "network is unreachable",
     "connection reset": "connection reset",
     "timed out": "no answer in time",
+    "wrong version number": NO_TLS,
+    "wrong_version_number": NO_TLS,
+    "invalidcontenttype": NO_TLS,
 }
+
+# Codes of S3, and what each is called here, with the setting that is likely to be wrong.
+_REFUSALS = {
+    "NoSuchBucket": ("no such bucket", "tiers.g4.url"),
+    "InvalidBucketName": ("no bucket can have this name", "tiers.g4.url"),
+    "InvalidAccessKeyId": ("this access key is not known", "tiers.g4.options.key"),
+    "SignatureDoesNotMatch": ("the secret does not belong to the access key", "tiers.g4.options.secret"),
+    "InvalidToken": ("the session token is not valid", "tiers.g4.options.token"),
+    "ExpiredToken": ("the session token has ended", "tiers.g4.options.token"),
+    "AuthorizationHeaderMalformed": ("another region", "tiers.g4.options.client_kwargs.region_name"),
+    "RequestTimeTooSkewed": ("this machine's clock is off", "synchronise it"),
+    "AccessDenied": ("no right to do this", "tiers.g4.options.key, or the bucket's policy"),
+}
+_DENIED = ("access denied", "tiers.g4.options.key and secret, or the bucket's policy")
+_CODE = re.compile(r"<Code>(\w{1,40})</Code>")
 
 
 def shown(url: str) -> str:
@@ -44,6 +65,17 @@ def unreachable(url: str, error: BaseException) -> str | None:
     return None
 
 
+def refused(url: str, error: BaseException, code: str = "") -> str | None:
+    """The detail of an error for an answer that stays the same until somebody changes a setting; None for others.
+    `code`: S3's, if it is known. Pure."""
+    text = "" if code else str(error)
+    found = _CODE.search(text)
+    code = found[1] if found is not None else code
+    denied = code in ("401", "403", "Forbidden") or "status code: 403" in text or "status code: 401" in text
+    cause = _REFUSALS.get(code, _DENIED if denied else None)
+    return None if cause is None else f"{shown(url)}: {cause[0]} ({cause[1]})"
+
+
 def _cause(error: BaseException) -> str | None:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
@@ -51,6 +83,8 @@ def _cause(error: BaseException) -> str | None:
         return "host name not known"
     if isinstance(error, ssl.SSLCertVerificationError):
         return "certificate not trusted"
+    if isinstance(error, ssl.SSLError) and getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
+        return NO_TLS
     if isinstance(error, TimeoutError):
         return "no answer in time"
     text = str(error).lower()

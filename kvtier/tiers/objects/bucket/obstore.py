@@ -22,7 +22,7 @@ from kvtier.tiers.objects.bucket.direct_http import (
     reachable,
     size_of,
 )
-from kvtier.tiers.objects.bucket.endpoint import unreachable
+from kvtier.tiers.objects.bucket.endpoint import refused, unreachable
 from kvtier.tiers.objects.bucket.protocol import (
     LIST_PAGE,
     TIER,
@@ -254,7 +254,11 @@ class ObstoreBucket:
         self._store = None
 
     def _mapped(self, operation: str, error: Exception) -> TierError:
-        detail = unreachable(str(self._config.get("endpoint", "")), error)
+        endpoint = str(self._config.get("endpoint", ""))
+        refusal = refused(endpoint, error)
+        if refusal is not None:
+            return TierError(TIER, operation, refusal)
+        detail = unreachable(endpoint, error)
         return _mapped(operation, error) if detail is None else Transient(TIER, operation, detail)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import DIRECT_BYTES, SIGNED_S, DirectHTTP, answer_of, reachable, size_of
-from kvtier.tiers.objects.bucket.endpoint import unreachable
+from kvtier.tiers.objects.bucket.endpoint import refused, unreachable
 from kvtier.tiers.objects.bucket.protocol import (
     LIST_PAGE,
     TIER,
@@ -256,7 +256,11 @@ class S3Bucket:
 
     def _mapped(self, operation: str, error: Exception) -> TierError:
         endpoint = self._client.meta.endpoint_url if self._client is not None else ""
-        detail = None if _code(error) else unreachable(endpoint, error)
+        code = _code(error)
+        refusal = refused(endpoint, error, code) if code else None
+        if refusal is not None:
+            return TierError(TIER, operation, f"{refusal}: {code}")
+        detail = None if code else unreachable(endpoint, error)
         return _mapped(operation, error) if detail is None else Transient(TIER, operation, detail)
 
     def _stat(self, name: str, answer: Mapping[str, Any], size: int) -> Stat:
