@@ -19,13 +19,17 @@ from kvtier.times import Wall
 
 HINTS_MAX = 1 << 20
 """They stand for 32 TiB in strides of 32 MiB; past it one that was not found lately makes room."""
+BYTES_MAX = 400 << 20
+"""Of memory: of units of more than 16 blocks there are fewer hints."""
 
 PRINT_BYTES = 4
 
 _RECORD = struct.Struct("<16s32sIHIddIIQIB")  # scope … position, the next of the same first block, whether it was found
 _NEXT_AT, _FOUND_AT = _RECORD.size - 5, _RECORD.size - 1
-_CHUNK = 1 << 12
-"""Records that are allocated at a time."""
+_CHUNK_BYTES = 1 << 19
+"""Of records that are allocated at a time."""
+_TABLE_BYTES = 200
+"""What the two tables take per record, about."""
 _SHARDS = 64
 """Tables of names: one would take 30 ms to grow at a million."""
 _TRIES = 64
@@ -94,8 +98,9 @@ class UnitHints:
         """`stride`: the most blocks of a unit. `fingerprint`: eight bytes of the name of the object with this last
         block."""
         self._fingerprint = fingerprint
-        self._most = most
         self._width = _RECORD.size + PRINT_BYTES * (stride - 1)
+        self._most = min(most, BYTES_MAX // (self._width + _TABLE_BYTES))
+        self._per_chunk = _CHUNK_BYTES // self._width
         self.clear()
 
     def clear(self) -> None:
@@ -171,9 +176,9 @@ class UnitHints:
         if self.count >= self._most:
             self._make_room()
         if not self._free:
-            start = len(self._chunks) * _CHUNK
-            self._chunks.append(bytearray(self._width * _CHUNK))
-            self._free = list(range(start + _CHUNK - 1, start - 1, -1))
+            start = len(self._chunks) * self._per_chunk
+            self._chunks.append(bytearray(self._width * self._per_chunk))
+            self._free = list(range(start + self._per_chunk - 1, start - 1, -1))
         return self._free.pop()
 
     def _make_room(self) -> None:
@@ -187,7 +192,7 @@ class UnitHints:
             chunk[at + _FOUND_AT] = 0
 
     def _place(self, slot: int) -> tuple[bytearray, int]:
-        return self._chunks[slot // _CHUNK], slot % _CHUNK * self._width
+        return self._chunks[slot // self._per_chunk], slot % self._per_chunk * self._width
 
     def _read(self, slot: int) -> tuple[UnitHint, int]:
         chunk, at = self._place(slot)

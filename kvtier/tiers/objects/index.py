@@ -19,7 +19,8 @@ from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono, Wall
 
 ENTRIES_MAX = 1 << 15
-"""Headers, at about 4 KiB each with 16 blocks. Past it the least recently seen or used is dropped; its hint stays."""
+"""Headers, at about 4 KiB each with 16 blocks; fewer where an object may have more, down to 512. Past it the least
+recently seen or used is dropped; its hint stays."""
 
 ABSENT_MAX = 100_000
 
@@ -77,7 +78,7 @@ class ObjectIndex:
         self._stride = stride
         self._hints = UnitHints(stride, fingerprint, hints_max)
         self._lock = threading.Lock()
-        self._entries_max = entries_max
+        self._entries_max = min(entries_max, 16 * ENTRIES_MAX // stride)
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
         self._by_first: dict[BlockKey, list[BlockKey]] = {}
         self._absent: OrderedDict[BlockKey, tuple[Mono, Miss]] = OrderedDict()

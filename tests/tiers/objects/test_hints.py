@@ -132,6 +132,19 @@ def test_a_unit_of_sixteen_blocks_takes_600_bytes_of_memory_and_128_of_a_delta()
     assert list(delta_format.parse(raw, NS.digest, PUBLIC)) == one_tenant
 
 
+def test_memory_is_bounded_whatever_the_stride() -> None:
+    for stride in (1, 16, 256, 1024):
+        known = table(stride)
+        assert known._most * (known._width + 200) <= hints.BYTES_MAX and known._most >= 1000
+    assert table(16)._most == hints.HINTS_MAX and table(1024)._most < 100_000
+    rng, wide = random.Random(10), table(1024)
+    some = [random_hint(rng, 1024) for _ in range(300)]
+    for hint in some:
+        wide.put(hint)
+    assert all(wide.named(hash(hint.last)) == hint for hint in some)
+    wide.check(1024)
+
+
 @pytest.mark.long
 def test_a_million_units_take_600_bytes_each_and_no_step_takes_long() -> None:
     rng, count = random.Random(5), 1 << 20

@@ -100,3 +100,22 @@ async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:
     server.clock.advance(600)
     await behind.walk()
     assert server.strides() == 20, "to it they are from the future"
+
+
+@pytest.mark.parametrize("units", [2000, pytest.param(100_000, marks=pytest.mark.long)])
+async def test_a_lone_replica_sweeps_a_million_units_within_a_day(units: int) -> None:
+    """By its pace over fewer of them: what it does in a page does not depend on how many there are."""
+    server = VirtualServer()
+    writer, replica = Replica(server), Replica(server, seed=1)
+    for number in range(units):
+        await writer.write(chain_of(NS, 1, seed=number), ttl=300)
+    server.clock.advance(DAY_S)
+    began = server.clock.wall()
+    while replica.sweeper.swept.objects < units and server.clock.wall() - began < DAY_S:
+        server.clock.advance(1)
+        if replica.sweeper.due:
+            await replica.sweeper.page()
+    took_s = server.clock.wall() - began
+    print(f"{units} units in {took_s:.0f} s: a million in {took_s / units * 1e6 / 3600:.1f} hours")
+    assert replica.sweeper.swept.objects == units and not server.strides()
+    assert took_s / units * 1e6 <= DAY_S
