@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import groupby
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
@@ -35,12 +36,16 @@ class Prober:
         wall_s, size = self._clock.wall(), self._store.stride
         out: list[Miss | None] = []
         known: ObjectEntry | UnitHint | None = None
-        miss: Miss | None = None
-        for depth in wanted:
-            if known is None or not known.holds(chain[depth], depth):
-                known = self._store.known(chain[depth - depth % size], chain[depth], depth)
-                miss = Miss.ABSENT if known is None else self._store.miss_of(known, wall_s)
-            out.append(miss)
+        for stride, depths in groupby(wanted, lambda depth: depth // size):
+            inside, first = list(depths), chain[stride * size]
+            known = self._store.known(first, chain[inside[-1]], inside[-1])
+            if known is not None:  # and so has all blocks before that one
+                out += [self._store.miss_of(known, wall_s)] * len(inside)
+                continue
+            for depth in inside:
+                if known is None or not known.holds(chain[depth], depth):
+                    known = self._store.known(first, chain[depth], depth)
+                out.append(Miss.ABSENT if known is None else self._store.miss_of(known, wall_s))
         return out
 
     async def search(self, chain: Sequence[BlockKey], wanted: Sequence[int], presumed: set[int]) -> None:
