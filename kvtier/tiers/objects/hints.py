@@ -1,4 +1,4 @@
-"""Hints: all that a replica knows of most units, packed, some 400 bytes each with 16 blocks.
+"""Hints: all that a replica knows of most units, packed, some 360 bytes each with 16 blocks.
 
 A hint has the unit's last block in full, which names the object, and four bytes of the hash of each block before it. By
 these a lookup finds units that hold a block of its chain; one in four billion is another's, and the header says so when
