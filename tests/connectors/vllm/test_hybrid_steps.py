@@ -101,6 +101,24 @@ def test_windows_of_an_answer_are_not_stored_where_its_blocks_are_not(make: Make
     assert engine.half.counters["blocks_stored"] == 7 + 3
 
 
+def test_blocks_that_are_handed_out_before_their_copy_is_made_are_not_published(make: Make) -> None:
+    engine = make([(20, 2)], blocks=40, max_model_len=160)
+    worker, asked = engine.worker, prompt(13, 60)
+    worker.poll = lambda: None
+    engine.add(asked, 1)
+    while not len(engine.half._boundaries) or engine.scheduler.requests:
+        engine.step()
+    for seed in range(14, 18):
+        name = engine.add(prompt(seed, 100), 1, control={"store": False})
+        while name in engine.scheduler.requests:
+            engine.step()
+    del worker.poll
+    engine.run()
+    assert engine.half.counters["spill_lost"] >= 3
+    assert warm(engine, asked) == 0
+    engine.check()
+
+
 def test_an_error_at_one_boundary_costs_no_other(make: Make) -> None:
     """Two requests end in one step; there is no place found for the second one's windows."""
     engine = make([(20, 2)], max_num_batched_tokens=200, connector={"ack_timeout": "1h"})
