@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtier.clock import Clock
+from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.vllm.messages import StepMoves
 from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.connectors.vllm.windows import Boundary, WindowBlocks
@@ -62,18 +63,15 @@ class BoundaryStores:
 
     def plan(self, manager: Manager | None, windows: WindowBlocks) -> list[StepMoves]:
         """This step's copies: boundaries that are ready, at least one, at most as many as `step_bytes` allows. Without
-        a cache (`manager` is None) they are given up."""
+        a cache (`manager` is None) they are given up. An error costs the boundary that it hit."""
         moves: list[StepMoves] = []
         left = 0 if manager is None else max(1, self._limits.step_bytes // manager.host.block_bytes)
         while windows.ready and (not moves or len(windows.ready[0].blocks) <= left):
             boundary = windows.ready.pop(0)
             left -= len(boundary.blocks)
-            try:
-                given_up = manager is None or self.stopped or not windows.lasting(boundary)
-                copy = None if manager is None or given_up else self._reserve(manager, boundary)
-            except BaseException:
-                windows.give_back(boundary)
-                raise
+            copy: _Copy | None = None
+            if manager is not None and not self.stopped and windows.lasting(boundary):
+                copy = or_fallback(self._reserve, manager, boundary, fallback=None)
             if copy is None:
                 windows.give_back(boundary)
                 continue

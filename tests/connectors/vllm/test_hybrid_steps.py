@@ -86,6 +86,59 @@ def test_an_error_while_a_copy_is_published_leaves_nothing_held(make: Make) -> N
     assert engine.reset()
 
 
+def test_what_was_loaded_counts_for_the_next_boundary(make: Make) -> None:
+    engine, asked = make([(33, 2)]), prompt(10, 60)
+    engine.add(asked, 1)
+    engine.run()
+    longer = [*asked, *prompt(11, 10)]
+    assert [warm(engine, longer), warm(engine, longer)] == [56, 64]
+
+
+def test_windows_of_an_answer_are_not_stored_where_its_blocks_are_not(make: Make) -> None:
+    engine = make([(20, 2)], connector={"decode_blocks": False})
+    engine.add(prompt(12, 60), 20)
+    engine.run()
+    assert engine.half.counters["blocks_stored"] == 7 + 3
+
+
+def test_blocks_that_are_handed_out_before_their_copy_is_made_are_not_published(make: Make) -> None:
+    engine = make([(20, 2)], blocks=40, max_model_len=160)
+    worker, asked = engine.worker, prompt(13, 60)
+    worker.poll = lambda: None
+    engine.add(asked, 1)
+    while not len(engine.half._boundaries) or engine.scheduler.requests:
+        engine.step()
+    for seed in range(14, 18):
+        name = engine.add(prompt(seed, 100), 1, control={"store": False})
+        while name in engine.scheduler.requests:
+            engine.step()
+    del worker.poll
+    engine.run()
+    assert engine.half.counters["spill_lost"] >= 3
+    assert [warm(engine, asked), warm(engine, asked)] == [0, 56]
+    engine.check()
+
+
+def test_an_error_at_one_boundary_costs_no_other(make: Make) -> None:
+    """Two requests end in one step; there is no place found for the second one's windows."""
+    engine = make([(20, 2)], max_num_batched_tokens=200, connector={"ack_timeout": "1h"})
+    stores, asked = engine.half._boundaries, [prompt(8, 60), prompt(9, 60)]
+    plain, calls = stores._reserve, list[Any]()
+
+    def broken(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        return plain(*arguments)
+
+    stores._reserve = broken
+    for one in asked:
+        engine.add(one, 1)
+    engine.run()
+    engine.check()
+    assert [warm(engine, one) for one in asked] == [56, 0]
+
+
 def test_an_answer_behind_a_prompt_of_whole_blocks_is_kept(make: Make) -> None:
     """Prefill crosses the boundary at the prompt's end; it is complete with the first step of decoding."""
     engine = make([(10, 2), (17, 2)])
@@ -126,6 +179,7 @@ class Storm:
         )
         self.stems = [[chance.randrange(3, 1000) for _ in range(88)] for _ in range(3)]
         self.asked: dict[str, list[int]] = {}
+        self.broken: list[str] = []
         self.waits = self.fails = 0.0
         worker = self.engine.worker
         self._poll, self._submit = worker.poll, worker._submit
@@ -172,11 +226,12 @@ class Storm:
         owner, call = self.chance.choice(RAISING)
         part = self.engine.half if owner == "half" else getattr(self.engine.half, owner)
 
-        def broken(*arguments: Any) -> None:
+        def broken(*arguments: Any, **more: Any) -> None:
             part.__dict__.pop(call, None)
             raise RuntimeError("injected")
 
         part.__dict__[call] = broken
+        self.broken.append(call)
 
     def turn(self) -> None:
         chance, cache = self.chance, self.engine.cache
@@ -200,9 +255,9 @@ class Storm:
 
     def end(self) -> None:
         self.waits = self.fails = 0.0
-        for part in (self.engine.half, self.engine.half._windows, self.engine.half._boundaries):
-            for _, call in RAISING:
-                part.__dict__.pop(call, None)
+        half = self.engine.half
+        for owner, call in RAISING:
+            (half if owner == "half" else getattr(half, owner)).__dict__.pop(call, None)
         self.engine.run()
         self.engine.check()
         for name, answer in self.engine.answers.items():

@@ -156,7 +156,7 @@ def run(machine: Machine, name: str, prompt: list[int], chunk: int, answer: int)
 @pytest.mark.parametrize("retention", [0, None])
 @pytest.mark.parametrize("chunk", [3, 16, 64])
 def test_the_ends_of_prompt_and_answer_are_held_until_copied(chunk: int, retention: int | None) -> None:
-    machine = Machine(retention=retention)
+    machine = Machine(windows=(10, 12, 17), blocks=120, retention=retention)
     for number, (prompt, answer) in enumerate([(50, 30), (48, 9), (7, 3), (64, 1), (33, 20)]):
         found = run(machine, f"r{number}", [number * 1000 + i for i in range(prompt)], chunk, answer)
         tokens = sorted(boundary.tokens for boundary in found)
@@ -226,27 +226,50 @@ def resumed(machine: Machine, begin: int, tables: list[list[int]]) -> list[Any]:
         machine.pool.touch([block for block in manager.req_to_blocks["next"] if not block.is_null])
         manager.num_cached_block["next"] = len(table)
     machine.windows.want(track, begin + SIZE)
+    machine.windows.want(track, begin + 3 * SIZE)  # the smaller window has left what was found, the larger has not
     machine.compute("next", begin, begin + 89)
     machine.completed("next", begin + 89)
     return list(machine.windows.ready)
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forgets: bool) -> None:
+@pytest.mark.parametrize("forgets", ["", "all", "last"])
+def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forgets: str) -> None:
     """After new weights in place, the engine's pool has blocks of the old ones under the same names."""
     machine = Machine(retention=None)
     run(machine, "first", list(range(40)), 40, 1)
     machine.idle()
-    if forgets:
+    if forgets == "all":
         machine.windows.clear()
     tables = []
     for number, depths in enumerate(machine.groups.needed(36), 1):
         hashes = Requested("probe", list(range(40))).block_hashes
         found = [machine.pool.get_cached_block(hashes[depth], [number]) for depth in depths]
         tables.append([0] * depths.start + [one[0].block_id for one in found if one])
+    if forgets == "last":
+        for number, table in enumerate(tables, 1):
+            del machine.windows._known[number, table[-1]]
     boundaries = [boundary.tokens for boundary in resumed(machine, 36, tables)]
     far = (36 + 90 - 1) // SIZE * SIZE
-    assert boundaries == ([far] if forgets else [36 + SIZE, far]), "far behind, all of the window is its own"
+    assert boundaries == ([far] if forgets else [36 + SIZE, 36 + 3 * SIZE, far]), (
+        "far behind, all of the window is its own"
+    )
+
+
+def test_a_block_that_the_engine_took_back_is_no_part_of_a_boundary() -> None:
+    """The pool was short when it was taken, so nothing was held; another request has it when the first one ends."""
+    machine = Machine(windows=(12,))
+    machine.windows._short = lambda: True  # type: ignore[method-assign]
+    track = machine.begin("r", list(range(50)))
+    for begin, end in [(0, 50), *((done, done + 1) for done in range(50, 59))]:
+        track.request.all_token_ids.append(end)
+        track.request.grow()
+        track.chain[len(track.chain) :] = make_keys(SHARED, track.request.block_hashes[len(track.chain) :])
+        machine.compute("r", begin, end)
+        machine.completed("r", end)
+    del machine.windows._short
+    machine.finish("r", 59)
+    machine.windows.complete(machine.step)
+    assert not machine.windows.ready and machine.windows._held == 0
 
 
 def test_no_more_than_a_part_of_the_pool_is_held() -> None:

@@ -297,9 +297,16 @@ class Modelless:
     def check(self) -> None:
         """Idle: nothing is held, nothing is pinned."""
         self.half.check()
-        assert self.pool.num_gpu_blocks - 1 == self.pool.get_num_free_blocks()
-        assert not len(self.half._loads) and not self.half._stores._storing and not len(self.half._boundaries)
-        assert self.half._windows._held == 0 and not self.half._requests
+        half, pool = self.half, self.pool
+        left = {
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "held": half._windows._held,
+            "waiting": len(half._windows._pending) + len(half._windows.ready),
+            "copies": len(half._boundaries) + len(half._stores._storing),
+            "loads": len(half._loads),
+            "requests": len(half._requests),
+        }
+        assert not any(left.values()), left
 
     def close(self) -> None:
         self.worker_side.shutdown()
