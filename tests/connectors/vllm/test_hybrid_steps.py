@@ -162,11 +162,24 @@ RAISING = [
 class Storm:
     """Requests of every kind that come, go away, are preempted and fail, on one engine."""
 
+    raising = RAISING
+
     def __init__(self, make: Make, seed: int) -> None:
-        self.chance = chance = random.Random(seed)
+        self.chance = random.Random(seed)
+        self.engine = self.begin(make)
+        self.stems = [[self.chance.randrange(3, 1000) for _ in range(88)] for _ in range(3)]
+        self.asked: dict[str, list[int]] = {}
+        self.broken: list[str] = []
+        self.waits = self.fails = 0.0
+        worker = self.engine.worker
+        self._poll, self._submit = worker.poll, worker._submit
+        worker.poll, worker._submit = self.poll, self.submit
+
+    def begin(self, make: Make) -> Modelless:
+        chance = self.chance
         windows = [(chance.choice(WIDTHS), chance.choice([1, 2, 2])) for _ in range(chance.choice([1, 1, 2, 3]))]
         capacity = chance.choice(["24KiB", "64KiB", "512KiB"])
-        self.engine = make(
+        return make(
             windows,
             blocks=max(chance.choice([34, 44, 60, 120]), 20 * (1 + len(windows)) + 2),
             full_at=chance.randrange(1 + len(windows)),
@@ -177,13 +190,6 @@ class Storm:
             prefix_cache_retention_interval=chance.choice([0, None]),
             connector={"kvtier_config": {"tiers": {"g2": {"capacity": capacity}}}},
         )
-        self.stems = [[chance.randrange(3, 1000) for _ in range(88)] for _ in range(3)]
-        self.asked: dict[str, list[int]] = {}
-        self.broken: list[str] = []
-        self.waits = self.fails = 0.0
-        worker = self.engine.worker
-        self._poll, self._submit = worker.poll, worker._submit
-        worker.poll, worker._submit = self.poll, self.submit
 
     def poll(self) -> None:
         """Copies are late."""
@@ -223,15 +229,18 @@ class Storm:
                     cache.manager.host.drop(key)
 
     def break_once(self) -> None:
-        owner, call = self.chance.choice(RAISING)
-        part = self.engine.half if owner == "half" else getattr(self.engine.half, owner)
+        owner, call = self.chance.choice(self.raising)
+        part = self.part(owner)
 
-        def broken(*arguments: Any, **more: Any) -> None:
+        def broken(*arguments: Any, **named: Any) -> None:
             part.__dict__.pop(call, None)
             raise RuntimeError("injected")
 
         part.__dict__[call] = broken
         self.broken.append(call)
+
+    def part(self, owner: str) -> Any:
+        return self.engine.half if owner == "half" else getattr(self.engine.half, owner)
 
     def turn(self) -> None:
         chance, cache = self.chance, self.engine.cache
@@ -255,9 +264,7 @@ class Storm:
 
     def end(self) -> None:
         self.waits = self.fails = 0.0
-        half = self.engine.half
-        for owner, call in RAISING:
-            (half if owner == "half" else getattr(half, owner)).__dict__.pop(call, None)
+        def broken(*arguments: Any, **named: Any) -> None:
         self.engine.run()
         self.engine.check()
         for name, answer in self.engine.answers.items():

@@ -102,6 +102,8 @@ def groups_of_layers(windows: Sequence[tuple[int, int]], layers: int, size: int,
 class Modelless:
     """See the module. `windows`: (tokens of the window, layers) of each group beside the full one of `layers`."""
 
+    loads_first = False  # whether loads begin before the forward, as vLLM has them; else none is over so early
+
     def __init__(
         self,
         folder: Path,
@@ -227,10 +229,13 @@ class Modelless:
         self._follow(output)
         sampled_ids: list[list[int]] = []
         names = list(output.num_scheduled_tokens)
+        if self.loads_first:
+            side.start_load_kv(None)
         for name in names:
             begin = self._begin[name]
             sampled_ids.append(self._forward(name, begin, begin + output.num_scheduled_tokens[name]))
-        side.start_load_kv(None)
+        if not self.loads_first:
+            side.start_load_kv(None)
         side.wait_for_save()
         results = side.get_transfer_results(output.finished_req_ids)
         given.finished_sending, given.finished_recving = results.finished_sending, results.finished_recving
@@ -300,12 +305,14 @@ class Modelless:
         half, pool = self.half, self.pool
         left = {
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-            "held": half._windows._held,
-            "waiting": len(half._windows._pending) + len(half._windows.ready),
-            "copies": len(half._boundaries) + len(half._stores._storing),
+            "copies": len(half._stores._storing),
             "loads": len(half._loads),
             "requests": len(half._requests),
         }
+        if any(self.windows):
+            left["held"] = half._windows._held
+            left["waiting"] = len(half._windows._pending) + len(half._windows.ready)
+            left["boundaries"] = len(half._boundaries)
         assert not any(left.values()), left
 
     def close(self) -> None:
