@@ -33,7 +33,7 @@ help:
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
-	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code"
+	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code, docs/proof.md from results"
 	@echo "make docs       the documents as a site in build/site"
 	@echo "make dist       wheel, sdist and their bill of materials in dist/, tried in a clean environment; TAG=v… must be theirs"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"
@@ -129,7 +129,7 @@ test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 # Bugs planted one by one in a copy of the package: OPTIONS="--area pool".
 OPTIONS ?=
 mutants: $(READY)
-	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.mutants.support.run $(OPTIONS)
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.mutants.support.run --save benchmarks/results $(OPTIONS)
 
 # A failing seed prints the command that repeats it.
 SECONDS ?= 3600
@@ -154,7 +154,7 @@ types:
 pictures:
 	$(PYTHON) docs/pictures/draw.py docs/pictures/*.toml
 
-# docs/metrics.md and docs/configuration.md from the code, and Grafana's dashboard.
+# docs/metrics.md and docs/configuration.md from the code, docs/proof.md from measurements, and Grafana's dashboard.
 reference: $(BASE)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/monitoring/dashboard.py

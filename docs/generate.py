@@ -1,17 +1,23 @@
-"""Writes docs/metrics.md and docs/configuration.md from the code: `make reference`. tests/docs checks that they are
-current."""
+"""Writes docs/metrics.md and docs/configuration.md from the code, docs/proof.md from docs/proof.toml and what was
+measured: `make reference`. tests/docs checks that they are current."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from prometheus_client import Counter, Gauge
 
 from kvtier.config.reference import KeyReference, key_references, section_meanings
 from kvtier.metrics import BOUNDS_S, BUILD, ENGINE, PORT, REQUESTS, TASKS, TIERS, Family, labels_of
 
+ROOT = Path(__file__).parents[1]
+RESULTS, MUTANTS = ROOT / "benchmarks" / "results", ROOT / "tests" / "mutants"
 WIDTH = 118
 NOTE = "<!-- Written by `make reference` from the code. -->"
 SECTIONS = {
@@ -84,7 +90,69 @@ def _cell(text: str) -> str:
     return text.replace("|", " \\| ")
 
 
-PAGES = {"metrics.md": metrics, "configuration.md": configuration}
+def proof() -> str:
+    """The page of promises."""
+    told = tomllib.loads((ROOT / "docs" / "proof.toml").read_text())
+    planted = _planted()
+    lines = [
+        "# Proof", "", "<!-- Written by `make reference` from docs/proof.toml and benchmarks/results. -->", "",
+        fill(
+            "Each promise, the tests that hold it, and the figure that was reached. A test runs by its name: "
+            "`.venv/bin/python -m pytest FILE -k NAME`, with `-m long` where it is marked so; `make test` runs all "
+            "that are not, `make test-long` all. Planted bugs are those of `tests/mutants`, each of which breaks one "
+            "promise: `make mutants` plants them one by one in a copy of the package, and counts those that a quick "
+            "test of their area finds.",
+            WIDTH,
+        ),
+        "", f"Planted bugs found: {_found(planted.values())}.", *_survivors(planted),
+    ]  # fmt: skip
+    for promise in told["promises"]:
+        ours = [caught for (number, _), caught in planted.items() if number == promise["id"]]
+        lines += ["", f"## {promise['id']}", "", fill(promise["text"], WIDTH), "", "| test | in |", "|---|---|"]
+        for test in promise["tests"]:
+            path, _, name = test.partition("::")
+            lines.append(f"| {name.removeprefix('test_').replace('_', ' ')} | `{path}` |")
+        lines += ["", f"- Planted bugs found: {_found(ours)}."] if ours else [""]
+        lines += [f"- Measured: {_figure(one)}." for one in promise.get("figures", ())]
+        lines += [f"- Not shown: {promise['unsaid']}"] if "unsaid" in promise else []
+    lines += ["", "## Not promised", "", *(f"- {one};" for one in told["not_promised"])]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).removesuffix(";") + ".\n")
+
+
+def _planted() -> dict[tuple[str, str], str]:
+    """Promise and name of each planted bug that was tried → the test that found it, "" for none."""
+    caught = json.loads((RESULTS / "mutants.json").read_text())["results"]["caught_by"]
+    rows = [row for path in sorted(MUTANTS.glob("*.toml")) for row in tomllib.loads(path.read_text())["mutants"]]
+    return {(row["promise"], row["name"]): caught[row["name"]] for row in rows if row["name"] in caught}
+
+
+def _found(caught: Iterable[str]) -> str:
+    tried = list(caught)
+    return f"{sum(map(bool, tried))} of {len(tried)}"
+
+
+def _survivors(planted: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    names = [f"`{name}` ({promise})" for (promise, name), caught in planted.items() if not caught]
+    if names:
+        yield from ("", fill(f"Not found: {', '.join(names)}.", WIDTH))
+
+
+def _figure(figure: Mapping[str, str]) -> str:
+    """The text with its values, by whom and when they were measured."""
+    entry = json.loads((RESULTS / f"{figure['file']}.json").read_text())
+
+    def value(match: re.Match[str]) -> str:
+        at: Any = entry["results"]
+        for part in match[1].split("."):
+            at = at[part]
+        return f"{at:,.3g}" if isinstance(at, float) else f"{at:,}"
+
+    text = re.sub(r"\{([^}]+)\}", value, figure["text"])
+    cores = entry["machine"]["cores"]
+    return f"{text} (`{figure['file']}.json`, {entry.get('date', 'undated')}, commit {entry['commit']}, {cores} cores)"
+
+
+PAGES = {"metrics.md": metrics, "configuration.md": configuration, "proof.md": proof}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,15 @@ PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(DOCS / "generate.py"))[
 @pytest.mark.parametrize("name", PAGES)
 def test_a_generated_page_is_current(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run `make reference`"
+
+
+def test_a_promise_names_tests_that_exist() -> None:
+    promises = tomllib.loads((DOCS / "proof.toml").read_text())["promises"]
+    assert [promise["id"] for promise in promises] == [f"P{number}" for number in range(1, 16)]
+    for path, _, name in (test.partition("::") for promise in promises for test in promise["tests"]):
+        tree = ast.parse((DOCS.parent / path).read_text())
+        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        assert name in {function.name for function in functions}, f"{path} has no {name}"
 
 
 def test_the_pages_name_everything() -> None:

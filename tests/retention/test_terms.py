@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
-from kvtier.retention.lifetime import STAMPS_MAX, Lifetime
+from kvtier.retention.lifetime import FUTURE_S, STAMPS_MAX, Lifetime
 from kvtier.retention.terms import BUILTIN, Depth, Terms, resolve
 from kvtier.units import parse_duration
 
@@ -48,6 +48,18 @@ def test_a_block_is_born_with_its_youngest_stamp() -> None:
     life = Lifetime.of(Terms("t", ttl=1000, ceiling=Depth.G2), T0).add(Terms("u", ttl=500), T0 + 60)
     assert len(life.stamps) == 2 and life.born == T0 + 60
     assert Lifetime(T0).born == T0
+
+
+def test_a_stamp_of_a_clock_that_is_ahead_only_shortens() -> None:
+    life = Lifetime.of(Terms("t", ttl=1000, max_age=2000), T0 + 100).dated_by(T0)
+    assert life.last_use == T0 and life.born == T0 - FUTURE_S
+    assert Lifetime.of(Terms("t", ttl=1000), T0).dated_by(T0).born == T0, "the control"
+
+
+def test_a_pin_makes_no_block_younger() -> None:
+    """A purge that covered the block before still covers it."""
+    life = Lifetime.of(Terms("t", ttl=1000), T0).extend_until(T0 + 5000, Depth.G3, T0 + 100)
+    assert life.servable(Depth.G3, T0 + 4999) and life.born == T0
 
 
 def test_a_use_does_not_revive() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,10 +14,11 @@ import kvtier
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey
-from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
-from kvtier.tiers.breaker import Health
+from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace, seal
+from kvtier.tiers.breaker import BreakerLimits, Health
 from kvtier.tiers.guard import ABANDONED_MAX, Guarded, GuardLimits
-from kvtier.tiers.protocol import Miss, Target
+from kvtier.tiers.protocol import Miss, Sealed, Stored, Target
+from kvtier.times import Mono
 from tests.manager.support.stubborn import SHORT, StubbornTier, hurried
 
 BLOCK = 4096
@@ -52,6 +54,25 @@ async def test_lookups_that_were_given_up_are_bounded_and_impatience_is_no_failu
     tier.stuck = frozenset()
     await asyncio.sleep(0.05)
     assert await guard.lookup(KEYS, [0], clock.monotonic() + 1) == [Miss.ABSENT] and not guard._given_up
+    await guard.close(clock.monotonic() + 1)
+
+
+class FailingTier(MemoryTier):
+    """Answers every write, with failures."""
+
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
+        return [Stored.FAILED] * len(blocks)
+
+
+async def test_writes_that_are_answered_as_failed_open_the_breaker() -> None:
+    clock = VirtualClock()
+    guard = Guarded(FailingTier(NS, clock), clock)
+    await guard.open()
+    blocks = seal(KEYS, range(1), BLOCK, clock.wall())
+    for _ in range(BreakerLimits().errors_max):
+        assert guard.breaker.health is Health.WELL
+        assert await guard.write(blocks, clock.monotonic() + 1) == [Stored.FAILED]
+    assert guard.breaker.health is Health.OUT
     await guard.close(clock.monotonic() + 1)
 
 

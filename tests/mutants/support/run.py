@@ -1,6 +1,6 @@
 """Plants every mutant in a copy of the package, and runs the tests of its area until one fails.
 
-    python -m tests.mutants.support.run [--area AREA …] [--name NAME …] [--json FILE]
+    python -m tests.mutants.support.run [--area AREA …] [--name NAME …] [--every N] [--save FOLDER]
 
 Prints a row per mutant, and how many were caught; exits with status 1 if one survived, with 2 if a test that caught one
 fails without it, too. A run that does not end counts as caught: the mutant hangs it.
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -71,12 +71,9 @@ class Laboratory:
         began = time.monotonic()
         path = self._place(mutant.file)
         sound, mutated = path.read_text(), mutant.source()
-        caught = ""
         try:
             _write(path, mutated)
-            for tests in mutant.tests:
-                if caught := self._failure(tests):
-                    break
+            caught = self._failure(*mutant.tests)
         finally:
             _write(path, sound)
         return Outcome(mutant.area, mutant.name, mutant.promise, caught, round(time.monotonic() - began, 1))
@@ -140,16 +137,30 @@ def _write(path: Path, text: str) -> None:
         compiled.unlink()
 
 
+def _save(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """Into FOLDER/mutants.json, beside what is there of other mutants that are still in the lists."""
+    from kvtier.bench.record import record, save  # the processes of the tests are to import kvtier from the copy
+
+    path = folder / "mutants.json"
+    earlier = json.loads(path.read_text())["results"]["caught_by"] if path.exists() else {}
+    found = earlier | {outcome.name: outcome.caught_by for outcome in outcomes}
+    known = {mutant.name: found[mutant.name] for mutant in mutants() if mutant.name in found}
+    survived = sum(not caught for caught in known.values())
+    results = {"planted": len(known), "caught": len(known) - survived, "caught_by": known}
+    save(record("mutants", ["make", "mutants"], results), folder)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--area", action="append")
     parser.add_argument("--name", action="append")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     chosen = [
         one for one in mutants()
         if (not given.area or one.area in given.area) and (not given.name or one.name in given.name)
-    ]  # fmt: skip
+    ][:: given.every]  # fmt: skip
     for module in PRELOADED:
         importlib.import_module(module)
     outcomes = []
@@ -164,8 +175,8 @@ def main() -> int:
             return 2
     survivors = [outcome.name for outcome in outcomes if not outcome.caught_by]
     print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} caught; survivors: {', '.join(survivors) or 'none'}")
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    if given.save is not None:
+        _save(outcomes, given.save)
     return bool(survivors)
 
 

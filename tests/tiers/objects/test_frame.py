@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import LIFETIME_BYTES, Lifetime, Stamp
 from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import sample_namespace
-from kvtier.tiers.objects.frame import COUNT_MAX, HEADER_BYTES_MAX, Frame, decode
+from kvtier.tiers.objects.frame import COUNT_MAX, HEADER_BYTES_MAX, ForeignFrame, Frame, decode
 
 NOW = 1.8e9
 PUBLIC = Keyring.public()
@@ -95,6 +96,33 @@ def test_hostile_lifetimes_raise_one_class_or_are_lifetimes(raw: bytes) -> None:
         Lifetime.decode(raw)
     except CorruptError:
         pass
+
+
+@pytest.mark.parametrize("blocks", [0, COUNT_MAX + 1])
+def test_an_impossible_number_of_blocks_is_refused(blocks: int) -> None:
+    with pytest.raises(CorruptError, match="impossible sizes"):
+        decode(frame(blocks).encode(PUBLIC), PUBLIC)
+
+
+@pytest.mark.parametrize("later", [{"codec": 2}, {"codec": 255}, {"sealed": 2}])
+def test_a_payload_of_a_later_release_is_left_alone(later: dict[str, int]) -> None:
+    with pytest.raises(ForeignFrame, match="later release"):
+        decode(replace(frame(), **later).encode(PUBLIC), PUBLIC)  # type: ignore[arg-type]
+
+
+def test_blocks_of_several_lengths_lie_one_behind_the_other() -> None:
+    header = replace(frame(3), codec=1, lengths=(4096, 3000, 2500))
+    start = header.header_bytes
+    assert [header.span(index, index + 1) for index in range(3)] == [
+        (start, start + 4096), (start + 4096, start + 7096), (start + 7096, start + 9596),
+    ]  # fmt: skip
+    assert header.total_bytes == start + 9596
+
+
+@pytest.mark.parametrize("length", [0, 2048, 5000, 2**40])
+def test_a_stored_length_that_no_block_has_is_refused(length: int) -> None:
+    with pytest.raises(CorruptError, match="lengths"):
+        decode(replace(frame(), codec=1, lengths=(4096, length)).encode(PUBLIC), PUBLIC)
 
 
 def test_declared_sizes_are_not_believed() -> None:
