@@ -111,7 +111,7 @@ def proof() -> str:
         lines += ["", f"## {promise['id']}", "", fill(promise["text"], WIDTH), "", "| test | in |", "|---|---|"]
         for test in promise["tests"]:
             path, _, name = test.partition("::")
-            lines.append(f"| {name.removeprefix('test_').replace('_', ' ')} | `{path}` |")
+            lines.append(f"| `{name}` | `{path}` |")
         lines += ["", f"- Planted bugs found: {_found(ours)}."] if ours else [""]
         lines += [f"- Measured: {_figure(one)}." for one in promise.get("figures", ())]
         lines += [f"- Not shown: {promise['unsaid']}"] if "unsaid" in promise else []
@@ -134,7 +134,7 @@ def _found(caught: Iterable[str]) -> str:
 def _survivors(planted: Mapping[tuple[str, str], str]) -> Iterator[str]:
     names = [f"`{name}` ({promise})" for (promise, name), caught in planted.items() if not caught]
     if names:
-        yield from ("", fill(f"Not found: {', '.join(names)}.", WIDTH))
+        yield from ("", fill(f"Not found: {', '.join(names)}.", WIDTH, break_on_hyphens=False))
 
 
 def _figure(figure: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvtier.errors import TierError
+from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import Scope, scope_of, tenant_of
 from kvtier.retention.marks import mark_below, number_of
 from kvtier.testing import chain_of
@@ -68,6 +68,33 @@ async def test_a_late_writer_is_purged_whatever_its_clock(ahead_s: float) -> Non
     assert await miss(late, old) is Miss.PURGED
     await right.write(new)
     assert await miss(right, new) is None, "what is stored behind the purge is not covered"
+
+
+async def test_a_purge_that_cannot_be_written_yet_is_in_force_here() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    old, new = chain_of(NS, S, seed=1, scope=A), chain_of(NS, S, seed=2, scope=A)
+    await one.write(old)
+    await two.store.refresh()
+    one.store.purges.hold(A)
+    assert await miss(one, old) is Miss.PURGED and await miss(two, old) is None
+    await one.store.purges.append(A)
+    await one.write(new)
+    assert await miss(one, old) is Miss.PURGED and await miss(one, new) is None
+
+
+def test_an_entry_is_read_under_its_own_number_only() -> None:
+    body = purge_log.encode(3, bytes(16), 1, {tenant_of(A): 3, tenant_of(B): 2})
+    assert purge_log.decode(body, 3) == (bytes(16), 1, {tenant_of(A): 3, tenant_of(B): 2})
+    for wrong in (
+        (body, 4),
+        (body[:-1], 3),
+        (purge_log.encode(3, bytes(16), 4, {tenant_of(A): 3}), 3),
+        (purge_log.encode(3, bytes(16), 0, {tenant_of(A): 4}), 3),
+        (purge_log.encode(3, bytes(16), 0, {}), 3),
+    ):
+        with pytest.raises(CorruptError, match="entry of a purge log"):
+            purge_log.decode(*wrong)
 
 
 async def test_a_purge_by_a_clock_a_year_ahead_is_one_of_now() -> None:
