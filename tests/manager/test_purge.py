@@ -13,6 +13,7 @@ from kvtier.errors import TierError
 from kvtier.identity.keys import Scope, scope_of, tenant_of
 from kvtier.manager import purge as purge_module
 from kvtier.put import Put
+from kvtier.retention.marks import mark_below
 from kvtier.retention.ranges import ChainTerms, RequestTerms
 from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
@@ -182,3 +183,29 @@ async def test_more_purges_than_can_be_remembered_for_a_tier_are_refused_whole(
         assert set(taken) <= set(await far.tombstones())
         await cache.manager.purge([SCOPE])
         assert await cache.match(CHAIN) == 0
+
+
+async def test_of_two_purges_of_elsewhere_the_later_reaches_every_tier() -> None:
+    clock = VirtualClock()
+    near, far = both(clock)
+    async with opened(clock, [near, far]) as cache:
+        later, earlier = clock.wall() + 10, clock.wall()
+        await near.purge(SCOPE, later)
+        await far.purge(SCOPE, earlier)
+        await tended(cache)
+        assert [(await tier.tombstones())[tenant_of(SCOPE)] for tier in (near, far)] == [later, later]
+
+
+async def test_a_purge_that_the_log_does_not_have_takes_effect_once() -> None:
+    """Another process of this machine gave it the number that it expected; the log may give it to another purge."""
+    clock, tenant = VirtualClock(), tenant_of(SCOPE)
+    async with opened(clock, both(clock)) as cache:
+        purger, hierarchy = cache.manager._purger, cache.manager.hierarchy
+        hierarchy.position, guess = 3, {tenant: mark_below(5)}
+        now = {tenant: hierarchy.made_by()}
+        assert purger._local(guess, False, {}) == now
+        purger._in_force.update(guess)
+        assert purger._local(guess, False, {}) == {}, "it is in force"
+        assert purger._local(guess, False, guess) == now, "the log has it now, and with it what came before"
+        assert purger._local({tenant: mark_below(3)}, False, {}) == {}, "it was read"
+        hierarchy.position = 0
