@@ -282,8 +282,10 @@ def test_a_purge_ends_pins_and_guarantees() -> None:
             put(cache, chain, retention=HOUR)
             cache.pins.create(name, chain, "1h")
         clock.advance(1)
+        assert len(cache.manager.protection.guarantees) == 8
         cache.purge("tenant")
         assert [pin.name for pin in cache.pins.list()] == ["mine"]
+        assert len(cache.manager.protection.guarantees) == 4, "what was guaranteed of the purged is reserved still"
         assert cache.match(keys) == 0 and served(cache, mine) == 4
         clock.advance(1)
         put(cache, keys)
