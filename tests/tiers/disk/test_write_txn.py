@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.identity.keys import SHARED, BlockKey, make_keys
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import touches, write
+from kvtier.tiers.disk.index import Use
+from kvtier.tiers.disk.records import NewBlock, SlotReservation
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss, Stored
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
@@ -103,6 +108,28 @@ async def test_a_block_without_its_parent_is_refused(tmp_path: Path) -> None:
         assert await put(tier, CHAIN, [4, 0, 1, 2], parents=True) == [Stored.REFUSED] + [Stored.STORED] * 3
         assert await put(tier, CHAIN, [3, 4], parents=True) == [Stored.STORED] * 2
         assert await get(tier, CHAIN[:5]) == [True] * 5
+        assert await put(tier, CHAIN, [5, 7], parents=True) == [Stored.STORED, Stored.REFUSED], "another is reserved"
+
+
+async def test_a_write_whose_slot_was_given_to_another_is_not_published(tmp_path: Path) -> None:
+    """Its owner was taken for dead, and goes on."""
+    clock = VirtualClock()
+    one, other = (
+        NewBlock(NAMESPACE.digest + key, BLOCK, Lifetime.of(BUILTIN["24h"], clock.wall()), digest=bytes(16))
+        for key in chain_of(NAMESPACE, 1, seed=5) + chain_of(NAMESPACE, 1, seed=6)
+    )
+
+    def work(txn: WriteTxn) -> tuple[Stored, Stored]:
+        late = txn.reserve(one, clock.wall())
+        assert isinstance(late, SlotReservation)
+        txn.release(late)
+        now = txn.reserve(other, clock.wall())
+        assert isinstance(now, SlotReservation) and now.key == late.key and now.serial != late.serial
+        return txn.publish(late, one, clock.wall()), txn.publish(now, other, clock.wall())
+
+    async with opened(tmp_path / "g3", 1, clock=clock) as tier:
+        assert await tier._store.submit(work, Use.DROP).result(10) == (Stored.FAILED, Stored.STORED)
+        assert tier.peek([one.name[32:], other.name[32:]], [0, 1]) == [Miss.ABSENT, None]  # type: ignore[list-item]
 
 
 async def test_a_block_never_pushes_out_its_own_parent(tmp_path: Path) -> None:
