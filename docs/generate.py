@@ -104,7 +104,7 @@ def proof() -> str:
             "test of their area finds.",
             WIDTH,
         ),
-        "", f"Planted bugs found: {_found(planted.values())}.", *_survivors(planted),
+        "", f"Planted bugs found: {_found(planted.values())}; the lists have {len(_listed())}.", *_survivors(planted),
     ]  # fmt: skip
     for promise in told["promises"]:
         ours = [caught for (number, _), caught in planted.items() if number == promise["id"]]
@@ -122,8 +122,11 @@ def proof() -> str:
 def _planted() -> dict[tuple[str, str], str]:
     """Promise and name of each planted bug that was tried → the test that found it, "" for none."""
     caught = json.loads((RESULTS / "mutants.json").read_text())["results"]["caught_by"]
-    rows = [row for path in sorted(MUTANTS.glob("*.toml")) for row in tomllib.loads(path.read_text())["mutants"]]
-    return {(row["promise"], row["name"]): caught[row["name"]] for row in rows if row["name"] in caught}
+    return {(row["promise"], row["name"]): caught[row["name"]] for row in _listed() if row["name"] in caught}
+
+
+def _listed() -> list[dict[str, Any]]:
+    return [row for path in sorted(MUTANTS.glob("*.toml")) for row in tomllib.loads(path.read_text())["mutants"]]
 
 
 def _found(caught: Iterable[str]) -> str:
