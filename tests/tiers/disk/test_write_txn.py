@@ -108,7 +108,26 @@ async def test_a_block_without_its_parent_is_refused(tmp_path: Path) -> None:
         assert await put(tier, CHAIN, [4, 0, 1, 2], parents=True) == [Stored.REFUSED] + [Stored.STORED] * 3
         assert await put(tier, CHAIN, [3, 4], parents=True) == [Stored.STORED] * 2
         assert await get(tier, CHAIN[:5]) == [True] * 5
-        assert await put(tier, CHAIN, [5, 7], parents=True) == [Stored.STORED, Stored.REFUSED], "another is reserved"
+
+
+async def test_another_s_reservation_is_no_parent(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    life = Lifetime.of(BUILTIN["24h"], clock.wall())
+    names = [NAMESPACE.digest + key for key in CHAIN]
+    one, orphan = NewBlock(names[0], BLOCK, life), NewBlock(names[3], BLOCK, life, depth=3, parent=names[2])
+    child = NewBlock(names[1], BLOCK, life, depth=1, parent=names[0])
+
+    def work(txn: WriteTxn) -> list[type]:
+        found = [txn.reserve(block, clock.wall()) for block in (one, orphan, child)]
+        for each in found:
+            if isinstance(each, SlotReservation):
+                txn.release(each)
+        assert found[1] is Stored.REFUSED
+        return [type(each) for each in found]
+
+    async with opened(tmp_path / "g3", clock=clock) as tier:
+        done = await tier._store.submit(work, Use.DROP).result(10)
+        assert done == [SlotReservation, Stored, SlotReservation]
 
 
 async def test_a_write_whose_slot_was_given_to_another_is_not_published(tmp_path: Path) -> None:
