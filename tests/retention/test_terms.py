@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import CorruptError, InvalidRequest
 from kvtier.retention.guarantees import Guarantees
-from kvtier.retention.lifetime import FUTURE_S, STAMPS_MAX, Lifetime
+from kvtier.retention.lifetime import FUTURE_S, STAMPS_MAX, Lifetime, Stamp
 from kvtier.retention.terms import BUILTIN, Depth, Terms, resolve
 from kvtier.units import parse_duration
 
@@ -58,7 +58,8 @@ def test_a_stamp_of_a_clock_that_is_ahead_only_shortens() -> None:
 
 
 def test_more_stamps_than_there_can_be_are_damage() -> None:
-    raw = bytearray(Lifetime.of(Terms("t", ttl=1000), T0).encode())
+    stamps = tuple(Stamp(T0, 10.0 + number, None, Depth.G4) for number in range(STAMPS_MAX))
+    raw = bytearray(Lifetime(T0, stamps).encode())
     assert Lifetime.decode(bytes(raw)).stamps
     raw[8] = STAMPS_MAX + 1
     with pytest.raises(CorruptError, match="impossible"):
