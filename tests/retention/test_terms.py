@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import InvalidRequest
-from kvtier.retention.lifetime import FUTURE_S, STAMPS_MAX, Lifetime
+from kvtier.errors import CorruptError, InvalidRequest
+from kvtier.retention.guarantees import Guarantees
+from kvtier.retention.lifetime import FUTURE_S, STAMPS_MAX, Lifetime, Stamp
 from kvtier.retention.terms import BUILTIN, Depth, Terms, resolve
 from kvtier.units import parse_duration
 
@@ -54,6 +55,23 @@ def test_a_stamp_of_a_clock_that_is_ahead_only_shortens() -> None:
     life = Lifetime.of(Terms("t", ttl=1000, max_age=2000), T0 + 100).dated_by(T0)
     assert life.last_use == T0 and life.born == T0 - FUTURE_S
     assert Lifetime.of(Terms("t", ttl=1000), T0).dated_by(T0).born == T0, "the control"
+
+
+def test_more_stamps_than_there_can_be_are_damage() -> None:
+    stamps = tuple(Stamp(T0, 10.0 + number, None, Depth.G4) for number in range(STAMPS_MAX))
+    raw = bytearray(Lifetime(T0, stamps).encode())
+    assert Lifetime.decode(bytes(raw)).stamps
+    raw[8] = STAMPS_MAX + 1
+    with pytest.raises(CorruptError, match="impossible"):
+        Lifetime.decode(bytes(raw))
+
+
+def test_a_budget_that_is_set_aside_is_given_to_nobody_else() -> None:
+    guarantees = Guarantees(4 * 512, 512)
+    guarantees.admit(3)
+    assert guarantees.admits(1) and not guarantees.admits(2)
+    guarantees.settle(3)
+    assert guarantees.admits(4)
 
 
 def test_a_pin_makes_no_block_younger() -> None:

@@ -41,7 +41,7 @@ PRELOADED = (
     "pytest_asyncio",
     "yaml",
 )
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S*::.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

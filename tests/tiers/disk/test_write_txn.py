@@ -132,6 +132,26 @@ async def test_a_write_whose_slot_was_given_to_another_is_not_published(tmp_path
         assert tier.peek([one.name[32:], other.name[32:]], [0, 1]) == [Miss.ABSENT, None]  # type: ignore[list-item]
 
 
+async def test_another_s_reservation_is_no_parent(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    life = Lifetime.of(BUILTIN["24h"], clock.wall())
+    names = [NAMESPACE.digest + key for key in CHAIN]
+    one, orphan = NewBlock(names[0], BLOCK, life), NewBlock(names[3], BLOCK, life, depth=3, parent=names[2])
+    child = NewBlock(names[1], BLOCK, life, depth=1, parent=names[0])
+
+    def work(txn: WriteTxn) -> list[type]:
+        found = [txn.reserve(block, clock.wall()) for block in (one, orphan, child)]
+        for each in found:
+            if isinstance(each, SlotReservation):
+                txn.release(each)
+        assert found[1] is Stored.REFUSED
+        return [type(each) for each in found]
+
+    async with opened(tmp_path / "g3", clock=clock) as tier:
+        done = await tier._store.submit(work, Use.DROP).result(10)
+        assert done == [SlotReservation, Stored, SlotReservation]
+
+
 async def test_a_block_never_pushes_out_its_own_parent(tmp_path: Path) -> None:
     async with opened(tmp_path / "g3", 4) as tier:
         for index in range(4):
