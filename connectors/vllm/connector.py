@@ -366,8 +366,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        bad = set() if self._worker is None else self._worker.bad_blocks()
-        return set() if self._whole() else bad
+        if self._worker is None:
+            return set()
+        bad = self._worker.bad_blocks()
+        if self._whole():
+            return set()
+        self._worker.unloaded()  # the blocks tell
+        return bad
 
     def _whole(self) -> bool:
         """Whether a load fails as a whole: with several groups, vLLM takes no news of single blocks."""

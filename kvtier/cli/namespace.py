@@ -43,6 +43,8 @@ def namespace(source: Source, digest: Digest = "", save: Save = None, json: Json
     (fields,) = held.values()
     text = jsonlib.dumps(fields, indent=2)
     if save is not None:
+        if save.exists() and save.read_bytes() != f"{text}\n".encode():
+            raise InvalidRequest(f"{save} exists, with other content; name another file")
         save.write_text(text + "\n")
     if not json:
         console().print(f"{save}: written" if save is not None else text, soft_wrap=True)

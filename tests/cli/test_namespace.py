@@ -38,6 +38,9 @@ def test_a_directory_and_the_file_that_names_it_give_the_same(run: Run, file: Pa
         assert json.loads(run("namespace", source).out) == NS.fields()
         assert run("namespace", source, "--save", tmp_path / "ns.json").status == 0
         assert json.loads((tmp_path / "ns.json").read_text()) == NS.fields()
+    (tmp_path / "notes").write_text("mine")
+    assert run("namespace", file, "--save", tmp_path / "notes").status == 2
+    assert (tmp_path / "notes").read_text() == "mine"
     (only,) = run("namespace", tmp_path / "ns.json", "--json").json()["namespaces"]
     assert only == {"digest": NS.digest.hex(), "fields": NS.fields()}
     done = run("purge", file, "--namespace", tmp_path / "ns.json", "--without-salt", "--yes", "--json")

@@ -11,6 +11,8 @@ from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.records import SLOT_ALIGN
 
 AMPLIFICATION_MAX = 1.5
+JUDGED_FROM_BYTES = 256 << 20
+"""Of blocks: before that, the first pages of the index are most of what was written."""
 INDEX_BYTES_PER_BLOCK_MAX = 1000
 FRAGMENTED_MAX = 0.25
 
@@ -35,7 +37,7 @@ def diagnose(index: Index) -> Iterator[Ailment]:
 
 def _of_writes(index: Index) -> Iterator[Ailment]:
     balance = index.balance()
-    much = balance.amplification > AMPLIFICATION_MAX
+    much = balance.stored >= JUDGED_FROM_BYTES and balance.amplification > AMPLIFICATION_MAX
     yield Ailment(
         "write amplification",
         f"{balance.amplification:.2f} ({balance.written} bytes written for {balance.stored} of blocks)",

@@ -149,7 +149,7 @@ def _run(*words: object) -> int:
 
 
 async def test_the_commands_speak_json_and_say_by_their_status_what_they_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "g3"
 
@@ -161,6 +161,8 @@ async def test_the_commands_speak_json_and_say_by_their_status_what_they_found(
         await put(tier, CHAIN)
     assert out("inspect")[1]["blocks"] == 8
     assert out("verify")[0] == 0
+    assert out("g3", "doctor")[0] == 0, "too little was written to judge"
+    monkeypatch.setattr("kvtier.tiers.disk.diagnosis.JUDGED_FROM_BYTES", 0)
     status, ailments = out("g3", "doctor")
     assert status == 1, "8 blocks of 4 KiB in a put of their own are written at a high price"
     named = {one["name"]: one for one in ailments["ailments"]}

@@ -308,6 +308,7 @@ class Modelless:
             "copies": len(half._stores._storing),
             "loads": len(half._loads),
             "requests": len(half._requests),
+            "failed loads that are not told": len(self.worker._unloaded),
         }
         if any(self.windows):
             left["held"] = half._windows._held
