@@ -84,7 +84,7 @@ demo: $(BASE)
 PARTS ?= 2
 test: $(READY) $(SGLANG)/.ready
 	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target \
-		test-vllm test-disk test-core test-sglang test-objects
+		test-core test-vllm test-disk test-objects test-sglang
 
 test-engines: test-vllm test-sglang
 
