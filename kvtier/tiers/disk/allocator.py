@@ -196,7 +196,7 @@ class Segments:
         self._forget_fresh(slot_cls, segment)
         return True
 
-    def take_from(self, victim: Entry) -> tuple[int, int] | None:
+    def take_from(self, victim: Entry | FreeSlot) -> tuple[int, int] | None:
         """As `take`, where nothing was free, once a block of the class is evicted: its slot, unless it was a guest.
 
         No guest's is used again at once, even where its class has the segment again: a write of another class may have

@@ -21,6 +21,7 @@ from kvtier.tiers.disk.records import (
     Counters,
     Entry,
     FreeSlot,
+    order_key_in,
     order_parts,
     rows,
 )
@@ -49,14 +50,23 @@ class Entries:
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
+        try:
+            return self.read(name)
+        except CorruptError:
+            self._drop_unreadable(name)
+            return None
+
+    def read(self, name: bytes) -> Entry | None:
+        """The entry of `name`. Raises CorruptError for one that fails its check, unless it is another namespace's."""
         raw = self._txn.get(self._layout.key(name))
         if raw is None:
             return None
         try:
             return Entry.decode(name, raw)
         except CorruptError:
-            self._delete_unreadable(name)
-            return None
+            if self._layout.is_anothers(self._txn, name, raw):
+                return None
+            raise
 
     def rank_of(self, name: bytes) -> int | None:
         """The rank of a block, None if it is not here."""
@@ -104,15 +114,30 @@ class Entries:
         self._order.add(name, entry)
         self._ranks[name] = entry.rank
 
-    def _delete_unreadable(self, name: bytes) -> None:
-        """Remove a block whose entry cannot be read: its slot is found in `order`, by a scan."""
+    def remove_unreadable(self, name: bytes, row: bytes) -> FreeSlot:
+        """Delete the records of a block whose entry cannot be read, and whose row in `order` has this key; the slot is
+        the caller's."""
         self._delete(name)
+        return self._remove_row(name, row)
+
+    def _drop_unreadable(self, name: bytes) -> None:
+        """Remove a block whose entry cannot be read. Its row in `order` is the one that the entry says, if that is of
+        this block; else it is found by a scan."""
         written = self._layout.written(name)
-        for key in [key for key, value in rows(self._txn, ORDER) if value == written]:
-            slot_cls, _rank, segment, slot = order_parts(key)
-            self._order.remove(key)
-            self._count_bytes(name, -slot_cls)
-            self._segments.give(FreeSlot(slot_cls, segment, slot))
+        said = order_key_in(self._txn.get(self._layout.key(name)))
+        if said is not None and self._txn.get(said) == written:
+            keys = [said]
+        else:
+            keys = [key for key, value in rows(self._txn, ORDER) if value == written]
+        self._delete(name)
+        for key in keys:
+            self._segments.give(self._remove_row(name, key))
+
+    def _remove_row(self, name: bytes, row: bytes) -> FreeSlot:
+        slot_cls, _rank, segment, slot = order_parts(row)
+        self._order.remove(row)
+        self._count_bytes(name, -slot_cls)
+        return FreeSlot(slot_cls, segment, slot)
 
     def _delete(self, name: bytes) -> None:
         self._txn.delete(self._layout.key(name))

@@ -169,6 +169,8 @@ class Index:
                 if known not in FORMATS:  # its other records may lie elsewhere
                     raise FormatError(f"{path} is an index of format {known}, this version reads {FORMATS}")
                 layout = Layout(known)
+                if known < SHORT_FORMAT and txn.get(Layout(SHORT_FORMAT).counters_key) is not None:
+                    raise Unusable(f"its format record says {known}, its other records are of a later one")
                 Counters.decode(txn.get(layout.counters_key, default=b""))
                 Geometry.decode(txn.get(GEOMETRY_KEY, default=b""))
             env.reader_check()

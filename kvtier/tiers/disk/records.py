@@ -63,6 +63,7 @@ SCOPED_BYTES = NAMESPACE_BYTES + SCOPE_BYTES
 """The part of a block's name that says its namespace and scope."""
 _U32_MAX = 0xFFFF_FFFF
 _TICK_BITS = 56
+_MARK_END = 2.0**53  # from here on a float tells no two positions apart
 
 _BODY = struct.Struct(f"<ddQIIQIQ{DIGEST_BYTES}s")
 _CHECK = struct.Struct("<Q")
@@ -238,6 +239,8 @@ class Entry:
         if _CHECK.unpack_from(raw, len(body))[0] != xxhash.xxh3_64_intdigest(name + body):
             raise CorruptError("an index entry does not match its check")
         _ends, mark, serial, segment, slot, length, depth, rank, digest = _BODY.unpack_from(body)
+        if not 0 <= mark < _MARK_END or length > _U32_MAX * SLOT_ALIGN:
+            raise CorruptError("an index entry with impossible fields")
         end = _end_of_life(raw)
         header = EncryptionHeader.decode(body[end:]) if is_encrypted(raw) else None
         life = Lifetime.decode(body[_BODY.size : end])
@@ -283,6 +286,15 @@ def order_parts(key: bytes) -> tuple[int, int, int, int]:
     """(class, rank, segment, slot) of an order key."""
     _table, slot_cls, rank, _depth, segment, slot = _ORDER.unpack(key)
     return slot_cls, rank, segment, slot
+
+
+def order_key_in(raw: bytes) -> bytes | None:
+    """The order key of an encoded entry, whether or not its check agrees; None where it can have none. Pure."""
+    if len(raw) < _BODY.size:
+        return None
+    _ends, _mark, _serial, segment, slot, length, depth, rank, _digest = _BODY.unpack_from(raw)
+    units = slot_class(length)
+    return _ORDER.pack(ORDER, units, rank, _U32_MAX - depth, segment, slot) if units <= _U32_MAX else None
 
 
 def segment_in(key: bytes) -> int:

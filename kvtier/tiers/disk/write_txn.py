@@ -264,7 +264,8 @@ class WriteTxn:
         """Whether the block is still of the write whose entry was `raw`, renewed or not. If it is not, what was read
         by that entry was a slot's next tenant, not damage."""
         current = self._txn.get(self._layout.key(name))
-        return current is not None and same_write(name, raw, current)
+        same = current is not None and same_write(name, raw, current)
+        return same and not self._layout.is_anothers(self._txn, name, raw)
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
         """Remove the block after its payload failed the check. False, changing nothing, if it is not the same."""
@@ -421,12 +422,12 @@ class WriteTxn:
 
     def _evict(
         self, next_victim: Callable[[], tuple[bytes, bytes] | None], priority: int, spared: bytes | None = None
-    ) -> Entry | None:
+    ) -> Entry | FreeSlot | None:
         """Take out the block that `next_victim` finds in the order; its slot is the caller's. None if it must stay.
 
         A block that this very transaction, or one that it goes on with, stored or renewed is no victim for one of no
         higher priority: a chain longer than the store loses its tail, not its head. Nor is a live block of a higher
-        `priority`.
+        `priority`. Without an entry that can be read a block is a victim like any other.
         """
         while (row := next_victim()) is not None:
             key, name = row
@@ -434,7 +435,10 @@ class WriteTxn:
             fresh = tick_in(rank) >= self._since and priority_in(rank) >= priority
             if fresh or name in self._sheltered or name == spared:
                 return None
-            entry = self.find(name)
+            try:
+                entry = self._entries.read(name)
+            except CorruptError:
+                return self._entries.remove_unreadable(name, key)
             if entry is not None and entry.order_key() == key:
                 if priority_in(rank) > priority and entry.life.servable(Depth.G3, self._wall_s):
                     return None

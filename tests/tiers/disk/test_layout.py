@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+import xxhash
 
 from kvtier.encryption import EncryptionHeader
 from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth
+from kvtier.tiers.disk import entries
 from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.faults import Unusable
+from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.layout import Layout
+from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import (
     BLOCKS,
     ENCRYPTED_FORMAT,
     FIRST_FORMAT,
+    FORMAT_KEY,
     NAMESPACE_KEY,
     SHORT_FORMAT,
     SLOT_ALIGN,
@@ -28,7 +35,9 @@ from kvtier.tiers.disk.records import (
     NewBlock,
     is_encrypted,
     key_id_in,
+    order_key_in,
 )
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
 from tests.tiers.disk.support.classes import LIFE, NOW, ClassStore
@@ -103,6 +112,77 @@ def test_a_namespace_that_cannot_be_told_from_another_is_refused(tmp_path: Path)
         assert store.index.usage()[0] == 2
 
 
+def test_what_cannot_be_told_from_another_namespaces_block_leaves_that_alone(tmp_path: Path) -> None:
+    """The same prompt in both: they differ in the digest alone, and in nothing that is written."""
+    twin = NAME[:6] + bytes(26) + NAME[32:]
+    with _store(tmp_path, 8) as store:
+        store.transact(lambda txn: put(txn, NAME))
+        ((raw, _),) = store.index.find([twin])
+        assert raw is not None
+        assert store.transact(lambda txn: put(txn, twin)) is Stored.REFUSED
+        assert not store.transact(lambda txn: txn.delete_corrupt(twin, raw))
+        assert not store.transact(lambda txn: txn.drop(twin))
+        assert store.transact(lambda txn: txn.retain([twin], Wall(NOW + 9), None, NOW)) == [False]
+        assert store.transact(lambda txn: txn.drop_range(b"", twin[:48], 8, lambda *_: True)) == (0, None)
+        store.transact(lambda txn: txn.renew(twin, [NOW], 1))
+        assert store.transact(lambda txn: txn.find(NAME)) is not None
+        store.index.check()
+
+
+def test_a_namespace_without_blocks_gives_way_to_one_that_is_written_alike(tmp_path: Path) -> None:
+    """In every process that uses the store, whatever it has read before."""
+    twin = NAME[:6] + bytes(26) + NAME[32:]
+    with _store(tmp_path, 8) as store:
+        store.transact(lambda txn: put(txn, NAME))
+        with store.index.reading() as txn:
+            assert [name for name, _ in store.index.layout.entries(txn)] == [NAME]
+        other, store.index.layout = store.index.layout, Layout(SHORT_FORMAT)
+        store.transact(lambda txn: txn.drop(NAME))
+        assert store.transact(lambda txn: put(txn, twin)) is Stored.STORED
+        assert store.transact(lambda txn: put(txn, NAME)) is Stored.REFUSED
+        store.index.layout = other
+        with store.index.reading() as txn:
+            assert [name for name, _ in other.entries(txn)] == [name for _, name in other.ordered(txn)] == [twin]
+        store.index.check()
+
+
+@pytest.mark.parametrize("known", ["as read before", "not yet"])
+def test_a_namespace_of_a_transaction_that_failed_is_not_remembered(tmp_path: Path, known: str) -> None:
+    twin = NAME[:6] + bytes(26) + NAME[32:]
+
+    def fail(txn: WriteTxn) -> None:
+        put(txn, NAME)
+        assert [name for _, name in store.index.layout.ordered(txn._txn)] == [NAME]
+        raise RuntimeError
+
+    with _store(tmp_path, 8) as store:
+        with pytest.raises(RuntimeError):
+            store.transact(fail)
+        if known == "not yet":
+            store.index.layout = Layout(SHORT_FORMAT)
+        assert store.transact(lambda txn: put(txn, twin)) is Stored.STORED
+        with store.index.reading() as txn:
+            assert [name for _, name in store.index.layout.ordered(txn)] == [twin]
+
+
+@pytest.mark.parametrize("at", [*range(0, 41, 5)])
+def test_a_namespace_whose_record_is_damaged_gets_it_back(tmp_path: Path, at: int) -> None:
+    """When the next engine opens the store: it has its blocks, and stores more."""
+    key = NAMESPACE_KEY + NAMESPACE
+    flipped = key[:at] + bytes([key[at] ^ 4]) + key[at + 1 :]
+    with _store(tmp_path, 8) as store:
+        store.transact(lambda txn: put(txn, NAME))
+        store.transact(lambda txn: (txn._txn.delete(key), txn._txn.put(flipped, b"{}")))
+        store.index.layout = Layout(SHORT_FORMAT)
+        store.transact(lambda txn: txn.register(NAMESPACE, b"{}"))
+        assert store.transact(lambda txn: txn.find(NAME)) is not None
+        with store.index.reading() as txn:
+            assert [name for name, _ in store.index.layout.entries(txn)] == [NAME]
+            assert txn.get(key) == b"{}"
+        assert store.transact(lambda txn: put(txn, NAME[:-1] + b"y")) is Stored.STORED
+        store.index.check()
+
+
 def test_a_block_without_its_namespaces_record_is_damage(tmp_path: Path) -> None:
     with _store(tmp_path, 8) as store:
         store.transact(lambda txn: put(txn, NAME))
@@ -110,9 +190,75 @@ def test_a_block_without_its_namespaces_record_is_damage(tmp_path: Path) -> None
         index = store.index
         index.layout = Layout(SHORT_FORMAT)
         with index.reading() as txn, pytest.raises(CorruptError, match="has no record"):
-            list(index.layout.ordered(txn))
+            index.layout.full(txn, index.layout.written(NAME))
         with pytest.raises(AssertionError, match="has no record"):
             index.check()
+
+
+@pytest.mark.parametrize("damage", ["no record", "foreign record"])
+def test_blocks_that_cannot_be_named_leave_like_others(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other namespaces stay, and every slot is used again. None costs a scan of the order."""
+    monkeypatch.setattr(entries, "rows", None)
+    other = bytes(80)
+    with _store(tmp_path, 8) as store:
+        store.transact(lambda txn: [put(txn, NAME[:-1] + bytes([number])) for number in range(6)])
+        store.transact(lambda txn: [put(txn, other[:-1] + bytes([number])) for number in range(2)])
+        store.transact(lambda txn: txn._txn.delete(NAMESPACE_KEY + NAMESPACE))
+        if damage == "foreign record":
+            store.transact(lambda txn: txn._txn.put(NAMESPACE_KEY + NAMESPACE[:31] + b"?", b""))
+        store.index.layout = Layout(SHORT_FORMAT)
+        later = store.transact(lambda txn: [put(txn, other[:-2] + bytes([1, number])) for number in range(3)])
+        assert later == [Stored.STORED] * 3
+        assert store.index.usage()[0] == 8
+
+        def remove_rest(txn: WriteTxn) -> object:
+            return txn.drop_range(b"", b"", 99, lambda _name, _entry: False)
+
+        assert store.transact(remove_rest) == (3, None)
+        assert store.index.usage()[0] == 5
+        store.index.check()
+        with store.index.reading() as txn:
+            assert {name[:32] for _, name in store.index.layout.ordered(txn)} == {bytes(32)}
+
+
+def test_a_format_record_that_contradicts_the_others_is_damage(tmp_path: Path) -> None:
+    """One flipped bit makes 2 or 1 of 3: the blocks would lie where nobody looks, their slots would be used twice."""
+    for said in (FIRST_FORMAT, ENCRYPTED_FORMAT):
+        path = tmp_path / str(said)
+        path.mkdir()
+        with _store(path, 8) as store:
+            store.transact(lambda txn: put(txn, NAME))
+            store.transact(lambda txn, said=said: txn._txn.put(FORMAT_KEY, said.to_bytes(4, "little")))
+        with pytest.raises(Unusable, match="format record"):
+            Index.attach(path / "index", Owner.current(), alone=True)
+
+
+def test_an_entry_whose_check_agrees_and_whose_fields_lie_is_damage_and_nothing_else() -> None:
+    """Cut short, or made longer, with a count of stamps that is not theirs: the only error is CorruptError."""
+    rng = Random(3)
+    stamps = tuple(Stamp(Wall(NOW + number), 60.0, 90.0, Depth.G3) for number in range(2))
+    header = EncryptionHeader(b"k" * 8, b"c" * 16, b"s" * 16, (b"t" * 16,))
+    entry = Entry(7, 1, 2, SLOT_ALIGN, 3, 9, bytes(range(16)), Lifetime(NOW, stamps), header)
+    decoded = 0
+    for known in (SHORT_FORMAT, FIRST_FORMAT):
+        raw = Layout(known).encode(NAME, entry)
+        for _ in range(3000):
+            body = bytearray(raw[:-8])
+            if rng.random() < 0.1:  # the mark, and what ends
+                struct.pack_into("<dd", body, 0, NOW, rng.choice([float("inf"), float("nan"), -1.0, 2.0**60, 2.0**42]))
+            for _ in range(rng.randrange(1, 4)):
+                body[rng.randrange(len(body))] = rng.choice([0, 1, 4, 5, 0x7F, 0x80, 0x81, 0x84, 0xFF])
+            del body[rng.randrange(60, len(body) + 60) :]
+            body += rng.randbytes(rng.choice([0, 0, 1, 16, 17]))
+            lying = bytes(body) + xxhash.xxh3_64_intdigest(NAME + body).to_bytes(8, "little")
+            is_encrypted(lying)
+            order_key_in(lying)
+            with suppress(CorruptError):
+                Entry.decode(NAME, lying).order_key()
+                decoded += 1
+    assert decoded > 100
 
 
 def test_an_index_takes_no_more_of_the_disk_than_documented_once_its_blocks_were_replaced(tmp_path: Path) -> None:
@@ -136,4 +282,6 @@ def _store(path: Path, blocks: int) -> Iterator[ClassStore]:
 def put(txn: object, name: bytes) -> Stored:
     block = NewBlock(name, SLOT_ALIGN, LIFE, digest=bytes(16))
     reservation = txn.reserve(block, NOW)  # type: ignore[attr-defined]
+    if isinstance(reservation, Stored):
+        return reservation
     return txn.publish(reservation, block, NOW)  # type: ignore[attr-defined,no-any-return]
