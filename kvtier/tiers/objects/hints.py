@@ -1,15 +1,15 @@
 """Hints: all that a replica knows of most units, packed, some 360 bytes each with 16 blocks.
 
 A hint has the unit's last block in full, which names the object, and four bytes of the hash of each block before it. By
-these a lookup finds units that hold a block of its chain; one in four billion is another's, and the header says so when
-the unit is read.
+these a lookup finds units that hold a block of its chain; one in four billion is another's, so nobody may serve a
+block before the header has named it.
 """
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
@@ -24,8 +24,8 @@ BYTES_MAX = 400 << 20
 
 PRINT_BYTES = 4
 
-_RECORD = struct.Struct("<16s32sIHIddIIQIB")  # scope … position, the next of the same first block, whether it was found
-_NEXT_AT, _FOUND_AT = _RECORD.size - 5, _RECORD.size - 1
+_RECORD = struct.Struct("<16s32sIHIddIIQIIB")  # scope … position, next and previous of the first block, whether found
+_NEXT_AT, _BEFORE_AT, _FOUND_AT = _RECORD.size - 9, _RECORD.size - 5, _RECORD.size - 1
 _CHUNK_BYTES = 1 << 19
 """Of records that are allocated at a time."""
 _TABLE_BYTES = 200
@@ -33,7 +33,13 @@ _TABLE_BYTES = 200
 _SHARDS = 64
 """Tables of names: one would take 30 ms to grow at a million."""
 _TRIES = 64
+
+WALK_MAX = 64
+"""Units of one first block that a lookup goes through, the latest first. Of a prompt that all users share there may be
+hundreds of thousands."""
+
 _NONE = 0xFFFFFFFF
+_LINK = struct.Struct("<I")
 _DEAD = Stamp(Wall(0.0), None, 1, Depth.G4)
 
 
@@ -126,25 +132,39 @@ class UnitHints:
         _RECORD.pack_into(
             chunk, at, hint.scope, hint.last_hash, hint.depth, hint.blocks, -(-hint.size // 1024) & 0xFFFFFFFF,
             stamp.created, hint.life.last_use, int(stamp.ttl or 0), int(stamp.max_age or 0), hint.position,
-            shard.get(first, _NONE), 0,
+            after := shard.get(first, _NONE), _NONE, 0,
         )  # fmt: skip
+        self._link(after, _BEFORE_AT, slot)
         chunk[at + _RECORD.size : at + _RECORD.size + len(hint.prints)] = hint.prints
         shard[first] = self._by_name[name % _SHARDS][name] = slot
         self._count(hint, 1)
 
-    def find(self, first: BlockKey, key: BlockKey, depth: int) -> UnitHint | None:
-        """The longest unit that seems to begin with the block `first` and to hold `key` at `depth` of the chain."""
+    def find(self, first: BlockKey, key: BlockKey, depth: int, but: Container[BlockKey] = ()) -> UnitHint | None:
+        """The longest unit that seems to begin with the block `first` and to hold `key` at `depth` of the chain, among
+        the WALK_MAX latest with that first block and the one that ends with `key`. `but`: last blocks of units that are
+        left out."""
         best: UnitHint | None = None
         head = hash(first[:SCOPE_BYTES] + print_of(first))
         slot = self._by_first[head % _SHARDS].get(head, _NONE)
-        while slot != _NONE:
-            hint, next_slot = self._read(slot)
-            if hint.holds(key, depth) and (best is None or hint.blocks > best.blocks):
+        for _ in range(WALK_MAX):
+            if slot == _NONE:
+                return best
+            hint, after = self._read(slot)
+            if (best is None or hint.blocks > best.blocks) and hint.holds(key, depth) and hint.last not in but:
                 best = hint
-                chunk, at = self._place(slot)
-                chunk[at + _FOUND_AT] = 1
-            slot = next_slot
+                self._mark_found(slot)
+            slot = after
+        if best is None and key not in but:
+            name = self._fingerprint(key)
+            slot = self._by_name[name % _SHARDS].get(name, _NONE)
+            if slot != _NONE and (hint := self._read(slot)[0]).holds(key, depth):
+                best = hint
+                self._mark_found(slot)
         return best
+
+    def _mark_found(self, slot: int) -> None:
+        chunk, at = self._place(slot)
+        chunk[at + _FOUND_AT] = 1
 
     def named(self, fingerprint: int) -> UnitHint | None:
         """The unit whose name has this fingerprint."""
@@ -196,7 +216,7 @@ class UnitHints:
 
     def _read(self, slot: int) -> tuple[UnitHint, int]:
         chunk, at = self._place(slot)
-        scope, last, depth, blocks, kib, created, used, ttl, max_age, position, after, _ = _RECORD.unpack_from(
+        scope, last, depth, blocks, kib, created, used, ttl, max_age, position, after, _, _ = _RECORD.unpack_from(
             chunk, at
         )
         prints = bytes(chunk[at + _RECORD.size : at + _RECORD.size + (blocks - 1) * PRINT_BYTES])
@@ -217,17 +237,21 @@ class UnitHints:
         hint, after = self._read(slot)
         first = self._first(hint)
         shard = self._by_first[first % _SHARDS]
-        if shard[first] != slot:
-            before = shard[first]
-            while (following := self._read(before)[1]) != slot:
-                before = following
-            chunk, at = self._place(before)
-            struct.pack_into("<I", chunk, at + _NEXT_AT, after)
-        elif after == _NONE:
+        chunk, at = self._place(slot)
+        (before,) = _LINK.unpack_from(chunk, at + _BEFORE_AT)
+        self._link(after, _BEFORE_AT, before)
+        self._link(before, _NEXT_AT, after)
+        if before == _NONE and after == _NONE:
             del shard[first]
-        else:
+        elif before == _NONE:
             shard[first] = after
         self._count(hint, -1)
+
+    def _link(self, slot: int, field: int, other: int) -> None:
+        """Let that field of `slot`, if it is one, name `other`."""
+        if slot != _NONE:
+            chunk, at = self._place(slot)
+            _LINK.pack_into(chunk, at + field, other)
 
     def _count(self, hint: UnitHint, sign: int) -> None:
         self.count += sign

@@ -10,11 +10,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.frame import Frame
-from kvtier.tiers.objects.hints import HINTS_MAX, UnitHint, UnitHints, prints_of
+from kvtier.tiers.objects.hints import HINTS_MAX, WALK_MAX, UnitHint, UnitHints, prints_of
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono, Wall
 
@@ -80,7 +81,7 @@ class ObjectIndex:
         self._lock = threading.Lock()
         self._entries_max = min(entries_max, 16 * ENTRIES_MAX // stride)
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
-        self._by_first: dict[BlockKey, list[BlockKey]] = {}
+        self._by_first: dict[BlockKey, dict[BlockKey, None]] = {}  # the last blocks, in order
         self._absent: OrderedDict[BlockKey, tuple[Mono, Miss]] = OrderedDict()
         self._unrecorded: set[BlockKey] = set()
 
@@ -95,7 +96,7 @@ class ObjectIndex:
                     entry = replace(entry, life=Lifetime(newer, entry.life.stamps))
                 self._remove(last)
             self._by_last[last] = entry
-            self._by_first.setdefault(entry.first, []).append(last)
+            self._by_first.setdefault(entry.first, {})[last] = None
             self._hints.put(entry.hint)
             self._absent.pop(last, None)
             while len(self._by_last) > self._entries_max:
@@ -123,9 +124,9 @@ class ObjectIndex:
         entry = self._by_last.pop(last, None)
         if entry is None:
             return
-        lasts = self._by_first[entry.first]
-        lasts.remove(last)
-        if not lasts:
+        same = self._by_first[entry.first]
+        del same[last]
+        if not same:
             del self._by_first[entry.first]
 
     def get(self, last: BlockKey) -> ObjectEntry | None:
@@ -139,20 +140,21 @@ class ObjectIndex:
             return self._hints.named(fingerprint)
 
     def find(self, first: BlockKey, key: BlockKey, depth: int) -> ObjectEntry | None:
-        """The entry of the longest object that begins with the block `first` and holds `key` at `depth` of the
-        chain."""
+        """The entry of the longest object that begins with the block `first` and holds `key` at `depth` of the chain,
+        among the WALK_MAX latest with that first block and the one that ends with `key`."""
         with self._lock:
             best: ObjectEntry | None = None
-            for last in self._by_first.get(first, ()):
+            for last in islice(reversed(self._by_first.get(first, {})), WALK_MAX):
                 entry = self._by_last[last]
                 if entry.holds(key, depth) and (best is None or entry.blocks > best.blocks):
                     best = entry
-            return best
+            exact = self._by_last.get(key) if best is None else None
+            return exact if exact is not None and exact.holds(key, depth) else best
 
     def find_hint(self, first: BlockKey, key: BlockKey, depth: int) -> UnitHint | None:
-        """The same among the hints: `find` may have no entry of it."""
+        """The same among the hints of objects that have no entry: a header leaves nothing to be guessed."""
         with self._lock:
-            return self._hints.find(first, key, depth)
+            return self._hints.find(first, key, depth, but=self._by_last)
 
     def sample(self, rng: random.Random) -> UnitHint | None:
         """A random one; None if there are none."""
@@ -219,7 +221,7 @@ class ObjectIndex:
         with self._lock:
             self._hints.check(self._stride)
             entries = list(self._by_last.values())
-            assert sum(len(lasts) for lasts in self._by_first.values()) == len(entries), "index halves disagree"
+            assert sum(len(same) for same in self._by_first.values()) == len(entries), "index halves disagree"
             for last, entry in self._by_last.items():
                 assert entry.last == last and last in self._by_first[entry.first], "entry under another's name"
                 assert entry.frame.depth % self._stride == 0 and entry.blocks <= self._stride, "entry is no stride"

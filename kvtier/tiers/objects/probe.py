@@ -79,8 +79,9 @@ class Prober:
         stride if it is there, else from the longest short one. Results by depth. Raises TierError."""
         deepest = targets[-1].index
         known = self._store.known(chain[first], chain[deepest], deepest)
-        if isinstance(known, UnitHint) and known.last not in chain[first : first + known.blocks]:
-            known = await self._store.entry_of(known)  # its last blocks are another chain's: the header names them
+        if isinstance(known, UnitHint) and known.last not in chain[first + known.blocks - 1 : first + known.blocks]:
+            # Its last blocks are another chain's, if not all: the header names them.
+            known = await self._store.entry_of(known, chain[deepest], deepest)
         if known is not None:
             entry = known if isinstance(known, ObjectEntry) else None
             keys = chain[first : first + known.blocks] if entry is None else entry.frame.keys

@@ -183,9 +183,9 @@ class ObjectStore:
         """What the index has of the object of this name."""
         return self.index.named(fingerprint_of(name))
 
-    async def entry_of(self, hint: UnitHint) -> ObjectEntry | None:
-        """The index's entry of an object of which there was a hint, after its header was read; None if it is gone, is
-        damaged or another's, and then it is no longer in the index. Raises TierError."""
+    async def entry_of(self, hint: UnitHint, key: BlockKey, depth: int) -> ObjectEntry | None:
+        """The index's entry of an object that seems to hold `key` at `depth` by a hint, after its header was read; None
+        if it does not. One that is gone, damaged or another's is no longer in the index. Raises TierError."""
         entry = self.index.get(hint.last)
         if entry is None:
             entry = await self.inspect(self.names.unit(hint.last), header_bytes_of(hint.blocks))
@@ -194,7 +194,7 @@ class ObjectStore:
                 self.index.drop(hint.last)
                 return None
             self.index.put(entry)
-        return entry
+        return entry if entry.holds(key, depth) else None
 
     def _checked(self, frame: Frame, stat: Stat, keys: Sequence[BlockKey], depth: int) -> ObjectEntry:
         """The entry of an object with this header. Raises ForeignFrame unless it holds just `keys` from `depth` on, and

@@ -71,7 +71,7 @@ class ObjectWriter:
         key = await store.encryption.key_for(scope_of_key(last))
         known = store.known(keys[0], last, blocks[-1].index)
         if isinstance(known, UnitHint):
-            known = await store.entry_of(known)
+            known = await store.entry_of(known, last, blocks[-1].index)
         if known is not None and last not in store.damaged:
             if self._clock.monotonic() - known.seen > TRUST_S:
                 known = await store.probe(known.frame.keys, known.frame.depth)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,40 @@ def test_past_its_bound_what_was_found_lately_stays() -> None:
         assert known.find(keys[0], keys[-1], 3) is not None
     assert known.count == 100
     known.check(4)
+
+
+@pytest.mark.parametrize("kind", ["hints", "entries"])
+def test_a_first_block_that_all_units_share_costs_no_search(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt begins with the same system prompt: any verb goes through a bounded number of its units."""
+    rng, index = random.Random(11), ObjectIndex(4, hash, hints_max=3000)
+    head, looked = rng.randbytes(32), 0
+
+    def counted(real: Any) -> Any:
+        def call(*given: Any) -> Any:
+            nonlocal looked
+            looked += 1
+            return real(*given)
+
+        return call
+
+    monkeypatch.setattr(UnitHints, "_read", counted(UnitHints._read))
+    monkeypatch.setattr(ObjectEntry, "holds", counted(ObjectEntry.holds))
+    chains = [keys_of([head, *(rng.randbytes(32) for _ in range(3))]) for _ in range(3500)]
+    for number, chain in enumerate(chains):
+        looked = 0
+        if kind == "hints":
+            index.learn(hint_of([key[16:] for key in chain]))
+        else:
+            index.put(entries_of(chain)[0])
+        assert looked <= 80, f"the unit {number}"
+    for chain in (chains[600], chains[3000], chains[-1]):
+        looked = 0
+        known = index.find(chain[0], chain[3], 3) or index.find_hint(chain[0], chain[3], 3)
+        assert known is not None and known.last == chain[3] and looked <= 2 * hints.WALK_MAX + 8
+        looked = 0
+        index.drop(chain[3])
+        assert looked <= 8
+    index.check()
 
 
 def test_the_stamp_that_ends_last_is_kept() -> None:
@@ -235,6 +270,51 @@ async def test_blocks_of_a_unit_that_goes_on_elsewhere_are_read(site: Site, shar
     found = await site.read(two, mixed, range(shared))
     assert [type(each) for each in found] == [Loaded] * shared
     assert two.peek(mixed, [shared]) == [Miss.ABSENT]
+
+
+@pytest.mark.parametrize("shared", [1, 2, S])
+async def test_blocks_of_a_chain_with_the_same_prints_are_never_served(site: Site, shared: int) -> None:
+    """Four bytes of a hash meet again by chance, once in some thousand lookups beside a million units."""
+    one, two = await site.replica(), await site.replica()
+    stored = chain_of(NS, S, seed=1)
+    ours = chain_of(NS, S, seed=2)
+    mixed = [BlockKey(a[:20] + b[20:]) for a, b in zip(stored[:shared], ours[:shared], strict=True)]
+    await site.store(one, stored)
+    for hint in one._store.deltas._pending:
+        two._store.index.learn(hint)
+    for chain in (mixed, [*mixed, *ours[shared:]]):
+        for _ in range(2):
+            seeming = min(shared, S - 1)  # the last hash is known in full
+            found = await site.read(two, chain, range(seeming))
+            assert not any(isinstance(each, Loaded) for each in found)
+            assert two.peek(chain, range(shared)) == [Miss.ABSENT] * shared, "its header tells"
+    assert await site.store(two, [*mixed, *ours[shared:]]) == [Stored.STORED] * S
+    assert [type(each) for each in await site.read(two, [*mixed, *ours[shared:]])] == [Loaded] * S
+    assert [type(each) for each in await site.read(two, stored)] == [Loaded] * S
+
+
+async def test_a_unit_with_the_same_prints_is_not_taken_for_what_is_to_be_written(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    stored = chain_of(NS, S, seed=1)
+    ours = [BlockKey(a[:20] + b[20:]) for a, b in zip(stored, chain_of(NS, S, seed=2), strict=True)][: S - 1]
+    await site.store(one, stored)
+    for hint in one._store.deltas._pending:
+        two._store.index.learn(hint)
+    assert await site.store(two, ours) == [Stored.STORED] * (S - 1)
+    three = await site.replica()
+    assert [type(each) for each in await site.read(three, ours)] == [Loaded] * (S - 1)
+
+
+async def test_a_forged_hint_that_ends_elsewhere_hides_a_unit_once(site: Site) -> None:
+    one, two = await site.replica(), await site.replica()
+    chain = chain_of(NS, S)
+    assert await site.store(one, chain[: S - 1]) == [Stored.STORED] * (S - 1)
+    hashes = [key[16:] for key in chain]
+    lie = hint_of([*hashes[: S - 1], hashes[S - 2]], scope=Scope(chain[0][:16]))
+    two._store.index.learn(lie._replace(life=Lifetime.of(Terms("t", ttl=60), site.clock.wall()), position=0))
+    await site.read(two, chain, range(S - 2))
+    found = await site.read(two, chain, range(S - 2))
+    assert [type(each) for each in found] == [Loaded] * (S - 2)
 
 
 async def test_a_hint_of_what_is_gone_or_another_is_dropped(site: Site) -> None:
