@@ -15,7 +15,7 @@ from typing import Any
 from kvtier.config import Config
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import Scope, scope_of
-from kvtier.retention.hints import NO_HINTS, Hints, read_hints
+from kvtier.retention.hints import KEYS, NO_HINTS, Hints, read_hints
 from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
 from kvtier.retention.terms import Depth, Terms
 from kvtier.units import parse_duration, shorten
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 _KEYS = ("ceiling", "compared_with", "hints", "load", "pin", "ranges", "retention", "session", "store")
 _ID_CHARS_MAX = 256
+VALUES_MAX, CHARS_MAX, INT_BITS_MAX = 2048, 1024, 64
+"""Of one request's parameters: values in all, characters of a text, bits of a number. They are read on the scheduler's
+thread, so more is refused unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,11 @@ class Controls:
     def _parse(self, raw: object) -> Control:
         if not isinstance(raw, Mapping):
             raise InvalidRequest(f"kvtier parameters must be a mapping, got {shorten(raw)}")
-        if unknown := [key for key in raw if key not in _KEYS]:
-            raise InvalidRequest(f"kvtier.{shorten(unknown[0])} is unknown; known: {', '.join(_KEYS)}")
+        unknown = next((key for key in raw if key not in _KEYS), None)
+        if unknown is not None:
+            raise InvalidRequest(f"kvtier.{shorten(unknown)} is unknown; known: {', '.join(_KEYS)}")
+        for key, value in raw.items():
+            _check_size(key, value)
         hints = _hints(raw.get("hints"))
         request = self._terms(raw, hints)
         switches = {name: raw.get(name, True) for name in ("load", "store")}
@@ -118,6 +124,33 @@ class Controls:
         depth = Depth[ceiling.upper()]
         shallow = tuple(replace(r, terms=_at_most(r.terms, depth)) for r in request.ranges)
         return RequestTerms(_at_most(request.default, depth), shallow)
+
+
+def _check_size(key: str, raw: object) -> None:
+    """Raises InvalidRequest for more than a sender needs, after looking at VALUES_MAX values."""
+    if key == "hints" and isinstance(raw, Mapping):
+        raw = {name: raw[name] for name in KEYS if name in raw}  # others are not read
+    left, seen = [raw], 0
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            if len(value) > CHARS_MAX or not _is_unicode(value):
+                raise InvalidRequest(f"kvtier.{key}: a text has at most {CHARS_MAX} characters of Unicode")
+        elif isinstance(value, int):
+            if value.bit_length() > INT_BITS_MAX:
+                raise InvalidRequest(f"kvtier.{key}: a number has at most {INT_BITS_MAX} bits")
+        elif isinstance(value, dict | list | tuple | Mapping):  # the last costs most to ask for
+            seen += len(value)
+            if seen > VALUES_MAX:
+                raise InvalidRequest(f"kvtier.{key} has more than {VALUES_MAX} values; send fewer")
+            left.extend(value if isinstance(value, list | tuple) else value.values())
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair: no answer could repeat it
+        return False
 
 
 def _hints(raw: object) -> Hints:

@@ -103,7 +103,7 @@ class QueuedRequests:
         custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
         control = self._controls.parse(custom.get(_NAME) if isinstance(custom, dict) else None)
         # SGLang folds an adapter's id into the extra key, which seeds the page hashes; both also name the scope.
-        adapter = (req.extra_key or "").encode()
+        adapter = (req.extra_key or "").encode(errors="surrogatepass")
         if (number := getattr(req, "lora_id", None)) is not None:
             if not (name := adapters.name_of(number)):
                 return control, None

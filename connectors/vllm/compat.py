@@ -123,6 +123,9 @@ def unwanted(request: Any) -> bool:
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
+_PARAMETERS_MAX = 64  # more than there are; so no large mapping is copied
+
+
 def control_of(request: Any) -> object:
     """The request's `kvtier` parameter, with the hints and the session beside it; None for none."""
     params = getattr(request, "kv_transfer_params", None)
@@ -133,8 +136,8 @@ def control_of(request: Any) -> object:
     beside: dict[str, Any] = {"hints": hints} if hints else {}
     if isinstance(session := getattr(request, "session_id", None), str):
         beside["session"] = session[:SESSION_CHARS_MAX]
-    if not beside or not (own is None or isinstance(own, Mapping)):
-        return own  # where it is no mapping, that is a fault that its reader names
+    if not beside or not (own is None or (isinstance(own, Mapping) and len(own) <= _PARAMETERS_MAX)):
+        return own  # where it is no mapping, or too large a one, that is a fault that its reader names
     return {**beside, **(own or {})}
 
 

@@ -71,7 +71,8 @@ def _salt_bytes(salt: str | bytes | None) -> bytes:
     if salt is None:
         return b""
     # The marker keeps "no salt" apart from "an empty salt", which is a tenant's salt.
-    return b"\x01" + (salt.encode() if isinstance(salt, str) else bytes(salt))
+    # Half of a surrogate pair comes through JSON: it is part of a name like any other.
+    return b"\x01" + (salt.encode(errors="surrogatepass") if isinstance(salt, str) else bytes(salt))
 
 
 def make_keys(scope: Scope, hashes: Sequence[bytes]) -> list[BlockKey]:

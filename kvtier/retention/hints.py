@@ -206,14 +206,16 @@ class _OfSessionOrPrompt(msgspec.Struct, frozen=True):
 def _kv_hints(raw: object) -> Read:
     envelope = _as(_Envelope, raw)
     actions, answers = list[Action](), list[HintAnswer]()
-    for place, given in enumerate(envelope.actions):
-        name, kind = (str(given.get(key, ""))[:64] for key in ("action_id", "action_type"))
+    for place, given in enumerate(envelope.actions[:ACTIONS_MAX]):
+        names = (given.get(key) for key in ("action_id", "action_type"))
+        name, kind = (name[:64] if isinstance(name, str) else "" for name in names)
         name = name or str(place)
-        if place >= ACTIONS_MAX:
-            answers.append(HintAnswer(name, kind, "rejected", f"more than {ACTIONS_MAX} actions"))
-            continue
         found = _understood(name, kind, lambda given=given: _action(_as(_Action, given)))  # type: ignore[misc]
         (answers if isinstance(found, HintAnswer) else actions).append(found)  # type: ignore[arg-type]
+    if (more := len(envelope.actions) - ACTIONS_MAX) > 0:
+        answers.append(
+            HintAnswer("kv_hints", "kv_hints", "rejected", f"the last {more}: more than {ACTIONS_MAX} actions")
+        )
     return actions, answers, ""
 
 
@@ -274,7 +276,7 @@ _ACTIONS: dict[str, tuple[type, Callable[[Any], Verb | str]]] = {
 
 
 class _AgentHint(msgspec.Struct, frozen=True):
-    schema_version: int | str = 1
+    schema_version: Count | Id = 1
     trajectory_id: Annotated[str, Meta(max_length=128)] = ""
     kv_priority: Priority = PRIORITY
     lease_until: Annotated[float, Meta(ge=0, le=1e11)] | None = None

@@ -53,8 +53,7 @@ class RequestTerms:
     ranges: tuple[TokenRange, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.ranges) > RANGES_MAX:
-            raise InvalidRequest(f"{len(self.ranges)} token ranges in one request, at most {RANGES_MAX} are allowed")
+        _check_count(len(self.ranges))
         _ = self.isolated
 
     @property
@@ -64,6 +63,11 @@ class RequestTerms:
         if len(names) > 1:
             raise InvalidRequest(f"one request cannot be isolated in several classes: {', '.join(names)}")
         return names[0] if names else ""
+
+
+def _check_count(ranges: int) -> None:
+    if ranges > RANGES_MAX:
+        raise InvalidRequest(f"{ranges} token ranges in one request, at most {RANGES_MAX} are allowed")
 
 
 Wanted = str | Terms | RequestTerms | Sequence[tuple[int, int, str | Terms]] | None
@@ -80,6 +84,7 @@ def request_terms(wanted: Wanted, classes: Iterable[Terms], default: str) -> Req
         return wanted
     if wanted is None or isinstance(wanted, str | Terms):
         return RequestTerms(_class(wanted or default, known))
+    _check_count(len(wanted))
     ranges = []
     for item in wanted:
         if not isinstance(item, tuple | list) or len(item) != 3 or not all(type(n) is int for n in item[:2]):
