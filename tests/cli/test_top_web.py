@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
 from importlib.resources import files
 from typing import Any
@@ -117,7 +118,10 @@ def test_the_command_serves_until_it_is_interrupted() -> None:
     stats: dict[str, Any] = {"requests": {"lookups": 5, "hits": 1, "misses": {}}}
     with serve(lambda: stats, 0) as endpoint:
         command = [sys.executable, "-m", "kvtier", "top", endpoint.url, "--web", "--interval", "0.2"]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # who runs tests in the background ignores it
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=heard
+        ) as process:
             assert process.stdout is not None
             address = process.stdout.readline().split()[0]
             found = json.load(urllib.request.urlopen(f"{address}figures", timeout=30))

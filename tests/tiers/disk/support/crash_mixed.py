@@ -100,7 +100,9 @@ async def both(
         yield [await stack.enter_async_context(tier) for tier in tiers]
 
 
-async def work(path: Path, worker: int, cycle: int, seed: int, report: int, steps: int, *, encrypted: bool = False) -> None:
+async def work(
+    path: Path, worker: int, cycle: int, seed: int, report: int, steps: int, *, encrypted: bool = False
+) -> None:
     """Use the store until killed; say what is durable when it is, and what may go before it does."""
     rng, clock = random.Random(f"{seed} {cycle} {worker}"), VirtualClock(1_800_000_000.0 + cycle)
     mine = [chain for chain in CHAINS if chain.worker == worker]
