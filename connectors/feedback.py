@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.cache import Cache
 from kvtier.connectors.control import Control
 from kvtier.connectors.hints import HintExecutor
-from kvtier.connectors.sessions import Sessions
+from kvtier.connectors.sessions import Branches, Sessions
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.manager.divergence import RecentChains
 from kvtier.retention.hints import HintAnswer
@@ -44,17 +44,13 @@ class Feedback:
             self._executor = HintExecutor(cache.manager, self._block_tokens, self._share)
             self._cache = cache
         named = (getattr(action.verb, "session", None) for action in hints.actions)
-        sessions = {name: self._session(scope, name) for name in named if name is not None}
+        sessions = {name: self._sessions.branches(scope, name) for name in named if name is not None}
         return cache.submit(_carry_out(self._executor, scope, control, tuple(prompt), sessions))
 
     @property
     def fetching(self) -> bool:
         """Whether a prefetch is under way."""
         return self._executor is not None and self._executor.fetching
-
-    def _session(self, scope: Scope, name: str) -> list[BlockKey]:
-        """Its blocks, those of the branch that it was in last first."""
-        return list(dict.fromkeys([*self._sessions.latest(scope, name), *self._sessions.blocks(scope, name)]))
 
     def of(
         self,
@@ -101,7 +97,7 @@ async def _carry_out(
     scope: Scope,
     control: Control,
     prompt: Sequence[BlockKey],
-    sessions: Mapping[str, Sequence[BlockKey]],
+    sessions: Mapping[str, Branches],
 ) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     if control.pin is not None and control.store:

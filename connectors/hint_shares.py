@@ -6,21 +6,35 @@ reserve. Nothing is held beyond its time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.pins import Pin
 from kvtier.times import Wall
 
 PINS_MAX = 64
 """Pins of one tenant: there is a bound on those of all."""
 
 
+_NEVER = Wall(math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One pin. `created` tells it from another of its name; None while it is being made."""
+
+    chain: Sequence[BlockKey]
+    until: Wall = _NEVER
+    created: Wall | None = None
+
+
 @dataclass(slots=True)
 class _Holdings:
     kept: dict[BlockKey, Wall] = field(default_factory=dict)
-    pins: dict[str, tuple[Wall, Collection[BlockKey]]] = field(default_factory=dict)
+    pins: dict[str, _Held] = field(default_factory=dict)
     holders: Counter[BlockKey] = field(default_factory=Counter)  # keeping is one, and so is each pin
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
@@ -68,31 +82,52 @@ class HintShares:
         held = self._held(tenant)
         held.drop(key for key in keys if held.kept.pop(key, None) is not None)
 
-    def may_pin(self, tenant: Scope, name: str, chain: Collection[BlockKey]) -> bool:
-        """Whether the tenant may have a pin of this name and chain, too: of another chain it has none."""
-        pins = self._held(tenant).pins
-        return pins[name][1] == chain if name in pins else len(pins) < PINS_MAX
+    def may_pin(self, tenant: Scope) -> bool:
+        """Whether the tenant may have a pin more."""
+        return len(self._held(tenant).pins) < PINS_MAX
 
-    def pin(self, tenant: Scope, name: str, chain: Collection[BlockKey], until: Wall) -> None:
-        """The tenant has this pin, or another end of it."""
+    def begin_pin(self, tenant: Scope, name: str, chain: Sequence[BlockKey]) -> None:
+        """A pin that the tenant has not is being made: its blocks count from now on, until `pin` or `unpin`."""
         held = self._held(tenant)
-        if name not in held.pins:
-            held.holders.update(chain)
-        held.pins[name] = until, chain
+        held.pins[name] = _Held(chain)
+        held.holders.update(chain)
 
-    def has_pin(self, tenant: Scope, name: str) -> bool:
-        return name in self._held(tenant).pins
+    def pin(self, tenant: Scope, pin: Pin) -> None:
+        """The tenant has this pin, or another end of it; in place of another of its name."""
+        held = self._held(tenant)
+        known = held.pins.get(pin.name)
+        if known is None or known.chain != pin.chain:
+            self.unpin(tenant, pin.name)
+            held.holders.update(pin.chain)
+        held.pins[pin.name] = _Held(pin.chain, pin.until, pin.created)
+
+    def making(self, tenant: Scope, name: str) -> bool:
+        """Whether a pin of this name is being made for the tenant."""
+        known = self._held(tenant).pins.get(name)
+        return known is not None and known.created is None
+
+    def has_pin(self, tenant: Scope, pin: Pin | None) -> bool:
+        """Whether this pin is the tenant's, and not merely of the same name as one that was."""
+        known = None if pin is None else self._held(tenant).pins.get(pin.name)
+        if known is None or pin is None or known.created != pin.created:
+            return False
+        return known.chain is pin.chain or known.chain == pin.chain
+
+    def pins(self, tenant: Scope) -> list[str]:
+        """Names of the tenant's pins, but for those that are being made."""
+        return [name for name, known in self._held(tenant).pins.items() if known.created is not None]
 
     def unpin(self, tenant: Scope, name: str) -> None:
         """The tenant has no pin of this name any more. Idempotent."""
         held = self._held(tenant)
-        held.drop(held.pins.pop(name, (Wall(0.0), ()))[1])
+        known = held.pins.pop(name, None)
+        held.drop(() if known is None else known.chain)
 
     def expire(self, now: Wall) -> None:
         """Forget what is over. O(all that is held)."""
         for tenant, held in list(self._of.items()):
             self.release(tenant, [key for key, until in held.kept.items() if until <= now])
-            for name in [name for name, (until, _) in held.pins.items() if until <= now]:
+            for name in [name for name, pin in held.pins.items() if pin.until <= now]:
                 self.unpin(tenant, name)
             if not held.holders:
                 del self._of[tenant]

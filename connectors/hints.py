@@ -6,17 +6,20 @@ sender's own scope: a block's key names its tenant, sessions and pins are looked
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtier.connectors.hint_shares import HintShares
+from kvtier.connectors.sessions import Branches, united
 from kvtier.errors import InvalidRequest, KVTierError
 from kvtier.identity.keys import SHARED, BlockKey, Scope, tenant_of
 from kvtier.manager.manager import Manager
-from kvtier.manager.slices import aside
+from kvtier.manager.slices import MOVED_BLOCKS, aside, slices
 from kvtier.retention.hints import (
     DURATION_S_MAX,
     Action,
@@ -29,6 +32,7 @@ from kvtier.retention.hints import (
     Prefetch,
     Release,
 )
+from kvtier.retention.pins import Pin, check_name
 from kvtier.retention.ranges import fixed
 from kvtier.times import Mono, Wall
 
@@ -63,13 +67,14 @@ class HintExecutor:
         return bool(self._fetching)
 
     async def carry_out(
-        self, scope: Scope, hints: Hints, prompt: Sequence[BlockKey], sessions: Mapping[str, Sequence[BlockKey]]
+        self, scope: Scope, hints: Hints, prompt: Sequence[BlockKey], sessions: Mapping[str, Branches]
     ) -> list[HintAnswer]:
-        """Answers in the order of the actions, after those of the reader. `sessions`: the blocks of those that are
-        named, parents first, of the sender's scope."""
+        """Answers in the order of the actions, after those of the reader. `sessions`: the branches of those that are
+        named, of the sender's scope."""
         answers = list(hints.answers)
         now = self._now()
         keeps = [action for action in hints.actions if isinstance(action.verb, Keep)]
+        self._find_pins(tenant_of(scope))
         kept = await self._keep(scope, keeps, prompt, now) if keeps else {}
         for action in hints.actions:
             try:
@@ -92,7 +97,7 @@ class HintExecutor:
         scope: Scope,
         action: Action,
         prompt: Sequence[BlockKey],
-        sessions: Mapping[str, Sequence[BlockKey]],
+        sessions: Mapping[str, Branches],
         now: Wall,
     ) -> HintAnswer:
         verb = action.verb
@@ -102,16 +107,18 @@ class HintExecutor:
         if isinstance(verb, Release) and verb.pin is not None:
             return await self._release_pin(scope, action, verb.pin)
         named = getattr(verb, "session", None)
-        chain = prompt if named is None else sessions.get(named, ())
+        chain = prompt if named is None else united(sessions.get(named, ()))
         if not chain:
             why = "this session is unknown" if named is not None else "the prompt has no whole block"
             return _said(action, "rejected", why)
         if isinstance(verb, Prefetch):
             return self._prefetch(scope, action, chain)
         if isinstance(verb, Release):
-            kept = self.shares.kept(tenant_of(scope), chain)
-            self._manager.protection.release_fixed(kept)
-            self.shares.release(tenant_of(scope), kept)
+            for part in slices(chain, MOVED_BLOCKS):
+                kept = self.shares.kept(tenant_of(scope), part)
+                self._manager.protection.release_fixed(kept)
+                self.shares.release(tenant_of(scope), kept)
+                await asyncio.sleep(0)
             return _said(action)
         assert isinstance(verb, Demote)
         given_up = await self._manager.hierarchy.give_up_copies(chain, self._manager.protection.wanted)
@@ -156,36 +163,64 @@ class HintExecutor:
     # ── pins ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def pin(self, scope: Scope, name: str, seconds: float, prompt: Sequence[BlockKey]) -> dict[str, Any]:
-        """Pin a prompt, or move the end of its pin of this name. Names of requests with a scope are that scope's own.
+        """Pin a prompt, or move the end of the tenant's pin of this name and prompt, DURATION_S_MAX away at most.
         Returns {"until": time}, or {"refused": True, "why": text}."""
-        protection, tenant, full = self._manager.protection, tenant_of(scope), pin_name(scope, name)
-        until = Wall(self._now() + seconds)
-        if not prompt:
-            return {"refused": True, "why": "the prompt has no whole block"}
-        chain, fits = tuple(prompt), self.shares.fitting(tenant, prompt, self.limit) == len(prompt)
-        if not fits or not self.shares.may_pin(tenant, full, chain):
-            return {"refused": True, "why": "the share of the tenant is used up"}
-        known = protection.pins.get(full)
-        own = known is None or self.shares.has_pin(tenant, full)
-        if known is not None and not own and until < known.until:
-            return {"refused": True, "why": "a pin of this name was made by somebody else"}
-        if own:
-            self.shares.pin(tenant, full, chain, until)
         try:
-            if known is not None and known.chain == chain:
-                pin = await protection.extend(full, seconds)
-            else:
-                pin = await protection.create(full, chain, seconds, len(chain) * self._block_tokens)
+            return {"until": (await self._pin(scope, name, min(seconds, DURATION_S_MAX), prompt)).until}
         except InvalidRequest as refused:
             log.warning("a pin is refused: %s", refused)
-            if known is None:
-                self.shares.unpin(tenant, full)
             return {"refused": True, "why": str(refused)}
-        return {"until": pin.until}
+
+    async def _pin(self, scope: Scope, name: str, seconds: float, prompt: Sequence[BlockKey]) -> Pin:
+        """Raises InvalidRequest, which tells nothing of others' pins."""
+        protection, tenant, full = self._manager.protection, tenant_of(scope), pin_name(scope, name)
+        self._find_pins(tenant)
+        known = protection.pins.get(full)
+        if not prompt:
+            raise InvalidRequest("the prompt has no whole block")
+        if not seconds > 0:
+            raise InvalidRequest("the time of a pin must be above 0")
+        if self.shares.has_pin(tenant, known) and known is not None and known.chain == tuple(prompt):
+            pin = await protection.extend(full, seconds)
+            if self.shares.has_pin(tenant, pin):
+                self.shares.pin(tenant, pin)
+            return pin
+        if known is not None or self.shares.making(tenant, full):
+            raise InvalidRequest("a pin of this name was made by somebody else, or of another prompt")
+        if self.shares.fitting(tenant, prompt, self.limit) < len(prompt) or not self.shares.may_pin(tenant):
+            raise InvalidRequest("the share of the tenant is used up")
+        return await self._make_pin(tenant, full, tuple(prompt), seconds)
+
+    async def _make_pin(self, tenant: Scope, name: str, chain: tuple[BlockKey, ...], seconds: float) -> Pin:
+        protection = self._manager.protection
+        check_name(name)
+        self.shares.begin_pin(tenant, name, chain)
+        try:
+            return await protection.create(name, chain, seconds, len(chain) * self._block_tokens)
+        except InvalidRequest as refused:
+            log.debug("a pin is refused: %s", refused)
+            raise InvalidRequest("no more may be reserved") from None
+        finally:
+            self.shares.unpin(tenant, name)
+            made = protection.pins.get(name)
+            if made is not None and made.chain is chain:  # though a tier failed, or nobody waits for it any more
+                self.shares.pin(tenant, made)
+
+    def _find_pins(self, tenant: Scope) -> None:
+        """The tenant's pins are those that there are: also those of earlier processes and other replicas, whose names
+        tell, and not those that a purge or an operator ended. O(pins)."""
+        pins = self._manager.protection.pins
+        for name in self.shares.pins(tenant):
+            if not self.shares.has_pin(tenant, pins.get(name)):
+                self.shares.unpin(tenant, name)
+        for pin in list(pins):  # at once, in C: no lock
+            if pin.name.startswith(_prefix(tenant)) and not self.shares.making(tenant, pin.name):
+                self.shares.pin(tenant, pin)
 
     async def _release_pin(self, scope: Scope, action: Action, name: str) -> HintAnswer:
         tenant, full = tenant_of(scope), pin_name(scope, name)
-        if not self.shares.has_pin(tenant, full):
+        self._find_pins(tenant)
+        if not self.shares.has_pin(tenant, self._manager.protection.pins.get(full)):
             return _said(action, "rejected", "no request of this tenant made a pin of this name")
         await self._manager.protection.delete(full)
         self.shares.unpin(tenant, full)
@@ -217,8 +252,18 @@ class HintExecutor:
 
 
 def pin_name(scope: Scope, name: str) -> str:
-    """The name of a request's pin among all: those of a scope are its own."""
-    return name if scope == SHARED else f"{scope.hex()[:16]}/{name}"
+    """The name of a request's pin among all: those of a scope are its own. Raises InvalidRequest for a name without a
+    scope that has the form of one with a scope."""
+    if scope == SHARED and _PRIVATE.match(name):
+        raise InvalidRequest("a name that begins with 16 hexadecimal digits and / is of requests with a salt")
+    return name if scope == SHARED else _prefix(scope) + name
+
+
+_PRIVATE = re.compile(r"[0-9a-f]{16}/", re.ASCII)
+
+
+def _prefix(scope: Scope) -> str:
+    return f"{scope.hex()[:16]}/"
 
 
 def _until(verb: object, now: Wall) -> Wall:

@@ -16,6 +16,19 @@ BRANCHES_MAX = 8
 BLOCKS_MAX = 1 << 20
 
 
+Branches = Sequence[Sequence[BlockKey]]
+"""Chains of one scope, the one that was used last first."""
+
+
+def united(branches: Branches) -> list[BlockKey]:
+    """Every block of the branches once, parents first. Pure; costs copies and O(branches² · log blocks)."""
+    blocks = list[BlockKey]()
+    for place, branch in enumerate(branches):
+        # A key commits to all before it: what a branch has in common with others is a head of it.
+        blocks += branch[max((_agreed(branch, other) for other in branches[:place]), default=0) :]
+    return blocks
+
+
 class Sessions:
     """The chains of the latest sessions. Not thread-safe; never blocks."""
 
@@ -48,9 +61,13 @@ class Sessions:
         branches = self._of.get((scope, name))
         return branches[-1] if branches else ()
 
+    def branches(self, scope: Scope, name: str) -> Branches:
+        """The branches of the session; none for an unknown one. O(branches)."""
+        return tuple(reversed(self._of.get((scope, name), ())))
+
     def blocks(self, scope: Scope, name: str) -> list[BlockKey]:
-        """Every block of the session, parents first, each once."""
-        return list(dict.fromkeys(key for branch in self._of.get((scope, name), ()) for key in branch))
+        """Every block of the session, parents first, each once, those of the branch that was used last first."""
+        return united(self.branches(scope, name))
 
     def forget(self, scope: Scope, name: str) -> None:
         """The session is over. Idempotent."""

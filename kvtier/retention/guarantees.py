@@ -7,11 +7,14 @@ when it is asked for, never broken later. Many blocks are taken in slices: `admi
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.times import Wall
+
+_SPARE_TIMES = 64
 
 
 class Guarantees:
@@ -20,8 +23,9 @@ class Guarantees:
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
         self.limit_blocks = limit_bytes // block_bytes
         self._until: dict[BlockKey, Wall] = {}
-        self._due: list[tuple[Wall, BlockKey]] = []  # heap: no guarantee ends before its entry
-        self._queued: dict[BlockKey, Wall] = {}  # the time of a block's entry
+        self._due: list[Wall] = []  # heap of the times of `_at`, and of some that are empty by now
+        self._at: dict[Wall, OrderedDict[BlockKey, None]] = {}  # blocks by when they are looked at: never too late
+        self._queued: dict[BlockKey, Wall] = {}  # when each block is looked at
         self._admitted = 0  # blocks that are still to be adopted
         self.refused = 0
 
@@ -70,31 +74,45 @@ class Guarantees:
             self._queue(key, until)
 
     def _queue(self, key: BlockKey, until: Wall) -> None:
+        self._unqueue(key)
         self._queued[key] = until
-        heapq.heappush(self._due, (until, key))
+        if until not in self._at:
+            if len(self._due) > 2 * len(self._at) + _SPARE_TIMES:  # else those that were given up stay until their time
+                self._due = list(self._at)
+                heapq.heapify(self._due)
+            self._at[until] = OrderedDict()
+            heapq.heappush(self._due, until)
+        self._at[until][key] = None
+
+    def _unqueue(self, key: BlockKey) -> None:
+        at = self._queued.pop(key, None)
+        if at is not None:
+            del self._at[at][key]
+            if not self._at[at]:
+                del self._at[at]
 
     def drop(self, key: BlockKey) -> None:
         """End the guarantee of a block that is gone: purged, expired by max_age, damaged."""
         self._until.pop(key, None)
+        self._unqueue(key)
 
     def due(self, wall_s: Wall) -> bool:
         """Whether `expire` has something to look at."""
-        return bool(self._due) and self._due[0][0] < wall_s
+        return bool(self._due) and self._due[0] < wall_s
 
     def expire(self, wall_s: Wall, most: int | None = None) -> list[BlockKey]:
         """End the guarantees whose time is over; returns their blocks. O(log n) for each that ended, or was renewed
         since it was last looked at; looks at `most` of them."""
         ended: list[BlockKey] = []
         while self.due(wall_s) and most != 0:
-            most = None if most is None else most - 1
-            queued, key = heapq.heappop(self._due)
-            if self._queued.get(key) != queued:
-                continue  # an earlier entry took its place
-            del self._queued[key]
-            until = self._until.get(key)
-            if until is None:
+            keys = self._at.get(self._due[0])
+            if not keys:
+                heapq.heappop(self._due)  # all of them were dropped
                 continue
-            if until < wall_s:
+            most = None if most is None else most - 1
+            key = next(iter(keys))
+            self._unqueue(key)
+            if (until := self._until[key]) < wall_s:
                 del self._until[key]
                 ended.append(key)
             else:
@@ -106,7 +124,9 @@ class Guarantees:
 
     def check(self) -> None:
         """Assert that each guarantee will be looked at in time."""
-        entries = set(self._due)
-        assert all((at, key) in entries for key, at in self._queued.items()), "an entry is lost"
+        times = set(self._due)
+        assert {key: at for at, keys in self._at.items() for key in keys} == self._queued
+        assert all(keys and at in times for at, keys in self._at.items()), "a time is lost"
         assert all(self._queued[key] <= until for key, until in self._until.items()), "a guarantee ends too late"
+        assert self._queued.keys() == self._until.keys(), "a block is looked at that has no guarantee"
         assert self._admitted >= 0, "more was settled than admitted"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -89,6 +91,25 @@ def test_one_scope_cannot_fill_the_tier() -> None:
     for number in range(100):
         free.take(key(0, number))
         assert not free.full(key(0, number))
+
+
+def test_guarantees_that_are_given_up_leave_nothing() -> None:
+    """Kept for a day and given up at once, over and over: what is remembered is bounded by what is guaranteed."""
+    given = Guarantees(limit_bytes=100 * 4096, block_bytes=4096)
+    given.reserve(kept := [key(0, number) for number in range(3)], 500.0)
+    for number in range(2000):
+        keys = [key(1, 5 * number + place) for place in range(5)]
+        given.reserve(keys, 86_400.0 - number)
+        for one in keys:
+            given.drop(one)
+    given.check()
+    assert _entries(given) <= 100
+    assert given.expire(400.0) == [] and sorted(given.expire(600.0)) == kept
+    assert given.expire(math.inf) == [] and len(given) == 0 and not given.due(math.inf)
+
+
+def _entries(given: Guarantees) -> int:
+    return sum(len(value) for value in vars(given).values() if isinstance(value, list | dict))
 
 
 def test_a_guarantee_beyond_the_budget_is_refused_at_once() -> None:
