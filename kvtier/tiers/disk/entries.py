@@ -13,6 +13,7 @@ from kvtier.tiers.disk.eviction import EvictionOrder
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import Shares
 from kvtier.tiers.disk.records import (
+    BLOCKS,
     ENCRYPTED_FORMAT,
     FIRST_FORMAT,
     FORMAT_KEY,
@@ -44,7 +45,7 @@ class Entries:
         self._segments = segments
         self._shares = shares
         self._retained = retained
-        self._admitted: dict[bytes, bool] = {}  # namespaces
+        self._admitted: dict[bytes, bool] = {}  # the last namespace: it may give way to the next
         self.removed: dict[bytes, None] = {}  # names of blocks that were here before and are not after
         self._ranks: dict[bytes, int] = {}  # of entries written here: every call of LMDB gives up the interpreter lock
 
@@ -78,7 +79,7 @@ class Entries:
         """Whether a block of this name can be added (`Layout.admit`)."""
         namespace = name[:NAMESPACE_BYTES]
         if namespace not in self._admitted:
-            self._admitted[namespace] = self._layout.admit(self._txn, namespace)
+            self._admitted = {namespace: self._layout.admit(self._txn, namespace)}
         return self._admitted[namespace]
 
     def add(self, name: bytes, entry: Entry) -> None:
@@ -122,10 +123,11 @@ class Entries:
 
     def _drop_unreadable(self, name: bytes) -> None:
         """Remove a block whose entry cannot be read. Its row in `order` is the one that the entry says, if that is of
-        this block; else it is found by a scan."""
+        this block, or of a name without a block: then the entry's own name is damaged. Else it is found by a scan."""
         written = self._layout.written(name)
         said = order_key_in(self._txn.get(self._layout.key(name)))
-        if said is not None and self._txn.get(said) == written:
+        whose = None if said is None else self._txn.get(said)
+        if said is not None and whose is not None and (whose == written or not self._txn.get(BLOCKS + whose)):
             keys = [said]
         else:
             keys = [key for key, value in rows(self._txn, ORDER) if value == written]

@@ -85,8 +85,9 @@ class Layout:
         full = self._names(txn)
         for key, raw in rows(txn, self.key(prefix), self.key(start)):
             name = full(key[len(BLOCKS) :])
-            if name.startswith(prefix):
-                yield name, raw
+            if not name.startswith(prefix):  # all of these are another namespace's
+                return
+            yield name, raw
 
     def ordered(self, txn: Any, slot_cls: int | None = None, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """(key, name) of the rows in `order`, of one class or of all, from the key `start` on.

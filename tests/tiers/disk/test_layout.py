@@ -223,6 +223,49 @@ def test_blocks_that_cannot_be_named_leave_like_others(
             assert {name[:32] for _, name in store.index.layout.ordered(txn)} == {bytes(32)}
 
 
+@pytest.mark.parametrize("at", [1, 7, 30, 54])
+def test_an_entry_whose_name_is_damaged_leaves_with_its_slot(tmp_path: Path, at: int) -> None:
+    with _store(tmp_path, 8) as store:
+        store.transact(lambda txn: [put(txn, NAME[:-1] + bytes([number])) for number in range(3)])
+        key = store.index.layout.key(NAME[:-1] + b"\1")
+        flipped = key[:at] + bytes([key[at] ^ 16]) + key[at + 1 :]
+        store.transact(lambda txn: (txn._txn.put(flipped, txn._txn.get(key)), txn._txn.delete(key)))
+        with pytest.raises(AssertionError):
+            store.index.check()
+        assert store.transact(lambda txn: txn.drop_range(b"", b"", 9, lambda *_: False)) == (1, None)
+        assert store.index.usage() == (2, 2 * SLOT_ALIGN)
+        store.index.check()
+
+
+def test_a_purge_looks_at_no_blocks_of_a_namespace_that_is_written_alike(tmp_path: Path) -> None:
+    """Below the write lock: there may be a million."""
+    looked = []
+    with _store(tmp_path, 8) as store:
+        store.transact(lambda txn: [put(txn, NAME[:-1] + bytes([number])) for number in range(4)])
+        twin = NAME[:6] + bytes(26) + NAME[32:40]
+
+        def purge(txn: WriteTxn) -> tuple[int, bytes | None]:
+            full, names = store.index.layout._names(txn._txn), store.index.layout
+            names._names = lambda _: lambda written: looked.append(written) or full(written)  # type: ignore[assignment,func-returns-value,method-assign]
+            return txn.drop_range(twin, twin, 8, lambda *_: True)
+
+        assert store.transact(purge) == (0, None)
+        assert len(looked) == 1
+
+
+def test_namespaces_that_are_written_alike_take_turns_in_one_transaction(tmp_path: Path) -> None:
+    twin = NAME[:6] + bytes(26) + NAME[32:]
+
+    def turns(txn: WriteTxn) -> list[Stored]:
+        first = put(txn, NAME)
+        txn.drop(NAME)
+        return [first, put(txn, twin), put(txn, NAME)]
+
+    with _store(tmp_path, 8) as store:
+        assert store.transact(turns) == [Stored.STORED, Stored.STORED, Stored.REFUSED]
+        store.index.check()
+
+
 def test_a_format_record_that_contradicts_the_others_is_damage(tmp_path: Path) -> None:
     """One flipped bit makes 2 or 1 of 3: the blocks would lie where nobody looks, their slots would be used twice."""
     for said in (FIRST_FORMAT, ENCRYPTED_FORMAT):
