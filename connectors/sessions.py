@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from kvtier.identity.keys import BlockKey, Scope
+from kvtier.identity.keys import BlockKey, Scope, tenant_of
 
 SESSIONS_MAX = 4096
 BRANCHES_MAX = 8
 BLOCKS_MAX = 1 << 20
+TENANT_SHARE = 0.125
+"""A tenant that has more than this of the sessions or blocks loses its own first: nobody's flood forgets another's."""
 
 
 Branches = Sequence[Sequence[BlockKey]]
@@ -29,6 +32,17 @@ def united(branches: Branches) -> list[BlockKey]:
     return blocks
 
 
+_Name = tuple[Scope, str]
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """The sessions of one tenant, that which rested longest first, and their blocks."""
+
+    names: OrderedDict[_Name, None] = field(default_factory=OrderedDict)
+    blocks: int = 0
+
+
 class Sessions:
     """The chains of the latest sessions. Not thread-safe; never blocks."""
 
@@ -36,7 +50,8 @@ class Sessions:
         self._sessions_max = sessions_max
         self._blocks_max = blocks_max
         self._blocks = 0
-        self._of: OrderedDict[tuple[Scope, str], list[tuple[BlockKey, ...]]] = OrderedDict()
+        self._of: OrderedDict[_Name, list[tuple[BlockKey, ...]]] = OrderedDict()
+        self._tenants: dict[Scope, _Tenant] = {}
 
     def record(self, scope: Scope, name: str, chain: Sequence[BlockKey]) -> list[BlockKey]:
         """A request of the session had these blocks. Returns those that only a branch had which ended: the one that
@@ -45,15 +60,20 @@ class Sessions:
             return []
         branches = self._of.setdefault((scope, name), [])
         self._of.move_to_end((scope, name))
+        tenant = self._tenants.setdefault(tenant_of(scope), _Tenant())
+        tenant.names[scope, name] = None
+        tenant.names.move_to_end((scope, name))
         chain = tuple(chain)
         before = sum(map(len, branches))
         branches[:] = [branch for branch in branches if branch[-1] not in chain[len(branch) - 1 : len(branch)]]
         if not any(len(branch) > len(chain) and branch[len(chain) - 1] == chain[-1] for branch in branches):
             branches.append(chain)
         ended = branches.pop(0) if len(branches) > BRANCHES_MAX else ()
-        self._blocks += sum(map(len, branches)) - before
+        more = sum(map(len, branches)) - before
+        self._blocks += more
+        tenant.blocks += more
         while len(self._of) > self._sessions_max or (self._blocks > self._blocks_max and len(self._of) > 1):
-            self._blocks -= sum(map(len, self._of.popitem(last=False)[1]))
+            self.forget(*next(iter(tenant.names if self._is_large(tenant) else self._of)))
         return list(ended[max((_agreed(ended, branch) for branch in branches), default=0) :])
 
     def latest(self, scope: Scope, name: str) -> tuple[BlockKey, ...]:
@@ -71,7 +91,17 @@ class Sessions:
 
     def forget(self, scope: Scope, name: str) -> None:
         """The session is over. Idempotent."""
-        self._blocks -= sum(map(len, self._of.pop((scope, name), ())))
+        tenant, blocks = self._tenants.get(tenant_of(scope)), sum(map(len, self._of.pop((scope, name), ())))
+        self._blocks -= blocks
+        if tenant is not None:
+            tenant.blocks -= blocks
+            tenant.names.pop((scope, name), None)
+            if not tenant.names:
+                del self._tenants[tenant_of(scope)]
+
+    def _is_large(self, tenant: _Tenant) -> bool:
+        sessions, blocks = TENANT_SHARE * self._sessions_max, TENANT_SHARE * self._blocks_max
+        return len(tenant.names) > sessions or tenant.blocks > blocks
 
     def __len__(self) -> int:
         return len(self._of)

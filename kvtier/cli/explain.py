@@ -41,7 +41,11 @@ def explain(
 
 def _read(path: Path) -> str:
     try:
-        raw = sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1) if str(path) == "-" else path.read_bytes()
+        if str(path) == "-":
+            raw = sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1)
+        else:
+            with path.open("rb") as file:
+                raw = file.read(PROMPT_BYTES_MAX + 1)
         if len(raw) > PROMPT_BYTES_MAX:
             raise InvalidRequest(f"{path}: a prompt has at most {PROMPT_BYTES_MAX >> 20} MiB")
         return raw.decode()

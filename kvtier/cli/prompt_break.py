@@ -17,6 +17,8 @@ from kvtier.errors import InvalidRequest
 from kvtier.retention.terms import BUILTIN
 
 EXCERPT_CHARS = 60
+TIME_MAX = 1e11
+"""Seconds since the epoch; what is later is no time."""
 CHARS_PER_TOKEN = 4
 """Of English text, about: where no tokenizer counts."""
 
@@ -91,16 +93,26 @@ ADVICE = {
 
 def read_prompt(raw: str, name: str) -> PromptText:
     """A prompt as text, as a list of token ids, or as the body of a request: `messages` and `tools`, `prompt`, or
-    `prompt_token_ids`. `created` or `timestamp` say when. Raises InvalidRequest that begins with `name`."""
+    `prompt_token_ids`. `created` or `timestamp` say when. JSON that is nested too deep is text. Raises InvalidRequest
+    that begins with `name`."""
+    text = PromptText((Part("prompt", raw),))
     try:
         value = json.loads(raw)
-    except ValueError:
-        return PromptText((Part("prompt", raw),))
+    except (ValueError, RecursionError):
+        return text
+    try:
+        return _prompt_of(value, raw, name)
+    except RecursionError:  # it could just be read
+        return text
+
+
+def _prompt_of(value: Any, raw: str, name: str) -> PromptText:
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return PromptText(tokens=tuple(value))
     if not isinstance(value, dict):
         return PromptText((Part("prompt", raw),))
-    at = next((float(value[key]) for key in ("created", "timestamp") if type(value.get(key)) in (int, float)), None)
+    times: list[Any] = [value.get(key) for key in ("created", "timestamp")]
+    at = next((float(time) for time in times if type(time) in (int, float) and 0 <= time <= TIME_MAX), None)
     model, tools = str(value.get("model", "")), value.get("tools") or []
     for key in ("prompt_token_ids", "token_ids", "prompt"):
         ids = value.get(key)
@@ -119,7 +131,8 @@ def read_prompt(raw: str, name: str) -> PromptText:
         role = str(message.get("role", ""))
         rest = {key: message[key] for key in message if key not in ("role", "content")}
         text = f"{role}: {_text_of(message.get('content'))}{json.dumps(rest) if rest else ''}\n"
-        parts.append(Part(f"messages[{place}] ({role})", text, role))
+        shown = role if role.isprintable() and len(role) <= EXCERPT_CHARS else repr(role[:EXCERPT_CHARS])
+        parts.append(Part(f"messages[{place}] ({shown})", text, role))
     return PromptText(tuple(parts), None, tuple(tools), model, at)
 
 
@@ -164,7 +177,10 @@ def compare(
     ended = place == len(earlier.text) if texts else same == lengths[0]
     if ended:
         return Break(same, *lengths, 0, "none", ADVICE["none"], pause_s=pause_s, kept_by=kept_by)
-    cause = _cause(earlier, later, place) if texts else "tokens"
+    try:
+        cause = _cause(earlier, later, place) if texts else "tokens"
+    except RecursionError:  # values that could just be read
+        cause = "changed_text"
     part = _part_at(later if place < len(later.text) else earlier, place) if texts else f"token {same}"
     shown = (_excerpt(earlier.text, place), _excerpt(later.text, place)) if texts else (
         " ".join(map(str, (earlier.tokens or ())[same : same + 8])),
@@ -237,7 +253,7 @@ def _json_around(text: str, place: int) -> list[str]:
         if text[start] in "{[":
             try:
                 _, end = decoder.raw_decode(text, start)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if end > place:
                 found.append(text[start:end])

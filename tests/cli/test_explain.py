@@ -127,3 +127,36 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(tmp_path / "nothing"), str(tmp_path / "two.json")])
     assert ended.value.code == 2 and "nothing cannot be read: No such file" in capsys.readouterr().err
+
+
+ODD = {
+    "deep": "[" * 4000,
+    "a deep body": '{"messages":' + '[{"content":' * 3000 + "1" + "}]" * 3000 + "}",
+    "deep behind a text": "x" + "[" * 2000 + "1",
+    "no time": '{"prompt":"abc","created":NaN}',
+    "no end": '{"prompt":"abd","created":1e999}',
+    "a long time": '{"prompt":"abe","created":1' + "0" * 400 + "}",
+    "half a pair": r'{"messages":[{"role":"\ud800","content":"a\ud800b"}]}',
+    "a terminal's commands": r'{"messages":[{"role":"\u001b[2J","content":"a"}]}',
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files_are_compared_or_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plain").write_text('{"prompt":"abc","created":5}')
+    (tmp_path / "odd").write_text(ODD[name])
+    (tmp_path / "like").write_text(ODD[name].replace("1", "2").replace("b", "c") + " ")
+    for other in ("plain", "like", "odd"):
+        for pair in (("odd", other), (other, "odd")):
+            with pytest.raises(SystemExit) as ended:
+                main(["explain", *(str(tmp_path / one) for one in pair)])
+            out, error = capsys.readouterr()
+            assert ended.value.code in (0, None) and "defect" not in error and "\x1b" not in out
+            out.encode()
+
+
+def test_a_file_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "/dev/zero", "/dev/zero"])
+    assert ended.value.code == 2 and "at most 64 MiB" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.feedback import Feedback
+from kvtier.connectors.feedback import Feedback, Wishes
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.hints import DURATION_S_MAX
 from kvtier.retention.pins import Pin
@@ -79,9 +79,12 @@ def test_a_restart_gives_no_other_share(world: World) -> None:
 
 
 def test_two_requests_at_once_have_one_pin_that_counts(world: World) -> None:
-    wishes = [
-        world.feedback.begin(world.cache, A, world.controls.parse({"hints": hints(pin())}), SIX) for _ in range(2)
-    ]
+    control = world.controls.parse({"hints": hints(pin())})
+
+    async def both() -> list[Wishes | None]:  # on the loop: neither has begun when the other is there
+        return [world.feedback.begin(world.cache, A, control, SIX) for _ in range(2)]
+
+    wishes = world.cache.submit(both()).result(10)
     outcomes = [one["outcome"] for wish in wishes if wish is not None for one in wish.result(10)["hints"]]
     assert sorted(outcomes) == ["accepted", "rejected"]
     assert world.outcomes(A, TWELVE[:8], pin("y")) == ["rejected"], "six of ten are held"

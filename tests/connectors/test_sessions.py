@@ -34,11 +34,27 @@ def test_sessions_are_of_their_scope_and_bounded() -> None:
     assert sessions.record(SHARED, "", CHAIN) == [] and len(sessions) == 0
     sessions.record(scope_of("a"), "s", CHAIN)
     assert sessions.latest(SHARED, "s") == () and sessions.blocks(scope_of("b"), "s") == []
+    sessions.forget(scope_of("a"), "s")
+    sessions.record(SHARED, "s", CHAIN)
     for name in "tuvw":
         sessions.record(SHARED, name, CHAIN[:5])
-    assert len(sessions) == 3 and sessions.latest(scope_of("a"), "s") == ()
+    assert len(sessions) == 3 and sessions.latest(SHARED, "s") == ()
     sessions.record(SHARED, "w", OTHER)
     assert len(sessions) == 2, "20 blocks of those that rested least"
     sessions.forget(SHARED, "w")
     sessions.forget(SHARED, "w")
     assert len(sessions) == 1
+
+
+def test_nobodys_flood_forgets_another_tenants_sessions() -> None:
+    """By names, and by blocks; a tenant alone may have all."""
+    for sessions, chain in ((Sessions(sessions_max=40), CHAIN[:1]), (Sessions(blocks_max=20 * len(CHAIN)), CHAIN)):
+        sessions.record(scope_of("a"), "s", OTHER[:3])
+        for number in range(200):
+            sessions.record(scope_of("b"), f"{number}", chain)
+        assert sessions.latest(scope_of("a"), "s") == tuple(OTHER[:3])
+        assert sessions.latest(scope_of("b"), "199") == tuple(chain) and sessions.latest(scope_of("b"), "0") == ()
+        assert len(sessions) >= 19, "what the others do not use is its"
+        for number in range(200):
+            sessions.forget(scope_of("b"), f"{number}")
+        assert len(sessions) == 1
