@@ -83,12 +83,23 @@ class UnitHint(NamedTuple):
 
     def may_hold(self, key: BlockKey) -> bool:
         """Whether the block seems to be in the unit, at any depth."""
-        return any(self.holds(key, self.depth + index) for index in range(self.blocks))
+        return seeming(key) in self.seemings
+
+    @property
+    def seemings(self) -> list[bytes]:
+        """`seeming` of each block."""
+        prints = self.prints + self.last_hash[:PRINT_BYTES]
+        return [self.scope + prints[at : at + PRINT_BYTES] for at in range(0, len(prints), PRINT_BYTES)]
 
 
 def print_of(key: BlockKey) -> bytes:
     """What a hint keeps of a block's hash. Pure."""
     return key[SCOPE_BYTES : SCOPE_BYTES + PRINT_BYTES]
+
+
+def seeming(key: BlockKey) -> bytes:
+    """Scope and print of a block: nearly always no other's. Pure."""
+    return key[: SCOPE_BYTES + PRINT_BYTES]
 
 
 def prints_of(hashes: Sequence[bytes]) -> bytes:

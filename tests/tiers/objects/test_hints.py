@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 import tracemalloc
 from typing import Any
@@ -14,6 +15,7 @@ from kvtier.errors import CorruptError
 from kvtier.identity.keys import SHARED, BlockKey, Scope, scope_of
 from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import Lifetime, Stamp
+from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.objects import delta_format, hints
@@ -402,6 +404,27 @@ async def test_what_another_replica_wrote_after_a_purge_is_not_deleted_by_the_ne
     from kvtier.tiers.objects.delete import Remover
 
     assert Remover(two.store)._is_newer(two.store.names.unit(chain[-1]))
+
+
+def test_many_pins_cost_an_expired_hint_no_search() -> None:
+    """A lookup asks whether a pin covers it: by the hint's blocks, not by the pins."""
+    pins, rng = Replica(VirtualServer()).store.pins, random.Random(15)
+    ends = [keys_of([rng.randbytes(32) for _ in range(2)]) for _ in range(1000)]
+    for number, chain in enumerate(ends):
+        pins._cover(str(number), Pin(str(number), tuple(chain), NOW, NOW + 60))  # type: ignore[arg-type]
+    inner = hint_of([ends[500][-1][16:], rng.randbytes(32)])
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        covered = pins.cover(inner, NOW), pins.cover(inner, NOW + 61), pins.cover(random_hint(rng), NOW)  # type: ignore[arg-type]
+    finally:
+        sys.setprofile(None)
+    assert covered == (True, False, False) and calls < 400
 
 
 def test_a_pin_on_an_inner_block_covers_a_hint() -> None:
