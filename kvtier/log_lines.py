@@ -29,7 +29,7 @@ class JsonLine(logging.Formatter):
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line)  # plain ASCII: standard error may take no more, and a terminal obeys some of the rest
 
 
 class _StandardError(logging.StreamHandler[TextIO]):

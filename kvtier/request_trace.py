@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
-from kvtier.supervisor import Supervisor, Unwatched, soon
+from kvtier.supervisor import Supervisor, Unwatched, abandon, soon
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,9 @@ VERSION = 1
 ID_BYTES = 8
 WAITING_MAX = 1024
 """Requests that wait for a listener; later ones are missed."""
+
+WAITING_BLOCKS_MAX = 1 << 18
+"""Blocks of them together, some 25 MiB of keys, but for a single request that has more."""
 
 LISTENERS_MAX = 4
 _SEND_S = 5.0
@@ -55,13 +58,20 @@ class _Listener:
         self.waiting: deque[_Seen] = deque()
         self.news = asyncio.Event()
         self.missed = 0
+        self._blocks = 0  # of those that wait
 
     def tell(self, seen: _Seen) -> None:
-        if len(self.waiting) >= WAITING_MAX:
+        blocks = self._blocks + len(seen.chain)
+        if len(self.waiting) >= WAITING_MAX or (self.waiting and blocks > WAITING_BLOCKS_MAX):
             self.missed += 1
             return
         self.waiting.append(seen)
+        self._blocks = blocks
         self.news.set()
+
+    def told(self) -> None:
+        """The oldest that waits was told."""
+        self._blocks -= len(self.waiting.popleft().chain)
 
 
 class RequestTrace:
@@ -117,22 +127,26 @@ class RequestTrace:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         listener = _Listener()
+        over = asyncio.ensure_future(reader.read(1))  # a listener says nothing: that is its end, or a mistake
+        over.add_done_callback(lambda _: listener.news.set())
+        abandon(over)
         try:
             if not _is_ours(writer.get_extra_info("socket")) or len(self._listeners) >= LISTENERS_MAX:
                 return
             self._listeners.add(listener)
             header = {"kvtier_trace": VERSION, "block_tokens": self._block_tokens}
             await self._send(writer, json.dumps(header))
-            while not reader.at_eof():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(listener.news.wait(), _SEND_S)
+            while not over.done():
+                await listener.news.wait()
                 listener.news.clear()
-                while listener.waiting:
-                    seen, missed = listener.waiting.popleft(), listener.missed
+                while listener.waiting and not over.done():
+                    seen, missed = listener.waiting[0], listener.missed
                     await self._send(writer, await asyncio.to_thread(self._line, seen, missed))
+                    listener.told()
         except (OSError, TimeoutError) as gone:
             log.info("a listener of the trace socket is gone: %s", gone or "it does not read")
         finally:
+            over.cancel()
             self._listeners.discard(listener)
             writer.transport.abort()
 

@@ -82,12 +82,15 @@ def _span(tracer: Tracer, name: str, figures: Mapping[str, Any]) -> Generator[To
 
 
 def in_trace(headers: Mapping[str, str] | None, call: Callable[..., T], *arguments: Any) -> T:
-    """`call(*arguments)` as a part of the trace that a request's headers (W3C trace context) name."""
+    """`call(*arguments)` as a part of the trace that a request's headers (W3C trace context) name. Other headers, its
+    baggage among them, are not looked at, and headers that name no trace change nothing."""
     if _tracer is None or not headers:
         return call(*arguments)
-    from opentelemetry import context, propagate
+    from opentelemetry import context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    token = context.attach(propagate.extract(headers))
+    told = {name: value for name in ("traceparent", "tracestate") if isinstance(value := headers.get(name), str)}
+    token = context.attach(TraceContextTextMapPropagator().extract(told))
     try:
         return call(*arguments)
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +42,17 @@ def test_a_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(line)
     assert found["level"] == "error" and found["logger"] == "kvtier.tiers" and found["message"] == "a ü\nb"
     assert "OSError" in found["error"] and found["time"].endswith("+00:00") and found["process"] > 0
+
+
+def test_no_message_writes_to_a_terminal_or_breaks_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of files and words of servers are in messages; a container's standard error is often plain ASCII."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, "ascii", errors="backslashreplace", write_through=True))
+    set_log_lines("info", "json")
+    message = "ü \udc80 \x1b[2J \x9b2J \u2028 \U0001f600"
+    logging.getLogger("kvtier.tiers").warning(message)
+    (line,) = raw.getvalue().decode().splitlines()
+    assert json.loads(line)["message"] == message and "\x1b" not in line
 
 
 def test_a_reload_changes_them_and_auto_gives_them_back(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import socket
@@ -22,8 +23,9 @@ from kvtier.bench.retention.traces import load_trace
 from kvtier.cli.trace import record
 from kvtier.clock import SystemClock
 from kvtier.config import Config
-from kvtier.errors import FormatError, InvalidRequest
-from kvtier.request_trace import WAITING_MAX, RequestTrace
+from kvtier.errors import ClosedError, FormatError, InvalidRequest
+from kvtier.identity.keys import BlockKey
+from kvtier.request_trace import LISTENERS_MAX, WAITING_BLOCKS_MAX, WAITING_MAX, RequestTrace, _Listener, _Seen
 from kvtier.supervisor import Supervisor
 from kvtier.testing import payloads_of, sample_namespace
 
@@ -53,6 +55,8 @@ def recorded(cache: kvtier.Cache, path: Path, tmp_path: Path) -> Iterator[Callab
     assert eventually(lambda: bool(cache.trace._listeners))
 
     def end() -> Path:
+        with contextlib.suppress(ClosedError):
+            cache.submit(asyncio.sleep(0)).result(10)  # behind what was recorded so far
         assert eventually(lambda: not any(listener.waiting for listener in cache.trace._listeners))
         cache.close()
         thread.join(30)
@@ -116,13 +120,49 @@ def test_nothing_of_prompts_salts_and_keys_is_in_it(cache: kvtier.Cache, path: P
 def test_who_does_not_listen_costs_nothing_and_who_does_not_read_is_missed_not_waited_for() -> None:
     trace = RequestTrace(None, 16, SystemClock())
     trace.record([], 5)
-    from kvtier.request_trace import _Listener
-
     listener = _Listener()
     trace._listeners.add(listener)
     for _ in range(WAITING_MAX + 3):
-        trace._tell(None)  # type: ignore[arg-type]
+        trace._tell(_Seen(1.0, 5, 0, ()))
     assert (len(listener.waiting), listener.missed) == (WAITING_MAX, 3)
+
+
+def test_what_waits_for_a_listener_is_bounded_by_its_blocks_too() -> None:
+    """A prompt of a million tokens has 64,000 keys."""
+    trace, listener = RequestTrace(None, 16, SystemClock()), _Listener()
+    trace._listeners.add(listener)
+    prompt = (BlockKey(bytes(48)),) * (WAITING_BLOCKS_MAX // 4)
+    for _ in range(10):
+        trace._tell(_Seen(1.0, 5, 0, prompt))
+    assert (len(listener.waiting), listener.missed) == (4, 6)
+    listener.told()
+    trace._tell(_Seen(1.0, 5, 0, prompt))
+    assert (len(listener.waiting), listener.missed) == (4, 6)
+    for _ in range(4):
+        listener.told()
+    trace._tell(_Seen(1.0, 5, 0, prompt * 9))  # longer than all that may wait: told alone
+    trace._tell(_Seen(1.0, 5, 0, ()))
+    assert (len(listener.waiting), listener.missed) == (1, 7)
+
+
+@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1", b"x" * 300_000])
+def test_listeners_that_went_or_speak_leave_their_places(cache: kvtier.Cache, path: Path, says: bytes) -> None:
+    """No request comes meanwhile: nothing is written to them."""
+    assert eventually(path.exists)
+    for _ in range(LISTENERS_MAX):
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.settimeout(0.2)
+            gone.connect(str(path))
+            with contextlib.suppress(OSError):
+                gone.sendall(says)
+
+    def heard() -> bool:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.settimeout(10)
+            listening.connect(str(path))
+            return listening.recv(1 << 12).startswith(b'{"kvtier_trace"')
+
+    assert eventually(heard)
 
 
 async def test_a_place_that_cannot_be_listened_at_is_a_warning(

@@ -83,6 +83,24 @@ def test_headers_of_a_request_name_its_trace(spans: Any) -> None:
     assert one.context.trace_id == int("ab" * 16, 16) and other.context.trace_id != one.context.trace_id
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"traceparent": 5},
+        {"traceparent": b"x"},
+        {"traceparent": "0" * 1000},
+        {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": 7},
+        {"baggage": 7},
+        {"baggage": f"canary={'x' * 9000}"},
+    ],
+)
+def test_no_header_is_an_error_or_told_on(spans: Any, headers: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """They are a client's: an engine passes them on as they came."""
+    set_spans(True)
+    assert in_trace(headers, lambda: 5) == 5
+    assert "canary" not in caplog.text
+
+
 def test_an_error_is_told_by_its_class_alone(spans: Any) -> None:
     set_spans(True)
     with pytest.raises(OSError, match="canary"), span("kv.transfer"):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ from typing import Any
 from kvtier.cli.top_view import Screen
 
 ADDRESS = "127.0.0.1"
+CONNECTIONS_MAX = 32
+"""Answered at a time, each on a thread; more are hung up on."""
+
 _HOSTS = (ADDRESS, "localhost")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -53,6 +57,30 @@ class WebView:
             return {**self._shown, "age_s": self._clock() - self._shown_at_s}
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._free = threading.Semaphore(CONNECTIONS_MAX)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # a browser that hung up is no news
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def served(view: WebView, port: int) -> Iterator[str]:
     """Answer on loopback (0: any free port) until the block ends; yields the page's address. Raises OSError where the
@@ -60,6 +88,7 @@ def served(view: WebView, port: int) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10.0
+        server_version, sys_version = "kvtier", ""
 
         def do_GET(self) -> None:
             # A page of another site may have its name point at loopback: it would then read the figures.
@@ -82,8 +111,7 @@ def served(view: WebView, port: int) -> Iterator[str]:
         def log_message(self, format: str, *arguments: Any) -> None:
             pass
 
-    with ThreadingHTTPServer((ADDRESS, port), Handler) as server:
-        server.daemon_threads = True
+    with _Server((ADDRESS, port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="kvtier-top", daemon=True)
         thread.start()
         try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +24,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtier.cli.top_view import Screen, parse_figures
-from kvtier.cli.top_web import WebView, served
+from kvtier.cli.top_web import CONNECTIONS_MAX, WebView, served
 from kvtier.metrics import serve
 
 PAGE = """\
@@ -111,6 +116,40 @@ def test_it_answers_its_own_name_and_two_paths(address: str, host: str, path: st
     connection.putheader("Host", host.format(port=port))
     connection.endheaders()
     assert connection.getresponse().status == status
+    connection.close()
+
+
+def test_a_browser_that_hangs_up_is_no_news(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """`top` is on a terminal: no traceback there, and the next one is served."""
+    port = urlsplit(address).port
+    for request in (b"GET /figures HTTP/1.1\r\n", f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode() * 50):
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+            gone.sendall(request)
+            time.sleep(0.05)
+    assert json.load(urllib.request.urlopen(f"{address}figures", timeout=30))["version"] == "9.9.9"
+    time.sleep(0.05)
+    assert capfd.readouterr().err == ""
+
+
+def test_many_that_say_nothing_take_few_threads(address: str) -> None:
+    before = threading.active_count()
+    port = urlsplit(address).port
+    with contextlib.ExitStack() as silent:
+        for _ in range(CONNECTIONS_MAX + 8):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        time.sleep(0.2)
+        assert threading.active_count() - before <= CONNECTIONS_MAX
+    time.sleep(0.1)
+    assert json.load(urllib.request.urlopen(f"{address}figures", timeout=30))["version"] == "9.9.9"
+
+
+def test_another_method_is_refused_without_a_word_about_the_server(address: str) -> None:
+    port = urlsplit(address).port
+    connection = http.client.HTTPConnection("127.0.0.1", port or 0, timeout=30)
+    connection.request("POST", "/figures", b"x")
+    answer = connection.getresponse()
+    assert answer.status == 501 and "Python" not in str(answer.headers)
     connection.close()
 
 

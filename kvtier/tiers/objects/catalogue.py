@@ -12,7 +12,7 @@ on, then anybody. Merged objects are created, never replaced. The bytes are a de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Awaitable, Callable, Set
 from hashlib import blake2b
 
 from kvtier.clock import Clock
@@ -75,7 +75,7 @@ class Catalogue:
 
     def __init__(
         self, bucket: Bucket, names: ObjectNames, signer: Signer, clock: Clock, replica: str,
-        join: Callable[[list[bytes]], bytearray],
+        join: Callable[[list[bytes]], Awaitable[bytearray]],
     ) -> None:  # fmt: skip
         """`join`: the bodies of several deltas as one."""
         self._bucket = bucket
@@ -203,7 +203,8 @@ class Catalogue:
                     bodies.append(body)
                     total += len(body)
         if bodies:
-            await self._bucket.create(name, self._signer.sign(name, self._join(bodies)), self._clock.wall())
+            merged = await self._join(bodies)
+            await self._bucket.create(name, self._signer.sign(name, merged), self._clock.wall())
 
     async def _body(self, stat: Stat) -> bytes:
         raw = bytearray(min(stat.size, MERGED_BYTES_MAX))

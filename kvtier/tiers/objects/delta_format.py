@@ -18,7 +18,9 @@ header length u32 ‖ etag length u16 ‖ last use f64 ‖ header without its ze
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import suppress
 
 from kvtier.errors import CorruptError
 from kvtier.identity.keys import Scope
@@ -44,15 +46,20 @@ _OLD_UNIT = struct.Struct("<IHd")
 def encode(hints: Sequence[UnitHint]) -> bytearray:
     """The body of a delta with these units, at most UNITS_MAX. Pure."""
     contexts: dict[bytes, int] = {}
-    rows = []
-    for hint in hints:
-        stamp = longest(hint.life)
-        context = _CONTEXT.pack(hint.scope, hint.position, int(stamp.ttl or 0), int(stamp.max_age or 0))
-        number = contexts.setdefault(context, len(contexts))
-        row = _UNIT.pack(
-            number, hint.blocks, hint.depth, -(-hint.size // 1024), stamp.created, hint.life.last_use, hint.last_hash
-        )
-        rows.append(row + hint.prints)
+    rows = [_row(hint, contexts) for hint in hints]
+    return _body(contexts, rows)
+
+
+def _row(hint: UnitHint, contexts: dict[bytes, int]) -> bytes:
+    """A unit's bytes; its context joins `contexts`, which have their numbers."""
+    stamp = longest(hint.life)
+    context = _CONTEXT.pack(hint.scope, hint.position, int(stamp.ttl or 0), int(stamp.max_age or 0))
+    number = contexts.setdefault(context, len(contexts))
+    row = _UNIT.pack(number, hint.blocks, hint.depth, hint.kib, stamp.created, hint.life.last_use, hint.last_hash)
+    return row + hint.prints
+
+
+def _body(contexts: Collection[bytes], rows: Sequence[bytes]) -> bytearray:
     return bytearray(b"".join([_HEAD.pack(MAGIC, VERSION, len(contexts), len(rows)), *contexts, *rows]))
 
 
@@ -72,17 +79,24 @@ def parse(raw: bytes | bytearray, namespace: bytes, keyring: Keyring) -> Iterato
         yield from _parse(memoryview(raw), contexts, count)
 
 
-def join(deltas: Sequence[bytes], namespace: bytes, keyring: Keyring) -> bytearray:
-    """The bodies of several deltas as one, each unit's last; of more than UNITS_MAX units the last are kept. What
-    cannot be parsed is left out. Pure."""
-    units: dict[tuple[bytes, bytes], UnitHint] = {}
+def join(deltas: Sequence[bytes], namespace: bytes, keyring: Keyring) -> Generator[None, None, bytearray]:
+    """Returns the bodies of several deltas as one, each unit's last; of more than UNITS_MAX units the last are kept, in
+    memory, too. What cannot be parsed is left out. Yields after each unit: all may take a second, and the caller's
+    event loop has other work."""
+    units: OrderedDict[tuple[bytes, bytes], UnitHint] = OrderedDict()
     for raw in deltas:
-        try:
+        with suppress(CorruptError):
             for hint in parse(raw, namespace, keyring):
                 units[hint.scope, hint.last_hash] = hint
-        except CorruptError:
-            continue
-    return encode(list(units.values())[-UNITS_MAX:])
+                if len(units) > UNITS_MAX:
+                    units.popitem(last=False)
+                yield
+    contexts: dict[bytes, int] = {}
+    rows = []
+    for hint in units.values():
+        rows.append(_row(hint, contexts))
+        yield
+    return _body(contexts, rows)
 
 
 def _parse(view: memoryview, contexts: int, count: int) -> Iterator[UnitHint]:

@@ -13,6 +13,7 @@ import asyncio
 import os
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import cast
 
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
@@ -68,7 +69,7 @@ FIRST_PAGES_MAX = 64
 
 SWEEP_MAX_S = 10.0
 SLICE = 32
-"""Entries of a delta that are indexed in one turn of the event loop: about a millisecond."""
+"""Entries of a delta that are indexed or merged in one turn of the event loop: about a millisecond."""
 
 
 class Deltas:
@@ -217,8 +218,15 @@ class Deltas:
         while len(self._seen) > 16 * LIST_PAGE:
             self._seen.popitem(last=False)
 
-    def _join(self, bodies: Sequence[bytes]) -> bytearray:
-        return join(bodies, self._names.namespace, self._keyring)
+    async def _join(self, bodies: Sequence[bytes]) -> bytearray:
+        steps = join(bodies, self._names.namespace, self._keyring)
+        while True:
+            try:
+                for _ in range(SLICE):
+                    next(steps)
+            except StopIteration as end:
+                return cast(bytearray, end.value)
+            await asyncio.sleep(0)  # lookups share this loop
 
     async def _read(self, stat: Stat) -> None:
         raw = bytearray(stat.size)

@@ -60,6 +60,11 @@ class UnitHint(NamedTuple):
         return len(self.prints) // PRINT_BYTES + 1
 
     @property
+    def kib(self) -> int:
+        """`size` in KiB, rounded up; a frame may claim more than 4 TiB, of which this is all that is told."""
+        return min(-(-self.size // 1024), 0xFFFFFFFF)
+
+    @property
     def last(self) -> BlockKey:
         return BlockKey(self.scope + self.last_hash)
 
@@ -78,12 +83,23 @@ class UnitHint(NamedTuple):
 
     def may_hold(self, key: BlockKey) -> bool:
         """Whether the block seems to be in the unit, at any depth."""
-        return any(self.holds(key, self.depth + index) for index in range(self.blocks))
+        return seeming(key) in self.seemings
+
+    @property
+    def seemings(self) -> list[bytes]:
+        """`seeming` of each block."""
+        prints = self.prints + self.last_hash[:PRINT_BYTES]
+        return [self.scope + prints[at : at + PRINT_BYTES] for at in range(0, len(prints), PRINT_BYTES)]
 
 
 def print_of(key: BlockKey) -> bytes:
     """What a hint keeps of a block's hash. Pure."""
     return key[SCOPE_BYTES : SCOPE_BYTES + PRINT_BYTES]
+
+
+def seeming(key: BlockKey) -> bytes:
+    """Scope and print of a block: nearly always no other's. Pure."""
+    return key[: SCOPE_BYTES + PRINT_BYTES]
 
 
 def prints_of(hashes: Sequence[bytes]) -> bytes:
@@ -130,7 +146,7 @@ class UnitHints:
         shard = self._by_first[first % _SHARDS]
         chunk, at = self._place(slot)
         _RECORD.pack_into(
-            chunk, at, hint.scope, hint.last_hash, hint.depth, hint.blocks, -(-hint.size // 1024) & 0xFFFFFFFF,
+            chunk, at, hint.scope, hint.last_hash, hint.depth, hint.blocks, hint.kib,
             stamp.created, hint.life.last_use, int(stamp.ttl or 0), int(stamp.max_age or 0), hint.position,
             after := shard.get(first, _NONE), _NONE, 0,
         )  # fmt: skip
@@ -256,7 +272,7 @@ class UnitHints:
     def _count(self, hint: UnitHint, sign: int) -> None:
         self.count += sign
         self.blocks += sign * hint.blocks
-        self.bytes += sign * -(-hint.size // 1024) * 1024
+        self.bytes += sign * hint.kib * 1024
 
     def check(self, stride: int) -> None:
         """Assert the invariants."""

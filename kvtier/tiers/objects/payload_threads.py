@@ -25,7 +25,7 @@ class PayloadThreads:
 
     def __init__(self, name: str) -> None:
         self._name = f"kvtier-g4-{name}"
-        self._pool = self._new_pool()
+        self._pool, self._pid = self._new_pool(), os.getpid()
 
     def _new_pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(min(THREADS_MAX, os.cpu_count() or 1), thread_name_prefix=self._name)
@@ -35,6 +35,8 @@ class PayloadThreads:
         ended, at once if none has begun: nothing uses the caller's memory any more."""
         if size < INLINE_BYTES:
             return list(steps)
+        if self._pid != os.getpid():  # a fork copies the pool, but not its threads
+            self._pool, self._pid = self._new_pool(), os.getpid()
         stopped = threading.Event()
         work = self._pool.submit(_until, stopped.is_set, steps)
         running = asyncio.wrap_future(work)

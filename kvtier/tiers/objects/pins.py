@@ -22,7 +22,7 @@ from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.pins import PINS_MAX, Pin
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
-from kvtier.tiers.objects.hints import UnitHint
+from kvtier.tiers.objects.hints import UnitHint, seeming
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.purge_log import TenantLog
@@ -56,6 +56,7 @@ class SharedPins:
         self._known: dict[str, tuple[str, Pin]] = {}
         self._until: dict[BlockKey, Wall] = {}
         self._ends: dict[BlockKey, Wall] = {}
+        self._seeming: dict[bytes, Wall] = {}  # the same, as hints know them
         self._ended: set[str] = set()  # of those known: by a purge
         self._unread: dict[str, Stat] = {}
         self._junk: dict[str, tuple[str, Wall]] = {}  # ETags of those that do not count, and until when
@@ -82,7 +83,7 @@ class SharedPins:
         if self._until.get(unit.last, 0.0) > wall_s:
             return True
         if isinstance(unit, UnitHint):
-            return any(unit.may_hold(key) and until > wall_s for key, until in self._ends.items())
+            return bool(self._seeming) and any(self._seeming.get(each, 0.0) > wall_s for each in unit.seemings)
         return bool(self._ends) and any(self._ends.get(key, 0.0) > wall_s for key in unit.frame.keys)
 
     def list(self) -> list[Pin]:
@@ -168,7 +169,7 @@ class SharedPins:
         return 0 <= pin.created <= self._clock.wall() + FUTURE_S and pin.until - pin.created <= PIN_S_MAX
 
     def _set(self, known: dict[str, tuple[str, Pin]]) -> None:
-        self._known, self._until, self._ends, self._ended = known, {}, {}, set()
+        self._known, self._until, self._ends, self._seeming, self._ended = known, {}, {}, {}, set()
         for name, (_, pin) in known.items():
             self._cover(name, pin)
 
@@ -178,7 +179,9 @@ class SharedPins:
             return
         for key in pin.chain:
             self._until[key] = max(pin.until, self._until.get(key, pin.until))
-        self._ends[pin.chain[-1]] = max(pin.until, self._ends.get(pin.chain[-1], pin.until))
+        end = pin.chain[-1]
+        self._ends[end] = max(pin.until, self._ends.get(end, pin.until))
+        self._seeming[seeming(end)] = max(pin.until, self._seeming.get(seeming(end), pin.until))
 
     async def put(self, pin: Pin) -> None:
         """Create a pin, or replace the one of that name. Raises InvalidRequest or TierError."""

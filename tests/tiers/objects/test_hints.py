@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
 import time
 import tracemalloc
 from typing import Any
@@ -13,6 +15,7 @@ from kvtier.errors import CorruptError
 from kvtier.identity.keys import SHARED, BlockKey, Scope, scope_of
 from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import Lifetime, Stamp
+from kvtier.retention.pins import Pin
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.objects import delta_format, hints
@@ -240,12 +243,57 @@ def test_any_bytes_are_an_error_or_units() -> None:
         assert len(found) <= 8 and all(1 <= hint.blocks <= 1024 and 0 <= hint.life.last_use < 2**40 for hint in found)
 
 
+def joined(bodies: list[bytes]) -> bytearray:
+    steps = delta_format.join(bodies, NS.digest, PUBLIC)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def test_a_frame_of_impossible_size_stops_no_merge() -> None:
+    """Anybody may write a delta where there is no keyring; what is behind it must still be merged."""
+    rng = random.Random(12)
+    hashes = tuple(rng.randbytes(32) for _ in range(1024))
+    huge = Frame(NS.digest, SHARED, 0, 1 << 32, hashes, (bytes(16),) * 1024, LIFE)
+    entry = ObjectEntry(huge, huge.total_bytes, "", LIFE, LIFE.last_use, float("-inf"))  # type: ignore[arg-type]
+    other = random_hint(rng)
+    bodies = [bytes(encode_old([entry], PUBLIC)), bytes(delta_format.encode([other]))]
+    assert list(delta_format.parse(joined(bodies), NS.digest, PUBLIC))[1:] == [other]
+
+
+def test_a_merge_holds_no_more_units_than_a_delta_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_format, "UNITS_MAX", 100)
+    rng = random.Random(13)
+    units = [random_hint(rng, 1) for _ in range(1000)]
+    again = units[895]  # told once more at the end: it stays
+    bodies = [bytes(delta_format.encode(units[start : start + 100])) for start in range(0, 1000, 100)]
+    bodies.append(bytes(delta_format.encode([again])))
+    steps, most = delta_format.join(bodies, NS.digest, PUBLIC), 0
+    for _ in steps:
+        most = max(most, len(steps.gi_frame.f_locals["units"]))
+    assert most == 100
+    assert list(delta_format.parse(joined(bodies), NS.digest, PUBLIC)) == [*units[901:], again]
+
+
+async def test_a_merge_leaves_the_loop_to_lookups() -> None:
+    store = Replica(VirtualServer()).store
+    rng = random.Random(14)
+    bodies = [bytes(delta_format.encode([random_hint(rng) for _ in range(300)])) for _ in range(4)]
+    turns, merging = 0, asyncio.ensure_future(store.deltas._join(bodies))
+    while not merging.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 2 * 1200 // 32 and len(list(delta_format.parse(merging.result(), NS.digest, PUBLIC))) == 1200
+
+
 def test_merged_deltas_of_both_versions_have_each_unit_once() -> None:
     chain = list(chain_of(NS, S))
     entries, other = entries_of(chain), random_hint(random.Random(8))
     newer = entries[0].hint._replace(life=Lifetime(NOW + 5, LIFE.stamps))  # type: ignore[arg-type]
     bodies = [bytes(encode_old(entries, PUBLIC)), b"junk", bytes(delta_format.encode([other, newer]))]
-    merged = delta_format.join(bodies, NS.digest, PUBLIC)
+    merged = joined(bodies)
     assert list(delta_format.parse(merged, NS.digest, PUBLIC)) == [newer, other]
 
 
@@ -356,6 +404,27 @@ async def test_what_another_replica_wrote_after_a_purge_is_not_deleted_by_the_ne
     from kvtier.tiers.objects.delete import Remover
 
     assert Remover(two.store)._is_newer(two.store.names.unit(chain[-1]))
+
+
+def test_many_pins_cost_an_expired_hint_no_search() -> None:
+    """A lookup asks whether a pin covers it: by the hint's blocks, not by the pins."""
+    pins, rng = Replica(VirtualServer()).store.pins, random.Random(15)
+    ends = [keys_of([rng.randbytes(32) for _ in range(2)]) for _ in range(1000)]
+    for number, chain in enumerate(ends):
+        pins._cover(str(number), Pin(str(number), tuple(chain), NOW, NOW + 60))  # type: ignore[arg-type]
+    inner = hint_of([ends[500][-1][16:], rng.randbytes(32)])
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        covered = pins.cover(inner, NOW), pins.cover(inner, NOW + 61), pins.cover(random_hint(rng), NOW)  # type: ignore[arg-type]
+    finally:
+        sys.setprofile(None)
+    assert covered == (True, False, False) and calls < 400
 
 
 def test_a_pin_on_an_inner_block_covers_a_hint() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -64,6 +66,26 @@ async def test_a_cancelled_caller_waits_for_the_step_at_hand_only() -> None:
     assert held.made == [0]
     threads.close()
     assert await threads.run(held.steps(3), 1) == [0, 1, 2]
+    threads.close()
+
+
+def _run_in_child(threads: PayloadThreads, answer: Connection) -> None:
+    async def work() -> list[int]:
+        return await asyncio.wait_for(threads.run(iter([7]), 1), 2)
+
+    answer.send(asyncio.run(work()))
+
+
+async def test_a_forked_child_has_threads_of_its_own() -> None:
+    """The copy of a pool counts threads as idle that are not there."""
+    threads = PayloadThreads("test")
+    assert await threads.run(iter([5]), 1) == [5]
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_run_in_child, args=(threads, theirs))
+    child.start()
+    theirs.close()
+    assert await asyncio.to_thread(ours.poll, 10) and ours.recv() == [7]
+    child.join(10)
     threads.close()
 
 
