@@ -61,6 +61,21 @@ def test_prometheus_renames_the_engines_metrics_as_in_docs_monitoring() -> None:
     assert own == theirs
 
 
+def test_the_base_for_kubernetes_fits_together() -> None:
+    base = read(KUBERNETES / "kustomization.yaml")
+    deployment, service = (read(KUBERNETES / name) for name in base["resources"])
+    (made,) = base["configMapGenerator"]
+    pod = deployment["spec"]["template"]
+    assert all((KUBERNETES / name).is_file() for name in made["files"])
+    assert made["name"] in {volume.get("configMap", {}).get("name") for volume in pod["spec"]["volumes"]}
+    labels = pod["metadata"]["labels"].items()
+    assert service["spec"]["selector"].items() <= labels
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels
+    (engine,) = pod["spec"]["containers"]
+    assert {port["targetPort"] for port in service["spec"]["ports"]} <= {port["name"] for port in engine["ports"]}
+    assert engine["image"] in {image["name"] for image in base["images"]}
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kustomize_takes_the_base() -> None:
     done = subprocess.run(
