@@ -107,7 +107,9 @@ class Hierarchy:
             await self.lower.close(deadline)
         finally:
             with self.lock:
-                self.host.close()
+                tables = self.host.vacate()
+            del tables
+            self.host.arena.close()
 
     @property
     def stranded(self) -> bool:

@@ -404,21 +404,21 @@ class Promoter:
         except Exception as error:  # a tier's own failures are answers: this is ours, and costs a miss
             self._hierarchy.supervisor.failures.record(f"{tier.name} load", error, tier.breaker)
         finally:
-            outcomes: dict[int, LoadOutcome] = {}
+            outcomes, filled = dict[int, LoadOutcome](), list[Hold]()
             with self._lock:
                 for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
                     self._under_way.pop(chain[index], None)
-                    if not isinstance(result, Loaded):
+                    if isinstance(result, Loaded):
+                        slot.describe(generation, result.life.dated_by(began), result.digest, result.priority)
+                        filled.append((slot, generation))
+                    else:
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
-                    elif self._host.commit(
-                        slot, generation, result.life.dated_by(began), result.digest, result.priority
-                    ):
-                        self._host.pins.add(slot)
-                        outcomes[index] = slot
-                    else:
-                        outcomes[index] = Miss.PURGED
-                self._host.tell([slot for slot in outcomes.values() if isinstance(slot, Slot)])
+                seen = self._host.commit_all(filled)
+                self._host.pins.pin_all(numbers := {slot.number for slot in seen})
+                self._host.tell(seen)
+            for index, slot in reserved:
+                outcomes.setdefault(index, slot if slot.number in numbers else Miss.PURGED)
         return outcomes
 
     def _abandon(self, load: _Load, blocks: int) -> None:

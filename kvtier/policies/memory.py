@@ -20,7 +20,7 @@ that a search passes over."""
 FADED_AT_ONCE, FADED_MAX = 64, 4096
 """Blocks that lose their names when one leaves, 10 µs, and at most in any verb."""
 
-NAMED_AT_ONCE = 1024
+NAMED_AT_ONCE = 512
 """Blocks that a step of a reference names, at most: a millisecond."""
 
 

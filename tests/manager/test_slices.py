@@ -6,11 +6,13 @@ Counted in steps, at two sizes: a hold that went over a whole chain would have f
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,11 +20,14 @@ import kvtier
 from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.manager.housekeeping import Housekeeping
 from kvtier.manager.manager import Manager
+from kvtier.policies.policy import make_policy
 from kvtier.put import Put
 from kvtier.retention.pins import Pin, encode
 from kvtier.retention.ranges import ChainTerms, RequestTerms
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.host.tier import HostTier
 from tests.manager.support.small import slices_of
 from tests.manager.support.steps import StepLock, TurnSteps, counted
 
@@ -154,3 +159,23 @@ def longest(verbs: dict[str, tuple[Counter[str], Counter[str]]]) -> tuple[Counte
         holds |= hold
         turns |= turn
     return holds, turns
+
+
+async def test_a_closing_cache_gives_its_tables_up_without_the_lock() -> None:
+    clock, at_release = VirtualClock(), list[bool]()
+
+    class Lock:
+        _lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+            at_release.append(policy() is not None)
+
+    manager = Manager(HostTier(Arena(BLOCK, 1, 4 * 4096), make_policy("lru", 4)), [], clock, lock=cast("Any", Lock()))
+    policy = weakref.ref(manager.host.policy)
+    await manager.start()
+    await manager.close()
+    assert all(at_release) and policy() is None

@@ -130,6 +130,11 @@ class Slot:
         The caller has checked that the block has not expired."""
         return self.table.extend(self.number, terms, wall_s)
 
+    def describe(self, generation: int, life: Lifetime | None, digest: bytes | None, priority: int | None) -> None:
+        """Set the facts that a FILLING slot is published with. `life` None: the one it was stamped with; `priority`
+        None: that of its reservation. Ignored if the generation is stale."""
+        self.table.describe(self.number, generation, life, digest, priority)
+
     def use(self, wall_s: Wall) -> None:
         """Renew the idle clock. The caller has checked that the block has not expired."""
         self.table.use(self.number, wall_s)

@@ -244,6 +244,17 @@ class SlotTable:
         if digest is not None:
             self.digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)] = digest
 
+    def describe(
+        self, number: int, generation: int, life: Lifetime | None, digest: bytes | None, priority: int | None
+    ) -> None:
+        """`Slot.describe`."""
+        if self.states[number] == FILLING and self.generations[number] == generation:
+            if life is not None:
+                self.stamp(number, life, life.ends(Depth.G2))
+            if priority is not None:
+                self.priorities[number] = priority
+            self.seal(number, digest)
+
     def free(self, number: int) -> None:
         """Forget the block: what was said about this generation of the slot is stale from now on."""
         self.states[number] = self.waiting[number] = self.sealed[number] = 0
