@@ -13,7 +13,7 @@ from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
 from kvtier.manager.purge import Purger
 from kvtier.manager.saved_state import SavedState
-from kvtier.manager.slices import SLICE_BLOCKS, slices
+from kvtier.manager.slices import MOVED_BLOCKS, slices
 from kvtier.tiers.host.pins import Hold
 from kvtier.times import Wall
 
@@ -65,7 +65,7 @@ class Housekeeping:
         while self._used:
             by_time: dict[Wall, list[BlockKey]] = {}
             with self._hierarchy.lock:
-                for _ in range(min(SLICE_BLOCKS, len(self._used))):
+                for _ in range(min(MOVED_BLOCKS, len(self._used))):
                     key, wall_s = self._used.popitem()
                     by_time.setdefault(wall_s, []).append(key)
                 for wall_s, keys in by_time.items():
