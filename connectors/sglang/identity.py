@@ -69,9 +69,10 @@ def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPoo
 def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str) -> dict[str, Any]:
     """The fields of a namespace that say what the engine computes, whatever the shape of its pools. Reads the
     checkpoint. Raises IdentityError for what cannot be named."""
-    if getattr(server, "speculative_algorithm", None):
+    if algorithm := getattr(server, "speculative_algorithm", None):
         raise IdentityError(
-            "speculative decoding keeps KV of a draft model that kvtier does not; start without it, or without kvtier"
+            f"speculative decoding ({algorithm}): the KV of a draft model is not kept, and drafts without one (NGRAM) "
+            "are not proved, since SGLang runs them on GPUs alone; start without it, or without kvtier"
         )
     quantized = dtype.startswith("float8")
     return {

@@ -60,8 +60,9 @@ def test_mla_ranks_share() -> None:
 def test_runs_whose_blocks_have_no_name_are_refused() -> None:
     from kvtier.errors import IdentityError
 
-    with pytest.raises(IdentityError, match="speculative"):
-        name(speculative_algorithm="EAGLE")
+    for algorithm in ("EAGLE", "NGRAM"):
+        with pytest.raises(IdentityError, match=f"speculative decoding .{algorithm}"):
+            name(speculative_algorithm=algorithm)
     for kind in ("dynamic", "longrope"):
         with pytest.raises(IdentityError, match=kind):
             name(rope={"rope_type": kind})
