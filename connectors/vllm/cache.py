@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import kvtier
 from kvtier.cache import Cache
 from kvtier.config import calibration_folder
+from kvtier.connectors.announcer import Announcer
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.messages import ArenaHandle
+from kvtier.errors import KVTierError
 from kvtier.events import Events
 from kvtier.identity.namespace import Namespace
+from kvtier.manager.hierarchy import Hierarchy
+
+_WRITE_S = 1.0
+"""For what requests held lately, at the end."""
 
 
 class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
@@ -29,9 +36,13 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
         events: Events | None = None,
         *,
         computes: bool = False,
+        announcer_of: Callable[[Hierarchy], Announcer] | None = None,
     ) -> None:
-        """`near`, `computes`: for `kvtier.open`. `events` collects the changes of every cache's blocks."""
-        super().__init__(settings.config, namespace, self._attach, lambda current: current[0].close())
+        """`near`, `computes`: for `kvtier.open`. `events` collects the changes of every cache's blocks; `announcer_of`
+        makes what announces those that an earlier process left."""
+        super().__init__(settings.config, namespace, self._attach, self._close)
+        self._announcer_of = announcer_of
+        self._announcers: dict[int, Announcer] = {}  # by the number of the cache's arena
         self._near = near
         self._computes = computes
         self._events = events
@@ -48,6 +59,9 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
             cache.manager.subscribe(self._events)
         arena = cache.manager.host.arena
         self._arenas += 1
+        if self._announcer_of is not None:
+            announcer = self._announcers[self._arenas] = self._announcer_of(cache.manager.hierarchy)
+            cache.submit(announcer.start())
         return cache, ArenaHandle(
             number=self._arenas,
             pid=os.getpid(),
@@ -58,6 +72,13 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
             copy_by=self._config.offload.copy_by,
             calibration=str(calibration_folder() or ""),
         )
+
+    def _close(self, current: tuple[Cache, ArenaHandle]) -> None:
+        cache, arena = current
+        if (announcer := self._announcers.pop(arena.number, None)) is not None:
+            with contextlib.suppress(TimeoutError, KVTierError):
+                cache.submit(announcer.write()).result(_WRITE_S)
+        cache.close()
 
     def rotate(self, to: Namespace | None = None) -> tuple[Cache, ArenaHandle] | None:
         if (cache := self.cache) is not None and self._events is not None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.ranges import ChainTerms
+from kvtier.retention.terms import Depth
 
 Token = object
 """Names one use of a block, until the pool hands it out again: the pool's name object, compared by identity."""
@@ -61,6 +62,11 @@ class Track:
     open: int = -1  # tokens open … planned-1 were planned, one stretch, and are not in a span yet; -1: none were
     planned: int = -1
     due: int = -1  # tokens with which the next block is full; less than any where the next step must be looked at
+
+    @property
+    def lasting(self) -> int:
+        """How many of its leading blocks may lie on a disk, by its own terms."""
+        return self.storable_blocks if self.storable and self.chain.terms.ceiling >= Depth.G3 else 0
 
 
 class _Unnamed(NamedTuple):

@@ -65,6 +65,7 @@ ARGUMENTS: Mapping[str, settings.Reader] = {
     "decode_blocks": settings.flag,
     "recompute": settings.recompute,
     "event_tiers": tiers_announced,
+    "keep_contents": settings.flag,
 }
 
 
@@ -176,6 +177,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             near if len(near) == namespace.ranks_served else (),
             events.events if events is not None else None,
             computes=any(shake.pid == os.getpid() for shake in ranks.values()),
+            announcer_of=events.announcer if events is not None and self._keeps_contents() else None,
         )
         caches.open()
         self._tiers = TierGrowth(lambda: {} if caches.cache is None else caches.cache.stats(), SystemClock())
@@ -194,6 +196,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if self._pool is not None:
             self._scheduler.bind(self._pool)
+
+    def _keeps_contents(self) -> bool:
+        """Whether G3 is to keep what its blocks hold, so that a warm one is announced. Not beside encrypted blocks."""
+        own, config = self._settings.own, self._settings.config
+        announced = config.tiers.g3 is not None and "g3" in own.get("event_tiers", TIERS)
+        return announced and config.security.data_keys is None and own.get("keep_contents", True)
 
     def _limited(self, namespace: Namespace, shakes: Iterable[Handshake]) -> list[str]:
         """What does not work here, and why."""

@@ -6,15 +6,17 @@ A BlockStored is the one that vLLM makes when it fills the same blocks in G1, bu
 salt, which the first of `extra_keys` has in every event. vLLM has it in the first block of a chain only; Dynamo then
 knows whose the later ones are as long as it knows their parent, and loses that with the parent's removal from any tier.
 
-A block of no request that this engine saw lately is not announced, since routers read no hash without its tokens; nor
-is one of an isolated class, which vLLM's hash does not tell from the shared block of the same tokens. `ownership`
-stays at its default: Dynamo drops events of owners that it does not know.
+A block of no request that this engine saw lately is not announced, since routers read no hash without its tokens,
+unless G3 kept them from an earlier engine (`kvtier.connectors.announcer`); nor is one of an isolated class, which
+vLLM's hash does not tell from the shared block of the same tokens. `ownership` stays at its default: Dynamo drops
+events of owners that it does not know.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -23,11 +25,14 @@ import numpy as np
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvtier.connectors.announcer import Announcer
+from kvtier.connectors.contents import Passage
 from kvtier.connectors.vllm.compat import extra_keys_of, salt_of
 from kvtier.errors import InvalidRequest
 from kvtier.events import Events, Lost
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.manager.hierarchy import Hierarchy
 from kvtier.units import shorten
 
 MEDIA = {"g2": ("CPU", "LOCAL"), "g3": ("STORAGE", "LOCAL"), "g4": ("STORAGE", "REMOTE")}
@@ -46,22 +51,18 @@ def tiers_announced(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Consecutive blocks of one request: their keys, the hash before them, their tokens and extra keys, and their names
-    from the first event on. `first` is the number of the first block among all that were remembered."""
+    """Consecutive blocks of one request, and their names from the first event on. `first` is the number of the first
+    block among all that were remembered."""
 
     first: int
-    keys: list[BlockKey]
-    parent: bytes | None
-    tokens: Sequence[int]
-    extra_keys: list[tuple[Any, ...] | None]
-    salt: str | None
-    request: Mapping[str, Any]  # fields that are the whole request's
+    passage: Passage
+    session: str | None = None
     _names: list[Any] = field(default_factory=list)
 
     def names(self, first: int, stop: int) -> list[Any]:
         """Of these blocks, as events have them. Each tier has an event of its own for them."""
         if not self._names:
-            self._names.extend(_names(self.keys))
+            self._names.extend(_names(self.passage.keys))
         return self._names[first:stop]
 
 
@@ -72,6 +73,13 @@ class _Known:
         self.numbers: dict[BlockKey, int] = {}
         self.runs: list[_Run] = []
         self.blocks = 0  # of the runs, which may have some in common
+
+    def add(self, run: _Run) -> None:
+        """Numbers go on from the last run's."""
+        keys = run.passage.keys
+        self.runs.append(run)
+        self.blocks += len(keys)
+        self.numbers.update(zip(keys, range(run.first, run.first + len(keys)), strict=True))
 
     def find(self, key: BlockKey) -> tuple[_Run, int] | None:
         """The run of a block, and its place in it."""
@@ -110,11 +118,23 @@ class KVEvents:
         self._known_max = known_max
         self._count = 0  # blocks ever remembered
         self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
+        self._told: deque[Passage] = deque()  # of blocks that are announced next; written to on any thread
+        self._kept, self._kept_before = _Known(), _Known()  # those that were told of for the last two `take`s
+        self._note: Callable[[Passage], None] = lambda passage: None
         self._isolated: set[Scope] = set()  # as many as classes, adapters and tenants of isolated classes make
         self._cleared = False
 
-    def remember(self, request: Any, chain: Sequence[BlockKey], start: int, *, isolated: bool = False) -> None:
-        """Remember what the request's blocks from `start` on hold. `isolated`: in a scope of an isolated class."""
+    def announcer(self, hierarchy: Hierarchy) -> Announcer:
+        """One that writes down what requests hold from now on, and announces what an earlier engine's did."""
+        announcer = Announcer(hierarchy, self._told.append, lambda: bool(self._told))
+        self._note = announcer.note
+        return announcer
+
+    def remember(
+        self, request: Any, chain: Sequence[BlockKey], start: int, *, lasting: int = 0, isolated: bool = False
+    ) -> None:
+        """Remember what the request's blocks from `start` on hold. Only its `lasting` first may lie on a disk.
+        `isolated`: in a scope of an isolated class."""
         if isolated:
             self._isolated.add(scope_of_key(chain[start]))
             return
@@ -127,27 +147,23 @@ class KVEvents:
         if 2 * (self._recent.blocks + len(keys)) > self._known_max and self._recent.runs:
             longest = 2 * self._recent.blocks > self._known_max
             self._recent, self._older = _Known(), _Known() if longest else self._recent
-        run = _Run(
-            self._count,
+        passage = Passage(
             keys,
             chain[start - 1][-HASH_BYTES:] if start else None,
             request.all_token_ids[start * size : len(chain) * size],
             extra_keys_of(request, start, len(chain), size),
             salt_of(request),
-            {
-                "lora_id": None if lora is None else lora.lora_int_id,
-                "lora_name": None if lora is None else lora.lora_name,
-                "session_id": getattr(request, "session_id", None),
-            },
+            None if lora is None else (lora.lora_int_id, lora.lora_name),
         )
-        self._recent.runs.append(run)
-        self._recent.blocks += len(keys)
-        self._recent.numbers.update(zip(keys, range(self._count, self._count + len(keys)), strict=True))
+        self._recent.add(_Run(self._count, passage, getattr(request, "session_id", None)))
         self._count += len(keys)
+        if lasting > start:
+            self._note(passage if lasting >= len(chain) else passage.part(0, lasting - start))
 
     def clear(self) -> None:
         """The engine has new weights: no block reported until now can be found any more."""
         self.events.take()
+        self._told.clear()
         self._recent, self._older = _Known(), _Known()
         self._cleared = True
 
@@ -157,6 +173,7 @@ class KVEvents:
         if self._cleared:
             self._cleared = False
             yield AllBlocksCleared()
+        self._learn()
         for change in self.events.take():
             if change.tier not in self._tiers:
                 continue
@@ -173,30 +190,46 @@ class KVEvents:
             elif keys:
                 yield _made(BlockRemoved, block_hashes=_names(keys), **where)
 
+    def _learn(self) -> None:
+        """Know what was told of. Each passage's blocks are reported before the next one is told of: so they are taken
+        by now, or with the next call."""
+        if not self._told:
+            return
+        self._kept, self._kept_before = _Known(), self._kept
+        while self._told:
+            passage = self._told.popleft()
+            self._kept.add(_Run(self._count, passage))
+            self._count += len(passage.keys)
+
     def _stored(self, keys: Sequence[BlockKey], where: Mapping[str, Any]) -> Iterable[Any]:
         """One event per stretch of consecutive blocks of one request."""
         begin = 0
         while begin < len(keys):
-            found = self._recent.find(keys[begin]) or self._older.find(keys[begin])
+            known = (self._recent, self._older, self._kept, self._kept_before)
+            found = next((found for some in known if (found := some.find(keys[begin])) is not None), None)
             if found is None:
                 begin += 1
                 continue
             run, first = found
-            count = _equal(keys, begin, run.keys, first)
+            passage, size = run.passage, self._block_tokens
+            count = _equal(keys, begin, passage.keys, first)
             begin, stop = begin + count, first + count
-            parent = run.keys[first - 1][-HASH_BYTES:] if first else run.parent
-            extra_keys = run.extra_keys[first:stop]
-            if run.salt is not None and parent is not None:
-                extra_keys[0] = (*(extra_keys[0] or ()), run.salt)
+            parent = passage.keys[first - 1][-HASH_BYTES:] if first else passage.parent
+            extra_keys = list(passage.extra_keys[first:stop])
+            if passage.salt is not None and parent is not None:
+                extra_keys[0] = (*(extra_keys[0] or ()), passage.salt)
+            lora_id, lora_name = passage.adapter or (None, None)
             yield _made(
                 BlockStored,
                 block_hashes=run.names(first, stop),
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-                token_ids=run.tokens[first * self._block_tokens : stop * self._block_tokens],
-                block_size=self._block_tokens,
+                token_ids=passage.tokens[first * size : stop * size],
+                block_size=size,
                 extra_keys=extra_keys,
                 kv_cache_spec_kind=self._kind,
-                **run.request,
+                lora_id=lora_id,
+                lora_name=lora_name,
+                session_id=run.session,
                 **where,
             )
 

@@ -156,7 +156,8 @@ class SchedulerHalf:
         if hashes := compat.hashes_of(request, known):
             chain.extend(engine_keys(state.scope, hashes))
             if self._events is not None:
-                self._events.remember(request, chain, known, isolated=bool(state.control.request.isolated))
+                isolated, lasting = bool(state.control.request.isolated), state.track.lasting
+                self._events.remember(request, chain, known, lasting=lasting, isolated=isolated)
 
     def _readable(self, state: RequestState) -> int:
         """Blocks that may be read: the last token is always computed."""

@@ -24,7 +24,7 @@ from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.meter import Metered
-from kvtier.tiers.protocol import Miss, Notebook, PurgeLogging, Tier
+from kvtier.tiers.protocol import Describing, Miss, Notebook, PurgeLogging, Tier
 from kvtier.times import Mono, Wall
 
 _UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
@@ -157,6 +157,11 @@ class Hierarchy:
     def notebook(self) -> Notebook | None:
         """Where small values of the manager's survive a restart: the nearest tier that can remember some."""
         return next((found for tier in self.lower.values() if (found := tier.notebook()) is not None), None)
+
+    def describing(self) -> tuple[Metered, Describing] | None:
+        """The nearest tier that keeps what its blocks hold, with its verbs for that."""
+        found = ((tier, tier.describing()) for tier in self.lower.values())
+        return next(((tier, verbs) for tier, verbs in found if verbs is not None), None)
 
     def purge_log(self) -> PurgeLogging | None:
         """The tier whose purges are a log, if there is one."""

@@ -104,7 +104,7 @@ def _class(given: object, known: tuple[Terms, ...]) -> Terms:
 class ChainTerms:
     """A request's terms by depth in its chain, however long that grows. Immutable; O(log ranges) per depth."""
 
-    __slots__ = ("_starts", "_terms", "guarantees", "only")
+    __slots__ = ("_starts", "_terms", "ceiling", "guarantees", "only")
 
     def __init__(self, request: RequestTerms, block_tokens: int) -> None:
         ranges = [(r.start // block_tokens, r.stop // block_tokens, r.terms) for r in request.ranges]
@@ -116,6 +116,7 @@ class ChainTerms:
         self._starts, self._terms = starts, _extended_to_root(terms)
         self.only = self._terms[0] if len(self._terms) == 1 else None  # where all blocks are alike
         self.guarantees = self._terms[0].guarantee_s > 0
+        self.ceiling = min(block.terms.ceiling for block in self._terms)  # the nearest of all blocks'
 
     def unguaranteed(self) -> ChainTerms:
         """The same without guarantees."""

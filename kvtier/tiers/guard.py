@@ -395,7 +395,7 @@ class _Reports:
 
 
 class OptionalVerbs:
-    """The verbs of `Retaining`, `Pinning` and `Notebook` that a tier has, by its guard."""
+    """The verbs of `Retaining`, `Pinning`, `Notebook` and `Describing` that a tier has, by its guard."""
 
     def __init__(self, guard: Guarded) -> None:
         self._guard = guard

@@ -14,7 +14,18 @@ from kvtier.identity.keys import BlockKey
 from kvtier.spans import span
 from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
-from kvtier.tiers.protocol import Loaded, Miss, Notebook, Pinning, PurgeLogging, Retaining, Sealed, Stored, Target
+from kvtier.tiers.protocol import (
+    Describing,
+    Loaded,
+    Miss,
+    Notebook,
+    Pinning,
+    PurgeLogging,
+    Retaining,
+    Sealed,
+    Stored,
+    Target,
+)
 from kvtier.tiers.residence import Residence
 from kvtier.times import Mono
 
@@ -52,7 +63,7 @@ class Latency:
 class Metered(Wrapper):
     """Counts blocks by outcome, bytes, and latency per call; estimates what a read costs.
 
-    `retaining`, `pinning` and `notebook` give the tier's verbs as its guard asks them: see `Guarded.ask`.
+    `retaining`, `pinning`, `notebook` and `describing` give the tier's verbs as its guard asks them: see `Guarded.ask`.
     """
 
     ESTIMATE_S = 60.0
@@ -109,6 +120,10 @@ class Metered(Wrapper):
         """The tier, if it stores notes."""
         return cast(Notebook, OptionalVerbs(self.inner)) if self._can(Notebook) else None
 
+    def describing(self) -> Describing | None:
+        """The tier, if it keeps what blocks hold."""
+        return cast(Describing, OptionalVerbs(self.inner)) if self._can(Describing) else None
+
     def purge_log(self) -> PurgeLogging | None:
         """The tier's purge log, if it has one: asked without the guard, since it does no I/O."""
         found: PurgeLogging | None = getattr(self.inner.inner, "purge_log", None)
@@ -127,6 +142,18 @@ class Metered(Wrapper):
     def names_removals(self) -> bool:
         """Whether subscribers are told of every block that this process takes out of the tier, by its name."""
         return hasattr(self.inner.inner, "subscribe")
+
+    async def announce(self, keys: Sequence[BlockKey], deadline: Mono) -> int:
+        """Tell the subscriber of those of a chain's consecutive blocks that are here, up to the first that is not.
+        Returns how many they are."""
+        residence = self._residence
+        if residence is None:
+            return 0
+        with residence.verb() as removed:
+            found = await self.inner.lookup(keys, range(len(keys)), deadline)
+            here = next((place for place, miss in enumerate(found) if miss is not None), len(found))
+            residence.found(keys[:here], removed)
+        return here
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         began = self._clock.monotonic()

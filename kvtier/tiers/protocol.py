@@ -257,3 +257,24 @@ class Notebook(Protocol):
 
     async def read_notes(self, prefix: str) -> Mapping[str, bytes]:
         """All notes whose names begin with `prefix`."""
+
+
+CONTENT_BYTES_MAX, CONTENT_PART_BYTES = 16_360, 4
+"""Of one page of contents, and what each of its parts takes beside its bytes."""
+
+
+class Describing(Protocol):
+    """Optional verbs of a local tier: keep what the namespace's blocks hold, as an engine describes it, in pages of at
+    most CONTENT_BYTES_MAX. A page has parts, each of one tenant, whose 8 bytes it begins with. The newest pages are
+    kept, as many as the tier's blocks need. A purge takes the tenant's parts out of all of them."""
+
+    async def write_contents(
+        self, number: int, parts: Sequence[bytes], purges: int
+    ) -> tuple[int, int, list[bytes] | None]:
+        """Write a page over page `number`, or a new one (0). Returns its number, and how many purges there were. Where
+        those are more than `purges`, the number is 0, nothing is written, and what was described before is to be
+        dropped, of the tenants that follow; None: of all. Without parts it only asks. (0, 0, None): contents cannot be
+        kept now. A page survives the process, but perhaps not a loss of power."""
+
+    async def read_contents(self, below: int) -> tuple[int, list[bytes]]:
+        """The newest page with a number below this (0: any): its number and parts; (0, []) where there is none."""

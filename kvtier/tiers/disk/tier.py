@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kvtier.clock import Clock
 from kvtier.encryption import DataKey
@@ -29,6 +31,7 @@ from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
 from kvtier.tiers.data_keys import DataKeys, load
 from kvtier.tiers.disk.budget import COMMIT_BYTES
+from kvtier.tiers.disk.contents import ContentRing, pages_for
 from kvtier.tiers.disk.encryption import Encryption, key_miss_of, scope_in_name
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.index import Use
@@ -43,12 +46,16 @@ from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 PEEK_FAULTS_MAX = 8  # pages of the index that `peek` waits for
 
 
 class DiskTier:
-    """A `kvtier.tiers.protocol.Tier` with `Retaining` and `Notebook` on local disks, shared with other processes and
-    namespaces.
+    """A `kvtier.tiers.protocol.Tier` with `Retaining`, `Notebook` and `Describing` on local disks, shared with other
+    processes and namespaces.
 
     `paths` hold the segments in turn; the first also holds the index. `capacity_bytes` bounds the slab files of all
     namespaces together and belongs to the store: while other processes use the store, theirs counts.
@@ -237,6 +244,7 @@ class DiskTier:
         if index.is_purged(scoped, before):
             return 0
         try:
+            await asyncio.to_thread(self._contents().purge, scope)  # first: a purge that is in force is not repeated
             await asyncio.to_thread(index.purges.record, scoped, before)  # in force from here on
         except OSError as error:
             raise TierError("g3", "purge", str(error)) from error
@@ -300,6 +308,28 @@ class DiskTier:
     async def read_notes(self, prefix: str) -> Mapping[str, bytes]:
         found = await asyncio.to_thread(self._store.index.read_notes, self._prefix + prefix.encode("ascii"))
         return {name[len(self._prefix) :].decode("ascii", "replace"): value for name, value in found.items()}
+
+    async def write_contents(
+        self, number: int, parts: Sequence[bytes], purges: int
+    ) -> tuple[int, int, list[bytes] | None]:
+        return await self._of_contents(lambda ring: ring.write(number, parts, purges), (0, 0, None))
+
+    async def read_contents(self, below: int) -> tuple[int, list[bytes]]:
+        return await self._of_contents(lambda ring: ring.read(below), (0, []))
+
+    async def _of_contents(self, verb: Callable[[ContentRing], T], fallback: T) -> T:
+        """Contents are for routers alone: a fault of their file is none of the tier. Encrypted blocks have none."""
+        if self._encryption is not None:
+            return fallback
+        try:
+            return await asyncio.to_thread(verb, self._contents())
+        except (OSError, TierTimeout) as error:
+            log.debug("g3: what blocks hold: %s", error)
+            return fallback
+
+    def _contents(self) -> ContentRing:
+        blocks = self._store.geometry.capacity // (slot_class(self.block_bytes) * SLOT_ALIGN)
+        return ContentRing(self._paths[0], self._prefix, pages_for(blocks, self._namespace.block_tokens))
 
     # The store.
 

@@ -18,6 +18,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from kvtier.connectors.contents import ContentPage, Passage, described
 from kvtier.connectors.vllm.compat import event_queue_of
 from kvtier.connectors.vllm.events import KVEvents, forget_predecessor, tiers_announced
 from kvtier.errors import InvalidRequest
@@ -92,6 +93,30 @@ def test_an_event_is_the_engines_own_but_for_the_medium(kind: Kind) -> None:
         ours.medium, ours.locality, ours.kv_cache_spec_kind = engine.medium, None, engine.kv_cache_spec_kind
         assert ours == engine
         assert all(type(name) is int for name in ours.block_hashes)
+
+
+def test_what_an_earlier_engine_kept_is_announced_as_it_was() -> None:
+    """The passages that are told of, though this engine saw no request for them, and nothing of this one's is lost."""
+    request, _ = engine_request(Kind.SALTED_ADAPTER, tokens=6 * SIZE, size=SIZE)
+    chain = make_keys(SHARED, [bytes(name) for name in request.block_hashes])
+    noted, before, events = list[Passage](), KVEvents(SIZE, "full_attention"), learnt()
+    before._note = noted.append
+    before.remember(request, chain[:3], 0, lasting=5)
+    before.remember(request, chain, 3, lasting=5)
+    assert [passage.keys for passage in noted] == [chain[:3], chain[3:5]], "the last one may not lie on a disk"
+    before.events.of("g3")(chain[:5], True)
+    right = list(before.take())
+    page = ContentPage()
+    for passage in noted:
+        page.add(passage)
+    for found in map(described, page.parts):
+        events._told.append(found.passage())
+        events.events.of("g3")(found.keys, True)
+    events.events.of("g2")(CHAIN[:2], True)
+    *told, own = events.take()
+    assert told == right and own.block_hashes == [reported(0), reported(1)]
+    events.events.of("g3")(chain[3:5], True)
+    assert [event.block_hashes for event in events.take()] == [right[1].block_hashes], "reported after the call before"
 
 
 def test_a_block_of_which_only_the_name_is_known_is_not_announced() -> None:

@@ -32,7 +32,7 @@ NAMED = "dynamo-cache-salt:"  # begins the salts that Dynamo's frontend gives to
 class Routed:
     """An engine and the indexer that hears it. `begin` starts the engine, with the G3 that the last one left."""
 
-    def __init__(self, begin: Callable[[], Any], events: str, replay: str, log: Path) -> None:
+    def __init__(self, begin: Callable[..., Any], events: str, replay: str, log: Path) -> None:
         self.begin, self.engine = begin, begin()
         self._addresses, self._log, self._spent = (events, replay, BLOCK, log), log, 100
         self.indexer = Indexer(*self._addresses)
@@ -91,8 +91,8 @@ def routed(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) 
     }
     options = {"max_model_len": 512, "num_gpu_blocks_override": 48, "enable_lora": True, "max_lora_rank": 8}
 
-    def begin() -> Any:
-        return start(config=config, engine={"kv_events_config": publisher, **options})
+    def begin(**arguments: Any) -> Any:
+        return start(config=config, engine={"kv_events_config": publisher, **options}, arguments=arguments)
 
     here = Routed(begin, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}", folder / "indexer.log")
     yield here
@@ -190,17 +190,41 @@ def test_salts_and_adapters_are_told_apart(routed: Routed, write_adapter: Any, t
     assert routed.agree(asked, adapter=adapter)[0][2] == 288
 
 
-def test_blocks_of_an_earlier_engine_are_known_once_they_were_read(routed: Routed) -> None:
-    """An engine of its own knows the names of what G3 kept, but not the tokens."""
-    assert routed.engine.stop() == 0
-    routed.engine = routed.begin()
+def test_a_restarted_engine_announces_what_g3_kept(routed: Routed, write_adapter: Any, tmp_path: Path) -> None:
+    """Prompts, salted ones and those of an adapter, before any request for them."""
+    engine, asked, salted = routed.engine, [prompt(60, 300)], NAMED + "other tenant"
+    adapter = ["kept", 2, str(write_adapter(tmp_path / "kept", 2))]
+    engine.generate(prompts=asked, tokens=4, salt=salted)
+    engine.generate(prompts=asked, tokens=4, adapter=adapter)
+    routed.step()
+    assert engine.stop() == 0
+    engine = routed.engine = routed.begin()
     routed.restart()  # it drops batches that are numbered from 0 again
-    read, unread = PROMPTS[:2], PROMPTS[2:]
+    right = [engine.places(prompt=one)["g3"].count(True) * BLOCK for one in PROMPTS]
+    assert sum(right) > 19 * 288
+    assert [counts[2] for counts in routed.agree(PROMPTS)] == right
+    assert routed.agree(asked, salt="other tenant") == [[0, 0, 288]] == routed.agree(asked, adapter=adapter)
+    assert routed.agree(asked) == [[0, 0, 0]]
+    assert engine.purge(salt=salted) > 0
+    assert routed.agree(asked, salt="other tenant") == [[0, 0, 0]]
+    read = PROMPTS[:2]
     for one in read:
-        assert routed.engine.generate(prompts=[one], tokens=4)[0]["read"] == {"g3": 288}
+        assert engine.generate(prompts=[one], tokens=4)[0]["read"] == {"g3": 288}
     assert routed.agree(read) == [[288, 288, 288]] * 2
-    assert routed.engine.evict(tier="g2") > 0
-    for one in unread[:6]:
-        routed.engine.generate(prompts=[one], tokens=4)
+    assert engine.evict(tier="g2") > 0
+    for one in PROMPTS[2:8]:
+        engine.generate(prompts=[one], tokens=4)
     told = routed.agree(read)
     assert all(counts[2] == 288 > counts[0] for counts in told), "they have left G1, and G3 has them still"
+
+
+def test_without_contents_a_restarted_engine_announces_what_requests_read(routed: Routed) -> None:
+    """An engine of its own knows the names of what G3 kept, but not the tokens."""
+    assert routed.engine.stop() == 0
+    routed.engine = routed.begin(keep_contents=False)
+    routed.restart()
+    routed.step()
+    assert [routed.indexer.known(one)[2] for one in PROMPTS[10:12]] == [0, 0]
+    assert routed.engine.generate(prompts=PROMPTS[10:11], tokens=4)[0]["read"] == {"g3": 288}
+    assert routed.agree(PROMPTS[10:11]) == [[288, 288, 288]]
+    assert routed.indexer.known(PROMPTS[11])[2] == 0

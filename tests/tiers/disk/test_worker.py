@@ -30,7 +30,7 @@ from kvtier.tiers.disk.worker import client, process, protocol
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
 from kvtier.tiers.disk.worker.shared_arena import SharedArena
 from kvtier.tiers.host.arena import Arena
-from kvtier.tiers.protocol import Miss, Notebook, Retaining, Stored, Target, Tier
+from kvtier.tiers.protocol import Describing, Miss, Notebook, Retaining, Stored, Target, Tier
 from tests.tiers.disk.support.store import BLOCK, FAR_S
 from tests.tiers.disk.support.subprocesses import environment
 from tests.tiers.disk.support.worker import SLOTS, Bounced, memory
@@ -98,7 +98,8 @@ def test_every_verb_of_a_local_tier_is_served() -> None:
     def of(kind: type) -> set[str]:
         return {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
 
-    assert of(Tier) | of(Retaining) | of(Notebook) == set(protocol.verbs()) | {"peek", "usage", "check"}
+    every = of(Tier) | of(Retaining) | of(Notebook) | of(Describing)
+    assert every == set(protocol.verbs()) | {"peek", "usage", "check"}
     assert set(protocol.verbs()) <= set(dir(DiskWorkerClient)) and set(protocol.verbs()) <= set(dir(DiskTier))
 
 
@@ -111,9 +112,12 @@ async def test_retention_and_saved_state_outlive_its_process(tmp_path: Path) -> 
             assert await tier.retain([*chain[:2], chain_of(NAMESPACE, 1, seed=9)[0]], until_time) == [True, True, False]
             await tier.release_retained(chain[1:2])
             await tier.write_note("clock", b"\0note")
+            _, purges, _ = await tier.write_contents(0, [], 0)
+            assert await tier.write_contents(0, [b"tokens"], purges) == (1, purges, [])
         async with opened(tmp_path / "g3", arena) as tier:
             assert await tier.retained() == {chain[0]: pytest.approx(until_time, abs=1)}
             assert await tier.read_notes("clo") == {"clock": b"\0note"}
+            assert await tier.read_contents(0) == (1, [b"tokens"])
             assert await tier.drop_made_after(tier._clock.wall() - 3600) == 4
 
 

@@ -44,8 +44,8 @@ SEEN_MAX = 100_000
 
 
 class DiskWorkerClient:
-    """A `kvtier.tiers.protocol.Tier` with `Retaining` and `Notebook` for blocks in `arena`'s memory; its arguments are
-    those of `kvtier.tiers.disk.tier.DiskTier`. Used on one event loop; opened after the arena."""
+    """A `kvtier.tiers.protocol.Tier` with `Retaining`, `Notebook` and `Describing` for blocks in `arena`'s memory; its
+    arguments are those of `kvtier.tiers.disk.tier.DiskTier`. Used on one event loop; opened after the arena."""
 
     name = "g3"
     depth = Depth.G3
@@ -289,6 +289,16 @@ class DiskWorkerClient:
 
     async def read_notes(self, prefix: str) -> Mapping[str, bytes]:
         found: Mapping[str, bytes] = await self._ask("read_notes", prefix)
+        return found
+
+    async def write_contents(
+        self, number: int, parts: Sequence[bytes], purges: int
+    ) -> tuple[int, int, list[bytes] | None]:
+        written: tuple[int, int, list[bytes] | None] = await self._ask("write_contents", number, parts, purges)
+        return written
+
+    async def read_contents(self, below: int) -> tuple[int, list[bytes]]:
+        found: tuple[int, list[bytes]] = await self._ask("read_contents", below)
         return found
 
     async def flush(self, deadline: Mono) -> None:

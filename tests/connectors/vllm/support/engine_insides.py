@@ -244,10 +244,11 @@ class Insides:
         )
         pool, manager = self.core.scheduler.kv_cache_manager.block_pool, self.cache.manager
         keys = make_keys(self.half._reader.read(request)[1], [bytes(digest) for digest in request.block_hashes])
+        g3, wanted_by = manager.lower["g3"], time.monotonic() + 5
         return {
             "g1": [pool.get_cached_block(digest, [0]) is not None for digest in request.block_hashes],
             "g2": [manager.prefix([key]) == 1 for key in keys],
-            "g3": [manager.lower["g3"].peek([key], [0]) == [None] for key in keys],
+            "g3": [self.cache.submit(g3.lookup([key], [0], wanted_by)).result(5) == [None] for key in keys],
         }
 
     def purge(self, salt: str) -> int:

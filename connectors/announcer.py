@@ -1,0 +1,212 @@
+"""Tells routers, after a restart, of the prefixes that G3 kept: writes down what blocks hold, and reads it again.
+
+    requests  → `note` → every WRITE_S: pages        (kvtier.connectors.contents, kvtier.tiers.protocol.Describing)
+    at start  → pages, the newest first → the blocks that G3 has, parents first → `tell`, and the tier's own events
+
+A router knows a block only by its tokens and its parent, and a restarted engine has neither. Announced is what the tier
+finds at that moment, and as many blocks as one step of the engine takes without a delay: the next ones wait for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvtier.connectors.contents import ContentPage, PackedPassage, Passage, described
+from kvtier.errors import ClosedError, CorruptError, TierError
+from kvtier.identity.keys import TENANT_BYTES, BlockKey, scope_of_key
+from kvtier.manager.hierarchy import Hierarchy
+from kvtier.supervisor import Unwatched
+from kvtier.tiers.meter import Metered
+from kvtier.tiers.protocol import Describing
+from kvtier.times import Mono
+
+log = logging.getLogger(__name__)
+
+WRITE_S = 5.0
+"""How long what a request held may wait to be written: an engine that is killed loses that."""
+NOTED_MAX = 4096
+"""Passages that wait to be written at most; more, and the oldest are dropped."""
+ANNOUNCED_MAX = 1 << 18
+"""Blocks that are read at most, the newest."""
+BATCH_BLOCKS, BATCH_S = 1024, 0.1
+"""Announced at most within this time, and before the engine has taken the ones before."""
+_TRIES = 4  # of a page, while tenants are purged
+_LOOKUP_S = 1.0
+_PAUSE_MAX_S = 1.0  # between looks whether an idle engine has made a step
+
+
+class Announcer:
+    """Of one cache. `note` is called on any thread, everything else on the cache's event loop."""
+
+    def __init__(self, hierarchy: Hierarchy, tell: Callable[[Passage], object], waiting: Callable[[], bool]) -> None:
+        """`tell` is called with passages, some of whose blocks the tier's subscriber is told of next; `waiting` says
+        whether one was not taken yet."""
+        self._hierarchy = hierarchy
+        self._clock = hierarchy.clock
+        self._tell, self._waiting = tell, waiting
+        self._noted: deque[Passage] = deque(maxlen=NOTED_MAX)
+        self._page = ContentPage()
+        self._purges = 0  # that the tier knew of at the last write; 0: not known
+        self._purged: set[bytes] | None = set()  # tenants, since the batch that is written was noted; None: all may be
+        self._writing = asyncio.Lock()
+        self.announced = 0
+        """Blocks."""
+
+    async def start(self) -> None:
+        """Write and announce in the background, until the cache closes."""
+        await self.write()
+        supervisor = self._hierarchy.supervisor
+        supervisor.start("contents", self.write, Unwatched(), WRITE_S)
+        supervisor.start("announcer", self.announce, Unwatched())
+
+    def note(self, passage: Passage) -> None:
+        """Write this down with the next page."""
+        self._noted.append(passage)
+
+    # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def write(self) -> None:
+        """Write down what was noted. A tier that fails costs that."""
+        async with self._writing:
+            batch, found = self._drained(), self._hierarchy.describing()
+            if found is None or not (batch or not self._purges):
+                return
+            try:
+                self._purged = set()
+                await self._write_page(found[1])
+                await self._write(batch, found[1])
+            except TierError as error:
+                self._page = ContentPage()
+                log.debug("what blocks hold is not written down: %s", error)
+
+    async def _write(self, batch: list[Passage], verbs: Describing) -> None:
+        for passage in batch:
+            begin = 0
+            while begin < len(passage.keys) and not self._is_purged(passage.keys[0]):
+                count = self._page.add(passage.part(begin, len(passage.keys)) if begin else passage)
+                begin += count
+                if not count:
+                    await self._write_page(verbs)
+                    self._page = ContentPage()
+                await asyncio.sleep(0)
+        await self._write_page(verbs)
+
+    async def _write_page(self, verbs: Describing) -> None:
+        """Write the page, without those of its tenants that were purged since it was begun."""
+        page = self._page
+        for _ in range(_TRIES):
+            page.number, purges, tenants = await verbs.write_contents(page.number, page.parts, self._purges)
+            if purges == self._purges:
+                return
+            self._purges = purges
+            self._purged = None if tenants is None or self._purged is None else self._purged.union(tenants)
+            page.parts = [part for part in page.parts if not self._is_purged(part)]
+
+    def _is_purged(self, named: bytes) -> bool:
+        """Whether this key's or part's tenant was purged while this batch is written."""
+        return self._purged is None or named[:TENANT_BYTES] in self._purged
+
+    def _drained(self) -> list[Passage]:
+        """What was noted, each request's passages as one."""
+        by_end: dict[BlockKey, Passage] = {}
+        while self._noted:
+            passage = self._noted.popleft()
+            parent = BlockKey(scope_of_key(passage.keys[0]) + (passage.parent or b""))
+            before = by_end.pop(parent, None)
+            whole = passage if before is None else before.joined(passage)
+            by_end[whole.keys[-1]] = whole
+        return list(by_end.values())
+
+    # ── announcing ──────────────────────────────────────────────────────────────────────────────────────────
+
+    async def announce(self) -> None:
+        """Have the subscriber told of the blocks that the tier has of what is written down."""
+        with contextlib.suppress(TierError, ClosedError):
+            found = self._hierarchy.describing()
+            if found is None:
+                return
+            tier, verbs = found
+            newest = await self._read(verbs)
+            announced, since = set[BlockKey](), 0
+            for passage, stop in parents_first(newest, await _ends(newest), announced):
+                since += await self._announce(tier, passage, stop, announced)
+                if since >= BATCH_BLOCKS:
+                    since = 0
+                    await self._taken()
+            if newest:
+                log.info("announced %d blocks that %s kept", self.announced, tier.name)
+
+    async def _read(self, verbs: Describing) -> list[PackedPassage]:
+        """The newest passages first."""
+        out, blocks = list[PackedPassage](), 0
+        number, parts = await verbs.read_contents(0)
+        while number and blocks < ANNOUNCED_MAX:
+            for part in reversed(parts):
+                with contextlib.suppress(CorruptError):  # of another release
+                    out.append(described(part))
+                    blocks += len(out[-1].keys)
+            number, parts = await verbs.read_contents(number) if number > 1 else (0, [])
+        return out
+
+    async def _announce(self, tier: Metered, found: PackedPassage, stop: int, announced: set[BlockKey]) -> int:
+        """Announce the first `stop` blocks of a passage, as far as they are there, and were not announced."""
+        keys = found.keys[:stop]
+        start = next((place for place, key in enumerate(keys) if key not in announced), stop)
+        if start == stop:
+            return 0
+        try:
+            self._tell(found.passage())
+        except CorruptError:
+            return 0
+        here = await tier.announce(keys[start:], Mono(self._clock.monotonic() + _LOOKUP_S))
+        announced.update(keys[start : start + here])
+        self.announced += here
+        return here
+
+    async def _taken(self) -> None:
+        """Wait until the engine has taken what was announced."""
+        pause_s = BATCH_S
+        await asyncio.sleep(pause_s)
+        while self._waiting():
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            await asyncio.sleep(pause_s)
+
+
+Ends = dict[BlockKey, tuple[PackedPassage, int]]
+"""By a block's key: a passage that has it, and how many of its blocks come before the next."""
+
+
+async def _ends(newest: list[PackedPassage]) -> Ends:
+    """Of the blocks that passages go on from."""
+    wanted = {passage.parent for passage in newest}
+    out = Ends()
+    for passage in newest:
+        for place, key in enumerate(passage.keys):
+            if key in wanted:
+                out.setdefault(key, (passage, place + 1))
+        await asyncio.sleep(0)
+    return out
+
+
+def parents_first(
+    newest: list[PackedPassage], ends: Ends, announced: set[BlockKey]
+) -> Iterator[tuple[PackedPassage, int]]:
+    """The passages in this order, but each after those that it goes on from: (passage, how many of its blocks). One
+    that goes on from a block that is not `announced` by then, which the caller keeps, is left out: no router could
+    place it."""
+    for passage in newest:
+        line, seen = [(passage, len(passage.keys))], {id(passage)}
+        while (parent := line[-1][0].parent) is not None and parent not in announced:
+            before = ends.get(parent)
+            if before is None or id(before[0]) in seen:
+                break
+            line.append(before)
+            seen.add(id(before[0]))
+        for each, stop in reversed(line):
+            if each.parent is not None and each.parent not in announced:
+                break
+            yield each, stop
