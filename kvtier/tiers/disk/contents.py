@@ -84,7 +84,7 @@ class ContentRing:
         with self._locked(make=True) as fd:
             head = self._head(fd)
             if head is None:
-                _tidy(self._path)
+                _tidy(self._path, (1 + self._pages) * PAGE_BYTES)
                 os.ftruncate(fd, 0)
                 head = _Head(0, time.time_ns())  # more than any that a writer of an earlier file knew
                 self._set_head(fd, head)
@@ -187,12 +187,12 @@ def _decoded(raw: bytes) -> tuple[int, list[bytes]]:
     return number, parts
 
 
-def _tidy(path: Path) -> None:
-    """Remove the files of other namespaces that were not written to for longest, until the rest has BYTES_MAX."""
+def _tidy(path: Path, bytes_max: int) -> None:
+    """Remove the files of other namespaces that were not written to for longest, until the rest has `bytes_max`."""
     with contextlib.suppress(FileNotFoundError):  # another process does the same
         stats = [(other.stat(), other) for other in path.parent.iterdir() if other != path]
         total = sum(stat.st_size for stat, _ in stats)
         for stat, other in sorted(stats, key=lambda pair: pair[0].st_mtime_ns):
-            if total > BYTES_MAX:
+            if total > bytes_max:
                 total -= stat.st_size
                 other.unlink()

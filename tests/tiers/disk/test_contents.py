@@ -107,8 +107,8 @@ def test_a_block_of_16_tokens_has_room_for_70_bytes() -> None:
     assert pages_for(1 << 40, 16) * PAGE_BYTES == contents.BYTES_MAX
 
 
-def test_other_namespaces_contents_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "BYTES_MAX", 2 * PAGE_BYTES)
+def test_other_namespaces_contents_are_bounded_together(tmp_path: Path) -> None:
+    """By as much as the namespace's own: the directory keeps its bound (test_directory_bound.py)."""
     for number in range(4):
         ring = ContentRing(tmp_path, bytes([number]) * 32, 1)
         ring.write(0, [b"x"], ring.write(0, [], 0)[1])
