@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: docs dist help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: docs dist help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
 	@echo "make mutants    plants two hundred bugs one by one, and says which of them no quick test finds"
+	@echo "make models     Spin looks at every state of the protocols' models, and finds the errors planted in them"
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
@@ -130,6 +131,15 @@ test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 OPTIONS ?=
 mutants: $(READY)
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.mutants.support.run --save benchmarks/results $(OPTIONS)
+
+# Spin is taken from PATH, else fetched as Debian's package, without installing it. `OPTIONS=--histories` writes the runs
+# anew that tests repeat with the real code.
+SPIN := build/spin
+models: $(READY)
+	command -v spin >/dev/null || test -x $(SPIN)/usr/bin/spin || \
+		{ mkdir -p $(SPIN) && cd $(SPIN) && apt-get download -q spin && dpkg -x spin_*.deb .; }
+	PATH="$$PATH:$(CURDIR)/$(SPIN)/usr/bin" PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.models.support.checker \
+		--save benchmarks/results $(OPTIONS)
 
 # A failing seed prints the command that repeats it.
 SECONDS ?= 3600

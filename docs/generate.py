@@ -17,7 +17,7 @@ from kvtier.config.reference import KeyReference, key_references, section_meanin
 from kvtier.metrics import BOUNDS_S, BUILD, ENGINE, PORT, REQUESTS, TASKS, TIERS, Family, labels_of
 
 ROOT = Path(__file__).parents[1]
-RESULTS, MUTANTS = ROOT / "benchmarks" / "results", ROOT / "tests" / "mutants"
+RESULTS, MUTANTS, MODELS = ROOT / "benchmarks" / "results", ROOT / "tests" / "mutants", ROOT / "tests" / "models"
 WIDTH = 118
 NOTE = "<!-- Written by `make reference` from the code. -->"
 SECTIONS = {
@@ -106,6 +106,7 @@ def proof() -> str:
         ),
         "", f"Planted bugs found: {_found(planted.values())}; the lists have {len(_listed())}.", *_survivors(planted),
     ]  # fmt: skip
+    lines += ["", "## Models of protocols", "", *_models()]
     for promise in told["promises"]:
         ours = [caught for (number, _), caught in planted.items() if number == promise["id"]]
         lines += ["", f"## {promise['id']}", "", fill(promise["text"], WIDTH), "", "| test | in |", "|---|---|"]
@@ -117,6 +118,31 @@ def proof() -> str:
         lines += [f"- Not shown: {promise['unsaid']}"] if "unsaid" in promise else []
     lines += ["", "## Not promised", "", *(f"- {one};" for one in told["not_promised"])]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).removesuffix(";") + ".\n")
+
+
+def _models() -> Iterator[str]:
+    """What Spin found in the models of protocols."""
+    entry = json.loads((RESULTS / "models.json").read_text())
+    yield fill(
+        "Processes, kills and purges meet in more orders than tests can try. So a model in Promela has the steps of a "
+        "protocol, and Spin looks at every state that they can lead to, in every order (`make models`). The "
+        "control is errors planted in the model, each of which it must find. Tests repeat simulated runs of the model "
+        "with the real code, and compare the state after each step.",
+        WIDTH,
+    )
+    for model in tomllib.loads((MODELS / "models.toml").read_text())["models"]:
+        found = entry["results"][model["name"]]
+        yield from ("", fill(f"**`{model['name']}.pml`** ({', '.join(model['promises'])}). {model['text']}", WIDTH), "")
+        yield from ("| run | bounds | states | invariants |", "|---|---|---:|---|")
+        for run, bounds in model["runs"].items():
+            answer = found["runs"][run]
+            told = ", ".join(f"{name} {value}" for name, value in bounds.items()).lower()
+            yield f"| {run} | {told} | {answer['states']:,} | {answer['found'] or 'hold'} |"
+        yield from ("", "| planted error | found in | breaks |", "|---|---|---|")
+        for error, run in model["errors"].items():
+            broken = found["errors"][error]
+            yield f"| {error.lower().replace('_', ' ')} | {run} | {broken or '**not found**'} |"
+    yield from ("", f"Looked at {entry['date']}, commit {entry['commit']}.")
 
 
 def _planted() -> dict[tuple[str, str], str]:

@@ -67,7 +67,7 @@ def decode(raw: bytes) -> list[Pin]:
         raise CorruptError("not a list of pins")
     try:
         rows = msgspec.msgpack.decode(body[len(_MAGIC) :], type=list[_PinRow])
-    except msgspec.MsgspecError as wrong:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
         raise CorruptError(f"not a list of pins: {wrong}") from None
     pins = []
     for row in rows:

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError, InvalidRequest
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.guarantees import Guarantees
@@ -66,6 +67,14 @@ def test_pins_survive_a_restart_and_damage_is_seen() -> None:
     for bad in (b"", raw[:-1], b"\0" + raw[1:], raw[:12] + b"\xff" + raw[13:]):
         with pytest.raises(CorruptError):
             decode(bad)
+
+
+def test_a_name_that_is_no_text_is_damage() -> None:
+    pins = Pins(10)
+    pins.create("docs", [key(0, 1)], wall_s=0.0, ttl=60.0)
+    body = encode(pins.listed())[:-DIGEST_BYTES].replace(b"docs", b"\xff\xfedo")
+    with pytest.raises(CorruptError):
+        decode(body + digest_of([body]))
 
 
 def test_a_purge_is_stronger_than_a_pin() -> None:

@@ -98,7 +98,7 @@ class WriteTxn:
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here
-        self._sheltered: set[bytes] = set()  # parents of those: no victims
+        self._sheltered: set[bytes] = set()  # parents of those, and blocks that were published here: no victims
 
     def save(self) -> None:
         """Write what is cached."""
@@ -200,6 +200,7 @@ class WriteTxn:
             self._retained.set(block.name, kept)
         entry = block.entry(reservation, rank)
         self._entries.add(block.name, entry)
+        self._sheltered.add(block.name)  # its rank may be as old as its parent's
         self.worths.stored(block.name, reservation.slot_class)
         self.budget.stored(block.length)
         return Stored.STORED

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtier.identity.keys import SHARED, BlockKey, make_keys
 from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.marks import mark_below
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import touches, write
-from kvtier.tiers.disk.index import Use
-from kvtier.tiers.disk.records import NewBlock, SlotReservation
+from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.index import Index, Use, map_bytes_for
+from kvtier.tiers.disk.owner import Owner
+from kvtier.tiers.disk.records import SCOPED_BYTES, NewBlock, SlotReservation
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss, Stored
+from kvtier.times import Wall
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
 NAMESPACE = sample_namespace(BLOCK)
 CHAIN = chain_of(NAMESPACE, 12)
+NOW = Wall(1e9)
+SLOTS = 3
 
 
 def tree(rng: random.Random, chains: int, length: int) -> list[list[BlockKey]]:
@@ -158,3 +166,86 @@ async def test_a_block_never_pushes_out_its_own_parent(tmp_path: Path) -> None:
             assert await put(tier, CHAIN, [index], parents=True) == [Stored.STORED]
         assert await put(tier, CHAIN, [4], parents=True) == [Stored.FULL]
         assert await get(tier, CHAIN[:5]) == [True] * 4 + [Miss.ABSENT]
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    """Of a store with room for SLOTS blocks."""
+    geometry = Geometry(SLOTS * BLOCK, SLOTS * BLOCK, 1)
+    index = Index.create(tmp_path / "index", bytes(16), geometry, map_bytes_for(geometry.capacity), Owner.current())
+    yield index
+    index.check()
+    index.close()
+
+
+def block_of(depth: int, length: int = BLOCK, position: int = 0) -> NewBlock:
+    life = Lifetime.of(BUILTIN["24h"], NOW)
+    parent = NAMESPACE.digest + CHAIN[depth - 1] if depth else None
+    return NewBlock(NAMESPACE.digest + CHAIN[depth], length, life, depth, bytes(16), parent, position=position)
+
+
+def store(index: Index, block: NewBlock) -> None:
+    def work(txn: WriteTxn) -> Stored:
+        slot = txn.reserve(block, NOW)
+        assert isinstance(slot, SlotReservation)
+        return txn.publish(slot, block, NOW)
+
+    assert index.transact(work) is Stored.STORED
+
+
+def test_a_purge_that_comes_before_the_end_of_a_write_takes_it_back(index: Index) -> None:
+    block = block_of(0, position=3)
+    slot = index.transact(lambda txn: txn.reserve(block, NOW))
+    assert isinstance(slot, SlotReservation)
+    index.transact(lambda txn: txn.purged.apply(block.name[:SCOPED_BYTES], mark_below(4)))
+    assert index.transact(lambda txn: txn.publish(slot, block, NOW)) is Stored.REFUSED
+    assert index.transact(lambda txn: txn.reserve(block, NOW)) is Stored.REFUSED
+    assert not index.transact(WriteTxn.reservations), "its slot is free again"
+
+
+def test_a_block_of_another_length_takes_the_place_of_the_old_one(index: Index) -> None:
+    store(index, block_of(0))
+    other = block_of(0, length=2 * BLOCK)
+    assert isinstance(index.transact(lambda txn: txn.reserve(other, NOW)), SlotReservation)
+    assert index.transact(lambda txn: txn.find(other.name)) is None
+
+
+def test_a_living_owner_keeps_its_reservation_and_a_dead_one_s_is_taken_back(index: Index) -> None:
+    slots = index.transact(lambda txn: txn.reserve_slots(1, 2))
+    here, index.owner = index.owner, replace(index.owner, pid=1, started=0)  # pid 1 lives, but started at another time
+    index.transact(lambda txn: txn.reserve_slots(1, 1))
+    index.owner = here
+    assert index.transact(WriteTxn.reclaim) == 1
+    assert index.transact(WriteTxn.reservations) == slots
+
+
+def test_a_spent_budget_reserves_nothing(index: Index) -> None:
+    per_day = 24.0 * 64 * 1024
+    budget = {"per_day": per_day, "now_s": 1000.0}
+    index.transact(lambda txn: txn.budget.charge(int(per_day)), **budget)
+    assert index.transact(lambda txn: txn.reserve(block_of(0), NOW), **budget) is Stored.BUDGET
+    assert index.transact(lambda txn: txn.reserve_slots(1, 1), **budget) == []
+    assert isinstance(index.transact(lambda txn: txn.reserve(block_of(0), NOW)), SlotReservation), "without a bound"
+
+
+def test_what_was_retained_ends_with_the_block(index: Index) -> None:
+    block = block_of(0)
+    store(index, block)
+    assert index.transact(lambda txn: txn.retain([block.name], Wall(NOW + 60), None, NOW)) == [True]
+    index.transact(lambda txn: txn.drop(block.name))
+    assert not index.retained(NAMESPACE.digest)
+    store(index, block)
+    assert not index.transact(lambda txn: txn.must_stay(block.name, NOW))
+
+
+def test_a_block_that_was_just_published_leaves_for_no_slot_of_a_later_write(index: Index) -> None:
+    """Its rank is its parent's, which may be the oldest."""
+    for depth in range(SLOTS):
+        store(index, block_of(depth))
+    assert index.transact(lambda txn: txn.drop(block_of(SLOTS - 1).name))
+    last = block_of(SLOTS - 1)
+    slot = index.transact(lambda txn: txn.reserve(last, NOW))
+    assert isinstance(slot, SlotReservation)
+    found = index.transact(lambda txn: (txn.publish(slot, last, NOW), txn.reserve_slots(1, 1)))
+    assert found == (Stored.STORED, [])
+    assert index.transact(lambda txn: txn.find(last.name)) is not None
