@@ -180,11 +180,11 @@ def _decoded(raw: bytes) -> tuple[int, list[bytes]]:
     if end > len(raw) or check != xxhash.xxh3_64_intdigest(raw[_CHECK_BYTES:end]):
         return 0, []
     parts, at = [], _PAGE.size
-    while at < end:
+    while at + _PART.size <= end:
         (size,) = _PART.unpack_from(raw, at)
         at += _PART.size + size
         parts.append(raw[at - size : at])
-    return number, parts
+    return (number, parts) if at == end else (0, [])
 
 
 def _tidy(path: Path, bytes_max: int) -> None:

@@ -28,6 +28,7 @@ from kvtier.clock import SystemClock
 from kvtier.config import Config
 from kvtier.config.key_file import parse_keys
 from kvtier.config.strict_yaml import read_document
+from kvtier.connectors.contents import ContentPage, Passage, described
 from kvtier.connectors.control import Controls
 from kvtier.encryption import EncryptionHeader
 from kvtier.errors import ConfigError, CorruptError, FormatError, IdentityError, InvalidRequest
@@ -42,6 +43,7 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import sample_namespace
 from kvtier.tiers import key_directory
+from kvtier.tiers.disk import contents
 from kvtier.tiers.disk.ages import Ages
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.bad_places import BadPlace
@@ -341,6 +343,25 @@ def _key_file(raw: bytes) -> Any:
     return parse_keys(read_document(raw), "keys")
 
 
+def _content_page(*parts: bytes) -> bytes:
+    body = b"".join(struct.pack("<I", len(part)) + part for part in parts)
+    return _seal_content_page(struct.pack("<QQI", 0, 7, len(body)) + body)
+
+
+def _seal_content_page(raw: bytes) -> bytes:
+    if len(raw) < 20:
+        return raw
+    end = 20 + struct.unpack_from("<I", raw, 16)[0]
+    return xxhash.xxh3_64_intdigest(raw[8:end]).to_bytes(8, "little") + raw[8:]
+
+
+def _passages() -> list[bytes]:
+    page, keys, tokens = ContentPage(), make_keys(SHARED, [bytes([n]) * 32 for n in range(3)]), list(range(12))
+    page.add(Passage(keys, None, tokens, [None] * 3))
+    page.add(Passage(keys, bytes(32), tokens, [("image", 3), None, ("a",)], "salt", (7, "a")))
+    return page.parts
+
+
 CONTROLS = Controls(Config.parse({}, {}))
 
 DECODERS: tuple[Decoder, ...] = (
@@ -380,6 +401,9 @@ DECODERS: tuple[Decoder, ...] = (
             lambda: [Marker("ab" * 16, 0, 2).encode()], (FormatError,)),
     Decoder("meta pages of LMDB", ("tiers.disk.meta_pages",), _in_file(check_length, "data.mdb"), _meta_pages,
             (Unusable,)),
+    Decoder("page of contents", ("tiers.disk.contents",), contents._decoded,
+            lambda: [_content_page(b"tenant-1", b"tenant-2more"), _content_page()], NEVER, seal=_seal_content_page),
+    Decoder("contents of blocks", ("connectors.contents",), lambda raw: described(raw).passage(), _passages, DAMAGE),
     Decoder("header of an object", ("tiers.objects.frame",), lambda raw: frame.decode(raw, PUBLIC),
             lambda: [_frame(count).encode(PUBLIC) for count in (1, 3, 16)], DAMAGE),
     Decoder("header with keys", ("tiers.objects.frame", "keyring"), lambda raw: frame.decode(raw, TRUSTED),

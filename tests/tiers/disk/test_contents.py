@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvtier.errors import TierError, TierTimeout
 from kvtier.identity.keys import scope_of, tenant_of
@@ -114,6 +116,13 @@ def test_other_namespaces_contents_are_bounded_together(tmp_path: Path) -> None:
         ring.write(0, [b"x"], ring.write(0, [], 0)[1])
         os.utime(tmp_path / "contents" / (bytes([number]) * 32).hex(), (number, number))
     assert len(list((tmp_path / "contents").iterdir())) == 2, "the newest, and one more"
+
+
+def test_parts_that_are_longer_than_their_page_are_damage() -> None:
+    for body in (b"x", b"\x09\0\0\0tenant-1"):
+        rest = struct.pack("<QI", 3, len(body)) + body
+        raw = xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
+        assert contents._decoded(raw.ljust(PAGE_BYTES, b"\0")) == (0, [])
 
 
 def test_a_process_that_stands_still_with_the_file_costs_a_second_at_most(
