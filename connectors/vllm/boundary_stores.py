@@ -1,4 +1,4 @@
-"""Stores of boundaries: the windows' blocks of a boundary on their way from vLLM's pool into G2.
+"""Stores of boundaries: the blocks of a boundary on their way from vLLM's pool into G2.
 
 All blocks of a boundary are copied by one job. It is published whole, and only if the engine has handed out none of
 them before every rank had answered: a part of a boundary is of no use.
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from kvtier.clock import Clock
 from kvtier.connectors.fallback import or_fallback
+from kvtier.connectors.vllm.boundary_blocks import Boundary, BoundaryBlocks
 from kvtier.connectors.vllm.messages import StepMoves
 from kvtier.connectors.vllm.stores import ConnectorLimits
-from kvtier.connectors.vllm.windows import Boundary, WindowBlocks
 from kvtier.manager.manager import Manager
 from kvtier.tiers.host.slot import Slot
 from kvtier.times import Mono
@@ -61,19 +61,19 @@ class BoundaryStores:
         """Copies under way."""
         return len(self._copying)
 
-    def plan(self, manager: Manager | None, windows: WindowBlocks) -> list[StepMoves]:
+    def plan(self, manager: Manager | None, held: BoundaryBlocks) -> list[StepMoves]:
         """This step's copies: boundaries that are ready, at least one, at most as many as `step_bytes` allows. Without
         a cache (`manager` is None) they are given up. An error costs the boundary that it hit."""
         moves: list[StepMoves] = []
         left = 0 if manager is None else max(1, self._limits.step_bytes // manager.host.block_bytes)
-        while windows.ready and (not moves or len(windows.ready[0].blocks) <= left):
-            boundary = windows.ready.pop(0)
+        while held.ready and (not moves or len(held.ready[0].blocks) <= left):
+            boundary = held.ready.pop(0)
             left -= len(boundary.blocks)
             copy: _Copy | None = None
-            if manager is not None and not self.stopped and windows.lasting(boundary):
+            if manager is not None and not self.stopped and held.lasting(boundary):
                 copy = or_fallback(self._reserve, manager, boundary, fallback=None)
             if copy is None:
-                windows.give_back(boundary)
+                held.give_back(boundary)
                 continue
             job = self._job()
             self._copying[job] = copy
@@ -94,7 +94,7 @@ class BoundaryStores:
             return None
         return _Copy(manager, boundary, slots, generations, self._clock.monotonic()) if slots else None
 
-    def answer(self, windows: WindowBlocks, job: int, ranks: int, failed: set[int]) -> bool:
+    def answer(self, held: BoundaryBlocks, job: int, ranks: int, failed: set[int]) -> bool:
         """So many more ranks are done with a job, whose moves at these positions went wrong. False: it is none of
         these."""
         copy = self._copying.get(job)
@@ -105,9 +105,9 @@ class BoundaryStores:
         if copy.ranks >= self._ranks:
             del self._copying[job]
             try:
-                self._copied(copy, windows.lasting(copy.boundary))
+                self._copied(copy, held.lasting(copy.boundary))
             finally:
-                windows.give_back(copy.boundary)
+                held.give_back(copy.boundary)
         return True
 
     def _copied(self, copy: _Copy, lasting: bool) -> None:
@@ -121,7 +121,7 @@ class BoundaryStores:
             copy.manager.commit(copy.boundary.chain, copy.slots, copy.generations)
             self._counters["blocks_stored"] += len(copy.slots)
 
-    def abort_overdue(self, windows: WindowBlocks, mono_s: Mono) -> None:
+    def abort_overdue(self, held: BoundaryBlocks, mono_s: Mono) -> None:
         """Abort copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
         overdue = next(iter(self._copying.values()), None)
         if overdue is None or overdue.abandoned or mono_s - overdue.since_s < self._limits.ack_timeout_s:
@@ -133,11 +133,11 @@ class BoundaryStores:
                 copy.abandoned = True
                 self._counters["copies_abandoned"] += len(copy.slots)
                 copy.manager.abort(copy.slots, copy.generations, in_flight=True)
-                windows.give_back(copy.boundary)
+                held.give_back(copy.boundary)
 
-    def clear(self, windows: WindowBlocks | None) -> None:
+    def clear(self, held: BoundaryBlocks | None) -> None:
         """Nothing that was filled until now is kept."""
         for copy in self._copying.values():
-            if windows is not None:
-                windows.give_back(copy.boundary)
+            if held is not None:
+                held.give_back(copy.boundary)
         self._copying.clear()

@@ -71,7 +71,7 @@ def preempted(output: Any) -> set[str]:
 
 
 def table_of(blocks: Any, group: int = 0) -> list[int]:
-    """Block ids of a KVCacheBlocks; 0 where a window has none any more."""
+    """Block ids of a KVCacheBlocks; 0 where a window or a state has none any more."""
     ids: list[int] = list(blocks.get_block_ids()[group])
     return ids
 
@@ -111,6 +111,14 @@ def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
     in_turn = stages == 1 and getattr(vllm_config.scheduler_config, "async_scheduling", None) is False
     plain = len(kv_cache_config.kv_cache_groups) == 1 and not getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     return in_turn and plain and hasattr(BlockPool, "evict_blocks")
+
+
+def end_step_at(request: Any, tokens: int) -> None:
+    """Have the engine end a step of the request's prefill after so many tokens, a whole number of blocks, and keep the
+    states of there: other prompts were seen to branch off. It does so by itself for what its own pool knows."""
+    known = getattr(request, "shared_prefix_boundary", None)
+    if known is not None and known < tokens:
+        request.shared_prefix_boundary = tokens
 
 
 def steps_alone(vllm_config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from kvtier.connectors.configuration import CHECKPOINT_NEUTRAL, described
@@ -75,9 +76,16 @@ _NO_DRAFTER = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that keep no KV of their own."""
 
 
+_PADDED = "mamba_page_size_padded"
+"""Bytes of a state's page. Derived, and in some of an engine's processes only; the name of its group has it."""
+
+
 def configuration_of(vllm_config: Any) -> str:
     """The configuration of a vLLM engine for a namespace. Pure."""
     sections = dict(vars(vllm_config))
     if getattr(sections.get("speculative_config"), "method", None) in _NO_DRAFTER:
         sections["speculative_config"] = None
+    if getattr(sections.get("cache_config"), _PADDED, None) is not None:
+        sections["cache_config"] = copy(sections["cache_config"])
+        setattr(sections["cache_config"], _PADDED, None)
     return described(sections, NEUTRAL)

@@ -168,7 +168,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 compat.kind_of(self._kv_cache_config),
                 tiers=self._settings.own.get("event_tiers", TIERS),
             )
-            if compat.publishes(self._vllm_config) and not self._groups.windows
+            if compat.publishes(self._vllm_config) and not self._groups.beside
             else None
         )
         caches = SchedulerCache(
@@ -183,7 +183,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._tiers = TierGrowth(lambda: {} if caches.cache is None else caches.cache.stats(), SystemClock())
         epochs = {shake.epoch for shake in ranks.values()}
         log.info("%s", start_line(caches.cache, namespace, self._limited(namespace, ranks.values())))
-        half = partial(HybridHalf, self._groups) if self._groups.windows else SchedulerHalf
+        half = partial(HybridHalf, self._groups) if self._groups.beside else SchedulerHalf
         self._scheduler = half(
             caches,
             RequestReader(config, names_images=compat.names_images(self._vllm_config)),
@@ -216,9 +216,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if unwatched := sorted({name.rpartition(".")[2] for shake in shakes for name in shake.unwatched}):
             limits.append(f"changes by {', '.join(unwatched)} are not seen: this vLLM has no such hook")
-        if self._groups.windows:
+        if self._groups.beside:
             limits.append("requests with adapters are not cached: this model has several groups of KV cache")
-        if self._groups.windows and compat.publishes(self._vllm_config):
+        if self._groups.beside and compat.publishes(self._vllm_config):
             limits.append("no events of blocks: this model has several groups of KV cache")
         if not compat.names_images(self._vllm_config):
             limits.append("requests with images are not cached: vLLM does not name images by their content")
@@ -384,7 +384,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _whole(self) -> bool:
         """Whether a load fails as a whole: with several groups, vLLM takes no news of single blocks."""
-        return not self._off and bool(self._groups.windows)
+        return not self._off and bool(self._groups.beside)
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
         return None if self._worker is None else self._worker.answer()

@@ -1,9 +1,12 @@
 """The KV groups of a vLLM engine: which are served, and what they need at a boundary.
 
-Served: one group of full attention, and groups of sliding windows that lie in the same pages. A block of the pool is of
-one group at a time, so blocks of all groups have the same bytes, and one arena holds them. A group of fewer layers than
-the full one leaves pages of its blocks unused: they are stored as zeros. Raises IdentityError for
-every other set of groups; the engine does not start.
+Served: one group of full attention, and beside it groups of sliding windows and of recurrent states that lie in the
+same pages. A block of the pool is of one group at a time, so blocks of all groups have the same bytes, and one arena
+holds them. Bytes of a block that none of its group's layers uses are stored as zeros. Raises IdentityError for every
+other set of groups; the engine does not start.
+
+A state's block is one value: what its layers have made of all tokens up to the one where a step ended. vLLM's mode
+"align" ends a step of prefill with a block, so such a block holds the state of a boundary.
 """
 
 from __future__ import annotations
@@ -18,37 +21,46 @@ from kvtier.identity.groups import Group, Kind
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = "SlidingWindowSpec"
+_STATE = "MambaSpec"
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """A group of sliding windows: its number in the engine, and its layers."""
+class Beside:
+    """A group beside that of full attention: its number in the engine, its layers, and of states the form of one."""
 
     number: int
     group: Group
     layers: tuple[str, ...]
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The engine's number of the group of full attention, and the windows in an order that does not depend on the
-    engine's: by their layers."""
+    """The engine's number of the group of full attention, and those beside it in an order that does not depend on the
+    engine's: windows before states, each by their layers."""
 
     block_tokens: int
     full: int = 0
-    windows: tuple[Window, ...] = ()
+    beside: tuple[Beside, ...] = ()
+
+    @property
+    def states(self) -> bool:
+        """Whether some group keeps states: they exist only where a step has ended."""
+        return any(one.group.kind is Kind.STATE for one in self.beside)
 
     @property
     def name(self) -> str:
         """For the namespace; "" for one group."""
-        if not self.windows:
+        if not self.beside:
             return ""
-        windows = [[one.group.window, list(one.layers)] for one in self.windows]
-        return f"full+{len(windows)}*window:{digest16(windows)}"
+        windows = [[one.group.window, list(one.layers)] for one in self.beside if one.group.kind is Kind.WINDOW]
+        states = [[one.form, list(one.layers)] for one in self.beside if one.group.kind is Kind.STATE]
+        named = (("window", windows), ("state", states))
+        return "+".join(["full", *(f"{len(ones)}*{kind}:{digest16(ones)}" for kind, ones in named if ones)])
 
     def needed(self, boundary: int) -> list[range]:
-        """Depths of the blocks that each window needs after `boundary` tokens."""
-        return [one.group.needed(boundary) for one in self.windows]
+        """Depths of the blocks that each group beside the full one needs after `boundary` tokens."""
+        return [one.group.needed(boundary) for one in self.beside]
 
     def counts(self, boundary: int) -> list[int]:
         return [len(depths) for depths in self.needed(boundary)]
@@ -63,10 +75,14 @@ def groups_of(kv_cache_config: Any) -> Groups:
     full = [number for number, kind in enumerate(kinds) if kind in FULL]
     said = f"this model keeps {len(groups)} groups of KV cache ({', '.join(sorted(set(kinds)))})"
     advice = "start this engine without the connector"
-    if len(full) != 1 or any(kind not in (*FULL, _WINDOW) for kind in kinds):
+    if len(full) != 1 or any(kind not in (*FULL, _WINDOW, _STATE) for kind in kinds):
         raise IdentityError(
-            f"{said}; kvtier serves one group of full attention, alone or beside sliding windows, so {advice}"
+            f"{said}; kvtier serves one group of full attention, alone or beside sliding windows and states, so "
+            f"{advice}"
         )
+    for group, kind in zip(groups, kinds, strict=True):
+        if kind == _STATE:
+            _refuse_states(group.kv_cache_spec, said)
     sizes = {int(group.kv_cache_spec.block_size) for group in groups}
     if len(sizes) != 1 or getattr(kv_cache_config, "hash_block_size", None) not in (None, *sizes):
         raise IdentityError(f"{said} in blocks of {sorted(sizes)} tokens; equal blocks are needed, so {advice}")
@@ -79,17 +95,49 @@ def groups_of(kv_cache_config: Any) -> Groups:
         )
     if any(getattr(group.kv_cache_spec, "extra_retained_tokens", 0) for group in groups):
         raise IdentityError(f"{said} and retains tokens outside of its windows, which kvtier does not, so {advice}")
-    windows = [
-        Window(
-            number,
-            Group(Kind.WINDOW, next(iter(sizes)), int(group.kv_cache_spec.sliding_window)),
-            tuple(group.layer_names),
+    if getattr(groups[full[0]].kv_cache_spec, "page_size_padded", None) is not None:
+        raise IdentityError(
+            f"{said}, and pages of full attention are padded to fit: they would be stored with what other requests "
+            f"left there, so {advice}"
         )
+    beside = [
+        _beside(number, group.kv_cache_spec, tuple(group.layer_names))
         for number, group in enumerate(groups)
         if number != full[0]
     ]
-    ordered = tuple(sorted(windows, key=lambda one: one.layers))
+    ordered = tuple(sorted(beside, key=lambda one: (one.group.kind is Kind.STATE, one.layers)))
     return Groups(next(iter(sizes)), full[0], ordered)
+
+
+def _beside(number: int, spec: Any, layers: tuple[str, ...]) -> Beside:
+    size = int(spec.block_size)
+    if type(spec).__name__ == _WINDOW:
+        return Beside(number, Group(Kind.WINDOW, size, int(spec.sliding_window)), layers)
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+    shapes = [
+        [str(dtype).removeprefix("torch."), *shape] for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    return Beside(number, Group(Kind.STATE, size), layers, f"{kind}:{shapes}:{int(spec.page_size_bytes)}")
+
+
+def _refuse_states(spec: Any, said: str) -> None:
+    """Raises IdentityError where a block does not hold the state of its last token, or not surely."""
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode != "align":
+        raise IdentityError(
+            f'{said}, and keeps states in mode "{mode}"; start it with --enable-prefix-caching --mamba-cache-mode '
+            "align, or without the connector"
+        )
+    if getattr(spec, "num_speculative_blocks", 0):
+        raise IdentityError(
+            f"{said}, and states of tokens that may be refused; start it without speculative decoding, or without the "
+            "connector"
+        )
+    if getattr(spec, "num_prefill_checkpoint_blocks", 0):
+        raise IdentityError(
+            f"{said}, and its kernels leave states in the middle of a step, which kvtier was not proved with; start "
+            "this engine without the connector"
+        )
 
 
 def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
@@ -97,7 +145,7 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.v1.core.block_pool import BlockPool
 
-    if not groups.windows:
+    if not groups.beside:
         return
     reasons = {
         "speculative decoding": vllm_config.speculative_config is not None,
@@ -109,6 +157,6 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise IdentityError(
-                f"kvtier does not serve {1 + len(groups.windows)} groups of KV cache with {reason}; change that, or "
+                f"kvtier does not serve {1 + len(groups.beside)} groups of KV cache with {reason}; change that, or "
                 "start this engine without the connector"
             )

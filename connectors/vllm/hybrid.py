@@ -1,10 +1,11 @@
-"""The scheduler half for models with several KV groups: full attention, and sliding windows.
+"""The scheduler half for models with several KV groups: full attention, and sliding windows or recurrent states.
 
 A request resumes at a *boundary*: a depth up to which the full group's blocks are in G2, and for which the blocks that
-every window needs there are, too (`kvtier.identity.groups`). The full group's chain is stored block by block, as ever.
-The windows' blocks of one boundary are a chain of their own, named by the boundary: stored, found and evicted together,
-and useless in parts. Boundaries are kept for the end of a prompt, for the end of an answer, and where a prompt was seen
-to leave a chain that is known.
+every other group needs there are, too (`kvtier.identity.groups`). The full group's chain is stored block by block, as
+ever. The other groups' blocks of one boundary are a chain of their own, named by the boundary: stored, found and
+evicted together, and useless in parts. Boundaries are kept for the end of a prompt, for the end of an answer, and where
+a prompt was seen to leave a chain that is known. There, a model with states is asked to end a step: in the middle of
+one it has none.
 
 A load brings all groups or none: the engine is told of the request that failed, and computes it.
 """
@@ -20,12 +21,12 @@ from kvtier.cache import Cache
 from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.vllm import compat
+from kvtier.connectors.vllm.boundary_blocks import BoundaryBlocks
 from kvtier.connectors.vllm.boundary_stores import BoundaryStores
 from kvtier.connectors.vllm.groups import Groups
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestState
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
-from kvtier.connectors.vllm.windows import WindowBlocks
 from kvtier.identity.groups import boundary_keys, first_boundary_key, lacking_blocks, longest_boundary
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
@@ -45,19 +46,26 @@ class HybridHalf(SchedulerHalf):
     """See the module."""
 
     def __init__(self, groups: Groups, *arguments: Any, **more: Any) -> None:
-        """`groups` has windows; the rest is SchedulerHalf's."""
+        """`groups` has some beside the full one; the rest is SchedulerHalf's."""
         self._groups = groups
         self._group = groups.full
-        self._windows: WindowBlocks | None = None
+        self._held: BoundaryBlocks | None = None
         super().__init__(*arguments, **more)
         self._boundaries = BoundaryStores(self._limits, self._loads.ranks, self._clock, self.counters, self._job)
 
     def bind(self, pool: Any) -> None:
         super().bind(pool)
         assert self._pool is not None
-        self._windows = WindowBlocks(self._groups, self._pool)
+        self._held = BoundaryBlocks(self._groups, self._pool)
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        found = super().match(request, computed)
+        state = self._state_of(request)
+        if self._groups.states and state.track.storable and state.known:  # the engine forgets it with each question
+            compat.end_step_at(request, state.known * self._block_tokens)
+        return found
 
     def _state_of(self, request: Any) -> RequestState:
         known = request.request_id in self._requests
@@ -69,11 +77,11 @@ class HybridHalf(SchedulerHalf):
     def _grow(self, state: RequestState) -> None:
         chain = state.track.chain
         super()._grow(state)
-        if state.track.chain is not chain and self._windows is not None:
-            self._windows.drop(state.track.name)
+        if state.track.chain is not chain and self._held is not None:
+            self._held.drop(state.track.name)
 
     def _keys(self, chain: Sequence[BlockKey], depth: int) -> list[BlockKey]:
-        """Names of the windows' blocks at a boundary."""
+        """Names of the other groups' blocks at a boundary."""
         return boundary_keys(chain[depth - 1], self._groups.counts(depth * self._block_tokens))
 
     def _first_key(self, chain: Sequence[BlockKey], depth: int) -> BlockKey | None:
@@ -98,13 +106,11 @@ class HybridHalf(SchedulerHalf):
         if pool is None:
             return 0
         full = pool.resident(chain) * self._block_tokens
-        lacking = [
-            lacking_blocks(window.group, partial(_has, pool, chain, window.number)) for window in self._groups.windows
-        ]
+        lacking = [lacking_blocks(one.group, partial(_has, pool, chain, one.number)) for one in self._groups.beside]
         return longest_boundary(full, self._block_tokens, lacking) // self._block_tokens
 
     def _longest(self, manager: Manager, chain: Sequence[BlockKey], start: int, top: int) -> int:
-        """The longest boundary beyond `start`, up to `top`, whose windows G2 can serve; `start` if there is none."""
+        """The longest boundary beyond `start`, up to `top`, that G2 can serve in all groups; `start` for none."""
         for depth in range(top, max(start, top - _TRIED), -1):
             first = self._first_key(chain, depth)
             if first is None or (manager.holds(first) and _whole(manager, self._keys(chain, depth))):
@@ -133,13 +139,13 @@ class HybridHalf(SchedulerHalf):
         super().allocated(request, blocks, tokens)
 
     def _more(self, state: RequestState, blocks: Any, count: int) -> Sequence[tuple[int, Slot]]:
-        """The windows' blocks, and their slots, that are loaded with `count` blocks of the request's chain."""
+        """The other groups' blocks, and their slots, that are loaded with `count` blocks of the request's chain."""
         track, start = state.track, state.lease_start
-        tables = [compat.table_of(blocks, window.number) for window in self._groups.windows]
-        assert self._windows is not None
-        self._windows.place(track, tables)
+        tables = [compat.table_of(blocks, one.number) for one in self._groups.beside]
+        assert self._held is not None
+        self._held.place(track, tables)
         if state.known > start + count:  # other prompts will leave the known chain there, too
-            self._windows.want(track, state.known * self._block_tokens)
+            self._held.want(track, state.known * self._block_tokens)
         if not count:
             return ()
         depth = start + count
@@ -152,103 +158,105 @@ class HybridHalf(SchedulerHalf):
                     more.append((table[place], slot))
         pinned = 0 if state.also is None else len(state.also)
         if state.lease is None or len(state.lease) != count or pinned != sum(map(len, needed)):
-            raise AssertionError(f"{count} blocks are to be loaded, and the windows' were found for another boundary")
+            raise AssertionError(
+                f"{count} blocks are to be loaded, and those of other groups were found for another boundary"
+            )
         if any(not block for block, _ in more):
-            raise AssertionError("the engine has no block for a window that is to be loaded")
+            raise AssertionError("the engine has no block for a window or a state that is to be loaded")
         return more
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, output: Any) -> StepMeta:
         meta = super().plan(output)
-        if (windows := self._windows) is not None and windows.ready:
+        if (held := self._held) is not None and held.ready:
             nothing: list[Any] = []
-            meta.stores += or_fallback(self._boundaries.plan, self._manager, windows, fallback=nothing)
+            meta.stores += or_fallback(self._boundaries.plan, self._manager, held, fallback=nothing)
         return meta
 
     def _follow(self, output: Any) -> None:
         super()._follow(output)
-        if self._windows is None:
+        if self._held is None:
             return
         try:
-            self._follow_windows(output, self._windows)
+            self._follow_tables(output, self._held)
         except BaseException:
-            self._windows.lose()
+            self._held.lose()
             raise
 
-    def _follow_windows(self, output: Any, windows: WindowBlocks) -> None:
+    def _follow_tables(self, output: Any, held: BoundaryBlocks) -> None:
         for name in compat.preempted(output):
-            windows.drop(name)
+            held.drop(name)
         confirmer = self._confirmer
         tokens, resumed = compat.tokens_of(output), compat.resumed(output)
         for name, blocks, begin in zip(*compat.going_on(output), strict=True):
             if (track := confirmer.get(name)) is not None:
                 if blocks is not None:
-                    tables = [blocks[window.number] for window in self._groups.windows]
-                    (windows.place if name in resumed else windows.extend)(track, tables)
-                windows.cover(self._step, track, begin, begin + tokens.get(name, 0))
+                    tables = [blocks[one.number] for one in self._groups.beside]
+                    (held.place if name in resumed else held.extend)(track, tables)
+                held.cover(self._step, track, begin, begin + tokens.get(name, 0))
         for name, tables, begin in self._starting(output):
             if (track := confirmer.get(name)) is not None:
-                windows.place(track, tables)
-                windows.cover(self._step, track, begin, begin + tokens.get(name, 0))
+                held.place(track, tables)
+                held.cover(self._step, track, begin, begin + tokens.get(name, 0))
 
     def _starting(self, output: Any) -> Iterator[tuple[str, list[Sequence[int]], int]]:
-        """Requests that are new to the workers: name, tables of the windows, and the first token that is computed."""
-        columns = [list(compat.starting(output, window.number)) for window in self._groups.windows]
+        """Requests that are new to the workers: name, tables of the other groups, and the first computed token."""
+        columns = [list(compat.starting(output, one.number)) for one in self._groups.beside]
         for rows in zip(*columns, strict=True):
             yield rows[0][0], [table for _, table, _ in rows], rows[0][2]
 
     def completed(self, output: Any) -> None:
         super().completed(output)
-        answers, windows = getattr(output, "kv_connector_worker_meta", None), self._windows
-        if windows is None or not isinstance(answers, WorkerMeta):
+        answers, held = getattr(output, "kv_connector_worker_meta", None), self._held
+        if held is None or not isinstance(answers, WorkerMeta):
             return
-        windows.complete(answers.step)
-        for boundary in windows.ready:
-            if not windows.running(boundary):
-                windows.watch(boundary)
-        self.counters["spill_lost"] += windows.given_up
-        windows.given_up = 0
-        self._boundaries.abort_overdue(windows, self._clock.monotonic())
+        held.complete(answers.step)
+        for boundary in held.ready:
+            if not held.running(boundary):
+                held.watch(boundary)
+        self.counters["spill_lost"] += held.given_up
+        held.given_up = 0
+        self._boundaries.abort_overdue(held, self._clock.monotonic())
 
     def _answer(self, job: int, ranks: int, failed: set[int]) -> None:
-        windows = self._windows
-        if windows is None or not self._boundaries.answer(windows, job, ranks, failed):
+        held = self._held
+        if held is None or not self._boundaries.answer(held, job, ranks, failed):
             super()._answer(job, ranks, failed)
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def finish(self, request: Any, tables: Sequence[Sequence[int]] = ()) -> tuple[bool, dict[str, Any] | None]:
-        state, windows = self._requests.get(request.request_id), self._windows
-        if state is not None and windows is not None:
+        state, held = self._requests.get(request.request_id), self._held
+        if state is not None and held is not None:
             or_fallback(self._end, state, tables, fallback=None)
-            windows.drop(state.track.name)
+            held.drop(state.track.name)
         return super().finish(request)
 
     def _end(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
         self._grow(state)
-        if tables and self._windows is not None:
-            ours = [tables[window.number] for window in self._groups.windows]
-            self._windows.finish(state.track, compat.computed(state.track.request), ours, self._step)
+        if tables and self._held is not None:
+            ours = [tables[one.number] for one in self._groups.beside]
+            self._held.finish(state.track, compat.computed(state.track.request), ours, self._step)
 
     def pending(self) -> bool:
         if super().pending():
             return True
-        if self._requests or self._windows is None or self._idle_since_s is None:
+        if self._requests or self._held is None or self._idle_since_s is None:
             return False
         idle = self._clock.monotonic() - self._idle_since_s
-        return bool(self._windows or self._boundaries) and idle < self._limits.flush_timeout_s
+        return bool(self._held or self._boundaries) and idle < self._limits.flush_timeout_s
 
     def reset(self, to: Namespace | None = None) -> bool:
-        self._boundaries.clear(self._windows)
-        if self._windows is not None:
-            self._windows.clear()
+        self._boundaries.clear(self._held)
+        if self._held is not None:
+            self._held.clear()
         return super().reset(to)
 
     def check(self) -> None:
         super().check()
-        if self._windows is not None:
-            self._windows.check()
+        if self._held is not None:
+            self._held.check()
 
 
 def _has(pool: compat.EnginePool, chain: Sequence[BlockKey], group: int, depth: int) -> bool:
@@ -267,8 +275,9 @@ async def promote_boundary(
     deadline: Mono,
     start: int,
 ) -> Lease:
-    """Promote the longest boundary beyond `start` that the tiers can serve: the chain up to there, and the windows'
-    blocks (`keys_at` a depth, of which `first_at` is the first). Releases what it pinned; see `requests.promote`."""
+    """Promote the longest boundary beyond `start` that the tiers can serve: the chain up to there, and the blocks of
+    other groups (`keys_at` a depth, of which `first_at` is the first). Releases what it pinned; see
+    `requests.promote`."""
     top = await manager.match(chain, deadline)
     depth = await _stored(manager, first_at, keys_at, range(top, max(start, top - _TRIED), -1), deadline)
     if depth is None:
@@ -286,7 +295,7 @@ async def _stored(
     depths: Iterable[int],
     deadline: Mono,
 ) -> int | None:
-    """The first of `depths` whose windows' blocks are all in some tier."""
+    """The first of `depths` for which the blocks of other groups are all in some tier."""
     waiting = list(depths)
     while waiting:
         part, waiting = waiting[:_ASKED_AT_ONCE], waiting[_ASKED_AT_ONCE:]

@@ -62,7 +62,7 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         ranks=parallel.tensor_parallel_size,
         rank=parallel.rank % parallel.tensor_parallel_size,
         replicated=replicated,
-        overlays=tuple(one.layers for one in groups.windows),
+        overlays=tuple(one.layers for one in groups.beside),
         groups=groups.name,
     )
 

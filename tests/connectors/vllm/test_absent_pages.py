@@ -14,7 +14,7 @@ import torch
 
 from kvtier.connectors.vllm import worker as workers
 from kvtier.connectors.vllm.messages import StepMoves
-from kvtier.connectors.vllm.tensors import CacheLayout, absent_pages
+from kvtier.connectors.vllm.tensors import CacheLayout, absent_bytes
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import IdentityError
 
@@ -31,14 +31,41 @@ def tensors() -> dict[str, Any]:
 
 
 def test_absent_pages_are_those_that_no_layer_of_the_group_lies_in() -> None:
-    assert absent_pages(layout(("w0", "w1", "w2"), ("v0",)), tensors()) == ((), ((0, PAGE), (PAGE, PAGE)))
-    assert absent_pages(layout(), tensors()) == ()
+    assert absent_bytes(layout(("w0", "w1", "w2"), ("v0",)), tensors(), PAGE) == ((), ((0, PAGE), (PAGE, PAGE)))
+    assert absent_bytes(layout(), tensors(), PAGE) == ()
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_the_rest_of_a_page_behind_a_state_is_absent(raw: bool) -> None:
+    """A release has both of a layer's states in one tensor, another one of each."""
+    given = tensors()
+    page = given["f1"].view(torch.int8)
+    conv, ssm = page[:, :24].view(torch.float16), page[:, 24:40].view(torch.float32)
+    given["s1"] = page[:, :40].view(BLOCKS, 1, 1, 40) if raw else [conv, ssm]
+    assert absent_bytes(layout(("s1",)), given, PAGE) == (((0, PAGE), (PAGE + 40, 24), (2 * PAGE, PAGE)),)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda page: [page[:, :24], page[:, 16:40]],
+        lambda page: [page[:, :24], page[:, 24:40:2]],
+        lambda page: [page[:2, :24]],
+        lambda page: [torch.zeros(BLOCKS, PAGE, dtype=torch.int8)[:, :4], page[:, :4]],
+    ],
+    ids=["overlap", "gaps", "fewer blocks", "elsewhere"],
+)
+def test_a_state_that_is_not_whole_runs_of_its_page_is_refused(parts: Any) -> None:
+    given = tensors()
+    given["s1"] = parts(given["f1"].view(torch.int8))
+    with pytest.raises(IdentityError, match="layer s1"):
+        absent_bytes(layout(("s1",)), given, PAGE)
 
 
 @pytest.mark.parametrize(("layer", "said"), [("else", "lie in other memory"), ("nowhere", "has no KV tensor")])
 def test_a_group_in_other_memory_is_refused(layer: str, said: str) -> None:
     with pytest.raises(IdentityError, match=said):
-        absent_pages(layout(("w0", layer)), tensors())
+        absent_bytes(layout(("w0", layer)), tensors(), PAGE)
 
 
 def test_absent_pages_are_cleared_a_bounded_part_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

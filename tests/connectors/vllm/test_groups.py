@@ -28,6 +28,12 @@ def window(size: int = 64, **changed: Any) -> Any:
     return attention(SlidingWindowSpec, sliding_window=size, **changed)
 
 
+def state(**changed: Any) -> Any:
+    page = full().page_size_bytes
+    given = {"block_size": 16, "shapes": ((3, 8), (4, 4)), "dtypes": (torch.float16,) * 2, "page_size_padded": page}
+    return MambaSpec(**{**given, "mamba_cache_mode": "align", **changed})
+
+
 def config(*groups: tuple[Any, str], **more: Any) -> Any:
     """Groups of one layer per letter."""
     every = [SimpleNamespace(kv_cache_spec=spec, layer_names=list(layers)) for spec, layers in groups]
@@ -42,9 +48,38 @@ def test_the_order_of_windows_is_not_the_engines() -> None:
     """An engine that deals its groups in another order finds the same blocks."""
     one = groups_of(config((window(), "ab"), (full(), "cd"), (window(80), "ef")))
     other = groups_of(config((window(80), "ef"), (window(), "ab"), (full(), "cd")))
-    assert (one.full, [w.number for w in one.windows]) == (1, [0, 2])
-    assert (other.full, [w.number for w in other.windows]) == (2, [1, 0])
+    assert (one.full, [w.number for w in one.beside]) == (1, [0, 2])
+    assert (other.full, [w.number for w in other.beside]) == (2, [1, 0])
     assert one.name == other.name and one.counts(160) == other.counts(160) == [4, 5]
+
+
+def test_states_come_behind_windows_whatever_their_order_in_the_engine() -> None:
+    """The names of groups of windows alone are what they were."""
+    one = groups_of(config((state(), "ab"), (window(), "gh"), (full(), "cd"), (state(), "ef")))
+    other = groups_of(config((window(), "gh"), (state(), "ef"), (state(), "ab"), (full(), "cd")))
+    assert one.name == other.name and one.counts(160) == other.counts(160) == [4, 1, 1]
+    assert ([b.number for b in one.beside], [b.number for b in other.beside]) == ([1, 0, 3], [0, 2, 1])
+    windows = groups_of(config((full(), "cd"), (window(), "gh")))
+    assert one.states and not windows.states
+    assert windows.name == "full+1*window:79ee9ffe31de1f0d" and one.name.startswith(f"{windows.name}+2*state:")
+
+
+def test_a_state_is_needed_where_its_last_token_lies() -> None:
+    groups = groups_of(config((state(), "ab"), (full(), "cd")))
+    assert [groups.needed(tokens) for tokens in (0, 16, 160)] == [[range(0)], [range(1)], [range(9, 10)]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtypes": (torch.float16, torch.float32)},
+        {"shapes": ((8, 3), (4, 4))},
+        {"shapes": ((3, 8), (2, 8))},
+    ],
+)
+def test_other_states_have_another_name(changed: dict[str, Any]) -> None:
+    plain, other = (groups_of(config((state(**one), "ab"), (full(), "cd"))) for one in ({}, changed))
+    assert plain.name != other.name
 
 
 @pytest.mark.parametrize(
@@ -64,7 +99,13 @@ def test_other_windows_have_another_name(changed: Any) -> None:
     [
         (config((window(), "ab"), (window(80), "cd")), "one group of full attention"),
         (config((full(), "ab"), (full(head_size=64), "cd")), "one group of full attention"),
-        (config((full(), "ab"), (MambaSpec(16, ((4, 4),), (torch.float16,)), "cd")), "MambaSpec"),
+        (config((state(), "ab"), (state(), "cd")), "one group of full attention"),
+        (config((full(), "ab"), (state(mamba_cache_mode="none"), "cd")), r'in mode "none".*--enable-prefix-caching'),
+        (config((full(), "ab"), (state(mamba_cache_mode="all"), "cd")), r'in mode "all".*--mamba-cache-mode align'),
+        (config((full(), "ab"), (state(num_speculative_blocks=1), "cd")), "without speculative decoding"),
+        (config((full(), "ab"), (state(num_prefill_checkpoint_blocks=1), "cd")), "in the middle of a step"),
+        (config((full(), "ab"), (state(page_size_padded=None), "cd")), "equal pages"),
+        (config((full(page_size_padded=8192), "ab"), (state(page_size_padded=8192), "cd")), "attention are padded"),
         (config((full(), "ab"), (window(block_size=32), "cd")), "equal blocks"),
         (config((full(), "ab"), (window(), "cd"), hash_block_size=8), "equal blocks"),
         (config((full(), "ab"), (window(num_kv_heads=4), "cd")), "equal pages"),

@@ -61,7 +61,7 @@ def test_a_step_that_was_not_followed_to_its_end_leaves_no_wrong_windows(make: M
     asked = prompt(2, 44)
     engine.add(asked, 4)
     engine.step()
-    windows, plain = engine.half._windows, getattr(engine.half._windows, call)
+    windows, plain = engine.half._held, getattr(engine.half._held, call)
 
     def broken(*arguments: Any) -> None:
         setattr(windows, call, plain)
@@ -151,9 +151,9 @@ def test_an_answer_behind_a_prompt_of_whole_blocks_is_kept(make: Make) -> None:
 
 WIDTHS = [1, 2, 7, 8, 9, 16, 17, 20, 33, 40]
 RAISING = [
-    ("half", "_follow"), ("half", "_more"), ("half", "_pin"), ("half", "_end"), ("_windows", "cover"),
-    ("_windows", "extend"), ("_windows", "place"), ("_windows", "complete"), ("_windows", "_hold"),
-    ("_windows", "finish"), ("_boundaries", "plan"), ("_boundaries", "_reserve"), ("_confirmer", "plan"),
+    ("half", "_follow"), ("half", "_more"), ("half", "_pin"), ("half", "_end"), ("_held", "cover"),
+    ("_held", "extend"), ("_held", "place"), ("_held", "complete"), ("_held", "_hold"),
+    ("_held", "finish"), ("_boundaries", "plan"), ("_boundaries", "_reserve"), ("_confirmer", "plan"),
     ("_stores", "plan"),
 ]  # fmt: skip
 """Calls of the scheduler half, or of a part of it, each of which raises now and then."""
@@ -286,7 +286,7 @@ def test_requests_that_come_and_go_read_the_right_bytes(make: Make, seed: int) -
 def test_a_storm_would_notice_wrong_windows(make: Make) -> None:
     """The control: the blocks of a window are copied from one place further than where they are."""
     engine = make([(20, 2)])
-    windows = engine.half._windows
+    windows = engine.half._held
     plain = windows._hold
 
     def shifted(known: Any, tokens: int, step: int, tail: Any) -> None:

@@ -178,6 +178,14 @@ def test_sizes_places_and_names_are_not_in_the_name(configured: Callable[..., An
         assert differing(plain, configuration_of(configured(**arguments))) == set(), arguments
 
 
+def test_a_size_that_only_some_processes_of_an_engine_derive_is_not_in_the_name(configured: Callable[..., Any]) -> None:
+    """A scheduler in a process of its own does not know the pages of states, which its workers do."""
+    here, there = configured(), configured()
+    there.cache_config.mamba_page_size_padded = 32768
+    assert differing(configuration_of(here), configuration_of(there)) == set()
+    assert there.cache_config.mamba_page_size_padded == 32768, "the engine's own is left alone"
+
+
 def differing(left: str, right: str) -> set[str]:
     a, b = json.loads(left), json.loads(right)
     return {name for name in {**a, **b} if a.get(name, "absent") != b.get(name, "absent")}

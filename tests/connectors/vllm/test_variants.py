@@ -109,7 +109,16 @@ def test_latent_attention(start: Start, make_other: Callable[[str], Path], tmp_p
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("state", {"dtype": "bfloat16", "block_size": None}, r"groups of KV cache \(FullAttentionSpec, MambaSpec\)"),
+        ("state", {"dtype": "bfloat16", "enable_prefix_caching": False}, 'states in mode "none"; start it with'),
+        (
+            "state",
+            {
+                "dtype": "bfloat16",
+                "enable_prefix_caching": True,
+                "speculative_config": {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 2},
+            },
+            "start it without speculative decoding",
+        ),
         ("sliding", {"enable_prefix_caching": False}, "2 groups of KV cache with prefix caching off"),
         (
             "sliding",

@@ -17,8 +17,8 @@ class GroupsOfEngine(Insides):
     _watched: dict[str, Any]
 
     def watch_bytes(self) -> None:
-        """From now on compare every block that is loaded with the one that was stored under its name. Pages that its
-        group has no layer for are to be clear."""
+        """From now on compare every block that is loaded with the one that was stored under its name. What its
+        group's layers do not use of it is to be clear; `blank` counts such runs."""
         import torch
 
         worker, plain = self.worker, self.worker._finish
@@ -26,15 +26,13 @@ class GroupsOfEngine(Insides):
         counts = self._watched = {"stored": 0, "compared": 0, "wrong": 0, "windows": 0, "blank": 0}
 
         def content(block: int, group: int | None = None) -> bytes:
-            digest = hashlib.sha256()
-            absent = () if group is None else [offset for offset, _ in worker._described.absent[group]]
-            offset = 0
-            for tensor in worker._described.memory.owners:
-                page = tensor[block].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                digest.update(bytes(len(page)) if offset in absent else page)
-                counts["blank"] += offset in absent
-                offset += len(page)
-            return digest.digest()
+            owners = worker._described.memory.owners
+            pages = [tensor[block].contiguous().view(-1).view(torch.uint8).numpy() for tensor in owners]
+            whole = bytearray(b"".join(page.tobytes() for page in pages))
+            for offset, count in () if group is None else worker._described.absent[group]:
+                whole[offset : offset + count] = bytes(count)
+                counts["blank"] += 1
+            return hashlib.sha256(whole).digest()
 
         def finish(job: Any) -> None:
             moves, request = job.moves, job.request
@@ -113,4 +111,4 @@ class GroupsOfEngine(Insides):
 
     def held(self) -> int:
         """Blocks of windows that kvtier holds in the engine's pool."""
-        return int(self.half._windows._held)
+        return int(self.half._held.count)

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -86,21 +87,40 @@ def configuration(folder: Path, size: int, connector: dict[str, Any], engine: di
     return config
 
 
-def groups_of_layers(windows: Sequence[tuple[int, int]], layers: int, size: int, full_at: int) -> list[Any]:
-    """One group of full attention as number `full_at`, and `windows` (tokens, layers) around it. A page is one number
-    per token."""
+STATE = (2, 3)
+"""Numbers of a layer's two states, one behind the other; a page has some more."""
+
+
+def groups_of_layers(
+    windows: Sequence[tuple[int, int]], layers: int, size: int, full_at: int, states: Sequence[int] = ()
+) -> list[Any]:
+    """One group of full attention as number `full_at`, and `windows` (tokens, layers) and `states` (layers) around it.
+    A page is one number per token."""
     shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = [
         KVCacheGroupSpec([f"window{window}.{number}.{layer}" for layer in range(count)],
                          SlidingWindowSpec(**shape, sliding_window=window))
         for number, (window, count) in enumerate(windows)
     ]  # fmt: skip
+    page = FullAttentionSpec(**shape).page_size_bytes
+    kinds = {"shapes": tuple((count,) for count in STATE), "dtypes": (torch.int64,) * len(STATE)}
+    groups += [
+        KVCacheGroupSpec([f"state.{number}.{layer}" for layer in range(count)],
+                         MambaSpec(size, **kinds, page_size_padded=page, mamba_cache_mode="align"))
+        for number, count in enumerate(states)
+    ]  # fmt: skip
     groups.insert(full_at, KVCacheGroupSpec([f"full.{layer}" for layer in range(layers)], FullAttentionSpec(**shape)))
     return groups
 
 
+def parts_of_state(memory: torch.Tensor) -> list[torch.Tensor]:
+    """A layer's two states in its pages."""
+    return list(memory[:, : sum(STATE)].split(STATE, dim=1))
+
+
 class Modelless:
-    """See the module. `windows`: (tokens of the window, layers) of each group beside the full one of `layers`."""
+    """See the module. `windows`: (tokens of the window, layers) of each group beside the full one of `layers`;
+    `states`: layers of each group that keeps states."""
 
     loads_first = False  # whether loads begin before the forward, as vLLM has them; else none is over so early
 
@@ -113,6 +133,7 @@ class Modelless:
         size: int = 8,
         blocks: int = 64,
         full_at: int = 0,
+        states: Sequence[int] = (),
         connector: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
@@ -122,7 +143,10 @@ class Modelless:
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = blocks
         self.size = size
-        groups = groups_of_layers(windows, layers, size, full_at)
+        groups = groups_of_layers(windows, layers, size, full_at, states)
+        self.states = [n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)]
+        if states:
+            cache.mamba_cache_mode = "align"
         self.windows = [getattr(group.kv_cache_spec, "sliding_window", None) or 0 for group in groups]
         self.layers = [len(group.layer_names) for group in groups]
         page = groups[0].kv_cache_spec.page_size_bytes
@@ -144,7 +168,11 @@ class Modelless:
         )  # fmt: skip
         self.worker_side = KVTierConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_config)
         self.worker_side.register_kv_caches(
-            {name: self.memory[layer] for layer, names in enumerate(shared) for name in names}
+            {
+                name: parts_of_state(self.memory[layer]) if name.startswith("state") else self.memory[layer]
+                for layer, names in enumerate(shared)
+                for name in names
+            }
         )
         self.connector.set_xfer_handshake_metadata({0: self.worker_side.get_handshake_metadata()})
         hashing = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
@@ -156,6 +184,7 @@ class Modelless:
         self.answers: dict[str, list[int]] = {}  # all tokens of a request that has sampled some
         self.reads: dict[str, int] = {}  # tokens that a request had when it was first computed
         self.checked = 0  # places of which the content was looked at
+        self.state_at: dict[str, int] = {}  # depth of the block with a request's running state
         self._begin: dict[str, int] = {}  # of the requests in the step: the first token that is computed
         self._numbers = itertools.count()
 
@@ -229,6 +258,11 @@ class Modelless:
         self._follow(output)
         sampled_ids: list[list[int]] = []
         names = list(output.num_scheduled_tokens)
+        for name in {*output.finished_req_ids, *(output.preempted_req_ids or ()),
+                     *output.scheduled_cached_reqs.resumed_req_ids}:  # fmt: skip
+            self.state_at.pop(name, None)
+        for name in names if self.states else ():
+            self._carry_state(name, self._begin[name], self._begin[name] + output.num_scheduled_tokens[name])
         if self.loads_first:
             side.start_load_kv(None)
         for name in names:
@@ -274,7 +308,11 @@ class Modelless:
     def _forward(self, name: str, begin: int, end: int) -> list[int]:
         """Compute tokens begin … end-1 of a request. Raises Wrong where attention would read something else."""
         tokens, size = self.tokens[name], self.size
+        for group in self.states:
+            self._advance_state(name, group, begin, end)
         for group, table in enumerate(self.tables[name]):
+            if group in self.states:
+                continue
             window = self.windows[group]
             first = 0 if not window else max(0, begin - window + 1)
             for place in range(first, begin):
@@ -294,6 +332,31 @@ class Modelless:
         self.answers[name] = tokens
         return [tokens[-1]]
 
+    def _carry_state(self, name: str, begin: int, end: int) -> None:
+        """As vLLM's runner has it, before a step's loads: the running state moves on to the block of the last token."""
+        before, now = self.state_at.get(name, (begin - 1) // self.size), -(-end // self.size) - 1
+        self.state_at[name] = now
+        for group in self.states if before not in (-1, now) else ():
+            table = self.tables[name][group]
+            for memory in self.memory[: self.layers[group]]:
+                for part in parts_of_state(memory):
+                    part[table[now]] = part[table[before]]
+
+    def _advance_state(self, name: str, group: int, begin: int, end: int) -> None:
+        block = self.tables[name][group][self.state_at[name]]
+        for layer, memory in enumerate(self.memory[: self.layers[group]]):
+            found = torch.cat([part[block] for part in parts_of_state(memory)]).tolist()
+            if not block or (begin and found != self._state(name, group, begin)):
+                raise Wrong(f"{name}: group {group}, layer {layer}, state after {begin} tokens, block {block}")
+            state = torch.tensor(self._state(name, group, end))
+            for part, numbers in zip(parts_of_state(memory), state.split(STATE), strict=True):
+                part[block] = numbers
+        self.checked += 1
+
+    def _state(self, name: str, group: int, tokens: int) -> list[int]:
+        first = self._content(name, tokens - 1) * 16 + group
+        return [first + 16 * number for number in range(sum(STATE))]
+
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def reset(self) -> bool:
@@ -310,9 +373,9 @@ class Modelless:
             "requests": len(half._requests),
             "failed loads that are not told": len(self.worker._unloaded),
         }
-        if any(self.windows):
-            left["held"] = half._windows._held
-            left["waiting"] = len(half._windows._pending) + len(half._windows.ready)
+        if len(self.windows) > 1:
+            left["held"] = half._held.count
+            left["waiting"] = len(half._held._pending) + len(half._held.ready)
             left["boundaries"] = len(half._boundaries)
         assert not any(left.values()), left
 

@@ -19,10 +19,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from kvtier.connectors.vllm.boundary_blocks import BoundaryBlocks
 from kvtier.connectors.vllm.compat import EnginePool
 from kvtier.connectors.vllm.confirm import Chain, Track
-from kvtier.connectors.vllm.groups import Groups, Window
-from kvtier.connectors.vllm.windows import WindowBlocks
+from kvtier.connectors.vllm.groups import Beside, Groups
 from kvtier.identity.groups import Group, Kind
 from kvtier.identity.keys import SHARED, make_keys
 from kvtier.retention.ranges import uniform
@@ -62,9 +62,9 @@ class Machine:
                     spec, block_pool=self.pool, enable_caching=True, kv_cache_group_id=number, scheduler_block_size=SIZE
                 )
             )
-        groups = [Window(n, Group(Kind.WINDOW, SIZE, window), (f"l{n}",)) for n, window in enumerate(windows, 1)]
+        groups = [Beside(n, Group(Kind.WINDOW, SIZE, window), (f"l{n}",)) for n, window in enumerate(windows, 1)]
         self.groups = Groups(SIZE, 0, tuple(groups))
-        self.windows = WindowBlocks(self.groups, EnginePool(self.pool))
+        self.held = BoundaryBlocks(self.groups, EnginePool(self.pool))
         self.content: dict[int, tuple[int, bytes]] = {}  # by block: group, name
         self.tracks: dict[str, Track] = {}
         self.told: dict[str, int] = {}
@@ -89,11 +89,11 @@ class Machine:
             request.block_hashes, full = request.block_hashes, end // SIZE * SIZE
             manager.cache_blocks(request, full, self.retention, replay_boundaries=[request.num_prompt_tokens - 1])
         if name in self.told:
-            self.windows.extend(track, new)
+            self.held.extend(track, new)
         else:
-            self.windows.place(track, [[block.block_id for block in m.req_to_blocks[name]] for m in self.managers])
+            self.held.place(track, [[block.block_id for block in m.req_to_blocks[name]] for m in self.managers])
         self.told[name] = 1
-        self.windows.cover(self.step, track, begin, end)
+        self.held.cover(self.step, track, begin, end)
         for number, manager in enumerate(self.managers):
             for depth in range(begin // SIZE, end // SIZE):
                 block = manager.req_to_blocks[name][depth]
@@ -102,13 +102,13 @@ class Machine:
     def completed(self, name: str, end: int) -> None:
         self.tracks[name].trusted = end
         self.tracks[name].confirmed = min(end // SIZE, len(self.tracks[name].chain))
-        self.windows.complete(self.step)
+        self.held.complete(self.step)
 
     def finish(self, name: str, computed: int) -> None:
         track = self.tracks.pop(name)
         for manager in self.managers:
             manager.remove_skipped_blocks(name, computed)
-        self.windows.finish(
+        self.held.finish(
             track, computed, [[b.block_id for b in m.req_to_blocks[name]] for m in self.managers], self.step
         )
         for manager in self.managers:
@@ -124,10 +124,10 @@ class Machine:
 
     def idle(self) -> None:
         """Copy everything; nothing is held after it."""
-        for boundary in self.windows.ready:
-            self.windows.give_back(boundary)
-        self.windows.ready.clear()
-        assert self.windows._held == 0
+        for boundary in self.held.ready:
+            self.held.give_back(boundary)
+        self.held.ready.clear()
+        assert self.held.count == 0
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
 
 
@@ -144,11 +144,11 @@ def run(machine: Machine, name: str, prompt: list[int], chunk: int, answer: int)
         end = min(done + chunk, len(prompt)) if done < len(prompt) else done + 1
         machine.compute(name, done, end)
         machine.completed(name, end)
-        assert all(machine.right(boundary) for boundary in machine.windows.ready)
+        assert all(machine.right(boundary) for boundary in machine.held.ready)
         done = end
     machine.finish(name, done)
-    machine.windows.complete(machine.step)
-    found = list(machine.windows.ready)
+    machine.held.complete(machine.step)
+    found = list(machine.held.ready)
     assert all(machine.right(boundary) for boundary in found)
     return found
 
@@ -170,28 +170,28 @@ def test_a_block_that_is_handed_out_makes_its_boundaries_lost() -> None:
     found = run(machine, "r", list(range(50)), 16, 6)
     assert len(found) == 2 and set(found[0].blocks) & set(found[1].blocks), "they share blocks"
     for boundary in found:
-        machine.windows.watch(boundary)
+        machine.held.watch(boundary)
     assert machine.pool.get_num_free_blocks() == machine.pool.num_gpu_blocks - 1, "they count as free"
-    assert all(map(machine.windows.lasting, found))
+    assert all(map(machine.held.lasting, found))
     shared = sorted(set(found[0].blocks) & set(found[1].blocks))
     queue = machine.pool.free_block_queue
     for block in shared:  # they are handed out next
         queue.remove(machine.pool.blocks[block])
     queue.prepend_n([machine.pool.blocks[block] for block in shared])
     machine.pool.get_new_blocks(len(shared))
-    assert not any(map(machine.windows.lasting, found)), "both of them, though the engine calls one watcher per block"
-    EnginePool(machine.pool).watch(shared, machine.windows._on_reuse)
-    assert not any(map(machine.windows.lasting, found)), "also when they are watched for others by then"
+    assert not any(map(machine.held.lasting, found)), "both of them, though the engine calls one watcher per block"
+    EnginePool(machine.pool).watch(shared, machine.held._on_reuse)
+    assert not any(map(machine.held.lasting, found)), "also when they are watched for others by then"
 
 
 def test_a_boundary_that_somebody_else_watches_is_not_trusted() -> None:
     machine = Machine()
     found = run(machine, "r", list(range(50)), 16, 6)
-    machine.windows.watch(found[0])
+    machine.held.watch(found[0])
     block = machine.pool.blocks[found[0].blocks[0]]
     machine.pool.touch([block])
     machine.pool.unpin_blocks([block], on_reuse=lambda block: None)
-    assert not machine.windows.lasting(found[0]) and not found[0].lost
+    assert not machine.held.lasting(found[0]) and not found[0].lost
 
 
 def test_a_reset_of_the_engines_cache_is_not_stopped_and_loses_what_is_watched() -> None:
@@ -199,37 +199,37 @@ def test_a_reset_of_the_engines_cache_is_not_stopped_and_loses_what_is_watched()
     found = run(machine, "r", list(range(50)), 16, 6)
     assert not machine.pool.reset_prefix_cache(), "held"
     for boundary in found:
-        machine.windows.watch(boundary)
+        machine.held.watch(boundary)
     assert machine.pool.reset_prefix_cache()
-    assert not any(map(machine.windows.lasting, found))
+    assert not any(map(machine.held.lasting, found))
 
 
 def test_what_was_not_trusted_is_given_up() -> None:
     machine = Machine()
     track = machine.begin("r", list(range(50)))
     machine.compute("r", 0, 50)
-    machine.windows.complete(machine.step)  # `trusted` did not grow: a load before it failed, or the weights changed
-    assert not machine.windows.ready and machine.windows.given_up > 0
+    machine.held.complete(machine.step)  # `trusted` did not grow: a load before it failed, or the weights changed
+    assert not machine.held.ready and machine.held.given_up > 0
     machine.finish("r", 50)
-    machine.windows.complete(machine.step)
-    assert not machine.windows.ready and track.trusted == 0
+    machine.held.complete(machine.step)
+    assert not machine.held.ready and track.trusted == 0
     machine.idle()
 
 
 def resumed(machine: Machine, begin: int, tables: list[list[int]]) -> list[Any]:
     """A request that begins behind blocks of the pool; returns its boundaries."""
     track = machine.begin("next", [*range(begin), *range(500, 500 + 90)])
-    machine.windows.place(track, tables)
+    machine.held.place(track, tables)
     machine.told["next"] = 1
     for table, manager in zip(tables, machine.managers, strict=True):
         manager.req_to_blocks["next"] = [machine.pool.blocks[block] for block in table]
         machine.pool.touch([block for block in manager.req_to_blocks["next"] if not block.is_null])
         manager.num_cached_block["next"] = len(table)
-    machine.windows.want(track, begin + SIZE)
-    machine.windows.want(track, begin + 3 * SIZE)  # the smaller window has left what was found, the larger has not
+    machine.held.want(track, begin + SIZE)
+    machine.held.want(track, begin + 3 * SIZE)  # the smaller window has left what was found, the larger has not
     machine.compute("next", begin, begin + 89)
     machine.completed("next", begin + 89)
-    return list(machine.windows.ready)
+    return list(machine.held.ready)
 
 
 @pytest.mark.parametrize("forgets", ["", "all", "last"])
@@ -239,7 +239,7 @@ def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forget
     run(machine, "first", list(range(40)), 40, 1)
     machine.idle()
     if forgets == "all":
-        machine.windows.clear()
+        machine.held.clear()
     tables = []
     for number, depths in enumerate(machine.groups.needed(36), 1):
         hashes = Requested("probe", list(range(40))).block_hashes
@@ -247,7 +247,7 @@ def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forget
         tables.append([0] * depths.start + [one[0].block_id for one in found if one])
     if forgets == "last":
         for number, table in enumerate(tables, 1):
-            del machine.windows._known[number, table[-1]]
+            del machine.held._known[number, table[-1]]
     boundaries = [boundary.tokens for boundary in resumed(machine, 36, tables)]
     far = (36 + 90 - 1) // SIZE * SIZE
     assert boundaries == ([far] if forgets else [36 + SIZE, 36 + 3 * SIZE, far]), (
@@ -258,7 +258,7 @@ def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forget
 def test_a_block_that_the_engine_took_back_is_no_part_of_a_boundary() -> None:
     """The pool was short when it was taken, so nothing was held; another request has it when the first one ends."""
     machine = Machine(windows=(12,))
-    machine.windows._short = lambda: True  # type: ignore[method-assign]
+    machine.held._short = lambda: True  # type: ignore[method-assign]
     track = machine.begin("r", list(range(50)))
     for begin, end in [(0, 50), *((done, done + 1) for done in range(50, 59))]:
         track.request.all_token_ids.append(end)
@@ -266,10 +266,10 @@ def test_a_block_that_the_engine_took_back_is_no_part_of_a_boundary() -> None:
         track.chain[len(track.chain) :] = make_keys(SHARED, track.request.block_hashes[len(track.chain) :])
         machine.compute("r", begin, end)
         machine.completed("r", end)
-    del machine.windows._short
+    del machine.held._short
     machine.finish("r", 59)
-    machine.windows.complete(machine.step)
-    assert not machine.windows.ready and machine.windows._held == 0
+    machine.held.complete(machine.step)
+    assert not machine.held.ready and machine.held.count == 0
 
 
 def test_no_more_than_a_part_of_the_pool_is_held() -> None:
@@ -279,8 +279,8 @@ def test_no_more_than_a_part_of_the_pool_is_held() -> None:
         machine.compute(f"r{number}", 0, 21)
         machine.completed(f"r{number}", 21)
         machine.finish(f"r{number}", 21)
-        assert machine.windows._held <= 16
-    assert machine.windows.given_up > 0
+        assert machine.held.count <= 16
+    assert machine.held.given_up > 0
     machine.idle()
 
 
@@ -301,7 +301,7 @@ def test_requests_that_cross_one_another_never_leave_wrong_blocks(seed: int) -> 
         track = machine.tracks[name]
         if chance.random() < 0.08 or done[name] > 70:
             machine.finish(name, done.pop(name))
-            machine.windows.complete(machine.step)
+            machine.held.complete(machine.step)
         else:
             begin, prompt = done[name], track.request.num_prompt_tokens
             end = min(begin + chance.randrange(1, 20), prompt) if begin < prompt else begin + 1
@@ -312,18 +312,67 @@ def test_requests_that_cross_one_another_never_leave_wrong_blocks(seed: int) -> 
             machine.compute(name, begin, end)
             machine.completed(name, end)
             done[name] = end
-        for boundary in list(machine.windows.ready):
-            if not machine.windows.running(boundary):
-                machine.windows.watch(boundary)
-            if machine.windows.lasting(boundary):
+        for boundary in list(machine.held.ready):
+            if not machine.held.running(boundary):
+                machine.held.watch(boundary)
+            if machine.held.lasting(boundary):
                 assert machine.right(boundary), (turn, boundary)
                 ready += 1
             if chance.random() < 0.4:
-                machine.windows.give_back(boundary)
-                machine.windows.ready.remove(boundary)
-        machine.windows.check()
+                machine.held.give_back(boundary)
+                machine.held.ready.remove(boundary)
+        machine.held.check()
     for name in list(done):
         machine.finish(name, done[name])
-    machine.windows.complete(machine.step)
+    machine.held.complete(machine.step)
     assert ready > 20
     machine.idle()
+
+
+class Stated:
+    """A group of states, whose table is given by hand."""
+
+    def __init__(self, prompt: int, table: list[int]) -> None:
+        self.pool = BlockPool(64, True, SIZE)
+        self.blocks = [0] + [block.block_id for block in self.pool.get_new_blocks(max(table))]
+        self.request = Requested("r", list(range(prompt)))
+        self.track = Track("r", self.request, Chain(make_keys(SHARED, self.request.block_hashes), TERMS))
+        self.track.storable, self.track.trusted = True, 1 << 20
+        self.held = BoundaryBlocks(
+            Groups(SIZE, 0, (Beside(1, Group(Kind.STATE, SIZE), ("s",)),)), EnginePool(self.pool)
+        )
+        self.table = [[self.blocks[number] for number in table]]
+        self.held.place(self.track, self.table)
+
+    def step(self, begin: int, end: int) -> list[tuple[int, list[int]]]:
+        """Boundaries that the step left, and their blocks."""
+        self.held.cover(1, self.track, begin, end)
+        self.held.complete(1)
+        found, self.held.ready = self.held.ready, []
+        for boundary in found:
+            self.held.give_back(boundary)
+        return [(boundary.tokens, [self.blocks.index(block) for block in boundary.blocks]) for boundary in found]
+
+
+def test_a_state_is_that_of_the_boundary_where_a_step_ended() -> None:
+    stated = Stated(21, [0, 0, 1, 2, 3, 4])
+    stated.held.want(stated.track, 12)
+    assert stated.step(0, 12) == [(12, [1])]
+    assert stated.step(12, 16) == [] and stated.step(16, 20) == [(20, [3])]
+
+
+def test_a_step_that_runs_across_a_boundary_leaves_no_state_of_it() -> None:
+    """The first block holds the state of the step before, after ten tokens."""
+    stated = Stated(21, [0, 0, 1, 2, 3, 4])
+    stated.held.want(stated.track, 12)
+    assert stated.step(0, 10) == [] and stated.step(10, 21) == []
+    stated.held.finish(stated.track, 21, stated.table, 2)
+    stated.held.complete(2)
+    assert not stated.held.ready and stated.held.count == 0
+
+
+def test_what_was_computed_behind_an_unknown_state_is_not_kept() -> None:
+    """A window is the request's own once it has moved on; a state is made of all that was before."""
+    stated = Stated(29, [0, 0, 1, 2, 3, 4, 5])
+    stated.held.want(stated.track, 24)
+    assert stated.step(12, 24) == [] and stated.held.given_up == 1

@@ -1,7 +1,7 @@
-"""Blocks of sliding windows: which of them a request can be resumed with, and held until they are copied.
+"""Blocks of sliding windows and states: which of them a request can be resumed with, and held until they are copied.
 
-The engine takes a window's block back as soon as no later token reads it, mostly in the step after the one that filled
-it. So a boundary's blocks are *held* when the step that reaches it is planned:
+The engine takes such a block back as soon as no later token reads it, mostly in the step after the one that filled it.
+So a boundary's blocks are *held* when the step that reaches it is planned:
 
     step planned     → `cover`: holds the boundaries that the step crosses: the prompt's last one, and those asked for
                        by `want`; of a decoding request, the blocks that the engine will take back before the next one
@@ -9,8 +9,11 @@ it. So a boundary's blocks are *held* when the step that reaches it is planned:
     step completed   → `complete`: boundaries whose tokens are trusted (`Track.trusted`) are ready; others are given up
     copied, or given up, or the pool is short → the blocks are given back
 
-A request that begins behind blocks of the engine's pool is trusted with them only if their windows are known to be
-right: computed by a request whose tokens were trusted, and still under the name that they had then.
+A state is what a step leaves at its end: in the block of its last token, which a later step overwrites unless that
+token is the block's last. So with states, only a boundary at which a step ends can be held.
+
+A request that begins behind blocks of the engine's pool is trusted with them only if they are known to be right:
+computed by a request whose tokens were trusted, and still under the name that they had then.
 
 Called on the engine's one scheduler thread; nothing here waits.
 """
@@ -35,48 +38,49 @@ _SHORT_FRACTION = 16
 
 @dataclass(slots=True, eq=False)
 class Boundary:
-    """What the windows need after `tokens` of a track, in the order of their names in `chain`. `lost`: the engine has
-    handed out one of the blocks."""
+    """What the groups beside the full one need after `tokens` of a track, in the order of their names in `chain`.
+    `lost`: the engine has handed out one of the blocks."""
 
     track: Track
     life: int
     tokens: int
     chain: Chain
     blocks: list[int]
-    groups: list[int]  # of each block: its place among `Groups.windows`
+    groups: list[int]  # of each block: its place in `Groups.beside`
     step: int
     held: bool = True
     lost: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Windows:
-    """One request's tables of windows, 0 where there is no block, in one life of its track."""
+class _Tables:
+    """One request's tables of the groups beside the full one, 0 where there is no block, in one life of its track."""
 
     track: Track
     life: int
     tables: list[list[int]]
     begin: int = -1  # where it began to compute; -1: it has not
     proved: bool = True  # what lies before `begin` is right
-    noted: int = 0  # leading blocks whose windows are known, or were not to be
+    noted: int = 0  # leading blocks that are known, or were not to be
     wanted: set[int] = field(default_factory=set)
     taken: int = 0  # the last boundary that was held
+    ended: int = 0  # the last boundary at which a step ended
     tail: list[int] = field(default_factory=list)  # held: of the boundary `tail_of`, and taken back before the next
     tail_of: int = 0
 
 
-class WindowBlocks:
+class BoundaryBlocks:
     """See the module. Owns the references that it took in the engine's pool."""
 
     def __init__(self, groups: Groups, pool: EnginePool) -> None:
         self.ready: list[Boundary] = []  # for the caller to copy, who takes them out
         self.given_up = 0  # blocks of boundaries that were not stored
+        self.count = 0  # blocks held
         self._groups, self._size = groups, groups.block_tokens
         self._pool = pool
-        self._requests: dict[str, _Windows] = {}
+        self._requests: dict[str, _Tables] = {}
         self._pending: list[Boundary] = []
-        self._known: dict[tuple[int, int], object] = {}  # by window and block: the name under which it is right
-        self._held = 0
+        self._known: dict[tuple[int, int], object] = {}  # by group and block: the name under which it is right
         self._watched: dict[int, list[Boundary]] = {}  # by block: those that are lost when it is handed out
         self._on_reuse = self._reused  # one object: it is compared
 
@@ -86,10 +90,10 @@ class WindowBlocks:
     # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def place(self, track: Track, tables: Sequence[Sequence[int]]) -> None:
-        """The engine gave the request these whole tables of windows."""
+        """The engine gave the request these whole tables, in the order of `Groups.beside`."""
         known = self._of(track)
         if known is None:
-            known = self._requests[track.name] = _Windows(track, track.life, [])
+            known = self._requests[track.name] = _Tables(track, track.life, [])
         known.tables = [list(table) for table in tables]
 
     def extend(self, track: Track, tables: Sequence[Sequence[int]]) -> None:
@@ -99,7 +103,7 @@ class WindowBlocks:
             for table, new in zip(known.tables, tables, strict=True):
                 table.extend(new)
 
-    def _of(self, track: Track) -> _Windows | None:
+    def _of(self, track: Track) -> _Tables | None:
         """The request's tables, if they are of this life."""
         known = self._requests.get(track.name)
         if known is not None and (known.track is not track or known.life != track.life):
@@ -135,40 +139,47 @@ class WindowBlocks:
             self._begin(known, begin)
         if end // self._size == begin // self._size:
             return
-        prompt = track.request.num_prompt_tokens
+        prompt, last = track.request.num_prompt_tokens, end // self._size * self._size
+        if last == end:
+            known.ended = end
         wanted = {(prompt - 1) // self._size * self._size, *known.wanted}
-        for tokens in sorted(boundary for boundary in wanted if begin < boundary <= end):
+        for tokens in sorted(
+            boundary for boundary in wanted if begin < boundary <= end and self._whole(known, boundary)
+        ):
             self._hold(known, tokens, step, ())
             known.wanted.discard(tokens)
-        last = end // self._size * self._size
         self._release_tail(known)
-        if last >= prompt and not self._short():
+        if last >= prompt and self._whole(known, last) and not self._short():
             self._hold_tail(known, last)
 
-    def _begin(self, known: _Windows, begin: int) -> None:
+    def _whole(self, known: _Tables, tokens: int) -> bool:
+        """Whether the last step that reached the boundary left all that it needs: states, only where it ended."""
+        return not self._groups.states or known.ended == tokens
+
+    def _begin(self, known: _Tables, begin: int) -> None:
         """The request goes on after `begin` tokens, which were found in the pool, or loaded."""
         track, loaded = known.track, known.track.loaded
         first = (track.load_begin if loaded >= begin else begin) // self._size
         known.begin, known.noted = begin, first
-        known.proved = all(
-            self._right(window, known.tables[place][depth], track.chain, depth)
-            for place, (window, depths) in enumerate(self._needed(begin))
+        known.proved = begin % self._size == 0 and all(
+            self._right(group, known.tables[place][depth], track.chain, depth)
+            for place, (group, depths) in enumerate(self._needed(begin))
             for depth in depths
             if depth < first
         )
 
-    def _right(self, window: int, block: int, chain: Chain, depth: int) -> bool:
+    def _right(self, group: int, block: int, chain: Chain, depth: int) -> bool:
         if depth >= len(chain):
             return False
-        name = self._pool.named(block, chain[depth], window)
-        return name is not None and self._known.get((window, block)) is name
+        name = self._pool.named(block, chain[depth], group)
+        return name is not None and self._known.get((group, block)) is name
 
     def _needed(self, tokens: int) -> Iterable[tuple[int, range]]:
-        """The engine's number of each window, and the depths of the blocks that it needs."""
-        numbers = (window.number for window in self._groups.windows)
+        """The engine's number of each group, and the depths of the blocks that it needs."""
+        numbers = (one.number for one in self._groups.beside)
         return zip(numbers, self._groups.needed(tokens), strict=True)
 
-    def _hold(self, known: _Windows, tokens: int, step: int, tail: Collection[int]) -> None:
+    def _hold(self, known: _Tables, tokens: int, step: int, tail: Collection[int]) -> None:
         """Hold a boundary. `tail`: blocks of it that are held already, and whose references it takes over."""
         track = known.track
         depth = tokens // self._size
@@ -182,13 +193,14 @@ class WindowBlocks:
             for block in table[depths.start : depths.stop]
         ]
         complete = len(blocks) == sum(map(len, needed)) and 0 not in blocks
-        proved = known.proved or first * self._size >= known.begin
-        room = self._held + len(blocks) <= self._pool.blocks // _HELD_FRACTION and not self._short()
+        beyond = first * self._size >= known.begin and not self._groups.states  # a state is made of all before it
+        proved = known.proved or beyond
+        room = self.count + len(blocks) <= self._pool.blocks // _HELD_FRACTION and not self._short()
         if not (complete and proved and room and blocks):
             self.given_up += len(blocks)
             return
         self._pool.hold(block for block in blocks if block not in tail)
-        self._held += len(blocks) - len(tail)
+        self.count += len(blocks) - len(tail)
         _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
         keys = boundary_keys(track.chain[depth - 1], [len(depths) for depths in needed])
         chain = Chain(keys, uniform(block_terms.terms))
@@ -196,23 +208,23 @@ class WindowBlocks:
         self._pending.append(Boundary(track, track.life, tokens, chain, blocks, places, step))
         known.taken = max(known.taken, tokens)
 
-    def _hold_tail(self, known: _Windows, tokens: int) -> None:
+    def _hold_tail(self, known: _Tables, tokens: int) -> None:
         """Hold those blocks of a boundary that the engine takes back before the next one: where the request ends before
         that, they complete it."""
         tail: list[int] = []
         later = self._groups.needed(tokens + self._size - 1)
         for table, depths, kept in zip(known.tables, self._groups.needed(tokens), later, strict=True):
             tail += table[depths.start : min(kept.start, depths.stop)]
-        if 0 in tail or self._held + len(tail) > self._pool.blocks // _HELD_FRACTION:
+        if 0 in tail or self.count + len(tail) > self._pool.blocks // _HELD_FRACTION:
             return
         self._pool.hold(tail)
-        self._held += len(tail)
+        self.count += len(tail)
         known.tail, known.tail_of = tail, tokens
 
-    def _release_tail(self, known: _Windows) -> None:
+    def _release_tail(self, known: _Tables) -> None:
         if known.tail:
             self._pool.give_back(known.tail)
-            self._held -= len(known.tail)
+            self.count -= len(known.tail)
         known.tail, known.tail_of = [], 0
 
     def _short(self) -> bool:
@@ -224,14 +236,15 @@ class WindowBlocks:
         if known is None:
             return
         tokens = computed // self._size * self._size
-        if known.begin >= 0 and tokens > max(known.taken, known.begin) and self._still(known, tokens, tables):
+        fresh = known.begin >= 0 and tokens > max(known.taken, known.begin) and self._whole(known, tokens)
+        if fresh and self._still(known, tokens, tables):
             tail = known.tail if known.tail_of == tokens else []
             self._hold(known, tokens, step, tail)
             if self._pending and tail and self._pending[-1].track is track and self._pending[-1].tokens == tokens:
                 known.tail = []  # the boundary's now
         self.drop(track.name)
 
-    def _still(self, known: _Windows, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
+    def _still(self, known: _Tables, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
         """Whether all blocks of a boundary are the request's yet, or held."""
         tail = set(known.tail) if known.tail_of == tokens else set()
         return all(
@@ -259,16 +272,16 @@ class WindowBlocks:
                 waiting.append(boundary)
         self._pending = waiting
 
-    def _note(self, known: _Windows) -> None:
-        """Blocks of the request were confirmed: those of its windows at these depths are right, too."""
+    def _note(self, known: _Tables) -> None:
+        """Blocks of the request were confirmed: those of the other groups at these depths are right, too."""
         track = known.track
-        for place, window in enumerate(self._groups.windows):
+        for place, one in enumerate(self._groups.beside):
             table = known.tables[place]
             for depth in range(known.noted, min(track.confirmed, len(table))):
                 block = table[depth]
-                name = self._pool.named(block, track.chain[depth], window.number) if block else None
+                name = self._pool.named(block, track.chain[depth], one.number) if block else None
                 if name is not None:
-                    self._known[window.number, block] = name
+                    self._known[one.number, block] = name
         known.noted = track.confirmed
 
     def watch(self, boundary: Boundary) -> None:
@@ -276,7 +289,7 @@ class WindowBlocks:
         if not boundary.held:
             return
         boundary.held = False
-        self._held -= len(boundary.blocks)
+        self.count -= len(boundary.blocks)
         for block in boundary.blocks:
             self._watched.setdefault(block, []).append(boundary)
         self._pool.watch(boundary.blocks, self._on_reuse)
@@ -303,7 +316,7 @@ class WindowBlocks:
                 watching.remove(boundary)
         if boundary.held:
             boundary.held = False
-            self._held -= len(boundary.blocks)
+            self.count -= len(boundary.blocks)
             self._pool.give_back(boundary.blocks)
 
     def clear(self) -> None:
@@ -316,4 +329,4 @@ class WindowBlocks:
 
     def check(self) -> None:
         """Assert that what is held is what is owned."""
-        assert self._held >= sum(len(known.tail) for known in self._requests.values()), "a tail was given back twice"
+        assert self.count >= sum(len(known.tail) for known in self._requests.values()), "a tail was given back twice"

