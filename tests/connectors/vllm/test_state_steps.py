@@ -32,8 +32,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         engine.close()
 
 
-@pytest.mark.parametrize("retention", [0, None, 16])
-@pytest.mark.parametrize(("states", "full_at"), [([2], 1), ([2, 2, 1], 0), ([1, 2], 1)])
+@pytest.mark.parametrize(
+    ("states", "full_at", "retention"), [([2], 1, 0), ([2, 2, 1], 0, 0), ([1, 2], 1, None), ([1, 2], 1, 16)]
+)
 def test_a_prompt_comes_back(make: Make, states: list[int], full_at: int, retention: int | None) -> None:
     engine = make(states, full_at=full_at, prefix_cache_retention_interval=retention)
     engine.add(prompt(1, 100), 20)
@@ -130,7 +131,7 @@ class StateStorm(Storm):
         )
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, *range(2, 40)))])
 def test_requests_that_come_and_go_start_from_the_right_states(make: Make, seed: int) -> None:
     storm = StateStorm(make, seed)
     for _ in range(120):
