@@ -25,6 +25,8 @@ GRACE_S = 1.0
 """How much later than its deadline a call may return: the work of its threads, and cleaning up."""
 CALL_S = 60.0
 """Bound of a call without a deadline of the caller's: a purge, whose tiers have so long, and a pin."""
+EVICT_S = 310.0
+"""That of a whole tier, and what was retained there."""
 _RANGES = [(0, 20, "urgent"), (16, 70, "shallow")]
 
 
@@ -63,7 +65,7 @@ class Client:
         deadlines = self._cache.config.deadlines
         known = {
             "put": deadlines.put, "get": deadlines.get, "prewarm": deadlines.get, "request": deadlines.get,
-            "match": deadlines.lookup, "flush": deadlines.flush,
+            "match": deadlines.lookup, "flush": deadlines.flush, "evict": EVICT_S,
         }  # fmt: skip
         given = args.get("timeout")
         extra = args.get("hold", 0.0) + 2 * args.get("forward", 0.0) + (given or 0.0 if verb == "request" else 0.0)
@@ -90,17 +92,18 @@ class Client:
     async def _get(self, args: Mapping[str, Any], rng: random.Random) -> str:
         chain = chain_of_step(args)
         start = min(args["start"], len(chain) - 1)
-        async with self._watched(chain[start:], chain) as before:
-            async with self._cache.get(chain, args["timeout"], start=start, request_id=f"r{rng.randrange(9)}") as hit:
-                self._ledger.compare(chain[start:], [bytes(block) for block in hit.blocks], before)
-                await asyncio.sleep(args["hold"])
-                self._same(chain[start:], [bytes(block) for block in hit.blocks])
-                return f"{len(hit)} of {len(chain) - start} from {','.join(hit.tiers)} {hit.miss}"
+        getting = self._cache.get(chain, args["timeout"], start=start, request_id=f"r{rng.randrange(9)}")
+        async with self._watched(chain[start:], chain) as before, getting as hit:
+            self._ledger.compare(chain[start:], [bytes(block) for block in hit.blocks], before)
+            await asyncio.sleep(args["hold"])
+            self._same(chain[start:], [bytes(block) for block in hit.blocks])
+            return f"{len(hit)} of {len(chain) - start} from {','.join(hit.tiers)} {hit.miss}"
 
     async def read_all(self, chain: Sequence[BlockKey], timeout: float) -> int:
         """How many blocks of it are served."""
         async with self._watched(chain, chain) as before, self._cache.get(chain, timeout) as hit:
             self._ledger.compare(chain, [bytes(block) for block in hit.blocks], before)
+            self._told(f"reads {len(hit)} of {len(chain)} from {','.join(hit.tiers)} {hit.miss or ''}")
             return len(hit)
 
     async def _match(self, args: Mapping[str, Any], rng: random.Random) -> str:
@@ -153,7 +156,7 @@ class Client:
         chain, manager = chain_of_step(args), self._cache.manager
         timeout = args["timeout"]
         limit = Mono(self._cache.config.deadlines.get if timeout is None else timeout)
-        async with self._watched(chain, chain, putting=True) as before:
+        async with self._watched(chain, chain) as before:
             lease = await manager.promote(chain, Mono(self._ledger.now() + limit))
             with lease:
                 self._ledger.compare(chain, [_whole(slot) for slot in lease.slots], before)
@@ -170,6 +173,10 @@ class Client:
 
     async def _compute(self, args: Mapping[str, Any], chain: Sequence[BlockKey], hit: int) -> str:
         """Fill slots for the blocks behind the hit, during a forward pass, and commit or give up."""
+        with self._ledger.using(chain, putting=True):
+            return await self._fill(args, chain, hit)
+
+    async def _fill(self, args: Mapping[str, Any], chain: Sequence[BlockKey], hit: int) -> str:
         manager = self._cache.manager
         terms = SHORT.get(scope_of_key(chain[0]), BUILTIN["24h"])
         slots, _ = manager.reserve(chain, hit, len(chain), terms)
@@ -201,12 +208,12 @@ class Client:
 
     @asynccontextmanager
     async def _watched(
-        self, wanted: Sequence[BlockKey], chain: Sequence[BlockKey], *, putting: bool = False
+        self, wanted: Sequence[BlockKey], chain: Sequence[BlockKey]
     ) -> AsyncIterator[Mapping[BlockKey, Before]]:
         """Around a call that reads: gives what is known of the blocks before it."""
         proven = self._cache.manager.hierarchy.proven_at
         before = self._ledger.before(wanted, self._process, proven, self._bound_s)
-        with self._ledger.using(chain, putting=putting):
+        with self._ledger.using(chain):
             yield before
 
     def _same(self, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:

@@ -53,7 +53,9 @@ class Ledger:
     """`now` reads the time. `spread_s`: how far the clocks of all machines are apart at most: so much later a block's
     time may be over."""
 
-    def __init__(self, block_bytes: int, terms: Mapping[Scope, Terms], now: Callable[[], float], spread_s: float) -> None:
+    def __init__(
+        self, block_bytes: int, terms: Mapping[Scope, Terms], now: Callable[[], float], spread_s: float
+    ) -> None:
         """`terms`: of scopes whose blocks have no others."""
         self._block_bytes = block_bytes
         self._terms = terms

@@ -1,5 +1,5 @@
-"""One process's way to the bucket, with what goes wrong on it: cut, slow, errors, answers lost, half and damaged bodies,
-requests that hang, writes that land later, listings that are behind.
+"""One process's way to the bucket, with what goes wrong on it: cut, slow, errors, answers lost, half and damaged
+bodies, requests that hang, writes that land later, listings that are behind.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import contextvars
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -188,7 +188,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None: ...
 
+    def _asyncgen_finalizer_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
+        """Once a process was killed, nothing tells whose a generator was that is being dropped: none is closed."""
+        if not self._dead:
+            super()._asyncgen_finalizer_hook(agen)  # type: ignore[misc]
+
     def _report(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        culprit = context.get("task") or context.get("future")
+        if getattr(culprit, "process", OUTSIDE) in self._dead:
+            return
         error = context.get("exception")
         detail = f": {type(error).__name__}: {error}" if error is not None else ""
         self.errors.append(f"{context.get('message', '')}{detail}")
