@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 
@@ -16,6 +17,26 @@ from kvtier.testing.memory import MemoryStore, MemoryTier
 from kvtier.testing.virtual_bucket import VirtualServer
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Tier
+
+
+class _Disk(FaultyTier):
+    """A FaultyTier whose calls that hang go on when it heals: a read or a write has to end some time."""
+
+    def __init__(self, inner: Tier, seed: int) -> None:
+        super().__init__(inner, seed=seed)
+        self._hanging: list[asyncio.Future[None]] = []
+
+    async def _hang(self) -> None:
+        self._hanging.append(healed := asyncio.get_running_loop().create_future())
+        await healed
+
+    def heal(self) -> None:
+        """Every call is answered from now on, those that hang included."""
+        self.faults.clear()
+        for healed in self._hanging:
+            if not healed.done():
+                healed.set_result(None)
+        self._hanging.clear()
 
 
 class Host:
@@ -33,6 +54,7 @@ class Host:
         self._rng = rng
         self._line: Line | None = None
         self._memory: MemoryTier | None = None
+        self._disk: _Disk | None = None
 
     def boot(
         self, process: int, config: Config, namespace: Namespace, disk_blocks: int, heard: Callable[[str], None]
@@ -43,9 +65,9 @@ class Host:
         tiers: list[Tier] = []
         if config.tiers.g3 is not None:
             self._memory = MemoryTier(namespace, clock, store=self.disk, capacity_blocks=disk_blocks)
-            disk = FaultyTier(self._memory, seed=self._rng.getrandbits(32))
-            disk.faults = self.faults
-            tiers.append(disk)
+            self._disk = _Disk(self._memory, seed=self._rng.getrandbits(32))
+            self._disk.faults = self.faults
+            tiers.append(self._disk)
         if config.tiers.g4 is not None:
             stride = config.tiers.g4.stride
             self._line = Line(self._server, self.weather, random.Random(self._rng.getrandbits(32)), heard)
@@ -67,4 +89,6 @@ class Host:
     def heal(self) -> None:
         """Disk and bucket answer again."""
         self.faults.clear()
+        if self._disk is not None:
+            self._disk.heal()
         self.weather.kind = ""
