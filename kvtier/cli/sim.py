@@ -14,8 +14,8 @@ import typer
 
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest
-from kvtier.sim import Outcome, Plan, make_plan, play, shrink
-from kvtier.sim.plan import HOSTS_MAX, STEPS
+from kvtier.sim import History, Played, make_history, play, shrink
+from kvtier.sim.history import HOSTS_MAX, STEPS
 
 Seeds = Annotated[str, typer.Option("--seeds", help="One seed, or the first and the last: 0-1999.")]
 Mode = Annotated[Literal["safety", "liveness"], typer.Option("--mode", help="What is checked; see below.")]
@@ -47,22 +47,22 @@ def sim(
         _replay(_read(replay), as_json=json)
         return
     first, last = _range(seeds)
-    plans = (make_plan(seed, mode, hosts, steps) for seed in range(first, last + 1))
-    played, failed, results = 0, list[Outcome](), _Sum()
+    histories = (make_history(seed, mode, hosts, steps) for seed in range(first, last + 1))
+    count, failed, results = 0, list[Played](), _Sum()
     with _bar(last + 1 - first, f"{mode}") as advance:
-        for plan in plans:
-            outcome = play(plan)
-            played += 1
-            results.add(outcome)
+        for history in histories:
+            played = play(history)
+            count += 1
+            results.add(played)
             advance()
-            if outcome.failure:
-                failed.append(shrink(outcome) if shrinks else outcome)
+            if played.failure:
+                failed.append(shrink(played) if shrinks else played)
                 if len(failed) >= FAILURES_MAX:
                     break
-    files = [_keep(outcome, folder) for outcome in failed]
+    files = [_keep(played, folder) for played in failed]
     found = {
-        "mode": mode, "seeds": f"{first}-{first + played - 1}", "hosts": hosts, "steps": steps, **results.figures(),
-        "failures": [_described(outcome, file) for outcome, file in zip(failed, files, strict=True)],
+        "mode": mode, "seeds": f"{first}-{first + count - 1}", "hosts": hosts, "steps": steps, **results.figures(),
+        "failures": [_described(played, file) for played, file in zip(failed, files, strict=True)],
     }  # fmt: skip
     if json:
         write_json(found)
@@ -80,13 +80,13 @@ class _Sum:
         self._histories = self._served = self._turns = 0
         self._virtual_s = self._cpu_s = 0.0
 
-    def add(self, outcome: Outcome) -> None:
-        self._hash.update(outcome.digest.encode())
+    def add(self, played: Played) -> None:
+        self._hash.update(played.digest.encode())
         self._histories += 1
-        self._served += outcome.served
-        self._turns += outcome.turns
-        self._virtual_s += outcome.virtual_s
-        self._cpu_s += outcome.cpu_s
+        self._served += played.served
+        self._turns += played.turns
+        self._virtual_s += played.virtual_s
+        self._cpu_s += played.cpu_s
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -106,38 +106,38 @@ def _range(seeds: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _read(path: Path) -> Plan:
-    return Plan.decode(path.read_bytes())
+def _read(path: Path) -> History:
+    return History.decode(path.read_bytes())
 
 
-def _keep(outcome: Outcome, folder: Path) -> Path:
+def _keep(played: Played, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"sim-{outcome.plan.mode}-{outcome.plan.seed}.json"
-    file.write_bytes(outcome.plan.encode())
+    file = folder / f"sim-{played.history.mode}-{played.history.seed}.json"
+    file.write_bytes(played.history.encode())
     return file
 
 
-def _described(outcome: Outcome, file: Path) -> dict[str, Any]:
+def _described(played: Played, file: Path) -> dict[str, Any]:
     return {
-        "seed": outcome.plan.seed,
-        "failure": outcome.failure,
-        "where": outcome.where,
-        "steps": len(outcome.plan.steps),
+        "seed": played.history.seed,
+        "failure": played.failure,
+        "where": played.where,
+        "steps": len(played.history.steps),
         "command": f"kvtier sim --replay {file}",
     }
 
 
-def _replay(plan: Plan, *, as_json: bool) -> None:
-    outcome = play(plan)
+def _replay(history: History, *, as_json: bool) -> None:
+    played = play(history)
     if as_json:
-        write_json({"failure": outcome.failure, "where": outcome.where, "digest": outcome.digest,
-                    "history": outcome.history})  # fmt: skip
+        write_json({"failure": played.failure, "where": played.where, "digest": played.digest,
+                    "history": played.lines})  # fmt: skip
     else:
         out = console()
-        for line in outcome.history:
+        for line in played.lines:
             out.print(line)
-        out.print(f"{outcome.failure or 'every promise holds'}\n{outcome.where}")
-    if outcome.failure:
+        out.print(f"{played.failure or 'every promise holds'}\n{played.where}")
+    if played.failure:
         raise typer.Exit(1)
 
 

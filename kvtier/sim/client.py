@@ -69,7 +69,7 @@ class Client:
         }  # fmt: skip
         given = args.get("timeout")
         extra = args.get("hold", 0.0) + 2 * args.get("forward", 0.0) + (given or 0.0 if verb == "request" else 0.0)
-        return (known.get(verb, CALL_S) if given is None else given) + extra
+        return float((known.get(verb, CALL_S) if given is None else given) + extra)
 
     # -- programs ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from kvtier.cache import AsyncCache
 from kvtier.config import Config
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.trusted_clock import TrustedClock
-from kvtier.sim.line import Line, Weather
+from kvtier.sim.link import Link, LinkFaults
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.faults import Fault, FaultyTier
 from kvtier.testing.memory import MemoryStore, MemoryTier
@@ -49,10 +49,10 @@ class Host:
         self.cache: AsyncCache | None = None
         self.disk = MemoryStore.empty()
         self.faults: list[Fault] = []
-        self.weather = Weather()
+        self.link_faults = LinkFaults()
         self._server = server
         self._rng = rng
-        self._line: Line | None = None
+        self._link: Link | None = None
         self._memory: MemoryTier | None = None
         self._disk: _Disk | None = None
 
@@ -70,10 +70,10 @@ class Host:
             tiers.append(self._disk)
         if config.tiers.g4 is not None:
             stride = config.tiers.g4.stride
-            self._line = Line(self._server, self.weather, random.Random(self._rng.getrandbits(32)), heard)
+            self._link = Link(self._server, self.link_faults, random.Random(self._rng.getrandbits(32)), heard)
             tiers.append(
                 ObjectTier(
-                    "sim", namespace, clock=clock, bucket=self._line, seed=self._rng.getrandbits(32),
+                    "sim", namespace, clock=clock, bucket=self._link, seed=self._rng.getrandbits(32),
                     stride=None if stride == "auto" else stride,
                 )
             )  # fmt: skip
@@ -81,8 +81,8 @@ class Host:
 
     def cut_off(self) -> None:
         """Its process is being killed: nothing of it reaches a device any more."""
-        if self._line is not None:
-            self._line.dead = True
+        if self._link is not None:
+            self._link.dead = True
         if self._memory is not None:
             self._memory.store = MemoryStore.empty()
 
@@ -91,4 +91,4 @@ class Host:
         self.faults.clear()
         if self._disk is not None:
             self._disk.heal()
-        self.weather.kind = ""
+        self.link_faults.kind = ""

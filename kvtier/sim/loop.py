@@ -38,7 +38,7 @@ class _Numbered:
 
     def __init__(self, *args: Any, loop: VirtualLoop, **named: Any) -> None:
         self.process, self._number = _process.get(), loop.number()
-        super().__init__(*args, loop=loop, **named)
+        super().__init__(*args, loop=loop, **named)  # type: ignore[call-arg]
 
     def __hash__(self) -> int:
         return self._number
@@ -103,9 +103,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context.run(_process.set, process)
         for task in sorted(tasks, key=hash, reverse=True):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            coroutine = task.get_coro()
             with contextlib.suppress(BaseException):
-                context.run(coroutine.close)  # type: ignore[union-attr]
+                context.run(task.get_coro().close)
 
     # -- what asyncio asks of a loop --------------------------------------------------------------------------------
 
@@ -119,12 +118,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._queue(handle)
         return handle
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         return self._call_soon(callback, args, context)
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
@@ -172,7 +171,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not timers:
                 raise Stuck("nothing is left to happen")
             when, _, timer = heapq.heappop(timers)
-            if not timer._cancelled:  # type: ignore[attr-defined]
+            if not timer._cancelled:
                 self._now = max(self._now, when)
                 self._queue(timer)
         self.turns += 1
@@ -183,8 +182,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for handle in self._queues.pop(process):
             if process in self._dead:
                 return
-            if not handle._cancelled:  # type: ignore[attr-defined]
-                handle._run()  # type: ignore[attr-defined]
+            if not handle._cancelled:
+                handle._run()
 
     def _write_to_self(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Plays plans: one seed after the other, and a failing one with ever fewer steps."""
+"""Plays histories: one seed after the other, and a failing one with ever fewer steps."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
+from kvtier.sim.history import History
 from kvtier.sim.ledger import Wrong
 from kvtier.sim.loop import Stuck, VirtualLoop
-from kvtier.sim.plan import Plan
 from kvtier.sim.world import World
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Played:
     """`failure`: in one line, "" if every promise held; `where`: the innermost lines that raised it. `digest` of all
-    that happened; `history`: line by line; `served` blocks; `virtual_s` and `cpu_s` of time."""
+    that happened; `lines`: what happened; `served` blocks; `virtual_s` and `cpu_s` of time."""
 
-    plan: Plan
+    history: History
     failure: str
     where: str
     digest: str
-    history: tuple[str, ...]
+    lines: tuple[str, ...]
     served: int
     turns: int
     virtual_s: float
     cpu_s: float
 
 
-def play(plan: Plan) -> Outcome:
-    """Play one plan. The same plan gives the same outcome but for `cpu_s`. Not for use beside another event loop of
+def play(history: History) -> Played:
+    """Play one history. The same history gives the same but for `cpu_s`. Not for use beside another event loop of
     this thread, nor by two threads at once."""
     began, failure, where = time.process_time(), "", ""
     with _alone():
-        loop = VirtualLoop(plan.seed)
-        world = World(plan, loop)
+        loop = VirtualLoop(history.seed)
+        world = World(history, loop)
         try:
             asyncio.set_event_loop(loop)
             loop.run_until_complete(world.run())
@@ -56,11 +56,11 @@ def play(plan: Plan) -> Outcome:
                     host.cut_off()
                     loop.kill(host.process)
                 if host.cache is not None:
-                    host.cache.manager.host.close()
+                    host.cache.manager.host.arena.close()
             asyncio.set_event_loop(None)
             loop.close()
-    return Outcome(
-        plan, failure, where, world.digest, tuple(world.log), world.ledger.served, loop.turns, loop.time() - 1000.0,
+    return Played(
+        history, failure, where, world.digest, tuple(world.log), world.ledger.served, loop.turns, loop.time() - 1000.0,
         time.process_time() - began,
     )  # fmt: skip
 
@@ -87,25 +87,25 @@ def _where(error: BaseException) -> str:
     return " < ".join(f"{line.filename.rpartition('/')[2]}:{line.lineno} {line.name}" for line in reversed(lines))
 
 
-def shrink(failed: Outcome, tried: Callable[[int], None] = lambda left: None) -> Outcome:
+def shrink(failed: Played, tried: Callable[[int], None] = lambda left: None) -> Played:
     """The same kind of failure with as few steps as leaving some out gives. `tried` hears how many are left."""
     best = failed
-    size = max(1, len(best.plan.steps) // 2)
+    size = max(1, len(best.history.steps) // 2)
     while True:
         start, smaller = 0, False
-        while start < len(best.plan.steps):
-            kept = [*range(start), *range(start + size, len(best.plan.steps))]
-            outcome = play(best.plan.only(kept))
-            if _kind(outcome) == _kind(failed):
-                best, smaller = outcome, True
+        while start < len(best.history.steps):
+            kept = [*range(start), *range(start + size, len(best.history.steps))]
+            played = play(best.history.only(kept))
+            if _kind(played) == _kind(failed):
+                best, smaller = played, True
             else:
                 start += size
-            tried(len(best.plan.steps))
+            tried(len(best.history.steps))
         if size == 1 and not smaller:
             return best
         size = max(1, size // 2)
 
 
-def _kind(outcome: Outcome) -> str:
+def _kind(played: Played) -> str:
     """What failed, without its times and numbers."""
-    return "".join(char for char in outcome.failure if not char.isdigit())[:40]
+    return "".join(char for char in played.failure if not char.isdigit())[:40]

@@ -1,4 +1,5 @@
-"""A plan played: machines and their processes, one bucket, one virtual time; what is promised is checked all along.
+"""A history as it is played: machines and their processes, one bucket, one virtual time. Promises are checked
+all along.
 
 Real are the cache, the manager with its policies, and the G4 tier; the disk is `kvtier.testing.MemoryTier` over what
 survives a process; bucket, clocks, threads and callers are virtual.
@@ -19,10 +20,10 @@ from kvtier.config import Config
 from kvtier.errors import ClosedError, TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.sim.client import GRACE_S, Client
+from kvtier.sim.history import History, Step
 from kvtier.sim.host import Host
 from kvtier.sim.ledger import Ledger, Wrong, bytes_of
 from kvtier.sim.loop import OUTSIDE, VirtualLoop
-from kvtier.sim.plan import Plan, Step
 from kvtier.sim.prompts import CLASSES, NAMESPACE, SHORT, chain_of_step, fresh_chain
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.faults import Fault
@@ -36,7 +37,7 @@ QUIET_S = 10.0
 LONGEST_S = 320.0
 """No call takes longer."""
 HEALED_S = 90.0
-"""After so long in good weather everything works again."""
+"""After so long in good link_faults everything works again."""
 
 
 class _Clock:
@@ -58,21 +59,21 @@ class _Clock:
 class World:
     """`log`: what happened, a line each; `digest` of it and of the scheduler's turns tells two histories apart."""
 
-    def __init__(self, plan: Plan, loop: VirtualLoop) -> None:
-        self.plan = plan
+    def __init__(self, history: History, loop: VirtualLoop) -> None:
+        self.history = history
         self._loop = loop
-        self._rng = random.Random(f"world {plan.seed}")
+        self._rng = random.Random(f"world {history.seed}")
         clock = _Clock(loop)
         self.server = VirtualServer(clock=clock)
         self.hosts = [
             Host(number, SkewedClock(clock, ahead_s), self.server, random.Random(self._rng.getrandbits(32)))
-            for number, ahead_s in enumerate(plan.skews)
+            for number, ahead_s in enumerate(history.skews)
         ]
-        self._config = _config(plan.tiers, plan.slots, plan.stride, plan.purge)
+        self._config = _config(history.tiers, history.slots, history.stride, history.purge)
         self._leapt = 0.0
         self._processes = OUTSIDE
         self._running: list[asyncio.Task[None]] = []
-        self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, _spread_s(plan) + GRACE_S)
+        self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, _spread_s(history) + GRACE_S)
         self.log: list[str] = []
         self._hash = hashlib.sha256()
 
@@ -90,7 +91,7 @@ class World:
         """Raises Wrong, or whatever a cache raised."""
         for host in self.hosts:
             await self._start(host)
-        for step in self.plan.steps:
+        for step in self.history.steps:
             await asyncio.sleep(step.gap)
             self._reap()
             host = self.hosts[step.host % len(self.hosts)]
@@ -101,7 +102,7 @@ class World:
             elif host.cache is not None:
                 self._launch(host, step)
         await self._ended(self.hosts)
-        if self.plan.mode == "liveness":
+        if self.history.mode == "liveness":
             await self._recovers()
         for host in self.hosts:
             await self._look(host)
@@ -114,7 +115,7 @@ class World:
 
     def _client(self, host: Host) -> Client:
         assert host.cache is not None
-        bound_s = BOUND_S if self.plan.purge == "strict" else inf
+        bound_s = BOUND_S if self.history.purge == "strict" else inf
         process = host.process
         return Client(
             host.cache, process, self.ledger, lambda: self._leapt, lambda told: self.tell(host, told), bound_s
@@ -163,7 +164,9 @@ class World:
     async def _start(self, host: Host) -> None:
         self._processes += 1
         earlier, process = host.process, self._processes
-        cache = host.boot(process, self._config, NAMESPACE, self.plan.disk_blocks, lambda what: self.tell(host, what))
+        cache = host.boot(
+            process, self._config, NAMESPACE, self.history.disk_blocks, lambda what: self.tell(host, what)
+        )
         self.ledger.restarted(earlier, process)
         await self._within(host, cache.__aenter__(), 120.0, "opening")
         host.cache = cache
@@ -184,7 +187,7 @@ class World:
         self._loop.kill(host.process)
         self._running = [task for task in self._running if task.process != host.process]  # type: ignore[attr-defined]
         if cache is not None:
-            cache.manager.host.close()
+            cache.manager.host.arena.close()
         await asyncio.sleep(args["down"])
         await self._start(host)
 
@@ -197,7 +200,7 @@ class World:
     # -- what happens to machines -----------------------------------------------------------------------------------
 
     async def _bucket(self, host: Host, args: dict[str, Any]) -> None:
-        host.weather.kind, host.weather.rate = args["kind"], args["rate"]
+        host.link_faults.kind, host.link_faults.rate = args["kind"], args["rate"]
 
     async def _disk(self, host: Host, args: dict[str, Any]) -> None:
         host.faults[:] = [Fault(args["on"], args["kind"], args["rate"], seconds=0.1)]
@@ -207,7 +210,7 @@ class World:
 
     async def _land(self, host: Host, args: dict[str, Any]) -> None:
         """Writes that were not answered arrive."""
-        late, host.weather.late = host.weather.late, []
+        late, host.link_faults.late = host.link_faults.late, []
         self._rng.shuffle(late)
         for name, data, used in late:
             if name not in self.server.objects:
@@ -237,7 +240,7 @@ class World:
         if host.cache is None:
             return
         client, seen = self._client(host), set()
-        for step in self.plan.steps:
+        for step in self.history.steps:
             if "chain" not in step.args or (name := (step.args["scope"], step.args["chain"])) in seen:
                 continue
             seen.add(name)
@@ -251,7 +254,7 @@ class World:
 
     async def _recovers(self) -> None:
         """All is well again: every cache works, within HEALED_S."""
-        for host, ahead_s in zip(self.hosts, self.plan.skews, strict=True):
+        for host, ahead_s in zip(self.hosts, self.history.skews, strict=True):
             host.heal()
             host.clock.ahead_s = ahead_s
             await self._land(host, {})
@@ -273,7 +276,7 @@ class World:
             table = manager.host._table
             pinned = sum(pins > 0 for pins in table.pins)
             sick = [tier.name for tier in manager.lower.values() if not tier.healthy()]
-            behind = "g4" in self.plan.tiers and manager.hierarchy.proven_at < healed
+            behind = "g4" in self.history.tiers and manager.hierarchy.proven_at < healed
             held = (pinned, manager.host.quarantined, len(manager.host.filling()), flushed.pending)
             if not any(held) and not sick and not manager.lower.out and not behind:
                 return
@@ -290,14 +293,14 @@ class World:
         assert host.cache is not None
         chain = fresh_chain(host.number)
         await self._store(host, chain)
-        if not self.plan.tiers:
+        if not self.history.tiers:
             return
         await self._within(host, host.cache.evict("g2"), CLOSE_S, "evict")
         await self._hits(host, chain, "after they left G2")
         await self._kill(host, {"down": 0.0})
         await self._settled(host)
         await self._hits(host, chain, "after a kill")
-        if "g4" in self.plan.tiers:
+        if "g4" in self.history.tiers:
             # A block younger than the clocks are apart is dated back, and may then count as purged before.
             await asyncio.sleep(self.ledger.spread_s)
             for other in self.hosts:
@@ -346,10 +349,10 @@ async def _cancelled(call: Callable[[], Coroutine[Any, Any, None]], turns: int |
             await task
 
 
-def _spread_s(plan: Plan) -> float:
+def _spread_s(history: History) -> float:
     """How far the clocks are apart at most, in this whole history."""
-    known = [0.0, *plan.skews, *(step.args["ahead"] for step in plan.steps if step.verb == "jump")]
-    return max(known) - min(known)
+    known = [0.0, *history.skews, *(step.args["ahead"] for step in history.steps if step.verb == "jump")]
+    return float(max(known) - min(known))
 
 
 @lru_cache(maxsize=64)

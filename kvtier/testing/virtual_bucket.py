@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier.errors import CorruptError
 from kvtier.testing.clock import VirtualClock
@@ -24,9 +25,10 @@ class _Object:
 
 @dataclass
 class VirtualServer:
-    """What all replicas share. `stamps`: whether it tells when an object was written."""
+    """What all replicas share. `clock`: any; a VirtualClock where none is given. `stamps`: whether it tells when an
+    object was written."""
 
-    clock: VirtualClock = field(default_factory=VirtualClock)
+    clock: Any = field(default_factory=VirtualClock)
     stamps: bool = True
     objects: dict[str, _Object] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
@@ -139,6 +141,11 @@ class VirtualBucket(Bucket):
             self.server.drop(name)
         await self._answering("delete", names[0])
 
+    def _page(self, prefix: str, after: str) -> list[Stat]:
+        begin = max(bisect_left(self.server.names, prefix), bisect_right(self.server.names, after))
+        some = self.server.names[begin : begin + LIST_PAGE]
+        return [self._stat(name, self.server.objects[name], True) for name in some if name.startswith(prefix)]
+
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
         while True:
             await self._asked("list", prefix)
@@ -149,11 +156,6 @@ class VirtualBucket(Bucket):
             if len(page) < LIST_PAGE:
                 return
             after = page[-1].name
-
-    def _page(self, prefix: str, after: str) -> list[Stat]:
-        begin = max(bisect_left(self.server.names, prefix), bisect_right(self.server.names, after))
-        some = self.server.names[begin : begin + LIST_PAGE]
-        return [self._stat(name, self.server.objects[name], True) for name in some if name.startswith(prefix)]
 
     async def close(self) -> None:
         pass

@@ -20,7 +20,7 @@ STALE_S = 5.0
 
 
 @dataclass
-class Weather:
+class LinkFaults:
     """What goes wrong on one machine's way to the bucket, which outlives its processes. `kind`: one of KINDS; `rate`:
     of requests; `late`: writes that were not answered, and land when the world says so."""
 
@@ -32,22 +32,22 @@ class Weather:
     late: list[tuple[str, bytes, Wall]] = field(default_factory=list)
 
 
-class Line(VirtualBucket):
-    """See the module. A dead process's line does nothing any more."""
+class Link(VirtualBucket):
+    """See the module. A dead process's does nothing any more."""
 
     def __init__(
-        self, server: VirtualServer, weather: Weather, rng: random.Random, heard: Callable[[str], None]
+        self, server: VirtualServer, link_faults: LinkFaults, rng: random.Random, heard: Callable[[str], None]
     ) -> None:
         """`heard` is told of every request."""
         super().__init__(server)
-        self._weather = weather
+        self._faults = link_faults
         self._rng = rng
         self._heard = heard
         self.dead = False
 
     def _strikes(self, *kinds: str) -> bool:
-        weather = self._weather
-        return weather.kind in kinds and (weather.kind == "cut" or self._rng.random() < weather.rate)
+        link_faults = self._faults
+        return link_faults.kind in kinds and (link_faults.kind == "cut" or self._rng.random() < link_faults.rate)
 
     async def _asked(self, verb: str, name: str) -> None:
         await super()._asked(verb, name)
@@ -72,7 +72,7 @@ class Line(VirtualBucket):
 
     async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         if self._strikes("late") and not self.dead:
-            self._weather.late.append((name, bytes(data), used))
+            self._faults.late.append((name, bytes(data), used))
             await asyncio.sleep(0.01)
             raise Transient(TIER, "put", "simulated: no answer yet")
         return await super().create(name, data, used)

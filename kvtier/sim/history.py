@@ -1,5 +1,5 @@
 """A history to be played, drawn from a seed: the machines, and what is done to them step by step. Plain data, so that
-steps can be left out, and a plan kept as a file.
+steps can be left out, and a history kept as a file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvtier.errors import InvalidRequest
-from kvtier.sim.line import Weather
+from kvtier.sim.link import LinkFaults
 
 MODES = ("safety", "liveness")
 STEPS = 40
@@ -39,7 +39,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class History:
     """`skews`: by how much each machine's wall clock is ahead at first. `tiers`: those below G2. `purge`: its mode."""
 
     seed: int
@@ -52,7 +52,7 @@ class Plan:
     purge: str
     steps: tuple[Step, ...] = field(repr=False)
 
-    def only(self, steps: Sequence[int]) -> Plan:
+    def only(self, steps: Sequence[int]) -> History:
         """The same with these of its steps, by number."""
         return replace(self, steps=tuple(self.steps[number] for number in steps))
 
@@ -61,15 +61,19 @@ class Plan:
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
     @classmethod
-    def decode(cls, raw: bytes) -> Plan:
+    def decode(cls, raw: bytes) -> History:
         """The inverse. Raises InvalidRequest."""
         try:
-            return msgspec.json.decode(raw, type=cls)
+            history = msgspec.json.decode(raw, type=cls)
         except msgspec.MsgspecError as error:
-            raise InvalidRequest(f"not a plan of `kvtier sim`: {error}") from None
+            raise InvalidRequest(f"not a history of `kvtier sim`: {error}") from None
+        verbs = {step.verb for step in history.steps}
+        if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= _VERBS.keys():
+            raise InvalidRequest("not a history of `kvtier sim`: its mode, its machines or a verb do not exist")
+        return history
 
 
-def make_plan(seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEPS) -> Plan:
+def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEPS) -> History:
     """`hosts` 0: one to three. Pure. Raises InvalidRequest."""
     if mode not in MODES:
         raise InvalidRequest(f"mode {mode!r}: one of {', '.join(MODES)}")
@@ -80,7 +84,7 @@ def make_plan(seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEP
     count = hosts or (rng.choice((1, 2, 2, 3)) if "g4" in tiers else 1)
     near = mode == "liveness" or rng.random() < 0.7  # a clock that is wrong costs hits until it is trusted again
     skews = tuple(rng.choice((0.0, 0.5, -1.5) if near else (0.0, 5.0, -30.0, 250.0, -3600.0)) for _ in range(count))
-    return Plan(
+    return History(
         seed=seed,
         mode=mode,
         skews=skews,
@@ -129,7 +133,7 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "name", f"p{rng.randrange(3)}"
         yield "seconds", rng.choice((5.0, 3600.0))
     elif verb == "bucket":
-        yield "kind", rng.choice(Weather.KINDS)
+        yield "kind", rng.choice(LinkFaults.KINDS)
         yield "rate", rng.choice((0.1, 0.4, 1.0))
     elif verb == "disk":
         yield "kind", rng.choice(_DISK_FAULTS)
