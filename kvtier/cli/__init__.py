@@ -53,6 +53,7 @@ COMMANDS = (
     Command("trace record", "kvtier.cli.trace:record", "Record the requests of a running cache, for `plan`."),
     Command("plan", "kvtier.cli.plan:plan", "Compute hit rate and cost over tier sizes."),
     Command("explain", "kvtier.cli.explain:explain", "Say where two prompts part, why, and what it costs."),
+    Command("sim", "kvtier.cli.sim:sim", "Simulate fleets over virtual time and faults, and check every promise."),
     Command("bench index", "kvtier.cli.bench.index:index", "Benchmark hashing, matching and the block pool."),
     Command("bench tiers", "kvtier.cli.bench.tiers:tiers", "Benchmark a tier against the library and device below it."),
     Command("bench peers", "kvtier.cli.bench.peers:peers", "Benchmark an engine with kvtier and with other caches."),

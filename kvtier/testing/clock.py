@@ -1,10 +1,11 @@
-"""Time that moves only by `advance`."""
+"""Time that moves only by `advance`, and clocks that disagree about it."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import cast
 
+from kvtier.clock import Clock
 from kvtier.times import Mono, Wall
 
 
@@ -36,3 +37,20 @@ class VirtualClock:
     def jump_wall(self, seconds: float) -> None:
         """Set the wall clock forward or back, as an operator or NTP would; monotonic time does not change."""
         self._wall += seconds
+
+
+class SkewedClock:
+    """Another clock, `ahead_s` seconds ahead of it by the wall. Settable: the wall clock of one machine."""
+
+    def __init__(self, clock: Clock, ahead_s: float = 0.0) -> None:
+        self._clock = clock
+        self.ahead_s = ahead_s
+
+    def wall(self) -> Wall:
+        return Wall(self._clock.wall() + self.ahead_s)
+
+    def monotonic(self) -> Mono:
+        return self._clock.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)

@@ -89,10 +89,14 @@ class FaultyTier:
         if fault.kind == "crash":
             raise OSError(5, f"injected into {verb}")
         if fault.kind == "hang":
-            await asyncio.Event().wait()
+            await self._hang()
         if fault.kind == "slow":
             await asyncio.sleep(fault.seconds)
         return fault
+
+    async def _hang(self) -> None:
+        """For ever. A subclass may end it when the tier heals."""
+        await asyncio.Event().wait()
 
     async def open(self) -> None:
         await self._inject("open")

@@ -10,7 +10,6 @@ OVERLAP_S are not believed. A delta may be empty: the server's stamp on it tells
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import cast
@@ -76,9 +75,10 @@ class Deltas:
     """One replica's deltas: collects and publishes its own, and reads those of the rest into the index."""
 
     def __init__(
-        self, bucket: Bucket, names: ObjectNames, keyring: Keyring, index: ObjectIndex, stride: int, clock: Clock
-    ) -> None:
-        """`stride`: entries of another one are ignored."""
+        self, bucket: Bucket, names: ObjectNames, keyring: Keyring, index: ObjectIndex, stride: int, clock: Clock,
+        replica: int,
+    ) -> None:  # fmt: skip
+        """`stride`: entries of another one are ignored. `replica`: 32 bits that tell the replicas apart."""
         self._bucket = bucket
         self._keyring = keyring
         self._signer = Signer(keyring, names.root)
@@ -86,7 +86,7 @@ class Deltas:
         self._index = index
         self._stride = stride
         self._clock = clock
-        self._replica = os.urandom(4).hex()
+        self._replica = f"{replica:08x}"
         self._pending: list[UnitHint] = []
         self._published = clock.monotonic()
         self._last_published: tuple[str, Mono] | None = None  # name, and when

@@ -127,3 +127,27 @@ def _copy(task: asyncio.Task[T], result: asyncio.Future[T]) -> None:
         result.set_exception(error)
     else:
         result.set_result(task.result())
+
+
+class CallersLoop:
+    """A `LoopThread` without a thread: the work is done on the loop of its caller. For a bucket whose client does not
+    mind the loop it is called on."""
+
+    usable = True
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    async def run(self, work: Coroutine[Any, Any, T], budget_s: float | None = None) -> T:
+        """Await `work`, for at most `budget_s`. Raises TimeoutError."""
+        return await _bounded(work, budget_s)
+
+    async def run_or_abandon(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`."""
+        return await work
+
+    def stop(self, grace_s: float) -> Future[None]:
+        """Ended already."""
+        ended: Future[None] = Future()
+        ended.set_result(None)
+        return ended

@@ -56,15 +56,16 @@ class ObjectStore:
 
     def __init__(
         self, bucket: RetryingBucket, names: ObjectNames, keyring: Keyring, block_bytes: int, stride: int,
-        clock: Clock, limits: BucketLimits, keys: DataKeys | None = None, compress: bool = False,
+        clock: Clock, limits: BucketLimits, keys: DataKeys | None = None, compress: bool = False, *, replica: int,
     ) -> None:  # fmt: skip
-        """`compress`: units written are coded, where that saves enough; coded ones are read in any case."""
+        """`compress`: units written are coded, where that saves enough; coded ones are read in any case. `replica`: 32
+        bits that tell the replicas apart."""
         self.bucket = bucket
         self.names = names
         self.stride = stride
         self.index = ObjectIndex(stride, names.fingerprint)
         signer = Signer(keyring, names.root)
-        self.deltas = Deltas(bucket, names, keyring, self.index, stride, clock)
+        self.deltas = Deltas(bucket, names, keyring, self.index, stride, clock, replica)
         self.purges = TenantLog(bucket, names, signer, clock)
         self.pins = SharedPins(bucket, names, signer, self.purges, clock)
         self.encryption = UnitEncryption(keys)

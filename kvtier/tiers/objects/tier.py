@@ -31,12 +31,12 @@ from kvtier.supervisor import Service, Unwatched, abandon
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.background import Background
 from kvtier.tiers.objects.bucket.open import BucketLimits, Client, open_bucket
-from kvtier.tiers.objects.bucket.protocol import TIER
+from kvtier.tiers.objects.bucket.protocol import TIER, Bucket
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.compression import codes
 from kvtier.tiers.objects.delete import Remover
 from kvtier.tiers.objects.frame import COUNT_MAX
-from kvtier.tiers.objects.loop_thread import LoopThread
+from kvtier.tiers.objects.loop_thread import CallersLoop, LoopThread
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.payload import require_library
 from kvtier.tiers.objects.probe import Prober
@@ -68,7 +68,9 @@ class ObjectTier:
     `stride`: blocks per object; every replica that shares a bucket must use the same. An unreachable server does not
     keep `open` from returning: until it answers, every verb fails fast with TierError. `problem` says why. `keys`:
     units are encrypted with these; without them they are plain, and encrypted ones are misses. `compression`:
-    "lossless" codes the units of a namespace of 16-bit floats; coded ones are read with "none", too.
+    "lossless" codes the units of a namespace of 16-bit floats; coded ones are read with "none", too. `bucket`: a client
+    made by the caller, that lives on the caller's event loop as the whole tier then does; `url` is the prefix in it.
+    `seed`: of what is drawn (pauses, samples, this replica's number); None: another one each time.
     """
 
     name = TIER
@@ -82,6 +84,7 @@ class ObjectTier:
         clock: Clock,
         options: Mapping[str, object] | None = None,
         client: Client = "auto",
+        bucket: Bucket | None = None,
         stride: int | None = None,
         limits: BucketLimits | None = None,
         keyring: Keyring | None = None,
@@ -101,17 +104,18 @@ class ObjectTier:
         self._trusted = keyring.trusted
         self._clock = clock
         self._random = random.Random(seed)
-        bucket, prefix = open_bucket(url, options or {}, client, clock, limits)
+        self._loop: LoopThread | CallersLoop = LoopThread("kvtier-g4") if bucket is None else CallersLoop()
+        bucket, prefix = (bucket, url) if bucket else open_bucket(url, options or {}, client, clock, limits)
         self._store = ObjectStore(
             RetryingBucket(bucket, attempts=attempts, seed=seed), ObjectNames(prefix, namespace.digest, keyring),
             keyring, self.block_bytes, self.stride, clock, limits, keys, codes(compression, namespace.dtype),
+            replica=self._random.getrandbits(32),
         )  # fmt: skip
         self._prober, self._remover = Prober(self._store, clock), Remover(self._store)
         self._writer = ObjectWriter(self._store, keyring, clock, limits)
         self._sweeper = Sweeper(self._store, clock, self._random)
         self._background = Background(self._store, self._sweeper, clock)
         self._service: Service = Unwatched()
-        self._loop = LoopThread("kvtier-g4")
         self._pid, self._started = 0, False
         self._synced = self._retry_at = float("-inf")
         self._syncing: asyncio.Future[None] | None = None

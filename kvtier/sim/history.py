@@ -1,0 +1,147 @@
+"""A history to be played, drawn from a seed: the machines, and what is done to them step by step. Plain data, so that
+steps can be left out, and a history kept as a file.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from kvtier.errors import InvalidRequest
+from kvtier.sim.link import LinkFaults
+
+MODES = ("safety", "liveness")
+STEPS = 40
+HOSTS_MAX = 8
+_VERBS: Mapping[str, int] = {
+    "put": 22, "get": 22, "request": 14, "match": 4, "prewarm": 3, "flush": 4, "evict": 4, "purge": 3, "pin": 3,
+    "unpin": 2, "bucket": 5, "disk": 5, "heal": 3, "land": 2, "damage": 2, "jump": 1, "leap": 1, "kill": 3, "stop": 2,
+}  # fmt: skip
+_DISK_FAULTS = ("error", "crash", "slow", "linger", "drop", "hang")
+_DISK_VERBS = ("read", "write", "lookup", "retain", "purge", "tombstones", "evict", "flush", "write_note", "*")
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """`gap` seconds after the step before it, `host` does `verb`, without waiting for its end. `seed`: of what it draws
+    meanwhile."""
+
+    gap: float
+    host: int
+    verb: str
+    args: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class History:
+    """`skews`: by how much each machine's wall clock is ahead at first. `tiers`: those below G2. `purge`: its mode."""
+
+    seed: int
+    mode: str
+    skews: tuple[float, ...]
+    tiers: tuple[str, ...]
+    slots: int
+    disk_blocks: int
+    stride: int
+    purge: str
+    steps: tuple[Step, ...] = field(repr=False)
+
+    def only(self, steps: Sequence[int]) -> History:
+        """The same with these of its steps, by number."""
+        return replace(self, steps=tuple(self.steps[number] for number in steps))
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> History:
+        """The inverse. Raises InvalidRequest."""
+        try:
+            history = msgspec.json.decode(raw, type=cls)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"not a history of `kvtier sim`: {error}") from None
+        verbs = {step.verb for step in history.steps}
+        if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= _VERBS.keys():
+            raise InvalidRequest("not a history of `kvtier sim`: its mode, its machines or a verb do not exist")
+        return history
+
+
+def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEPS) -> History:
+    """`hosts` 0: one to three. Pure. Raises InvalidRequest."""
+    if mode not in MODES:
+        raise InvalidRequest(f"mode {mode!r}: one of {', '.join(MODES)}")
+    if not 0 <= hosts <= HOSTS_MAX or steps < 1:
+        raise InvalidRequest(f"hosts: 1 … {HOSTS_MAX}, steps: at least 1; got {hosts} and {steps}")
+    rng = random.Random(f"{mode} {seed}")
+    tiers = rng.choice((("g3", "g4"), ("g3", "g4"), ("g4",), ("g3",), ("g3", "g4"), ()))
+    count = hosts or (rng.choice((1, 2, 2, 3)) if "g4" in tiers else 1)
+    near = mode == "liveness" or rng.random() < 0.7  # a clock that is wrong costs hits until it is trusted again
+    skews = tuple(rng.choice((0.0, 0.5, -1.5) if near else (0.0, 5.0, -30.0, 250.0, -3600.0)) for _ in range(count))
+    return History(
+        seed=seed,
+        mode=mode,
+        skews=skews,
+        tiers=tiers,
+        slots=rng.choice((16, 24, 40)),
+        disk_blocks=rng.choice((0, 24, 64)),
+        stride=rng.choice((1, 2, 4)),
+        purge=rng.choice(("strict", "available")) if "g4" in tiers else "available",
+        steps=tuple(_steps(rng, count, steps, tiers, near)),
+    )
+
+
+def _steps(rng: random.Random, hosts: int, count: int, tiers: Sequence[str], near: bool) -> Iterator[Step]:
+    verbs = {verb: weight for verb, weight in _VERBS.items() if not near or verb != "jump"}
+    for verb in rng.choices(list(verbs), list(verbs.values()), k=count):
+        gap = rng.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.1, 0.5, 2.0, 8.0 if rng.random() < 0.5 else 25.0))
+        yield Step(gap, rng.randrange(hosts), verb, dict(_args(verb, rng, tiers)), rng.getrandbits(32))
+
+
+def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    if verb in ("put", "get", "request", "match", "prewarm", "pin"):
+        yield "scope", min(int(rng.expovariate(0.6)), 5) if verb != "pin" else 0
+        yield "chain", min(int(rng.expovariate(0.5)), 7)
+        yield "blocks", rng.randint(1, 6)
+    if verb in ("put", "get"):
+        yield "start", rng.choice((0, 0, 0, 1, 3))
+    if verb in ("put", "get", "request", "match", "prewarm"):
+        yield "timeout", rng.choice((None, 0.0, 0.01, 0.2, 2.0))
+    if verb in ("put", "get", "request", "prewarm", "flush", "purge", "pin", "evict") and rng.random() < 0.3:
+        yield "cancel", rng.choice((0, 1, 2, 3, 5, 8, 13, 30))
+    if verb == "put":
+        yield "kind", rng.choice((None, None, "sure", "shallow", "local", "urgent", "ranges"))
+        yield "wait", rng.random() < 0.6
+    elif verb == "get":
+        yield "hold", rng.choice((0.0, 0.01, 1.0))
+    elif verb == "request":
+        yield "forward", rng.choice((0.0, 0.005, 0.05, 1.0))
+        yield "ending", rng.choice(("commit", "commit", "commit", "abort", "late", "preempt"))
+    elif verb == "flush":
+        yield "timeout", rng.choice((0.0, 0.5, 20.0))
+    elif verb == "evict":
+        yield "tier", rng.choice(("g2", *tiers))
+    elif verb == "purge":
+        yield "scope", rng.choice((0, 0, 1, 2, 4))
+    elif verb in ("pin", "unpin"):
+        yield "name", f"p{rng.randrange(3)}"
+        yield "seconds", rng.choice((5.0, 3600.0))
+    elif verb == "bucket":
+        yield "kind", rng.choice(LinkFaults.KINDS)
+        yield "rate", rng.choice((0.1, 0.4, 1.0))
+    elif verb == "disk":
+        yield "kind", rng.choice(_DISK_FAULTS)
+        yield "on", rng.choice(_DISK_VERBS)
+        yield "rate", rng.choice((0.1, 0.4, 1.0))
+    elif verb == "jump":
+        yield "ahead", rng.choice((3.0, -3.0, 250.0, -3600.0, 2 * _DAY_S, -2 * _DAY_S))
+    elif verb == "leap":
+        yield "seconds", rng.choice((5.0, 70.0, 700.0))
+    elif verb in ("kill", "stop"):
+        yield "down", rng.choice((0.0, 0.5, 3.0))

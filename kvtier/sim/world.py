@@ -1,0 +1,372 @@
+"""A history as it is played: machines and their processes, one bucket, one virtual time. Promises are checked
+all along.
+
+Real are the cache, the manager with its policies, and the G4 tier; the disk is `kvtier.testing.MemoryTier` over what
+survives a process; bucket, clocks, threads and callers are virtual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from functools import lru_cache, partial
+from math import inf
+from typing import Any
+
+from kvtier.config import Config
+from kvtier.errors import ClosedError, TierError
+from kvtier.identity.keys import BlockKey
+from kvtier.sim.client import GRACE_S, Client
+from kvtier.sim.history import History, Step
+from kvtier.sim.host import Host
+from kvtier.sim.ledger import Ledger, Wrong, bytes_of
+from kvtier.sim.loop import OUTSIDE, VirtualLoop
+from kvtier.sim.prompts import CLASSES, NAMESPACE, SHORT, chain_of_step, fresh_chain
+from kvtier.testing.clock import SkewedClock
+from kvtier.testing.faults import Fault
+from kvtier.testing.virtual_bucket import VirtualServer
+from kvtier.times import Mono, Wall
+
+BOUND_S = 60.0
+"""security.purge_bound."""
+CLOSE_S = 5.0
+QUIET_S = 10.0
+LONGEST_S = 320.0
+"""No call takes longer."""
+HEALED_S = 90.0
+"""After so long in good link_faults everything works again."""
+
+
+class _Clock:
+    """The time that all clocks are skewed from."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def wall(self) -> Wall:
+        return Wall(1_800_000_000.0 + self._loop.time())
+
+    def monotonic(self) -> Mono:
+        return Mono(self._loop.time())
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class World:
+    """`log`: what happened, a line each; `digest` of it and of the scheduler's turns tells two histories apart."""
+
+    def __init__(self, history: History, loop: VirtualLoop) -> None:
+        self.history = history
+        self._loop = loop
+        self._rng = random.Random(f"world {history.seed}")
+        clock = _Clock(loop)
+        self.server = VirtualServer(clock=clock)
+        self.hosts = [
+            Host(number, SkewedClock(clock, ahead_s), self.server, random.Random(self._rng.getrandbits(32)))
+            for number, ahead_s in enumerate(history.skews)
+        ]
+        self._config = _config(history.tiers, history.slots, history.stride, history.purge)
+        self._leapt = 0.0
+        self._processes = OUTSIDE
+        self._running: list[asyncio.Task[None]] = []
+        self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, _spread_s(history) + GRACE_S)
+        self.log: list[str] = []
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()[:32]
+
+    def tell(self, host: Host | None, what: str) -> None:
+        """An event of the history."""
+        line = f"{self._loop.time() - 1000:.4f} {'-' if host is None else host.number} {what}"
+        self.log.append(line)
+        self._hash.update(f"{self._loop.turns} {line}\n".encode())
+
+    async def run(self) -> None:
+        """Raises Wrong, or whatever a cache raised."""
+        for host in self.hosts:
+            await self._start(host)
+        for step in self.history.steps:
+            await asyncio.sleep(step.gap)
+            self._reap()
+            host = self.hosts[step.host % len(self.hosts)]
+            change = getattr(self, f"_{step.verb}", None)
+            if change is not None:
+                self.tell(host, f"{step.verb} {step.args}")
+                await change(host, step.args)
+            elif host.cache is not None:
+                self._launch(host, step)
+        await self._ended(self.hosts)
+        if self.history.mode == "liveness":
+            await self._recovers()
+        for host in self.hosts:
+            await self._look(host)
+        for host in self.hosts:
+            await self._close(host)
+        if self._loop.errors:
+            raise Wrong(f"an exception that nobody awaited: {self._loop.errors[0]}")
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _client(self, host: Host) -> Client:
+        assert host.cache is not None
+        bound_s = BOUND_S if self.history.purge == "strict" else inf
+        process = host.process
+        return Client(
+            host.cache, process, self.ledger, lambda: self._leapt, lambda told: self.tell(host, told), bound_s
+        )
+
+    def _launch(self, host: Host, step: Step) -> None:
+        """Begin a step's call, and cancel it some turns later, if it says so."""
+        self.tell(host, f"{step.verb} {step.args}")
+        call = partial(self._client(host).do, step.verb, step.args, random.Random(step.seed))
+        task = self._loop.spawn(host.process, _cancelled(call, step.args.get("cancel")))
+        task.set_name(f"{step.verb} on host {host.number}")
+        self._running.append(task)
+
+    def _reap(self) -> None:
+        """Raise what a call that has ended raised."""
+        still = []
+        for task in self._running:
+            if not task.done():
+                still.append(task)
+            elif not task.cancelled():
+                task.result()
+        self._running = still
+
+    async def _ended(self, hosts: Sequence[Host]) -> None:
+        """All calls of these hosts' processes have returned."""
+        processes, ends = {host.process for host in hosts}, self._loop.time() + LONGEST_S
+        while True:
+            self._reap()
+            running = [task for task in self._running if task.process in processes]  # type: ignore[attr-defined]
+            if not running:
+                return
+            if self._loop.time() >= ends:
+                raise Wrong(f"{running[0].get_name()} does not end within {LONGEST_S:g} s")
+            await asyncio.wait(running, timeout=ends - self._loop.time(), return_when=asyncio.FIRST_COMPLETED)
+
+    async def _within(self, host: Host, work: Coroutine[Any, Any, Any], seconds: float, what: str) -> Any:
+        """The result of work in a host's process, which must end in time."""
+        task = self._loop.spawn(host.process, work)
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done:
+            raise Wrong(f"{what} on host {host.number} does not end within {seconds:g} s")
+        return task.result()
+
+    # -- processes --------------------------------------------------------------------------------------------------
+
+    async def _start(self, host: Host) -> None:
+        self._processes += 1
+        earlier, process = host.process, self._processes
+        cache = host.boot(
+            process, self._config, NAMESPACE, self.history.disk_blocks, lambda what: self.tell(host, what)
+        )
+        self.ledger.restarted(earlier, process)
+        await self._within(host, cache.__aenter__(), 120.0, "opening")
+        host.cache = cache
+        self.tell(host, "opened")
+
+    async def _close(self, host: Host) -> None:
+        if host.cache is None:
+            return
+        cache, host.cache = host.cache, None
+        flushed = await self._within(host, cache.close(), CLOSE_S + GRACE_S, "closing")
+        self.tell(host, f"closed, {flushed.pending} pending")
+        await self._ended([host])  # of callers, some hold leases
+        self._loop.kill(host.process)
+
+    async def _kill(self, host: Host, args: dict[str, Any]) -> None:
+        cache, host.cache = host.cache, None
+        host.cut_off()
+        self._loop.kill(host.process)
+        self._running = [task for task in self._running if task.process != host.process]  # type: ignore[attr-defined]
+        if cache is not None:
+            cache.manager.host.arena.close()
+        await asyncio.sleep(args["down"])
+        await self._start(host)
+
+    async def _stop(self, host: Host, args: dict[str, Any]) -> None:
+        """A clean end, with calls under way."""
+        await self._close(host)
+        await asyncio.sleep(args["down"])
+        await self._start(host)
+
+    # -- what happens to machines -----------------------------------------------------------------------------------
+
+    async def _bucket(self, host: Host, args: dict[str, Any]) -> None:
+        host.link_faults.kind, host.link_faults.rate = args["kind"], args["rate"]
+
+    async def _disk(self, host: Host, args: dict[str, Any]) -> None:
+        host.faults[:] = [Fault(args["on"], args["kind"], args["rate"], seconds=0.1)]
+
+    async def _heal(self, host: Host, args: dict[str, Any]) -> None:
+        host.heal()
+
+    async def _land(self, host: Host, args: dict[str, Any]) -> None:
+        """Writes that were not answered arrive."""
+        late, host.link_faults.late = host.link_faults.late, []
+        self._rng.shuffle(late)
+        for name, data, used in late:
+            if name not in self.server.objects:
+                self.server.put(name, data, used)
+
+    async def _damage(self, host: Host, args: dict[str, Any]) -> None:
+        """Bits flip in an object, and in a block on the disk."""
+        if names := [name for name in self.server.names if "/units/" in name]:
+            there = self.server.objects[self._rng.choice(names)]
+            data = bytearray(there.data)
+            data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+            there.data = bytes(data)
+        if entries := sorted(host.disk.entries):
+            host.disk.damage(self._rng.choice(entries), self._rng.randrange(NAMESPACE.block_bytes))
+
+    async def _jump(self, host: Host, args: dict[str, Any]) -> None:
+        host.clock.ahead_s = args["ahead"]
+
+    async def _leap(self, host: Host, args: dict[str, Any]) -> None:
+        self._leapt += args["seconds"]
+        self._loop.leap(args["seconds"])
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    async def _look(self, host: Host) -> None:
+        """Every chain that was named, and the invariants."""
+        if host.cache is None:
+            return
+        client, seen = self._client(host), set()
+        for step in self.history.steps:
+            if "chain" not in step.args or (name := (step.args["scope"], step.args["chain"])) in seen:
+                continue
+            seen.add(name)
+            chain = chain_of_step({**step.args, "blocks": 6})
+            found = await self._within(host, client.read_all(chain, 2.0), 2.0 + GRACE_S, "get")
+            self.tell(host, f"has {found} of {name}")
+        host.cache.check()
+        host.cache.stats()
+        if failed := host.cache.manager.hierarchy.supervisor.restarts:
+            raise Wrong(f"background tasks failed on host {host.number}: {dict(failed)}")
+
+    async def _recovers(self) -> None:
+        """All is well again: every cache works, within HEALED_S."""
+        for host, ahead_s in zip(self.hosts, self.history.skews, strict=True):
+            host.heal()
+            host.clock.ahead_s = ahead_s
+            await self._land(host, {})
+        healed = self._loop.time()
+        await asyncio.sleep(QUIET_S)  # purges that were cancelled or failed are under way until then
+        for host in self.hosts:
+            await self._settled(host, healed)
+        for host in self.hosts:
+            await self._stores(host)
+        await self._purges()
+
+    async def _settled(self, host: Host, healed: float = 0.0) -> None:
+        """`healed`: the purge log was read since then, so that what is stored now is behind every purge."""
+        assert host.cache is not None
+        manager, ends = host.cache.manager, self._loop.time() + HEALED_S
+        while True:
+            flushed = await self._within(host, host.cache.flush(5.0), 5.0 + GRACE_S, "flush")
+            await self._within(host, host.cache.match(fresh_chain(99)), GRACE_S, "match")  # a breaker probes by calls
+            table = manager.host._table
+            pinned = sum(pins > 0 for pins in table.pins)
+            sick = [tier.name for tier in manager.lower.values() if not tier.healthy()]
+            behind = "g4" in self.history.tiers and manager.hierarchy.proven_at < healed
+            held = (pinned, manager.host.quarantined, len(manager.host.filling()), flushed.pending)
+            if not any(held) and not sick and not manager.lower.out and not behind:
+                return
+            if self._loop.time() > ends:
+                out = {name: left.reason for name, left in manager.lower.out.items()}
+                raise Wrong(
+                    f"host {host.number} is not well after {HEALED_S:g} s: pinned, quarantined, filling, pending "
+                    f"{held}, sick {sick}, left out {out}, behind the purge log {behind}"
+                )
+            await asyncio.sleep(1.0)
+
+    async def _stores(self, host: Host) -> None:
+        """New blocks are taken in, reach every tier, and are there again after a kill, and for other machines."""
+        assert host.cache is not None
+        chain = fresh_chain(host.number)
+        await self._store(host, chain)
+        if not self.history.tiers:
+            return
+        await self._within(host, host.cache.evict("g2"), CLOSE_S, "evict")
+        await self._hits(host, chain, "after they left G2")
+        await self._kill(host, {"down": 0.0})
+        await self._settled(host)
+        await self._hits(host, chain, "after a kill")
+        if "g4" in self.history.tiers:
+            # A block younger than the clocks are apart is dated back, and may then count as purged before.
+            await asyncio.sleep(self.ledger.spread_s)
+            for other in self.hosts:
+                await self._hits(other, chain, f"stored by host {host.number}")
+
+    async def _store(self, host: Host, chain: list[BlockKey]) -> None:
+        assert host.cache is not None
+        payloads = [bytearray(self._payload(key)) for key in chain]
+        with self.ledger.using(chain, putting=True):
+            stored = await self._within(host, host.cache.put(chain, payloads, timeout=5.0), 6.0, "put")
+        flushed = await self._within(host, host.cache.flush(20.0), 21.0, "flush")
+        if stored != len(chain) or flushed.pending:
+            raise Wrong(f"host {host.number} stores {stored} of {len(chain)} blocks, {flushed.pending} pending")
+
+    async def _hits(self, host: Host, chain: list[BlockKey], when: str) -> None:
+        found = await self._within(host, self._client(host).read_all(chain, 5.0), 6.0, "get")
+        if found != len(chain):
+            raise Wrong(f"host {host.number} finds {found} of {len(chain)} blocks {when}")
+
+    async def _purges(self) -> None:
+        """A purge is confirmed, and in force everywhere within its bound."""
+        host, chain = self.hosts[0], fresh_chain(0)
+        try:
+            await self._within(host, self._client(host).purge(1), BOUND_S + GRACE_S, "purge")
+        except TierError as error:
+            raise Wrong(f"a purge fails though all is well: {error}") from None
+        await asyncio.sleep(BOUND_S + GRACE_S)
+        for one in self.hosts:
+            if found := await self._within(one, self._client(one).read_all(chain, 2.0), 3.0, "get"):
+                raise Wrong(f"host {one.number} serves {found} blocks {BOUND_S:g} s after their purge")
+
+    def _payload(self, key: BlockKey) -> bytes:
+        return bytes_of(key, NAMESPACE.block_bytes)
+
+
+async def _cancelled(call: Callable[[], Coroutine[Any, Any, None]], turns: int | None) -> None:
+    """The call, cancelled after so many turns. A cache that is closed meanwhile says so."""
+    with contextlib.suppress(ClosedError):
+        if turns is None:
+            return await call()
+        task = asyncio.ensure_future(call())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _spread_s(history: History) -> float:
+    """How far the clocks are apart at most, in this whole history."""
+    known = [0.0, *history.skews, *(step.args["ahead"] for step in history.steps if step.verb == "jump")]
+    return float(max(known) - min(known))
+
+
+@lru_cache(maxsize=64)
+def _config(tiers: tuple[str, ...], slots: int, stride: int, purge: str) -> Config:
+    below: dict[str, object] = {"g2": {"capacity": slots * 4096}}
+    if "g3" in tiers:
+        below["g3"] = {"path": "/simulated", "capacity": 1 << 20}
+    if "g4" in tiers:
+        below["g4"] = {"url": "memory://none/sim", "stride": stride}
+    return Config.parse(
+        {
+            "tiers": below,
+            "retention": {"classes": {name: dict(terms) for name, terms in CLASSES.items()}},
+            "deadlines": {"close": f"{CLOSE_S:g}s", "get": "2s", "put": "2s", "lookup": "100ms", "flush": "20s"},
+            "security": {"purge": purge, "purge_bound": f"{BOUND_S:g}s"},
+        }
+    )

@@ -1,0 +1,161 @@
+"""A bucket in memory, by a virtual clock: sorted names, the server's stamps, requests counted by verb."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.errors import CorruptError
+from kvtier.testing.clock import VirtualClock
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Scatter, Stat
+from kvtier.times import Wall
+
+
+@dataclass
+class _Object:
+    data: bytes
+    etag: str
+    used: Wall
+    modified: float
+
+
+@dataclass
+class VirtualServer:
+    """What all replicas share. `clock`: any; a VirtualClock where none is given. `stamps`: whether it tells when an
+    object was written."""
+
+    clock: Any = field(default_factory=VirtualClock)
+    stamps: bool = True
+    objects: dict[str, _Object] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    versions: int = 0
+
+    def put(self, name: str, data: bytes | bytearray, used: float = 0.0, modified: float | None = None) -> _Object:
+        self.versions += 1
+        if name not in self.objects:
+            insort(self.names, name)
+        at = self.clock.wall() if modified is None else modified
+        self.objects[name] = _Object(bytes(data), f'"{self.versions}"', used, at)  # type: ignore[arg-type]
+        return self.objects[name]
+
+    def drop(self, name: str) -> None:
+        if self.objects.pop(name, None) is not None:
+            del self.names[bisect_left(self.names, name)]
+
+    def under(self, part: str) -> list[str]:
+        return [name for name in self.names if f"/{part}/" in name]
+
+    def strides(self) -> int:
+        return sum(len(name.rpartition("/")[2]) == 64 for name in self.names)
+
+
+class VirtualBucket(Bucket):
+    """One replica's client of the server. `latency_s`: seconds per read, by the event loop.
+
+    A subclass delays, fails or answers otherwise in `_asked`, before a request takes effect, and in `_answering`,
+    when it has.
+    """
+
+    renewable = True
+    keeps_proof = True
+
+    def __init__(self, server: VirtualServer, latency_s: float = 0.0) -> None:
+        self.server = server
+        self.latency_s = latency_s
+        self.requests: Counter[str] = Counter()
+
+    def _stat(self, name: str, there: _Object, listed: bool = False) -> Stat:
+        modified = float(int(there.modified)) if self.server.stamps else None
+        return Stat(name, len(there.data), there.etag, None if listed else there.used, modified)
+
+    async def _asked(self, verb: str, name: str) -> None:
+        """A request is on its way: "put", "head", "get", "copy", "delete" or "list" of a name or prefix."""
+        self.requests[verb] += 1
+
+    async def _answering(self, verb: str, name: str) -> None:
+        """It took effect, and its answer is on its way."""
+
+    async def start(self) -> None:
+        pass
+
+    async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
+        await self._asked("put", name)
+        stat = None if name in self.server.objects else self._stat(name, self.server.put(name, data, used))
+        await self._answering("put", name)
+        return stat
+
+    async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
+        await self._asked("put", name)
+        there = self.server.objects.get(name)
+        refused = etag is not None and (there is None or there.etag != etag)
+        stat = None if refused else self._stat(name, self.server.put(name, data, used))
+        await self._answering("put", name)
+        return stat
+
+    async def head(self, name: str) -> Stat | None:
+        await self._asked("head", name)
+        there = self.server.objects.get(name)
+        stat = None if there is None else self._stat(name, there)
+        await self._answering("head", name)
+        return stat
+
+    async def read(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
+        await self._asked("get", name)
+        await asyncio.sleep(self.latency_s)
+        there = self.server.objects.get(name)
+        if there is None:
+            return None
+        stop = start + sum(map(len, into))
+        if len(there.data) < (start + 1 if clipped else stop):
+            raise CorruptError("the object ends before that")
+        Scatter(into).feed(memoryview(there.data)[start:stop])
+        await self._answering("get", name)
+        return self._stat(name, there)
+
+    async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:
+        await self._asked("copy", name)
+        there = self.server.objects.get(name)
+        gone = there is None or there.etag != etag
+        stat = None if gone else self._stat(name, self.server.put(name, there.data, used))  # type: ignore[union-attr]
+        await self._answering("copy", name)
+        return stat
+
+    async def delete(self, name: str, etag: str | None = None) -> bool:
+        await self._asked("delete", name)
+        there = self.server.objects.get(name)
+        if there is None or (etag is not None and there.etag != etag):
+            return False
+        self.server.drop(name)
+        await self._answering("delete", name)
+        return True
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        await self._asked("delete", names[0])
+        for name in names:
+            self.server.drop(name)
+        await self._answering("delete", names[0])
+
+    def _page(self, prefix: str, after: str) -> list[Stat]:
+        begin = max(bisect_left(self.server.names, prefix), bisect_right(self.server.names, after))
+        some = self.server.names[begin : begin + LIST_PAGE]
+        return [self._stat(name, self.server.objects[name], True) for name in some if name.startswith(prefix)]
+
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
+        while True:
+            await self._asked("list", prefix)
+            page = self._page(prefix, after)
+            await self._answering("list", prefix)
+            if page:
+                yield page
+            if len(page) < LIST_PAGE:
+                return
+            after = page[-1].name
+
+    async def close(self) -> None:
+        pass
