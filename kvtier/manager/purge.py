@@ -138,8 +138,9 @@ class Purger:
         # A number that the log does not have is a guess: the log may give it to another purge.
         logged = next((tombstones for tier, tombstones in asked if tier.purge_log() is not None), {})
         last = await aside(len(logged), partial(_last_number, logged))
-        for part in slices(list(self._local(latest, first, logged).items()), _APPLIED):
-            await self._hierarchy.drop_slices(self.apply_tombstones(dict(part)))
+        local = self._local(latest, logged)
+        if not first:  # at the first look there is nothing in G2
+            await self._enforce(local)
         with self._hierarchy.lock:
             self._hierarchy.position = max(last, self._hierarchy.position)
             if any(tier.purge_log() is not None for tier, _ in asked):
@@ -155,7 +156,14 @@ class Purger:
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
         if set(self._lower.values()) <= set(remember):
             await self._confirm(latest)
+        elif first:  # a tier may give back what they cover
+            await self._enforce(local)
         return remember
+
+    async def _enforce(self, tombstones: Mapping[Scope, Wall]) -> None:
+        """Have these in force in G2, and what they cover dropped."""
+        for part in slices(list(tombstones.items()), _APPLIED):
+            await self._hierarchy.drop_slices(self.apply_tombstones(dict(part)))
 
     async def _drop_below_floor(self) -> None:
         """Where the log was shortened beyond what is in force here, purges of tenants that it does not name any more
@@ -169,17 +177,17 @@ class Purger:
         with hierarchy.lock:
             hierarchy.position = max(floor, hierarchy.position)
 
-    def _local(self, latest: Mapping[Scope, Wall], first: bool, logged: Mapping[Scope, Wall]) -> dict[Scope, Wall]:
+    def _local(self, latest: Mapping[Scope, Wall], logged: Mapping[Scope, Wall]) -> dict[Scope, Wall]:
         """These tombstones as times of this process; `logged` are those of the purge log. An entry of it that is not in
         force here yet covers whatever is in G2 and under way: that was taken in before it, whatever clock stamped it.
-        At the `first` look of a process without memory of the log there is nothing."""
+        """
         made_by, position = self._hierarchy.made_by(), self._hierarchy.position
         times: dict[Scope, Wall] = {}
         for tenant, before in latest.items():
             number = number_of(before)
             if number == 0:
                 times[tenant] = before
-            elif number > position and not first:
+            elif number > position:
                 entry = number_of(logged.get(tenant, Wall(0.0)))
                 if entry > position or self._in_force.get(tenant) != before:
                     times[tenant] = made_by

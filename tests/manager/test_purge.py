@@ -203,9 +203,9 @@ async def test_a_purge_that_the_log_does_not_have_takes_effect_once() -> None:
         purger, hierarchy = cache.manager._purger, cache.manager.hierarchy
         hierarchy.position, guess = 3, {tenant: mark_below(5)}
         now = {tenant: hierarchy.made_by()}
-        assert purger._local(guess, False, {}) == now
+        assert purger._local(guess, {}) == now
         purger._in_force.update(guess)
-        assert purger._local(guess, False, {}) == {}, "it is in force"
-        assert purger._local(guess, False, guess) == now, "the log has it now, and with it what came before"
-        assert purger._local({tenant: mark_below(3)}, False, {}) == {}, "it was read"
+        assert purger._local(guess, {}) == {}, "it is in force"
+        assert purger._local(guess, guess) == now, "the log has it now, and with it what came before"
+        assert purger._local({tenant: mark_below(3)}, {}) == {}, "it was read"
         hierarchy.position = 0

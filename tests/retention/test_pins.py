@@ -69,6 +69,17 @@ def test_pins_survive_a_restart_and_damage_is_seen() -> None:
             decode(bad)
 
 
+def test_every_flipped_bit_of_stored_pins_is_noticed() -> None:
+    pins = Pins(10)
+    pins.create("a", [key(0, 1)], 1.0, 60.0, tokens=7)
+    raw = bytearray(encode(pins.listed()))
+    for bit in range(8 * len(raw)):
+        raw[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptError):
+            decode(bytes(raw))
+        raw[bit // 8] ^= 1 << bit % 8
+
+
 def test_a_name_that_is_no_text_is_damage() -> None:
     pins = Pins(10)
     pins.create("docs", [key(0, 1)], wall_s=0.0, ttl=60.0)
@@ -83,6 +94,24 @@ def test_a_purge_is_stronger_than_a_pin() -> None:
     pins.create("b", [key(1, 1)], 0.0, 60.0)
     assert pins.purge(SCOPES[0]) == [key(0, 1)]
     assert [pin.name for pin in pins.listed()] == ["b"]
+
+
+def test_a_purge_ends_the_pins_of_its_very_moment_and_no_later_ones() -> None:
+    pins = Pins(10)
+    pins.create("then", [key(0, 1)], wall_s=5.0, ttl=60.0)
+    pins.create("later", [key(0, 2)], wall_s=5.5, ttl=60.0)
+    assert pins.purge(SCOPES[0], 5.0) == [key(0, 1)]
+    assert [pin.name for pin in pins.listed()] == ["later"]
+
+
+def test_a_guarantee_that_was_renewed_ends_at_its_new_time() -> None:
+    guarantees = Guarantees(4096, 4096)
+    guarantees.reserve([key(0, 1)], 10.0)
+    guarantees.reserve([key(0, 1)], 20.0)
+    assert guarantees.expire(11.0) == [], "looked at too early, and put back"
+    guarantees.check()
+    assert guarantees.expire(21.0) == [key(0, 1)]
+    assert not len(guarantees)
 
 
 def test_one_scope_cannot_fill_the_tier() -> None:

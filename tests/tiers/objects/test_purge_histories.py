@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtier.errors import TierTimeout
 from kvtier.manager.hierarchy import Hierarchy
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.objects.purge_log import TenantLog
-from tests.tiers.objects.support.purge_world import World
+from tests.tiers.objects.support.purge_world import BOUND_S, Chain, World
 
 STEPS = 24
 
@@ -54,3 +57,61 @@ async def test_the_histories_would_show_it(
         monkeypatch.setattr(Hierarchy, "unproven", False)
     with pytest.raises(AssertionError, match="blocks served at"):
         await histories(range(first, first + 200), tmp_path, 20)
+
+
+@pytest.mark.parametrize("mode", ["strict", "available"])
+async def test_a_disk_that_does_not_take_the_first_purges_serves_nothing_that_they_cover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Of a process that met no purge, and ended; then its tenant was purged elsewhere."""
+    world = World(0, mode, tmp_path)
+    for folder in ("0", "1"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    here, there = world.members[:2]
+    chain, other = Chain("t", 0), Chain("u", 1)
+    await here.start()
+    await here.put(chain)
+    await here.put(other)
+    assert await here.get(chain) == len(chain.keys)
+    await here.stop()
+    await there.start()
+    assert there.cache is not None
+    await there.cache.purge("t")
+    await there.stop()
+    world.server.clock.advance(2 * BOUND_S)
+
+    async def refuse(*_: Any) -> int:
+        raise TierTimeout("g3", "purge", "another process stands still")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(DiskTier, "purge", refuse)
+        await here.start()
+        assert await here.get(chain) == 0, "purged, and served"
+        assert await here.get(other) == len(other.keys)
+    await here.learn()
+    assert await here.get(chain) == 0
+    await here.stop()
+
+
+async def test_what_came_up_before_the_log_was_first_read_is_purged_with_the_rest(tmp_path: Path) -> None:
+    """In a process that met no purge before."""
+    world = World(0, "available", tmp_path)
+    for folder in ("0", "1"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    here, there = world.members[:2]
+    chain = Chain("t", 0)
+    await here.start()
+    await here.put(chain)
+    await here.stop()
+    await there.start()
+    assert there.cache is not None
+    await there.cache.purge("t")
+    await there.stop()
+    here.line.cut = True
+    await here.start()
+    assert await here.get(chain) == len(chain.keys), "the bucket cannot be read: as the docs say"
+    here.line.cut = False
+    world.server.clock.advance(60)
+    await here.learn()
+    assert await here.get(chain) == 0
+    await here.stop()
