@@ -48,7 +48,7 @@ class Face:
         near: Sequence[Collection[int]] = (),
         computes: bool = False,
     ) -> None:
-        self.config = config
+        self.config = self._opened = config
         self.namespace = namespace
         self._clock = clock
         self._retention = config.terms(), config.retention.default
@@ -137,13 +137,15 @@ class Face:
 
     def reload(self, config: Config | str | Path) -> list[str]:
         """Take over what another configuration, or the YAML file, changes among
-        `kvtier.config.changes.RELOADABLE`, from the next call on and without losing a block. Returns the keys that
-        changed. Raises ConfigError, also for a key that needs a restart, and ClosedError; then nothing was changed.
-        Thread-safe, one after the other; not to be called from a signal handler (`reload_on_sighup`)."""
+        `kvtier.config.changes.RELOADABLE`, from the next call on (capacities: within seconds), without losing a block
+        that has a place. Returns the keys that changed. Raises ConfigError, also for a change that needs a restart, and
+        ClosedError; then nothing was changed. Thread-safe, one after the other; not to be called from a signal handler
+        (`reload_on_sighup`)."""
         with self._reloading:  # the file that was read last is the one in force
             self._chain((), distinct=False)
             config = config_of(config)
-            changed = reloadable_changes(self.config, config)
+            changed = reloadable_changes(self.config, config, self._opened)
+            self.manager.host.arena.slots_in(config.tiers.g2.capacity)  # raises
             self.manager.apply(limits_of(config, self.namespace))
             self._retention = config.terms(), config.retention.default
             self.config = config

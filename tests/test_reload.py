@@ -10,18 +10,22 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 import kvtier
+from kvtier import face
 from kvtier.config import Config
 from kvtier.config.changes import RELOADABLE, reloadable_changes
 from kvtier.config.explain import known_keys
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
+from kvtier.manager import build
 from kvtier.manager.hierarchy import ManagerLimits
 from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.rate_limiter import WAIT_S_MAX, TokenBucket
 
 NS = sample_namespace(4096)
@@ -222,3 +226,104 @@ def eventually(true: object) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows in the background does so at once."""
+    limits_of = build.limits_of
+    for module in (build, face):
+        monkeypatch.setattr(module, "limits_of", lambda *of: replace(limits_of(*of), housekeeping_s=0.02))
+
+
+CAPACITIES = """\
+tiers:
+  g2: {{capacity: {g2}}}
+  g3: {{path: {folder}/g3, capacity: {g3}}}
+"""
+
+
+@pytest.mark.parametrize("computes", [False, True], ids=["threads", "process"])
+def test_capacities_change_and_what_fits_stays(tmp_path: Path, quick: None, computes: bool) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(CAPACITIES.format(folder=tmp_path, g2="1MiB", g3="1MiB"))
+    with kvtier.open(file, NS, computes=computes) as cache:
+        cold, warm = chain_of(NS, 100, seed=1), chain_of(NS, 50, seed=2)
+        for keys in (cold, warm):
+            assert cache.put(keys, payloads_of(keys, 4096)) == len(keys)
+        cache.flush()
+        arena = cache.manager.host.arena
+        held = memory_of(arena)
+        assert held == 1 << 20
+
+        file.write_text(CAPACITIES.format(folder=tmp_path, g2="256KiB", g3="32MiB"))
+        assert cache.reload(file) == ["tiers.g2.capacity", "tiers.g3.capacity"]
+        assert eventually(lambda: cache.stats()["g2"]["blocks"] <= 64 and memory_of(arena) == 256 << 10)
+        assert eventually(lambda: cache.stats()["g3"]["capacity_bytes"] == 32 << 20)
+        cache.check()
+        assert cache.manager.prefix(warm) == 50, "the coldest left"
+        assert cache.stats()["g2"]["capacity_bytes"] == 256 << 10 and cache.stats()["g2"]["blocks"] == 64
+        for keys in (cold, warm):
+            with cache.get(keys[:60]) as hit:
+                assert [bytes(block) for block in hit.blocks] == payloads_of(keys[: len(hit.blocks)], 4096)
+                assert len(hit.blocks) >= 50
+        more = [chain_of(NS, 100, seed=seed) for seed in (3, 4, 5)]
+        for keys in more:
+            for part in range(0, 100, 20):
+                cache.put(keys[: part + 20], payloads_of(keys[part : part + 20], 4096), start=part)
+        cache.flush()
+        assert cache.stats()["g3"]["bytes"] > 1 << 20, "more than it could hold before"
+        assert cache.stats()["g2"]["blocks"] <= 64
+
+        file.write_text(CAPACITIES.format(folder=tmp_path, g2="1MiB", g3="32MiB"))
+        assert cache.reload(file) == ["tiers.g2.capacity"]
+        assert eventually(lambda: memory_of(arena) == 1 << 20)
+        keys = chain_of(NS, 120, seed=20)
+        assert cache.put(keys, payloads_of(keys, 4096)) == 120
+        assert cache.manager.prefix(keys) == 120
+        cache.check()
+    with kvtier.open(file, NS) as cache:
+        assert cache.stats()["g3"]["capacity_bytes"] == 32 << 20
+        for keys in (warm, *more):
+            with cache.get(keys) as hit:
+                assert [bytes(block) for block in hit.blocks] == payloads_of(keys, 4096)
+        cache.check()
+
+
+def test_a_write_budget_follows_the_capacity(tmp_path: Path, quick: None) -> None:
+    g3 = {"path": str(tmp_path / "g3"), "capacity": "2MiB", "write_budget": "3DWPD"}
+    with kvtier.open(Config.parse({"tiers": {"g2": {"capacity": "1MiB"}, "g3": g3}}), NS) as cache:
+        assert cache.stats()["g3"]["write_budget_bytes"] == 6 << 20
+        cache.reload(Config.parse({"tiers": {"g2": {"capacity": "1MiB"}, "g3": {**g3, "capacity": "4MiB"}}}))
+        assert eventually(lambda: cache.stats()["g3"]["write_budget_bytes"] == 12 << 20)
+
+
+def test_g3_grows_when_no_other_process_uses_it(tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture) -> None:
+    def config(capacity: str) -> Config:
+        g3 = {"path": str(tmp_path / "g3"), "capacity": capacity}
+        return Config.parse({"tiers": {"g2": {"capacity": "1MiB"}, "g3": g3}})
+
+    with kvtier.open(config("2MiB"), NS) as cache, kvtier.open(config("2MiB"), NS, computes=True) as other:
+        assert cache.reload(config("4MiB")) == ["tiers.g3.capacity"]
+        assert eventually(lambda: "when no other process uses the directory" in caplog.text)
+        keys = chain_of(NS, 8)
+        assert cache.put(keys, payloads_of(keys, 4096)) == 8
+        assert cache.stats()["g3"]["capacity_bytes"] == 2 << 20
+        other.close()
+        assert eventually(lambda: cache.stats()["g3"]["capacity_bytes"] == 4 << 20)
+
+
+@pytest.mark.parametrize(("g2", "g3"), [("2MiB", "2MiB"), ("1KiB", "2MiB"), ("1MiB", "1MiB")])
+def test_capacities_that_need_a_restart_are_refused(tmp_path: Path, g2: str, g3: str) -> None:
+    def config(g2: str, g3: str) -> Config:
+        return Config.parse({"tiers": {"g2": {"capacity": g2}, "g3": {"path": str(tmp_path / "g3"), "capacity": g3}}})
+
+    with kvtier.open(config("1MiB", "2MiB"), NS) as cache:
+        with pytest.raises(ConfigError, match=r"^tiers\.g"):
+            cache.reload(config(g2, g3))
+        assert cache.config == config("1MiB", "2MiB") and cache.manager.host.capacity == 256
+
+
+def memory_of(arena: Arena) -> int:
+    """Bytes that the system has given it."""
+    return sum(512 * os.fstat(fd).st_blocks for fd in arena.fds(page_locked=False))

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from kvtier.config.schema import Config
 from kvtier.errors import ConfigError
+from kvtier.units import format_size
 
 RELOADABLE = (
     "deadlines",
@@ -16,20 +17,29 @@ RELOADABLE = (
     "offload.store_threshold",
     "retention.classes",
     "retention.default",
+    "tiers.g2.capacity",
+    "tiers.g3.capacity",
     "tiers.g3.write_rate",
     "trace.spans",
 )
-"""Keys, and sections of them, whose new values hold from the next call on. The others size memory, files or
-connections, or are part of the data's identity."""
+"""Keys, and sections of them, whose new values hold from the next call on; capacities follow in the background. The
+others size files or connections, or are part of the data's identity."""
 
 
-def reloadable_changes(old: Config, new: Config) -> list[str]:
-    """Dotted keys in which `new` differs. Pure. Raises ConfigError that names those which need a restart."""
+def reloadable_changes(old: Config, new: Config, opened: Config | None = None) -> list[str]:
+    """Dotted keys in which `new` differs. Pure. Raises ConfigError that names those which need a restart. `opened`: the
+    configuration that the cache was opened with; None: `old`."""
     changed = sorted(_changed(old, new, ""))
     fixed = [key for key in changed if not any(f"{key}.".startswith(f"{each}.") for each in RELOADABLE)]
+    g2_most, before, after = (opened or old).tiers.g2.capacity, old.tiers.g3, new.tiers.g3
+    if new.tiers.g2.capacity > g2_most:
+        fixed.append("tiers.g2.capacity")
+    if before is not None and after is not None and after.capacity < before.capacity:
+        fixed.append("tiers.g3.capacity")
     if fixed:
         raise ConfigError(
-            f"{', '.join(fixed)}: changes at a start only; a running cache takes over {', '.join(RELOADABLE)}. "
+            f"{', '.join(sorted(fixed))}: changes at a start only; a running cache takes over {', '.join(RELOADABLE)}, "
+            f"G2's capacity up to {format_size(g2_most)}, as it was opened, and G3's if it is larger. "
             "Nothing was changed"
         )
     return changed

@@ -55,7 +55,16 @@ def limits_of(config: Config, namespace: Namespace) -> ManagerLimits:
         purge_bound_s=bound_s,
         tombstones_s=min(20.0, bound_s / 3),
         write_rate=float(g3.write_rate or 0) if g3 else 0.0,
+        g2_bytes=config.tiers.g2.capacity,
+        g3_bytes=g3.capacity if g3 else 0,
+        g3_write_budget=_daily_bytes(config),
     )
+
+
+def _daily_bytes(config: Config) -> float:
+    """What may be written to G3 per day; 0: any."""
+    g3 = config.tiers.g3
+    return float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0
 
 
 def data_keys(config: Config, clock: Clock) -> StoredKeys | None:
@@ -73,7 +82,7 @@ def lower_tiers(config: Config, namespace: Namespace, clock: Clock, arena: Arena
     of its own over that memory."""
     out: list[Tier] = []
     g3, g4, quota = config.tiers.g3, config.tiers.g4, config.retention.quota or 0.0
-    budget = float((g3.write_budget or 0) * g3.capacity) if g3 else 0.0
+    budget = _daily_bytes(config)
     keys = data_keys(config, clock)
     if g3 is not None and arena is not None:
         from kvtier.tiers.disk.worker.client import DiskWorkerClient

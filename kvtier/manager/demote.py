@@ -59,7 +59,7 @@ class Demoter:
     def open(self) -> None:
         """Begin to empty the queues of the tiers in use, on the running loop. Called again when another one joins."""
         tiers = self._hierarchy.lower
-        self._pinned_max = max(1, int(self._host.capacity * self._hierarchy.limits.queue_fraction))
+        self._bound_queues()
         fresh = {name: self._queue_for(tier) for name, tier in tiers.items() if name not in self.queues}
         known = {**self.queues, **fresh}
         self.queues = {name: known[name] for name in tiers}
@@ -73,10 +73,17 @@ class Demoter:
             queue.start(self._hierarchy.supervisor, tiers[name].breaker)
 
     def apply(self, limits: ManagerLimits) -> None:
-        """Admission and rate of a changed configuration. Under the lock."""
+        """Admission, rate and bounds of a changed configuration. Under the lock."""
+        self._bound_queues()
         self.admission.change(limits.store_threshold, limits.min_prefix_blocks)
         for queue in self.queues.values():
             queue.rate.change(*self._rate_of(queue.tier))
+
+    def _bound_queues(self) -> None:
+        """Let each queue pin its share of G2. What it has accepted stays."""
+        self._pinned_max = max(1, int(self._host.capacity * self._hierarchy.limits.queue_fraction))
+        for queue in self.queues.values():
+            queue.bound(max(queue.tier.stride, self._pinned_max))
 
     def _rate_of(self, tier: Tier) -> tuple[float, float]:
         """Rate and burst of a tier's writes; G4 keeps to rates of its own."""

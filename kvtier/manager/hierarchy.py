@@ -41,6 +41,9 @@ class ManagerLimits:
     tombstones_s: float = 20.0
     purge_bound_s: float = math.inf  # since the purge log was read that is in force; beyond, nothing is served
     write_rate: float = 0.0  # bytes/s into G3; 0: no bound
+    g2_bytes: int = 0  # capacity of G2, at most its arena's; 0: that
+    g3_bytes: int = 0  # capacity of G3; 0: as it was opened
+    g3_write_budget: float = 0.0  # bytes that may be written to G3 per day; 0: any
     queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
     overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
     touched_max: int = 100_000
@@ -84,6 +87,13 @@ class Hierarchy:
         self._later: list[Iterator[int]] = []  # slices that drop what an earlier time stamped
         self._adopted = 0  # jumps of the wall clock that were accepted
         self._drop_below: set[str] = set()  # tiers that have not yet dropped what the earlier time stamped
+
+    def apply(self, limits: ManagerLimits) -> ManagerLimits:
+        """Other limits, from now on; G2's blocks follow its capacity in the background. Under the lock."""
+        arena, self.limits = self.host.arena, limits
+        if limits.g2_bytes and self.host.capacity:
+            self.host.resize(min(arena.slots, arena.slots_in(limits.g2_bytes)))
+        return limits
 
     async def open(self) -> None:
         """Open all tiers on the running loop. A lower tier that fails is left out for now, with a warning; one that
@@ -170,7 +180,7 @@ class Hierarchy:
     def position_of(self, chain: Sequence[BlockKey], holds: Iterable[Hold]) -> int | None:
         """The position of the purge log at which pinned blocks of a chain are taken for writing; None if one of them
         was purged since. Under the lock."""
-        until = self.host.purged_until(scope_of_key(chain[0]))
+        until = self.host.refusals.purged_until(scope_of_key(chain[0]))
         return None if any(slot.life.born <= until for slot, _ in holds) else self.position
 
     # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────

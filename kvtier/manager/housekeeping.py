@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.capacities import Capacities
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
 from kvtier.manager.purge import Purger
@@ -26,6 +27,7 @@ class Housekeeping:
         self._protection = protection
         self._purger = purger
         self._saved = saved
+        self._capacities = Capacities(hierarchy)
         self._used: dict[BlockKey, Wall] = {}  # a block's latest use that the tiers below do not know
         self._forgotten: deque[Sequence[Hold]] = deque()
         self._waited_s = 0.0  # since purges and pins of elsewhere were read
@@ -37,6 +39,8 @@ class Housekeeping:
         for _ in self._hierarchy.trained():
             await asyncio.sleep(0)
         await self._hierarchy.accept_time()
+        if await self._capacities.follow():
+            self._protection.budget = self._protection.retainer.size(self._hierarchy.limits.reserved)
         limits = self._hierarchy.limits
         self._waited_s += limits.housekeeping_s
         elsewhere = self._waited_s >= limits.tombstones_s

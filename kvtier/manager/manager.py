@@ -97,7 +97,7 @@ class Manager:
     def apply(self, limits: ManagerLimits) -> None:
         """Bounds of a changed configuration, in force from the next call on. No block moves."""
         with self.lock:
-            self._limits = self.hierarchy.limits = limits
+            self._limits = self.hierarchy.apply(limits)
             self.accounts.name_classes(limits.classes)
             self.demoter.apply(limits)
 

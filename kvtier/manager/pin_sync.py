@@ -88,7 +88,7 @@ class PinSync:
             for pin in found.values():
                 if pin.name in self.unwritten or self._pins.get(pin.name) == pin:
                     continue
-                if pin.until < wall_s or host.purged_until(scope_of_key(pin.chain[0])) >= pin.created:
+                if pin.until < wall_s or host.refusals.purged_until(scope_of_key(pin.chain[0])) >= pin.created:
                     self.unwritten.add(pin.name)
                     continue
                 self._pins.enter(pin)

@@ -197,7 +197,7 @@ class Purger:
         """Forget the older half of many purges, as far as every tier has them and no slot is being filled that may hold
         what they cover. The pins that they cover have been ended on every medium."""
         with self._hierarchy.lock:
-            tombstones, filling = self._host.tombstones, self._host.filling()
+            tombstones, filling = self._host.refusals.tombstones, self._host.filling()
             if len(tombstones) <= REMEMBERED_MAX:
                 return
             known = dict(tombstones)
@@ -210,7 +210,7 @@ class Purger:
 
         for part in slices(await aside(len(known) + len(filling), old), _APPLIED):
             with self._hierarchy.lock:
-                self._host.forget_tombstones(dict(part))
+                self._host.refusals.forget(dict(part))
             await asyncio.sleep(0)
 
     async def _spread(self, tier: Metered, latest: Mapping[Scope, Wall], known: Mapping[Scope, Wall]) -> bool:

@@ -14,6 +14,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.pin_sync import CALL_S, FAILURES
 from kvtier.manager.slices import MOVED_BLOCKS, slices
+from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Retaining
 from kvtier.times import Wall
 
@@ -44,6 +45,7 @@ class Retainer:
         self._host, self._lock = hierarchy.host, hierarchy.lock
         self._wanted, self._by_time = wanted, by_time
         self._tier: Retaining | None = None
+        self._metered: Metered | None = None  # the same
         self._tier_name = ""
         self._most = 0
         self._below: dict[BlockKey, Wall] = {}  # retained by the tier below, until when
@@ -53,17 +55,25 @@ class Retainer:
         """Wanted blocks that G2 had no share left for: they may have left."""
 
     def open(self, share: float) -> int:
-        """Find the tier that retains. Returns how many blocks may be wanted: this share of its capacity, or of G2's."""
-        self._most = budget = max(1, int(share * self._host.capacity))
-        tier = self._hierarchy.retaining()
+        """Find the tier that retains. Returns how many blocks may be wanted: see `size`."""
+        self._metered = tier = self._hierarchy.retaining()
         if tier is not None:
             with self._lock:
                 if tier.name != self._tier_name:  # another one than before
                     self._below.clear()
                 self._tier, self._tier_name = tier.retaining(), tier.name
-            capacity = tier.usage().capacity_bytes // tier.block_bytes
-            budget = max(1, int(share * capacity)) if capacity else UNBOUNDED_BLOCKS
-        return budget
+        return self.size(share)
+
+    def size(self, share: float) -> int:
+        """The capacities of now count. Returns how many blocks may be wanted: this share of the tier's that retains, or
+        of G2's. G2 retains that share of its own at most, and what it retains already until that ends."""
+        with self._lock:
+            budget = max(1, int(share * self._host.capacity))
+            self._most = max(budget, self._host.retained)
+        if self._metered is None:
+            return budget
+        capacity = self._metered.usage().capacity_bytes // self._metered.block_bytes
+        return max(1, int(share * capacity)) if capacity else UNBOUNDED_BLOCKS
 
     async def known_below(self) -> Mapping[BlockKey, Wall]:
         """What the tier below retains, whoever asked it to. Raises its errors."""

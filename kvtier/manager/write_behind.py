@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -118,6 +118,10 @@ class WriteBehind:
         self._loop = asyncio.get_running_loop()
         for _ in range(self._limits.writers):
             supervisor.start(f"{self.tier.name} write-behind", self._work, service)
+
+    def bound(self, blocks_max: int) -> None:
+        """Have another `QueueLimits.blocks_max`. Under the lock."""
+        self._limits = replace(self._limits, blocks_max=blocks_max)
 
     def space(self) -> int:
         """How many blocks `enqueue` would take now. Under the lock."""

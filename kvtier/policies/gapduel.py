@@ -52,9 +52,10 @@ class GapDuel(Ranking):
     def __init__(self, capacity: int, *, refuses: bool = True, rules: tuple[Rule, ...] = RULES) -> None:
         super().__init__(max(MEMORY_PER_BLOCK * capacity, MEMORY_MIN) - min(capacity, MEMORY_MIN), refuses=refuses)
         self._capacity = capacity
-        self._duel = Duel(capacity, rules, max(WINDOW_PER_BLOCK * capacity, WINDOW_MIN))
+        self._duel = Duel(capacity, rules, _window(capacity))
         self._waiting: deque[ChainReference] = deque()
         self._training: Iterator[None] | None = None  # of the request before those
+        self._resizing: Iterator[None] | None = None  # after that one
         self._gap_sum = 0.0
         self._gap_count = 0.0
         self._theta = 0.0
@@ -72,6 +73,11 @@ class GapDuel(Ranking):
             self._replay(8 * (len(self._waiting) // LAG_MAX))
         return referred
 
+    def resize(self, capacity: int) -> None:
+        """The shadows follow in `train`, between two requests."""
+        self._capacity = capacity
+        self._resizing = self._duel.resize(capacity, _window(capacity))
+
     def train_steps(self) -> Iterator[None]:
         """Replay the waiting requests in the shadows: some 20 µs each. Under the owner's lock, after the request."""
         while self._replay(REPLAYED_AT_ONCE):
@@ -80,6 +86,8 @@ class GapDuel(Ranking):
     def _replay(self, steps: int) -> bool:
         """Make so many steps, mostly a request each. Whether there may be more to do."""
         for _ in range(steps):
+            if self._training is None:
+                self._training, self._resizing = self._resizing, None
             if self._training is None:
                 if not self._waiting:
                     return False
@@ -177,3 +185,8 @@ class GapDuel(Ranking):
 
     def _needed_depth(self, run: Run) -> int:
         return 0 if run.standing is None else max(run.standing.shadow_ends[:-1], default=0)
+
+
+def _window(capacity: int) -> int:
+    """References over which scores fade. Pure."""
+    return max(WINDOW_PER_BLOCK * capacity, WINDOW_MIN)

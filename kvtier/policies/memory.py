@@ -79,6 +79,9 @@ class RunMemory(ABC):
         if reached < len(keys):
             yield from self._go_on(keys, run, reached)
 
+    def resize(self, capacity: int) -> None:  # noqa: B027
+        """The owner's capacity is another one. As much is remembered as before."""
+
     @abstractmethod
     def _refer(
         self, chain: list[BlockKey], old: list[Part], depth: int, mono_s: Mono

@@ -57,6 +57,8 @@ class NoOrder:
     ) -> list[BlockKey]:
         return []
 
+    def resize(self, capacity: int) -> None: ...
+
     def train(self) -> None: ...
 
     def train_steps(self) -> Iterator[None]:

@@ -98,6 +98,10 @@ class Policy(Protocol):
         """`victim` and `remove` for each of the leading `newcomers`, which lie at `depth` and below in one chain, up to
         the first that is refused; or for fewer of them, at least one. `movable` has allowed each that it returns."""
 
+    def resize(self, capacity: int) -> None:
+        """The owner holds so many blocks at most from now on, no more than the policy was made for: what it learns is
+        for these. `train` does the work."""
+
     def train(self) -> None:
         """Do the work that no request has to wait for. Called now and then, after requests were answered."""
 

@@ -45,6 +45,14 @@ class Shadow:
         self._levels: list[OrderedDict[Standing, None]] = [OrderedDict() for _ in range(LEVELS)]
         self._top_level = 0
 
+    def resize(self, capacity: int) -> Iterator[None]:
+        """Have another capacity: the coldest leave, in steps, each of at most EVICTED_AT_ONCE evictions."""
+        self.capacity, evictions = capacity, 0
+        while self.used_blocks > capacity and self._evict(self.used_blocks - capacity, 0.0, inf):
+            evictions += 1
+            if not evictions % EVICTED_AT_ONCE:
+                yield
+
     def replay(self, ref: ChainReference, bases: list[int]) -> Generator[None, None, int]:
         """Replay one request, in steps; returns the blocks hit: its longest resident prefix.
 
@@ -139,6 +147,12 @@ class Duel:
         self._window = window
         self._references = 0  # blocks referenced so far
         self._left_at = 0  # `_references` when the first rule was left last
+
+    def resize(self, capacity: int, window: int) -> Iterator[None]:
+        """Judge the rules for another capacity and window from now on. In steps, between two requests."""
+        self._window = window
+        for shadow in self.shadows:
+            yield from shadow.resize(capacity)
 
     def train(self, ref: ChainReference) -> Iterator[None]:
         """Replay one request in every shadow, then choose the rule in force. In steps, each of at most EVICTED_AT_ONCE

@@ -21,6 +21,7 @@ from kvtier.tiers.protocol import (
     Notebook,
     Pinning,
     PurgeLogging,
+    Resizable,
     Retaining,
     Sealed,
     Stored,
@@ -123,6 +124,10 @@ class Metered(Wrapper):
     def describing(self) -> Describing | None:
         """The tier, if it keeps what blocks hold."""
         return cast(Describing, OptionalVerbs(self.inner)) if self._can(Describing) else None
+
+    def resizable(self) -> Resizable | None:
+        """The tier, if it can have another capacity while it is in use."""
+        return cast(Resizable, OptionalVerbs(self.inner)) if self._can(Resizable) else None
 
     def purge_log(self) -> PurgeLogging | None:
         """The tier's purge log, if it has one: asked without the guard, since it does no I/O."""

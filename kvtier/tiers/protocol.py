@@ -235,6 +235,14 @@ class Retaining(Protocol):
         how many."""
 
 
+class Resizable(Protocol):
+    """Optional verb of a local tier: another capacity while it is in use. Raises TierError."""
+
+    async def resize(self, capacity_bytes: int, write_budget: float) -> bool:
+        """Hold up to so many bytes from now on, and write at most `write_budget` of them a day (0: any). False: not
+        now, since other processes use the store; no block is lost then either."""
+
+
 class Pinning(Protocol):
     """Optional verbs of a shared tier: named pins, for every replica. Raises TierError."""
 

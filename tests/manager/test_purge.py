@@ -55,7 +55,7 @@ async def purges(cache: kvtier.AsyncCache, clock: VirtualClock, count: int = MAN
 
 
 def remembered(cache: kvtier.AsyncCache) -> int:
-    return len(cache.manager.host.tombstones)
+    return len(cache.manager.host.refusals.tombstones)
 
 
 def both(clock: VirtualClock) -> list[MemoryTier]:
@@ -106,8 +106,8 @@ async def test_what_was_begun_before_a_forgotten_purge_is_not_stored() -> None:
         for _ in range(3):
             await purges(cache, clock)
             await tended(cache)
-        assert tenant_of(SCOPE) not in manager.host.tombstones
-        assert tenant_of(scope_of("another")) in manager.host.tombstones, "some of its slots are being filled"
+        assert tenant_of(SCOPE) not in manager.host.refusals.tombstones
+        assert tenant_of(scope_of("another")) in manager.host.refusals.tombstones, "some of its slots are being filled"
         assert await asyncio.to_thread(put.step) is None
         manager.commit(fresh, slots, [slot.generation for slot in slots])
         assert await cache.match(CHAIN) == await cache.match(fresh) == 0
@@ -115,7 +115,7 @@ async def test_what_was_begun_before_a_forgotten_purge_is_not_stored() -> None:
         for chain in (CHAIN, fresh):
             assert await cache.put(chain, payloads_of(chain, BLOCK)) == 4 == await cache.match(chain)
         await tended(cache)
-        assert tenant_of(scope_of("another")) not in manager.host.tombstones
+        assert tenant_of(scope_of("another")) not in manager.host.refusals.tombstones
 
 
 async def test_a_purge_that_a_tier_lacks_is_not_forgotten() -> None:
@@ -132,10 +132,10 @@ async def test_a_purge_that_a_tier_lacks_is_not_forgotten() -> None:
         for _ in range(3):
             with pytest.raises(TierError):
                 await purges(cache, clock, 1)
-        known: dict[Scope, float] = dict(cache.manager.host.tombstones)
+        known: dict[Scope, float] = dict(cache.manager.host.refusals.tombstones)
         for _ in range(3):
             await tended(cache)
-        assert known == cache.manager.host.tombstones
+        assert known == cache.manager.host.refusals.tombstones
         async with cache.get(CHAIN) as hit:
             assert len(hit) == 0
         faulty.faults.clear()

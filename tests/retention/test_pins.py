@@ -115,7 +115,7 @@ def test_a_guarantee_that_was_renewed_ends_at_its_new_time() -> None:
 
 
 def test_one_scope_cannot_fill_the_tier() -> None:
-    quota = Quota(limit_blocks=3)
+    quota = Quota(0.3, 10)
     for number in range(3):
         assert not quota.full(key(0, number))
         quota.take(key(0, number))
@@ -125,7 +125,7 @@ def test_one_scope_cannot_fill_the_tier() -> None:
     quota.check([key(0, 0), key(0, 2)])
     with pytest.raises(ValueError, match="holds none"):
         quota.give(key(2, 0))
-    free = Quota(None)
+    free = Quota(0.0, 10)
     for number in range(100):
         free.take(key(0, number))
         assert not free.full(key(0, number))

@@ -65,6 +65,10 @@ class Ungraded(ABC):
         self.remove(victim)
         return [victim]
 
+    def resize(self, capacity: int) -> None:
+        """Only for caches that run: no simulation changes its capacity."""
+        raise NotImplementedError
+
     def train(self) -> None:  # noqa: B027
         """Nothing."""
 

@@ -209,14 +209,15 @@ class Segments:
 
     def resize(self, geometry: Geometry) -> None:
         """Cut the segments to another capacity. No slot beyond it may be held."""
-        for key, _ in list(rows(self._txn, FREE)):
+        shrinks = geometry.capacity < self._geometry.capacity
+        for key, _ in list(rows(self._txn, FREE)) if shrinks else ():
             free = free_slot(key)
             if free.slot >= geometry.slots_of(free.segment, free.slot_class):
                 self._txn.delete(key)
         for number in range(self.count):
             record = self._record(number)
-            if record.slot_class:
-                slots = geometry.slots_of(number, record.slot_class)
+            slots = geometry.slots_of(number, record.slot_class) if record.slot_class else 0
+            if slots != record.slots:
                 self._set(number, replace(record, slots=slots, fresh=min(record.fresh, slots)))
                 self._remember_fresh(number)
         for number in range(geometry.segments, self.count):
@@ -231,6 +232,8 @@ class Segments:
                 self.bad.remove(place)
         self.count = min(self.count, geometry.segments)
         self._geometry = geometry
+        self._exhausted = False
+        self._demand.retry()
 
     def _record(self, number: int) -> Segment:
         if number not in self._known:

@@ -16,9 +16,12 @@ without a bound are charged, too; at most a day's budget of debt counts.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvtier.clock import SystemClock
 
 DAY_S = 86_400.0
 COMMIT_BYTES = 128 << 10
@@ -118,3 +121,20 @@ def thread_written() -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+class DailyBound:
+    """What the users of a store in this process may write to it per day: the least bound that one of them has."""
+
+    def __init__(self) -> None:
+        self.bytes = 0.0
+        """Per day; 0: no bound."""
+        self.boot_s: Callable[[], float] = SystemClock().monotonic
+        """A clock that counts since boot."""
+        self._of: dict[object, float] = {}
+
+    def limit(self, user: object, bytes_per_day: float, boot_s: Callable[[], float]) -> None:
+        """Set a user's bound, and the clock; 0: it has none."""
+        if bytes_per_day:
+            self._of[user], self.boot_s = bytes_per_day, boot_s
+            self.bytes = min(self._of.values())

@@ -3,8 +3,8 @@
 Reads are transactions of microseconds on the caller's thread; none spans an I/O. Only `transact`, called on one
 thread, takes the write lock, since another process may be stopped while it holds it.
 
-The map has space for the smallest blocks that the capacity could be cut into, whatever blocks there are, so it need
-never grow under a running process: what it costs is addresses, since the data file is sparse. What keeps the file small
+The map has space for the smallest blocks that the capacity could be cut into, whatever blocks there are, so it grows
+with the capacity only: what it costs is addresses, since the data file is sparse. What keeps the file small
 is `pinned_by`: LMDB reuses a page only when no reader sees it any more, so while one process stands still inside a read
 every commit appends, and before the file has grown much, blocks are refused.
 """
@@ -380,6 +380,16 @@ class Index:
         with contextlib.suppress(OSError, TierError):  # then they are written once more
             self.purges.settle(purges)
         return result
+
+    def enlarge(self, map_bytes: int) -> None:
+        """Have a map of that size at least. The caller uses the store alone, on the thread of `transact`."""
+        data = self._path / "data.mdb"
+        with self._gate:
+            if not self._closed and data.stat().st_size < map_bytes:
+                with data.open("r+b") as file:  # first: what is mapped beyond a file's end is SIGBUS
+                    file.truncate(map_bytes)
+                    os.fsync(file.fileno())
+                self._env.set_mapsize(map_bytes)
 
     def clear_dead_readers(self) -> None:
         """Clear the reader slots of processes that ended inside a read: they hold back the reuse of pages."""

@@ -23,7 +23,7 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierUnavailable
 from kvtier.supervisor import Failures, Service, Together
 from kvtier.tiers.disk import recovery
-from kvtier.tiers.disk.budget import COMMIT_BYTES
+from kvtier.tiers.disk.budget import COMMIT_BYTES, DailyBound
 from kvtier.tiers.disk.damage_mark import MarkWatch
 from kvtier.tiers.disk.dead_owners import DeadOwners
 from kvtier.tiers.disk.directory import prepare
@@ -36,7 +36,6 @@ from kvtier.tiers.disk.own_thread import on_own_thread
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.quarantine import Quarantine, is_full
 from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
-from kvtier.tiers.disk.recovery import Opened
 from kvtier.tiers.disk.removals import Removals
 from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.tiers.disk.room_maker import RoomMaker
@@ -67,7 +66,7 @@ class Store:
 
     def __init__(
         self,
-        opened: Opened,
+        opened: recovery.Opened,
         calls: Calls,
         slot_bytes: int = 0,
         wall: Callable[[], Wall] = lambda: Wall(time.time()),
@@ -82,7 +81,7 @@ class Store:
         self.failures = Failures(SystemClock())
         self.services: list[Service] = []  # out while a thread keeps failing; called on that thread
         self.io = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io", partial(self._failed, "g3 io"))
-        self.slab = Slab(self.parts, self.geometry.size_of, calls)
+        self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self.users, self.closing = 0, False
         self.evictions = 0  # blocks that this process's writes pushed out
         self.subscribers: list[Callable[[Sequence[bytes]], None]] = []  # take their names, on the writer thread
@@ -94,11 +93,11 @@ class Store:
         self._maintained = maintained
         self._calls = calls
         self._wall = wall
-        self._boot_s: Callable[[], float] = SystemClock().monotonic
-        self._bytes_per_day = 0.0
+        self._daily = DailyBound()
+        self._wanted_bytes = 0  # a larger capacity
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self.health = SlotHealth(self.parts, calls)
-        self._idle = IdleWork(self, self._preallocator, lambda: not self._bytes_per_day)  # zeros would cost half of it
+        self._idle = IdleWork(self, self._preallocator, lambda: not self._daily.bytes)  # zeros would cost half of it
         self._uuid = index.uuid()
         if maintained:
             index.on_damage = self._reader_failed
@@ -243,18 +242,22 @@ class Store:
         _ = self.index
         return self._state.moving()
 
-    def limit_writes(self, bytes_per_day: float, boot_s: Callable[[], float]) -> None:
-        """Write at most so much a day, by a clock that counts since boot; the least of several bounds counts."""
-        if bytes_per_day:
-            self._bytes_per_day = min(bytes_per_day, self._bytes_per_day or bytes_per_day)
-            self._boot_s = boot_s
+    def limit_writes(self, user: object, bytes_per_day: float, boot_s: Callable[[], float]) -> None:
+        """Write at most so much a day, by a clock that counts since boot; the least bound of several users counts."""
+        self._daily.limit(user, bytes_per_day, boot_s)
+
+    def grow(self, capacity_bytes: int) -> CommitJob[int]:
+        """Queue a larger capacity, for when no other process uses the store. The result: the capacity after the next
+        transaction. Never blocks. Raises what `index` raises."""
+        self._wanted_bytes = capacity_bytes
+        return self.submit(lambda txn: txn.geometry.capacity, Use.DROP)
 
     def may_write(self, size: int) -> bool:
         """Whether the directory's budget allows so many bytes now. Raises what `index` raises."""
-        if not self._bytes_per_day:
+        if not self._daily.bytes:
             return True
         index = self.index
-        return index.balance().allows(index.allowance(self._bytes_per_day, self._boot_s()), size)
+        return index.balance().allows(index.allowance(self._daily.bytes, self._daily.boot_s()), size)
 
     def alone(self, segment: int, works: Sequence[Callable[[], None]], clock: Clock) -> list[OSError | None] | None:
         """`SlotHealth.alone`; None if the device is at fault, for which the store is out of use then."""
@@ -340,11 +343,13 @@ class Store:
             return txn, [(job, job.work(txn)) for job in running]
 
         try:
+            if self._wanted_bytes > self.geometry.capacity:
+                self.geometry = recovery.grow(index, self._lock, self._wanted_bytes)
             txn, results = index.transact(
                 work,
                 may_grow=lambda part: time.monotonic() >= self._grow_at[part],
-                per_day=self._bytes_per_day,
-                now_s=self._boot_s(),
+                per_day=self._daily.bytes,
+                now_s=self._daily.boot_s(),
             )
         except Exception as error:
             self.reserved.give_back(returned)
@@ -425,7 +430,7 @@ class Store:
             self._state.probe_failed(error)
         else:
             self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
-            self.slab = Slab(self.parts, self.geometry.size_of, self._calls)
+            self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), self._calls)
             self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
             self._idle.forget()
             self._state.end(index)

@@ -108,7 +108,7 @@ class DiskTier:
             attaching.add_done_callback(_release_late)
             raise
         try:
-            store.limit_writes(self._write_budget, self._clock.monotonic)
+            store.limit_writes(self._prefix, self._write_budget, self._clock.monotonic)
             fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
             # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
             store.submit(lambda txn: txn.register(self._prefix, fields))
@@ -339,6 +339,13 @@ class DiskTier:
             await store.submit(lambda txn: None).result(self._left_s(deadline))
             if not store.touches or not store.may_write(COMMIT_BYTES):
                 break
+
+    async def resize(self, capacity_bytes: int, write_budget: float) -> bool:
+        """See `kvtier.tiers.protocol.Resizable`. A smaller capacity holds from the next start on."""
+        self._capacity_bytes, self._write_budget = capacity_bytes, write_budget
+        store = self._store
+        store.limit_writes(self._prefix, write_budget, self._clock.monotonic)
+        return store.geometry.capacity >= capacity_bytes or await store.grow(capacity_bytes).result() >= capacity_bytes
 
     def usage(self) -> Usage:
         store = self._store

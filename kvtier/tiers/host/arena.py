@@ -13,7 +13,7 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvtier.errors import ClosedError, ConfigError
@@ -25,6 +25,9 @@ SLOT_ALIGN = 4096
 """O_DIRECT wants page-aligned memory, and so does a DMA engine."""
 
 _HEADROOM_FRACTION = 0.05
+
+_EXTENT_BYTES_MAX = 64 << 20
+"""Memory is taken back in steps of so much: where it runs out, less than one is lost."""
 
 
 def available_bytes() -> int:
@@ -58,15 +61,11 @@ class Arena:
         self._near = near
         self.piece_bytes = block_bytes // ranks
         self.slot_bytes = -(-self.piece_bytes // SLOT_ALIGN) * SLOT_ALIGN
-        self.slots = capacity_bytes // (self.slot_bytes * ranks)
-        if self.slots < 1:
-            raise ConfigError(
-                f"tiers.g2.capacity: {capacity_bytes} bytes hold not one block of {block_bytes} bytes "
-                f"({self.slot_bytes * ranks} with alignment); give at least that"
-            )
+        self.slots = self.slots_in(capacity_bytes)
         self._fds: list[int] = []
         self._maps: list[mmap.mmap] = []
         self._views: list[memoryview] = []
+        self._returns = True  # whether memory may be given back
 
     @property
     def capacity_bytes(self) -> int:
@@ -81,12 +80,14 @@ class Arena:
         """
         huge = reserved()
         if huge.pages(self.slots * self.slot_bytes) * self.ranks <= huge.free:
+            self._returns = False
             try:
                 for rank in range(self.ranks):
                     self._open_huge(self._near[rank] if self._near else (), huge)
                 return
             except OSError as error:
                 log.warning("g2: no huge pages after all, ordinary ones serve: %s", error)
+                self._returns = True
                 self.close()
         fitting = min(self.slots, free() // (self.slot_bytes * self.ranks))
         if fitting < self.slots:
@@ -137,6 +138,51 @@ class Arena:
         if given < length:
             raise ConfigError(f"tiers.g2.capacity: the kernel gave {given} of {length} bytes; ask for less")
 
+    def slots_in(self, capacity_bytes: int) -> int:
+        """How many slots so many bytes hold. Raises ConfigError for none. Pure."""
+        slots = capacity_bytes // (self.slot_bytes * self.ranks)
+        if slots < 1:
+            raise ConfigError(
+                f"tiers.g2.capacity: {capacity_bytes} bytes hold not one block of {self.piece_bytes * self.ranks} "
+                f"bytes ({self.slot_bytes * self.ranks} with alignment); give at least that"
+            )
+        return slots
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Return the memory of slots that nobody uses to the system, where nobody may have it page-locked (`views`,
+        `fds`): what a GPU copies to would not be what is mapped here. Huge pages stay, too. Blocks. Raises OSError."""
+        if not self._returns:
+            return
+        for start, end in self._extents(slots):
+            for mapping in self._maps:
+                mapping.madvise(mmap.MADV_REMOVE, start, end - start)
+
+    def take_back(self, slots: Sequence[int]) -> int:
+        """Have memory behind slots that may have been given back. Returns for how many leading ones there is: it may be
+        short. Blocks, for a second per 4 GiB or so."""
+        taken = 0
+        for start, end in self._extents(slots):
+            try:
+                for fd in self._fds:
+                    os.posix_fallocate(fd, start, end - start)
+            except OSError:
+                return taken
+            taken += (end - start) // self.slot_bytes
+        return len(slots)
+
+    def _extents(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Where these slots lie in each rank's memory, neighbours in one."""
+        start = end = 0
+        for slot in slots:
+            offset = slot * self.slot_bytes
+            if offset != end or end - start >= _EXTENT_BYTES_MAX:
+                if end:
+                    yield start, end
+                start = offset
+            end = offset + self.slot_bytes
+        if end:
+            yield start, end
+
     def pieces(self, slot: int) -> tuple[memoryview, ...]:
         """The slot's bytes, one writable view per rank, each `piece_bytes` long and page-aligned. Raises ClosedError
         after `close`; views that were made before stay as they are."""
@@ -149,12 +195,15 @@ class Arena:
             raise ClosedError("g2 is closed")
         return pieces
 
-    def views(self) -> tuple[memoryview, ...]:
-        """The whole memory of each rank, in rank order: slot i begins at i · slot_bytes. Valid until `close`."""
+    def views(self, *, page_locked: bool = True) -> tuple[memoryview, ...]:
+        """The whole memory of each rank, in rank order: slot i begins at i · slot_bytes. Valid until `close`.
+        `page_locked`: whether the caller may lock its pages, for a GPU; then none is given back from now on."""
+        self._returns = self._returns and not page_locked
         return tuple(self._views)
 
-    def fds(self) -> tuple[int, ...]:
-        """The memfds in rank order, for ranks in other processes to map. Owned by the arena."""
+    def fds(self, *, page_locked: bool = True) -> tuple[int, ...]:
+        """The memfds in rank order, for other processes to map. Owned by the arena. `page_locked`: as for `views`."""
+        self._returns = self._returns and not page_locked
         return tuple(self._fds)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from kvtier.errors import ClosedError
 from kvtier.events import Notify
@@ -16,7 +17,7 @@ from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.no_order import NoOrder
 from kvtier.policies.policy import Policy
 from kvtier.retention.lifetime import Lifetime
-from kvtier.retention.terms import PRIORITY, Depth
+from kvtier.retention.terms import PRIORITY, PRIORITY_MAX, Depth
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.host.pins import Hold, Holds, SlotPins
@@ -25,14 +26,13 @@ from kvtier.tiers.host.quota import Quota
 from kvtier.tiers.host.refusals import Refusals
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.slot_table import FILLING, QUARANTINED, READY, SlotTable
+from kvtier.tiers.host.slots_in_use import SLICE_NS, SlotsInUse
 from kvtier.tiers.host.victims import Victims
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
 _EPOCH = Wall(0)
 
-SLICE_NS = 1_000_000
-"""Thread CPU time of one slice of `drop_where`."""
 _SLICE_SLOTS = 32  # between two looks at it
 
 
@@ -51,10 +51,10 @@ class HostTier:
         self.arena = arena
         self.policy: Policy = policy
         self._share = quota
-        self._refusals = Refusals(self._lay_out(0))
+        self.refusals = Refusals(self._lay_out(0))
         self._retained: set[BlockKey] = set()  # READY, and removed from the policy
         self._priorities = Priorities()  # of READY slots
-        self.quota = Quota(None)
+        self.quota = Quota(0.0, 0)
         self.notify: Notify | None = None  # called with blocks that become visible or cease to be
         self.on_lost: Callable[[BlockKey, Miss], None] | None = None  # called with each block that is evicted, and why
         self.evictions = self.stale_messages = self.quarantined = 0
@@ -66,32 +66,46 @@ class HostTier:
         if self._ended:
             raise ClosedError("a closed cache is not opened again; open another")
         self.arena.open()
-        self._refusals.table = self._lay_out(self.arena.slots)
-        if self._share:
-            self.quota = Quota(max(1, int(self._share * self.capacity)))
+        self.refusals.table = self._lay_out(self.arena.slots)
+        self.quota = Quota(self._share, self.capacity)
 
     def _lay_out(self, slots: int) -> SlotTable:
         """Have so many slots, all FREE. Whoever has an earlier one goes on seeing the old table."""
         self._table = SlotTable(self.arena, slots)
         self._free = deque(range(slots))  # numbers of slots, as in `index.parts`
+        self.in_use = SlotsInUse(slots, self._free)
         self._filling: dict[BlockKey, int] = {}
         self.index, self.pins = SlotIndex(self._table), SlotPins(self._table)
         return self._table
 
     @property
     def capacity(self) -> int:
-        """Slots in all."""
-        return len(self._table)
+        """Slots that may be used: those of the arena, until `resize`."""
+        return self.in_use.capacity
 
     @property
     def capacity_bytes(self) -> int:
-        return self.arena.capacity_bytes
+        return self.capacity * self.arena.slot_bytes * self.arena.ranks
+
+    def resize(self, slots: int) -> None:
+        """Use so many slots, of those that the arena has, and for a scope its share of them. The owner has `in_use`
+        follow (`kvtier.manager.capacities`)."""
+        self.in_use.capacity = slots
+        self.quota.resize(slots)
+        self.policy.resize(slots)
+
+    def evict_coldest(self, scope: Scope | None, wall_s: Wall) -> bool:
+        """Free the slot of the coldest block, `scope`'s if one is given. False: all of them are pinned or retained."""
+        victims = Victims(self._table, self.index.parts, self.policy, self._priorities.levels, None, wall_s)
+        gone = victims.evict((None,), 0, insist=False, priority=PRIORITY_MAX, scope=scope)
+        self._evicted(gone, wall_s)
+        return bool(gone)
 
     def peek(self, key: BlockKey, wall_s: Wall) -> Miss | None:
         """None if a READY block of this name may be served at `wall_s`, else why not. Changes nothing."""
         number = self.index.parts[key[-1]].get(key)
         if number is not None:
-            if self._refusals.dropping and self._refusals.covers(number):
+            if self.refusals.dropping and self.refusals.covers(number):
                 return Miss.PURGED
             return Miss.EXPIRED if self._table.has_ended(number, wall_s) else None
         return Miss.PENDING if key in self._filling else Miss.ABSENT
@@ -111,7 +125,7 @@ class HostTier:
 
     def _refused(self) -> Callable[[int], bool] | None:
         """Which slots have blocks that are here and may not be served, while there may be some."""
-        return self._refusals.covers if self._refusals.dropping else None
+        return self.refusals.covers if self.refusals.dropping else None
 
     def pin(self, key: BlockKey, wall_s: Wall, used_wall_s: Wall | None = None) -> Slot | None:
         """Exempt a READY block that is alive at `wall_s` from eviction; None if there is none. Undo with `unpin`.
@@ -236,14 +250,14 @@ class HostTier:
         """`commit` for several, as they are described. Returns those that are seen now."""
         table, seen, keys, numbers = self._table, list[Slot](), list[BlockKey](), list[int]()
         states, generations, names, filling = table.states, table.generations, table.keys, self._filling
-        parts, purges = self.index.parts, bool(self._refusals.tombstones)
+        parts, purges = self.index.parts, bool(self.refusals.tombstones)
         for slot, generation in holds:
             number = slot.number
             if slot.table is not table or states[number] != FILLING or generations[number] != generation:
                 self.stale_messages += 1
                 continue
             del filling[key := names[number]]
-            if purges and self._refusals.has_purged(number):
+            if purges and self.refusals.has_purged(number):
                 self._release(number)
                 continue
             states[number] = READY
@@ -353,7 +367,7 @@ class HostTier:
 
     def _is_over(self, number: int, wall_s: Wall) -> bool:
         """Whether the READY block in a slot may not be served any more."""
-        return self._table.has_ended(number, wall_s) or (self._refusals.dropping and self._refusals.covers(number))
+        return self._table.has_ended(number, wall_s) or (self.refusals.dropping and self.refusals.covers(number))
 
     def find_leading(self, keys: Sequence[BlockKey], wall_s: Wall) -> list[int]:
         """`find` for the leading `keys`, up to the first that is not found."""
@@ -362,10 +376,15 @@ class HostTier:
             self.find(keys[len(numbers)], wall_s)
         return numbers
 
-    def drop_where(self, matches: Callable[[int], bool], among: Collection[Scope] | None = None) -> Iterator[int]:
+    def drop_where(
+        self,
+        matches: Callable[[int], bool],
+        among: Collection[Scope] | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> Iterator[int]:
         """Drop READY blocks whose slots match, `among` those of these scopes (None: all), in slices: each step takes
         at most SLICE_NS or so under the owner's lock, which it may release in between, and gives how many went. The
-        last is followed by the end of the iteration. Blocks that arrive meanwhile may go too."""
+        last is followed by `then` and the end of the iteration. Blocks that arrive meanwhile may go too."""
         table, dropped, began = self._table, 0, time.thread_time_ns()
         for part in table.marks.find(among, _SLICE_SLOTS):
             for number in part:
@@ -375,42 +394,23 @@ class HostTier:
                 yield dropped
                 dropped, began = 0, time.thread_time_ns()
         yield dropped
+        then()
 
     def refuse_made_after(self, wall_s: Wall) -> Iterator[int]:
         """Blocks that carry a later use or stamp are misses from now on: the clock that made it was wrong. Returns the
         slices in which they are dropped, which the owner has to run to the end."""
-        self._refusals.begin_later_than(wall_s)
-        return self._drop_later_than(wall_s)
-
-    def _drop_later_than(self, wall_s: Wall) -> Iterator[int]:
-        yield from self.drop_where(lambda number: self._refusals.made(number) > wall_s)
-        self._refusals.end_later_than(wall_s)
+        self.refusals.begin_later_than(wall_s)
+        later = partial(self.refusals.end_later_than, wall_s)
+        return self.drop_where(lambda number: self.refusals.made(number) > wall_s, then=later)
 
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
         """Blocks of these scopes' tenants that were made until the given times are misses from now on, and none is
         admitted again. Returns the slices in which they are dropped, which the owner has to run to the end."""
-        news = self._refusals.purge(tombstones)
+        news = self.refusals.purge(tombstones)
         if not news or not self.index:
             return iter(())
-        self._refusals.begin(news.keys())
-        return self._drop_purged(news)
-
-    def _drop_purged(self, scopes: Collection[Scope]) -> Iterator[int]:
-        yield from self.drop_where(self._refusals.has_purged, scopes)
-        self._refusals.end(scopes)
-
-    @property
-    def tombstones(self) -> Mapping[Scope, Wall]:
-        """Those that are known."""
-        return self._refusals.tombstones
-
-    def forget_tombstones(self, tombstones: Mapping[Scope, Wall]) -> None:
-        """Forget these, unless their blocks are still being dropped. The owner admits no more what they refuse."""
-        self._refusals.forget(tombstones)
-
-    def purged_until(self, scope: Scope) -> Wall:
-        """The time of the tombstone of the scope's tenant; -inf: none is known."""
-        return self._refusals.purged_until(scope)
+        self.refusals.begin(news.keys())
+        return self.drop_where(self.refusals.has_purged, news, then=partial(self.refusals.end, news))
 
     def filling(self) -> list[BlockKey]:
         """The blocks whose slots are FILLING."""
@@ -425,7 +425,7 @@ class HostTier:
     def check(self) -> None:
         """Assert the invariants: slots conserved, index and states agree, policy orders exactly the residents."""
         table, ready = self._table, {key: number for part in self.index.parts for key, number in part.items()}
-        table.check(self._free, self._filling, ready)
+        table.check([*self._free, *self.in_use.unused], self._filling, ready)
         quarantined, pinned = table.states.count(QUARANTINED), sum(pins > 0 for pins in table.pins)
         assert (self.quarantined, self.pins.slots) == (quarantined, pinned), "slots are miscounted"
         assert self._retained <= self.index.keys(), "a block is retained that is not here"
@@ -441,5 +441,5 @@ class HostTier:
         self.quarantined = 0
         tables = self._table, self.index, self._filling, self._free, self._retained, self.policy
         self._retained, self._priorities, self.policy = set(), Priorities(), NoOrder()
-        self._refusals.table = self._lay_out(0)
+        self.refusals.table = self._lay_out(0)
         return tables

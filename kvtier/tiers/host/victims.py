@@ -44,7 +44,7 @@ class Victims:
         self._movable = movable
 
     def evict(
-        self, newcomers: Sequence[BlockKey], depth: int, *, insist: bool, priority: int, scope: Scope | None
+        self, newcomers: Sequence[BlockKey | None], depth: int, *, insist: bool, priority: int, scope: Scope | None
     ) -> list[BlockKey]:
         """A block for each of the leading `newcomers`, which lie at `depth` and below, taken from the policy.
 

@@ -76,7 +76,7 @@ def test_an_earlier_purge_takes_nothing_back() -> None:
     tier = filled(4, keys)
     assert sum(tier.apply_tombstones({SHARED: NOW})) == 4
     assert sum(tier.apply_tombstones({SHARED: NOW - 60})) == 0
-    assert tier.purged_until(SHARED) == NOW
+    assert tier.refusals.purged_until(SHARED) == NOW
     slot = tier.reserve(keys[0], 0)
     assert slot is not None and not tier.commit(slot, slot.generation, LIFE)
 
@@ -85,11 +85,11 @@ def test_a_purge_whose_blocks_are_still_being_dropped_is_not_forgotten() -> None
     keys = list(chain_of(NS, 4))
     tier = filled(4, keys)
     dropping = tier.apply_tombstones({SHARED: NOW})
-    tier.forget_tombstones({SHARED: NOW})
-    assert tier.peek(keys[0], NOW) is Miss.PURGED and tier.purged_until(SHARED) == NOW
+    tier.refusals.forget({SHARED: NOW})
+    assert tier.peek(keys[0], NOW) is Miss.PURGED and tier.refusals.purged_until(SHARED) == NOW
     assert sum(dropping) == 4
-    tier.forget_tombstones({SHARED: NOW})
-    assert not tier.tombstones
+    tier.refusals.forget({SHARED: NOW})
+    assert not tier.refusals.tombstones
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_overlapping_purges_of_one_scope_end_with_the_last() -> None:
     first = tier.apply_tombstones({scope_of("a"): NOW - 5})
     second = tier.apply_tombstones({scope_of("a"): NOW})
     assert sum(first) == 20 and tier.prefix(mine, NOW) == 0
-    assert sum(second) == 0 and not tier._refusals.dropping
+    assert sum(second) == 0 and not tier.refusals.dropping
 
 
 @pytest.mark.usefixtures("tiny_slices")
@@ -137,7 +137,7 @@ def test_blocks_of_a_wrong_clock_are_misses_before_they_are_dropped() -> None:
         assert slot is not None and tier.commit(slot, slot.generation, Lifetime.of(BUILTIN["24h"], NOW + 9000))
     slices = tier.refuse_made_after(NOW + 120)
     assert (tier.prefix(late, NOW), tier.prefix(early, NOW)) == (0, 10)
-    assert sum(slices) == 10 and tier.prefix(early, NOW) == 10 and not tier._refusals.dropping
+    assert sum(slices) == 10 and tier.prefix(early, NOW) == 10 and not tier.refusals.dropping
     tier.check()
 
 
@@ -199,7 +199,7 @@ async def test_a_purge_that_is_cancelled_is_done_all_the_same(monkeypatch: pytes
         assert host.index and await cache.match(keys) == 0
         for _ in range(1000):
             await asyncio.sleep(0)
-        assert not host.index and not host._refusals.dropping
+        assert not host.index and not host.refusals.dropping
 
 
 def test_a_guarantee_that_a_tier_below_takes_over_costs_no_search_per_block() -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvtier.clock import Clock
 from kvtier.encryption import DataKey
 from kvtier.errors import ClosedError, TierError
@@ -86,7 +88,7 @@ class DiskWorkerClient:
 
     async def open(self) -> None:
         if self._shared is None:
-            self._shared = SharedArena(self._arena.views())
+            self._shared = SharedArena(self._arena.views(page_locked=False))
             self._pid = os.getpid()
             try:
                 await self._start()
@@ -116,7 +118,9 @@ class DiskWorkerClient:
         return self._supervisor.restarts + self._ended_restarts + Counter(now)
 
     async def _start(self) -> None:
-        worker = await WorkerProcess.start(self._arena.fds(), self._clock, self._removed, self._service)
+        worker = await WorkerProcess.start(
+            self._arena.fds(page_locked=False), self._clock, self._removed, self._service
+        )
         try:
             async with asyncio.timeout(OPEN_S):
                 await worker.ask("open", self._setup)
@@ -303,6 +307,10 @@ class DiskWorkerClient:
 
     async def flush(self, deadline: Mono) -> None:
         await self._ask("flush", self._left_s(deadline))
+
+    async def resize(self, capacity_bytes: int, write_budget: float) -> bool:
+        self._setup = msgspec.structs.replace(self._setup, capacity=capacity_bytes, write_budget=write_budget)
+        return bool(await self._ask("resize", capacity_bytes, write_budget))
 
     def usage(self) -> Usage:
         """As of the last answer."""

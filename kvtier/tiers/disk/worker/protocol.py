@@ -22,7 +22,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.disk.worker.shared_arena import ArenaSpan
-from kvtier.tiers.protocol import Describing, Loaded, Miss, Notebook, Retaining, Stored, Tier, Usage
+from kvtier.tiers.protocol import Describing, Loaded, Miss, Notebook, Resizable, Retaining, Stored, Tier, Usage
 
 FRAME_BYTES_MAX = 64 << 20
 _LENGTH_BYTES = 4
@@ -138,6 +138,7 @@ _SAME = (
     (Retaining, ("retain", "release_retained", "retained", "drop_made_after")),
     (Notebook, ("write_note", "read_notes")),
     (Describing, ("write_contents", "read_contents")),
+    (Resizable, ("resize",)),
 )
 
 

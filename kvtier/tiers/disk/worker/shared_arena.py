@@ -15,10 +15,10 @@ from kvtier.tiers.protocol import Pieces
 class MappableArena(Protocol):
     """G2's memory, one memfd per rank, as far as another process may map it."""
 
-    def fds(self) -> tuple[int, ...]:
-        """Descriptors that a child may inherit."""
+    def fds(self, *, page_locked: bool = True) -> tuple[int, ...]:
+        """Descriptors that a child may inherit. `page_locked`: whether the caller's mapping may be."""
 
-    def views(self) -> tuple[memoryview, ...]:
+    def views(self, *, page_locked: bool = True) -> tuple[memoryview, ...]:
         """All memory of each rank, as this process has it mapped."""
 
 

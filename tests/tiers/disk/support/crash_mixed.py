@@ -143,7 +143,7 @@ async def work(
             await tier.flush(clock.monotonic() + 10)
 
     async with both(path, clock, medium(seed), encrypts=encrypted and rng.random() < 0.5) as tiers:
-        tiers[0]._store.limit_writes(1e15, clock.monotonic)
+        tiers[0]._store.limit_writes(None, 1e15, clock.monotonic)
         for _ in range(steps):
             with contextlib.suppress(TierError):  # it is being opened anew
                 await one(tiers, rng.choice(mine))

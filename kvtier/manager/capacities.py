@@ -1,0 +1,94 @@
+"""Capacities that a reload has changed: G2 and G3 follow in the background, block by block."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from kvtier.errors import KVTierError
+from kvtier.manager.hierarchy import Hierarchy
+from kvtier.units import format_size
+
+log = logging.getLogger(__name__)
+
+_MOVED_SLOTS = 4096
+"""Slots whose memory is given back, or taken back, between two looks at the capacity."""
+
+
+class Capacities:
+    """One manager's. On its loop."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._hierarchy = hierarchy
+        self._given = 0  # of the slots out of use, those whose memory was given back
+        self._g3 = hierarchy.limits.g3_bytes, hierarchy.limits.g3_write_budget
+        self._told = ""
+
+    async def follow(self) -> bool:
+        """One pass, as far as it goes now: G2's coldest blocks leave what is beyond its capacity, or memory is taken
+        back; G3 grows. Whether a capacity has changed. Raises nothing."""
+        follows = [await self._follow_g2(), await self._follow_g3()]
+        return any(follows)
+
+    async def _follow_g2(self) -> bool:
+        hierarchy, slots = self._hierarchy, self._hierarchy.host.in_use
+        before = len(slots.unused)
+        if slots.surplus > 0:
+            now = hierarchy.now().serve
+            await hierarchy.drop_slices(
+                slots.shrink_steps(hierarchy.host.quota, lambda scope: hierarchy.host.evict_coldest(scope, now))
+            )
+        await self._give_back()
+        while slots.surplus < 0 and await self._take_back():
+            pass
+        changed = len(slots.unused) != before
+        if changed and not slots.surplus:
+            log.info("tiers.g2.capacity: %s now", format_size(hierarchy.host.capacity_bytes))
+        return changed
+
+    async def _give_back(self) -> None:
+        """The memory of slots that are out of use now goes back to the system."""
+        host = self._hierarchy.host
+        while part := sorted(host.in_use.unused[self._given : self._given + _MOVED_SLOTS]):
+            self._given += len(part)
+            with contextlib.suppress(OSError, ValueError):  # it stays, or the arena is closed
+                await asyncio.to_thread(host.arena.give_back, part)
+
+    async def _take_back(self) -> bool:
+        """Use some slots again. Whether there was memory for all of them."""
+        host, slots = self._hierarchy.host, self._hierarchy.host.in_use
+        part = sorted(slots.unused[slots.surplus :][-_MOVED_SLOTS:])
+        taken = await asyncio.to_thread(host.arena.take_back, part)
+        with self._hierarchy.lock:
+            slots.take_back(part, taken)
+        self._given = len(slots.unused)
+        self._hierarchy.space.notify()
+        if taken < len(part):
+            self._tell(f"tiers.g2.capacity: memory is short, G2 has {format_size(slots.used * host.arena.slot_bytes)}")
+        return taken == len(part)
+
+    async def _follow_g3(self) -> bool:
+        """The tiers that can grow are asked until they have."""
+        limits = self._hierarchy.limits
+        wanted = limits.g3_bytes, limits.g3_write_budget
+        tier = next((tier for tier in self._hierarchy.lower.values() if tier.resizable() is not None), None)
+        resizable = tier.resizable() if tier is not None else None
+        if wanted == self._g3 or resizable is None:
+            return False
+        try:
+            if not await resizable.resize(*wanted):
+                self._tell("tiers.g3.capacity: it grows when no other process uses the directory")
+                return False
+        except KVTierError as error:
+            self._tell(f"tiers.g3.capacity: not changed yet: {error}")
+            return False
+        self._g3, self._told = wanted, ""
+        log.info("tiers.g3.capacity: %s now", format_size(wanted[0]))
+        return True
+
+    def _tell(self, why: str) -> None:
+        """Once per reason: a pass comes every few seconds."""
+        if why != self._told:
+            self._told = why
+            log.warning("%s", why)

@@ -1,0 +1,108 @@
+"""G2 with another capacity than its arena's: the coldest leave, what may not leave stays, nothing else changes."""
+
+from __future__ import annotations
+
+from kvtier.bench.retention.byteless import EmptyArena
+from kvtier.identity.keys import scope_of
+from kvtier.policies.gapduel import GapDuel
+from kvtier.testing import chain_of, sample_namespace
+from kvtier.tiers.host.tier import HostTier
+from kvtier.times import Wall
+
+NS = sample_namespace(64)
+NOW = Wall(1.8e9)
+
+
+def put(tier: HostTier, keys: list, mono_s: float) -> int:
+    """How many of a chain's blocks were stored."""
+    tier.policy.reference(keys, 0, mono_s)
+    for depth, key in enumerate(keys):
+        slot = tier.reserve(key, depth)
+        if slot is None:
+            return depth
+        tier.commit(slot, slot.generation)
+    return len(keys)
+
+
+def shrink(tier: HostTier) -> int:
+    return sum(tier.in_use.shrink_steps(tier.quota, lambda scope: tier.evict_coldest(scope, NOW)))
+
+
+def grow(tier: HostTier) -> None:
+    part = tier.in_use.unused[tier.in_use.surplus :]
+    tier.in_use.take_back(part, len(part))
+
+
+def opened(slots: int, quota: float = 0.0) -> HostTier:
+    tier = HostTier(EmptyArena(slots), GapDuel(slots, refuses=False), quota)
+    tier.open()
+    return tier
+
+
+def test_the_coldest_leave_and_the_rest_stays() -> None:
+    tier, cold, warm = opened(100), list(chain_of(NS, 40, seed=1)), list(chain_of(NS, 30, seed=2))
+    assert put(tier, cold, 1.0) == 40 and put(tier, warm, 2.0) == 30
+    tier.resize(50)
+    assert tier.capacity == 50 and tier.in_use.surplus == 50
+    assert shrink(tier) == 20, "thirty slots were free"
+    tier.check()
+    assert [tier.prefix(chain, NOW) for chain in (cold, warm)] == [20, 30]
+    assert put(tier, list(chain_of(NS, 10, seed=3)), 3.0) == 10, "it goes on, within the capacity"
+    assert len(tier.index) == 50 and tier.in_use.surplus == 0
+    tier.resize(80)
+    grow(tier)
+    tier.check()
+    assert put(tier, list(chain_of(NS, 30, seed=4)), 4.0) == 30 and len(tier.index) == 80
+
+
+def test_blocks_that_may_not_leave_stay_until_they_may() -> None:
+    tier, keys = opened(10), list(chain_of(NS, 10))
+    put(tier, keys, 1.0)
+    tier.retain(keys[:2])
+    pinned = [slot for key in keys[2:6] if (slot := tier.pin(key, NOW)) is not None]
+    tier.resize(3)
+    assert shrink(tier) == 4 and tier.in_use.surplus == 3
+    tier.check()
+    assert put(tier, list(chain_of(NS, 1, seed=2)), 2.0) == 0, "nothing may leave for another one"
+    for slot in pinned:
+        tier.unpin(slot, slot.generation)
+    assert shrink(tier) == 3 and tier.in_use.surplus == 0 and len(tier.index) == 3
+    assert tier.prefix(keys, NOW) == 3
+    tier.check()
+
+
+def test_a_slot_that_is_freed_above_the_capacity_is_put_out_of_use_by_a_later_call() -> None:
+    tier, keys = opened(4), list(chain_of(NS, 4))
+    put(tier, keys, 1.0)
+    slot = tier.pin(keys[3], NOW)
+    assert slot is not None
+    tier.drop(keys[3])
+    tier.resize(1)
+    assert shrink(tier) == 3 and tier.in_use.surplus == 0, "the quarantined one is the last in use"
+    tier.unpin(slot, slot.generation)
+    tier.check()
+    assert put(tier, list(chain_of(NS, 1, seed=2)), 2.0) == 1
+
+
+def test_a_scope_keeps_its_share_of_the_new_capacity() -> None:
+    tier = opened(40, quota=0.5)
+    mine = list(chain_of(NS, 20, scope=scope_of("mine")))
+    others = list(chain_of(NS, 4, scope=scope_of("others")))
+    assert put(tier, mine, 1.0) == 20 and put(tier, others, 0.5) == 4
+    tier.resize(30)
+    assert shrink(tier) == 5, "fifteen of thirty"
+    tier.check()
+    assert (tier.prefix(mine, NOW), tier.prefix(others, NOW)) == (15, 4)
+
+
+def test_shadows_of_the_policy_follow() -> None:
+    policy = GapDuel(100)
+    for seed in range(10):
+        policy.reference(list(chain_of(NS, 20, seed=seed)), 0, float(seed))
+    policy.train()
+    assert {shadow.used_blocks for shadow in policy._duel.shadows} == {100}
+    policy.resize(50)
+    policy.reference(list(chain_of(NS, 20, seed=99)), 0, 99.0)
+    policy.train()
+    assert {shadow.used_blocks for shadow in policy._duel.shadows} == {50}
+    policy._duel.check()
