@@ -14,10 +14,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.output import Json, console, write_json
+from kvtier.cli.output import Json, confirm, console, write_json
+from kvtier.demo import real_model
 from kvtier.demo.job import TIERS, Job
 from kvtier.demo.stage import Act, perform, result, turns_in
 from kvtier.errors import ConfigError
+
+_REAL_TOKENS = 48
+"""The greatest length of a real model's answer."""
 
 Model = Annotated[
     Path | None, typer.Option("--model", metavar="PATH", help="A checkpoint instead of a small random Llama.")
@@ -26,12 +30,17 @@ Bucket = Annotated[
     str | None, typer.Option("--g4", metavar="URL", help="G4, such as s3://bucket/prefix, instead of a directory.")
 ]
 Endpoint = Annotated[str | None, typer.Option("--g4-endpoint", metavar="URL", help="Endpoint of an S3 server.")]
+Real = Annotated[
+    bool, typer.Option("--real", help="A small real model, downloaded once (93 MB), or --model; shows its answers.")
+]
+Agreed = Annotated[bool, typer.Option("--yes", help="Do not ask before the download.")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="Working directory; none: a temporary one.")]
 
 
 def demo(
-    model: Model = None, g4: Bucket = None, g4_endpoint: Endpoint = None, folder: Folder = None, json: Json = False
-) -> None:
+    model: Model = None, real: Real = False, yes: Agreed = False, g4: Bucket = None, g4_endpoint: Endpoint = None,
+    folder: Folder = None, json: Json = False,
+) -> None:  # fmt: skip
     """Replay conversations through four tiers, end the process, start another, compare bytes and tokens."""
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"--model {model}: no directory with a transformers checkpoint (it has no config.json)")
@@ -40,6 +49,8 @@ def demo(
         raise ConfigError(
             f"the demo runs a model and needs {' and '.join(missing)}: pip install 'kvtier[transformers]'"
         )
+    if real and model is None:
+        model = _fetched(yes)
     with ExitStack() as stack:
         parent = _parent(folder)
         work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=parent))
@@ -48,16 +59,32 @@ def demo(
             g4=f"{g4.rstrip('/')}/kvtier-demo-{uuid.uuid4().hex[:12]}" if g4 else f"file://{work}/g4",
             g4_options={"endpoint_url": g4_endpoint} if g4_endpoint else {},
             model=str(model.absolute()) if model else None,
+            real=real,
+            **({"new_tokens": _REAL_TOKENS} if real else {}),
         )
         first, second = _watched(job)
     outcome = result(first, second)
     if json:
         write_json(outcome)
     else:
+        if real:
+            _show_talk(first)
         _show(first, second)
     acts = (first, second)
     if not all(act.bytes_identical and act.tokens_identical for act in acts):
         raise typer.Exit(1)
+
+
+def _fetched(yes: bool) -> Path:
+    """The small real model, downloaded if it is not there and the user agrees. Raises Declined."""
+    path = real_model.folder()
+    if not real_model.is_there(path):
+        print(real_model.TERMS, file=sys.stderr)
+        if not yes:
+            sizes = f"{real_model.DOWNLOAD_BYTES >> 20} MiB, kept as {real_model.DISK_BYTES >> 20} MiB in {path}"
+            confirm(f"Download it under these terms ({sizes})?")
+        real_model.fetch(path)
+    return path
 
 
 def _parent(folder: Path | None) -> Path | None:
@@ -82,6 +109,26 @@ def _watched(job: Job) -> tuple[Act, Act]:
             progress.update(task, advance=1, description=f"{name} process: {turn['conversation']}")
 
         return perform(job, watch)
+
+
+def _show_talk(act: Act) -> None:
+    """What was said, in the order of the conversations, and beside it where the prompt's tokens were found."""
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    for name in dict.fromkeys(turn["conversation"] for turn in act.turns):
+        table = Table(title=name, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+        table.add_column("said", ratio=1)
+        table.add_column("served", justify="right", no_wrap=True)
+        for turn in (turn for turn in act.turns if turn["conversation"] == name):
+            found = [f"{turn['served'][tier]} in {tier.upper()}" for tier in TIERS if turn["served"].get(tier)]
+            table.add_row(Text(turn["question"], style="dim"), f"{turn['prompt_tokens']} tokens of prompt")
+            computed = f"{turn['served'].get('recomputed', 0)} computed"
+            first_token = f"first token after {turn['ttft_hit_ms']:.0f} ms"
+            table.add_row(turn["answer"], "\n".join([*found, computed, first_token]))
+            table.add_row("", "")
+        out.print(table)
 
 
 def _show(first: Act, second: Act) -> None:

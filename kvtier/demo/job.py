@@ -13,13 +13,15 @@ TIERS = ("g1", "g2", "g3", "g4")
 class Job:
     """`folder` holds G3, the reference and the prompts; `g4` is a URL with a prefix of its own.
 
-    The first process follows the script; the second repeats the last turns (`resume`).
+    The first process follows the script; the second repeats the last turns (`resume`). `real`: the model can chat, and
+    its answers end where it ends them.
     """
 
     folder: str
     g4: str
     g4_options: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
+    real: bool = False
     resume: bool = False
     conversations: int = 4
     turns: int = 4
@@ -32,7 +34,7 @@ class Turn:
     """One turn: the tiers that served its prompt, times to the first token, results of the comparisons.
 
     `tokens_same`: as after an in-memory hit at the same boundary. `gap`: 0.0 if also as after a full prefill, else the
-    gap of the two best logits where they part.
+    gap of the two best logits where they part. `question` and `answer` are text.
     """
 
     conversation: str
@@ -44,3 +46,5 @@ class Turn:
     bytes_same: bool
     tokens_same: bool
     gap: float
+    question: str = ""
+    answer: str = ""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.demo.speech import ChatSpeech, PlainSpeech, Speech
 from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
@@ -21,12 +23,16 @@ _LEAST_DISTINCT = 12
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model in evaluation mode and how text becomes its token ids. `gap` is the difference of the two best logits
-    below which a full prefill may choose the other one (see `kvtier.demo.reference`)."""
+    """A model in evaluation mode, how text becomes its token ids and these become text, and how it is spoken to. `gap`
+    is the difference of the two best logits below which a full prefill may choose the other one (see
+    `kvtier.demo.reference`). `ends`: tokens that end an answer; none: it ends at its greatest length."""
 
     model: Any
     encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
     gap: float
+    speech: Callable[[str], Speech] = PlainSpeech
+    ends: frozenset[int] = frozenset()
 
 
 def build(seed: int = 0) -> Subject:
@@ -54,11 +60,12 @@ def build(seed: int = 0) -> Subject:
     )
     model = LlamaForCausalLM(config).float().eval()
     refuse_deaf(model)
-    return Subject(model, _bytes_to_ids, gap_of(torch.float32))
+    return Subject(model, _bytes_to_ids, _ids_to_text, gap_of(torch.float32))
 
 
-def load(path: Path) -> Subject:
-    """The causal language model in the directory `path`, on a GPU if there is one. Raises ConfigError."""
+def load(path: Path, *, chats: bool = False) -> Subject:
+    """The causal language model in the directory `path`, on a GPU if there is one; `chats`: spoken to by its own
+    template. Raises ConfigError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,7 +77,21 @@ def load(path: Path) -> Subject:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model {path}: {error}") from None
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    return Subject(model, lambda text: list(tokenizer(text, add_special_tokens=False).input_ids), gap_of(model.dtype))
+    encode = partial(_encoded, tokenizer)
+    subject = Subject(model, encode, partial(tokenizer.decode, skip_special_tokens=True), gap_of(model.dtype))
+    if not chats:
+        return subject
+    if not tokenizer.chat_template or tokenizer.eos_token_id is None:
+        raise ConfigError(f"--model {path}: it has no chat template; --real needs a model that can chat")
+    try:
+        ChatSpeech(tokenizer, "")
+    except ValueError as error:
+        raise ConfigError(f"--model {path}: {error}; take another model, or leave out --real") from None
+    return replace(subject, speech=partial(ChatSpeech, tokenizer), ends=frozenset({tokenizer.eos_token_id}))
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def gap_of(dtype: torch.dtype) -> float:
@@ -80,6 +101,10 @@ def gap_of(dtype: torch.dtype) -> float:
 
 def _bytes_to_ids(text: str) -> list[int]:
     return [SPECIAL_IDS + byte for byte in text.encode()]
+
+
+def _ids_to_text(ids: list[int]) -> str:
+    return bytes(max(0, each - SPECIAL_IDS) for each in ids).decode(errors="replace")
 
 
 def refuse_deaf(model: Any) -> None:

@@ -38,8 +38,9 @@ class DemoRun:
         self._reference = reference
         self._new_tokens = new_tokens
 
-    def turn(self, name: str, history: list[int]) -> tuple[Turn, list[int]]:
-        """Answer the prompt `history` three ways, compare, store. Returns the report and the reply's tokens."""
+    def turn(self, name: str, history: list[int], question: str) -> tuple[Turn, list[int]]:
+        """Answer the prompt `history` three ways, compare, store. Returns the report and the reply's tokens, less the
+        one that ends it: the next turn begins with that."""
         prefixes, reference, config = self._prefixes, self._reference, self._subject.model.config
         before = dict(prefixes.served)
         ids = self._ids(history)
@@ -68,8 +69,10 @@ class DemoRun:
             bytes_same=same_bytes,
             tokens_same=mine == in_memory[0, len(history) :].tolist(),
             gap=parting_gap(mine, full[0, len(history) :].tolist(), logits),
+            question=question,
+            answer=self._subject.decode(mine).strip(),
         )
-        return report, mine
+        return report, mine[:-1] if mine[-1] in self._subject.ends else mine
 
     def _ids(self, tokens: list[int]) -> Any:
         import torch
@@ -83,8 +86,8 @@ class DemoRun:
 
         stopwatch = _FirstToken()
         greedy = GenerationConfig(
-            max_new_tokens=self._new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True,
-            return_dict_in_generate=True, output_logits=True,
+            max_new_tokens=self._new_tokens, do_sample=False, eos_token_id=sorted(self._subject.ends) or None,
+            pad_token_id=0, use_cache=True, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         out = self._subject.model.generate(
             ids,
@@ -134,10 +137,14 @@ def play(
 
     `tamper` is called before each turn, for tests that must see the comparisons fail.
     """
-    subject = models.build(job.seed) if job.model is None else models.load(Path(job.model))
-    script = scripts.shortened(scripts.read(), job.conversations, job.turns)
-    opening = subject.encode(script.system)
-    user_turns = [[subject.encode(scripts.user(text)) for text in c.turns] for c in script.conversations]
+    subject = models.build(job.seed) if job.model is None else models.load(Path(job.model), chats=job.real)
+    script = scripts.shortened(scripts.read(real=job.real), job.conversations, job.turns)
+    speech = subject.speech(script.system)
+    opening = subject.encode(speech.opening)
+    user_turns = [
+        [subject.encode(speech.turn(text, first=not at)) for at, text in enumerate(c.turns)]
+        for c in script.conversations
+    ]
     longest = len(opening) + max(sum(map(len, c)) + job.new_tokens * len(c) for c in user_turns)
     shape = probe(subject.model)
     reference = Reference(shape, BLOCK_TOKENS)
@@ -162,7 +169,8 @@ def play(
                 prompts[number] = prompts[number] + user_turns[number][spoken[number]]
                 spoken[number] += 1
             last[number] = list(prompts[number])
-            turn, reply = replay.turn(names[number], prompts[number])
+            said = script.conversations[number].turns
+            turn, reply = replay.turn(names[number], prompts[number], said[spoken[number] - 1])
             prompts[number] = prompts[number] + reply
             report(turn)
         if not job.resume:

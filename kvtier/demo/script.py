@@ -1,4 +1,5 @@
-"""The demo's conversations, shipped beside this file, and the order of their turns in both processes.
+"""The demo's conversations, shipped beside this file, and the order of their turns in both processes. There are those
+for a random model, and those that a small real one can answer.
 
 The order makes every tier serve. Conversations open with two turns, so that the second finds the first in G1; all
 continue once; then they continue in reverse, so that each has been idle for longer than the one before and lies in a
@@ -30,9 +31,10 @@ class Script:
     conversations: tuple[Conversation, ...]
 
 
-def read() -> Script:
-    """The script in the package. Reads one file."""
-    return parse(files("kvtier.demo").joinpath("conversations.txt").read_text(encoding="utf-8"))
+def read(*, real: bool = False) -> Script:
+    """The script in the package; `real`: the one that a small real model can answer. Reads one file."""
+    name = "real_conversations.txt" if real else "conversations.txt"
+    return parse(files("kvtier.demo").joinpath(name).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> Script:
@@ -54,11 +56,6 @@ def order(conversations: int, turns: int) -> list[int]:
     for turn in range(2, turns):
         out += everyone if turn % 2 == 0 else reversed(everyone)
     return out
-
-
-def user(text: str) -> str:
-    """A user's turn as the model reads it."""
-    return f"\n\nSkipper: {text}\n\nClerk: "
 
 
 def shortened(script: Script, conversations: int, turns: int) -> Script:

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 def test_the_shipped_script_has_four_conversations_of_four_turns() -> None:
     text = script.read()
     assert len(text.system) > 400 and [len(c.turns) for c in text.conversations] == [4] * 4
+    assert [len(c.turns) for c in script.read(real=True).conversations] == [4] * 4
 
 
 @pytest.mark.parametrize("text", ["", "== system\n\nhello", "== someone\n\nhello", "== system\nx\n\n== a\n"])

@@ -30,7 +30,7 @@ from kvtier.tiers.disk.worker import client, process, protocol
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
 from kvtier.tiers.disk.worker.shared_arena import SharedArena
 from kvtier.tiers.host.arena import Arena
-from kvtier.tiers.protocol import Describing, Miss, Notebook, Retaining, Stored, Target, Tier
+from kvtier.tiers.protocol import Describing, Miss, Notebook, Resizable, Retaining, Stored, Target, Tier
 from tests.tiers.disk.support.store import BLOCK, FAR_S
 from tests.tiers.disk.support.subprocesses import environment
 from tests.tiers.disk.support.worker import SLOTS, Bounced, memory
@@ -98,7 +98,7 @@ def test_every_verb_of_a_local_tier_is_served() -> None:
     def of(kind: type) -> set[str]:
         return {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
 
-    every = of(Tier) | of(Retaining) | of(Notebook) | of(Describing)
+    every = of(Tier) | of(Retaining) | of(Notebook) | of(Describing) | of(Resizable)
     assert every == set(protocol.verbs()) | {"peek", "usage", "check"}
     assert set(protocol.verbs()) <= set(dir(DiskWorkerClient)) and set(protocol.verbs()) <= set(dir(DiskTier))
 
