@@ -59,9 +59,9 @@ def demo(
             g4=f"{g4.rstrip('/')}/kvtier-demo-{uuid.uuid4().hex[:12]}" if g4 else f"file://{work}/g4",
             g4_options={"endpoint_url": g4_endpoint} if g4_endpoint else {},
             model=str(model.absolute()) if model else None,
-            real=real,
-            **({"new_tokens": _REAL_TOKENS} if real else {}),
         )
+        if real:
+            job = replace(job, real=True, new_tokens=_REAL_TOKENS)
         first, second = _watched(job)
     outcome = result(first, second)
     if json:

@@ -44,4 +44,4 @@ class ChatSpeech:
 
     def turn(self, text: str, *, first: bool) -> str:
         before, after = self._first if first else self._later
-        return before + text + after
+        return f"{before}{text}{after}"
