@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.cache import Cache
-from kvtier.config import calibration_folder
+from kvtier.config import cache_folder
 from kvtier.connectors.sglang.pool import KVPools
 from kvtier.identity.keys import BlockKey
 from kvtier.kernels.copy import Ack, Moves, Outcome
@@ -62,7 +62,7 @@ class PageCopies:
             of_slots(memoryview(mapping)[: arena.slots * arena.slot_bytes], arena.slot_bytes, pool.shape),
             pool.shape,
             method=cache.config.offload.copy_by,
-            calibration=calibration_folder(),
+            calibration=cache_folder(),
         )
         self._wait_s = wait_s
         self._gate = gate

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 from kvtier import cache as byte_cache
 from kvtier.clock import Clock, SystemClock
-from kvtier.config import Config, calibration_folder
+from kvtier.config import Config, cache_folder
 from kvtier.connectors.counters import tokens_by_tier
 from kvtier.connectors.runs import runs_of
 from kvtier.connectors.transformers.model import check_layers, namespace_of, probe
@@ -93,7 +93,7 @@ class PrefixCache:
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
         near = [cpus_near(self.pool.rows.device)]
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
-        self.pool.attach(self.cache.manager.host.arena, offload.copy_by, calibration_folder())
+        self.pool.attach(self.cache.manager.host.arena, offload.copy_by, cache_folder())
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
 
     def __enter__(self) -> PrefixCache:

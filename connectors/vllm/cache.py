@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import kvtier
 from kvtier.cache import Cache
-from kvtier.config import calibration_folder
+from kvtier.config import cache_folder
 from kvtier.connectors.announcer import Announcer
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings
@@ -70,7 +70,7 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
             slot_bytes=arena.slot_bytes,
             piece_bytes=arena.piece_bytes,
             copy_by=self._config.offload.copy_by,
-            calibration=str(calibration_folder() or ""),
+            calibration=str(cache_folder() or ""),
         )
 
     def _close(self, current: tuple[Cache, ArenaHandle]) -> None:

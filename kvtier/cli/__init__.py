@@ -50,6 +50,7 @@ COMMANDS = (
     Command("namespace", "kvtier.cli.namespace:namespace", "Print or save the namespace of a G3 store or engine."),
     Command("purge", "kvtier.cli.purge:purge", "Delete a tenant's blocks from every tier and replica."),
     Command("top", "kvtier.cli.top:top", "Show live metrics of a running cache."),
+    Command("trace convert", "kvtier.cli.trace:convert", "Write a trace of another format as kvtier's or Mooncake's."),
     Command("trace record", "kvtier.cli.trace:record", "Record the requests of a running cache, for `plan`."),
     Command("plan", "kvtier.cli.plan:plan", "Compute hit rate and cost over tier sizes."),
     Command("explain", "kvtier.cli.explain:explain", "Say where two prompts part, why, and what it costs."),
@@ -69,7 +70,7 @@ GROUPS = {
     "g4": "Maintain object storage.",
     "keys": "List, rotate and destroy the keys of encryption.",
     "pin": "Manage named pins in a shared bucket or directory.",
-    "trace": "Record what a running cache is asked for.",
+    "trace": "Record what a running cache is asked for; read other traces.",
     "bench": "Benchmark tiers, the index, engines and retention.",
     "bench retention": "Measure what longer retention saves on a trace.",
 }

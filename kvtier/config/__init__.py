@@ -8,7 +8,7 @@ from kvtier.config.schema import (
     G4,
     Config,
     Offload,
-    calibration_folder,
+    cache_folder,
     config_file,
 )
 
@@ -20,6 +20,6 @@ __all__ = [
     "G4",
     "Config",
     "Offload",
-    "calibration_folder",
+    "cache_folder",
     "config_file",
 ]

@@ -381,9 +381,9 @@ def kms_file() -> str:
     return os.environ.get("KVTIER_KMS_FILE", "")
 
 
-def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder for measurements of this machine's devices, below the user's cache folder (XDG base directories).
-    Reads `environ` (default: the process's). None for a user without one."""
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """kvtier's folder below the user's caches (XDG base directories): measurements of this machine's devices, a model
+    for the demo. Reads `environ` (default: the process's). None for a user without one."""
     environ = os.environ if environ is None else environ
     caches = Path(environ.get("XDG_CACHE_HOME") or "")
     if not caches.is_absolute():

@@ -7,7 +7,6 @@ folder: what is installed stays as it is, and the checkpoint needs neither.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvtier.config import cache_folder
 from kvtier.errors import ConfigError, KVTierError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -37,9 +37,13 @@ _PIP_S, _CONVERT_S = 1800.0, 600.0
 
 
 def folder() -> Path:
-    """Where the checkpoint is kept."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches, "kvtier", "models", NAME.lower())
+    """Where the checkpoint is kept. Raises ConfigError for a user without a folder for caches."""
+    caches = cache_folder()
+    if caches is None:
+        raise ConfigError(
+            "--real keeps its model below HOME or XDG_CACHE_HOME: set one, or give a model (--model PATH)"
+        )
+    return caches / "models" / NAME.lower()
 
 
 def is_there(path: Path) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.config import G2_CAPACITY_DEFAULT, Config, calibration_folder
+from kvtier.config import G2_CAPACITY_DEFAULT, Config, cache_folder
 from kvtier.config.explain import known_keys
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.retention.terms import Depth
@@ -147,7 +147,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_measurements_go_to_the_users_cache_folder() -> None:
-    assert calibration_folder({"HOME": "/people/u"}) == Path("/people/u/.cache/kvtier")
-    assert calibration_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "/caches"}) == Path("/caches/kvtier")
-    assert calibration_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "relative"}) == Path("/people/u/.cache/kvtier")
-    assert calibration_folder({}) is None
+    assert cache_folder({"HOME": "/people/u"}) == Path("/people/u/.cache/kvtier")
+    assert cache_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "/caches"}) == Path("/caches/kvtier")
+    assert cache_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "relative"}) == Path("/people/u/.cache/kvtier")
+    assert cache_folder({}) is None

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from kvtier.bench.retention.traces import Trace, load_trace
+from kvtier.bench.retention.trace import Trace
+from kvtier.bench.retention.traces import load_trace
 
 BLOCK_TOKENS = 32
 PROMPT_BLOCKS_MAX = 64

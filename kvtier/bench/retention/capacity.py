@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.bench.retention.curves import Reuse
-from kvtier.bench.retention.traces import Request, Trace
+from kvtier.bench.retention.trace import Request, Trace
 from kvtier.bench.retention.worth import MONTH_S, Assumptions
 from kvtier.errors import InvalidRequest
 

@@ -12,7 +12,7 @@ from kvtier.bench.policies.lru_freq import FrequencyLRU
 from kvtier.bench.policies.s3fifo import S3FIFO
 from kvtier.bench.retention.curves import CapacityCurve, ceiling_hits
 from kvtier.bench.retention.simulate import capacity_of, drive
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.policy import Policy
 

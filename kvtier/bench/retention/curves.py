@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from kvtier.bench.retention.trace import Names, Trace
 from kvtier.errors import FormatError
 from kvtier.request_trace import ID_BYTES, VERSION
 
@@ -67,8 +68,42 @@ class Recording:
         self.requests += 1
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._out.write(json.dumps(line) + "\n")
+        self.write(self._out, line)
         self._out.flush()
+
+    @staticmethod
+    def write(out: TextIO, line: Mapping[str, Any]) -> None:
+        """A line of the file."""
+        out.write(json.dumps(line) + "\n")
+
+
+def write_trace(trace: Trace, out: TextIO) -> None:
+    """Write a trace of any kind as a recording."""
+    Recording.write(out, {KEY: VERSION, "block_tokens": trace.block_tokens})
+    known = dict[tuple[int, int], int]()  # (parent, block) → number
+    for request in trace.requests:
+        parent, new = -1, 0
+        after = -1
+        for block in request.blocks:
+            found = known.get((parent, block))
+            if found is None:
+                found = known[parent, block] = len(known)
+                new += 1
+            elif not new:
+                after = found
+            parent = found
+        sizes = {"input_length": request.input_tokens, "output_length": request.output_tokens}
+        Recording.write(out, {"timestamp": round(request.at, 3), **sizes, "after": after, "new": new})
+
+
+def write_mooncake(trace: Trace, out: TextIO) -> None:
+    """Write a trace as lines {timestamp ms, input_length, output_length, hash_ids}; an id stands for all blocks before
+    its own, too."""
+    names = Names()
+    for request in trace.requests:
+        sizes = {"input_length": request.input_tokens, "output_length": request.output_tokens}
+        at = {"timestamp": round(1000 * request.at)}
+        Recording.write(out, {**at, **sizes, "hash_ids": names.chain(request.blocks)})
 
 
 class RecordedChains:

@@ -24,7 +24,7 @@ from typing import Any
 from kvtier.bench.retention.charts import duration
 from kvtier.bench.retention.curves import TtlCurve
 from kvtier.bench.retention.simulate import keys_of
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 from kvtier.clock import SystemClock
 from kvtier.errors import CorruptError, KVTierError
 from kvtier.identity.keys import BlockKey

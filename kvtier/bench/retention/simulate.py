@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from kvtier.bench.policies import COMPARED
 from kvtier.bench.retention.byteless import EmptyArena, EmptyTier
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.manager.hierarchy import ManagerLimits

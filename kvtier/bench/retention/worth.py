@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.bench.retention.charts import duration
 from kvtier.bench.retention.curves import Reuse, TtlCurve
 from kvtier.bench.retention.shapes import CacheShape
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,7 +22,8 @@ from kvtier.bench.retention.curves import Reuse
 from kvtier.bench.retention.report import write_report
 from kvtier.bench.retention.shapes import CacheShape, shape_of
 from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, TierLevel
-from kvtier.bench.retention.traces import REQUESTS_MIN, Trace, load_trace
+from kvtier.bench.retention.trace import REQUESTS_MIN, Trace
+from kvtier.bench.retention.traces import load_trace
 from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, appraise
 from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.errors import InvalidRequest

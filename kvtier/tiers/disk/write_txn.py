@@ -330,11 +330,10 @@ class WriteTxn:
         return len(dead)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Cut the store to another capacity, evicting what lies beyond it. The caller uses the store alone. To make it
-        smaller, it has reclaimed, and cuts the files after the commit; that reads the whole index."""
+        """Another capacity, for a store that the caller uses alone. Blocks beyond a smaller one are evicted: it has
+        reclaimed, and cuts the files after the commit."""
         geometry = replace(self.geometry, capacity=capacity_bytes)
-        shrinks = capacity_bytes < self.geometry.capacity
-        for key, name in list(self._layout.ordered(self._txn)) if shrinks else ():
+        for key, name in list(self._layout.ordered(self._txn)) if capacity_bytes < self.geometry.capacity else ():
             slot_cls, _rank, segment, slot = order_parts(key)
             if slot >= geometry.slots_of(segment, slot_cls):
                 self.drop(name)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.retention.traces import Request, Trace, load_trace
+from kvtier.bench.retention.trace import Request, Trace
+from kvtier.bench.retention.traces import load_trace
 
 
 def _folder() -> Path:

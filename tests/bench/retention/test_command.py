@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.retention.traces import REQUESTS_MIN, Request, Trace
+from kvtier.bench.retention.trace import REQUESTS_MIN, Request, Trace
 from kvtier.cli import main
 
 VARYING = {"seconds", "cpu_seconds", "load_p50_ms", "load_p99_ms", "dropped_by_last_process", "files_under_o_direct"}

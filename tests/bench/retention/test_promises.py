@@ -9,7 +9,7 @@ import pytest
 from kvtier.bench.retention.compare import FIXED
 from kvtier.bench.retention.curves import CapacityCurve, ceiling_hits
 from kvtier.bench.retention.simulate import capacity_of, drive, policy_cost
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.lru import LRU
 

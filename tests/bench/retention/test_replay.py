@@ -12,7 +12,7 @@ import pytest
 from kvtier.bench.retention.curves import TtlCurve
 from kvtier.bench.retention.replay import Setup, _serve_one, replay
 from kvtier.bench.retention.simulate import keys_of
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 from kvtier.errors import CorruptError
 from kvtier.testing import payload_of
 

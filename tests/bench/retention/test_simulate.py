@@ -11,7 +11,7 @@ import pytest
 from kvtier.bench.policies import COMPARED
 from kvtier.bench.retention.curves import CapacityCurve, TtlCurve, ceiling_hits
 from kvtier.bench.retention.simulate import Admit, TierLevel, capacity_of, simulate, simulate_stack
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 from kvtier.cli import main
 from kvtier.retention.terms import Terms
 

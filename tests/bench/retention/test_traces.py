@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvtier.bench.retention.traces import load_trace
-from kvtier.errors import InvalidRequest
+from kvtier.cli import main
+from kvtier.errors import ConfigError, InvalidRequest
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [7, 9]},
@@ -175,3 +177,144 @@ def test_a_sample_has_whole_sessions(made: Any) -> None:
     assert 0 < len(kept) < 15
     assert len(part.requests) == sum(r.session in kept for r in trace.requests)
     assert {b for r in part.requests for b in r.blocks} == set(range(part.unique))
+
+
+def call(session: str, messages: list[Any], **more: Any) -> dict[str, Any]:
+    return {"session_id": session, "model": "m", "input": messages, "output_length": 3, **more}
+
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " * 3
+
+
+def test_agent_calls_share_what_their_messages_share(tmp_path: Path) -> None:
+    system, asked = {"role": "system", "content": LONG}, {"role": "user", "content": LONG + "why?"}
+    tool = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": LONG}]}
+    entries = [
+        call("a", [system, asked], pre_gap=0.0),
+        call("b", [system], pre_gap=0.0),
+        call("a", [system, asked, tool], pre_gap=2.5),
+        call("a", [system, tool], pre_gap=1.0),  # compacted: the second message is another one
+    ]
+    trace = load_trace(lines(tmp_path / "agents.jsonl", entries))
+    by_session: dict[int, list[Any]] = {}
+    for request in trace.requests:
+        by_session.setdefault(request.session, []).append(request)
+    first, longer, compacted = max(by_session.values(), key=len)
+    (other,) = min(by_session.values(), key=len)
+    assert (trace.format, trace.block_tokens) == ("lmcache", 16)
+    assert longer.blocks[: len(first.blocks)] == first.blocks and len(longer.blocks) > len(first.blocks)
+    assert other.blocks == first.blocks[: len(other.blocks)] == compacted.blocks[: len(other.blocks)]
+    assert not set(compacted.blocks[len(other.blocks) + 1 :]) & set(longer.blocks), "the same text after another prefix"
+    assert [longer.at - first.at, compacted.at - longer.at] == pytest.approx([2.5, 1.0])
+    assert first.output_tokens == 3 and first.input_tokens >= 16 * len(first.blocks)
+
+
+def test_agent_calls_with_times_and_plain_text(tmp_path: Path) -> None:
+    entries = [
+        {"session_id": 0, "timestamp": 5.0, "input": LONG}, {"session_id": 1, "timestamp": 6.5, "input": LONG + LONG}
+    ]  # fmt: skip
+    first, second = load_trace(lines(tmp_path / "a.jsonl", entries)).requests
+    assert (first.at, second.at) == (0.0, 1.5) and second.blocks[: len(first.blocks)] == first.blocks
+    with pytest.raises(InvalidRequest, match=r"bad\.jsonl:1: input"):
+        load_trace(lines(tmp_path / "bad.jsonl", [{"session_id": 0, "input": 7}]))
+
+
+def test_a_session_that_returns_after_many_others_goes_on_at_its_time(tmp_path: Path) -> None:
+    others = [call(f"s{n}", [{"role": "user", "content": LONG}], pre_gap=0.0) for n in range(70)]
+    back = call("s0", [{"role": "user", "content": LONG}], pre_gap=30.0)
+    trace = load_trace(lines(tmp_path / "many.jsonl", [*others, back]))
+    again = [request for request in trace.requests if request.session == 0]
+    assert len(again) == 2 and again[1].at - again[0].at == pytest.approx(30.0)
+    assert again[0].blocks == again[1].blocks
+
+
+def agent_round(session: str, index: int, size: int, cached: int, second: int, **more: Any) -> dict[str, Any]:
+    events = [{"event_type": "user_message", "timestamp": f"2026-06-01T05:40:{second:02}.000Z"}]
+    return {
+        "provider": "claude", "session_id": session, "session_file": f"{session}.jsonl", "round_index": index,
+        "model": "m", "input_tokens_total": size, "prefix_tokens": cached, "output_tokens": 9, "timing_events": events,
+        **more,
+    }  # fmt: skip
+
+
+ROUNDS = [
+    agent_round("a", 0, 640, 256, 0),
+    agent_round("a", 1, 1280, 0, 10),  # the provider had forgotten it; it repeats the first all the same
+    agent_round("a", 2, 320, 128, 20),  # compacted
+    agent_round("b", 0, 512, 256, 30),
+]
+
+
+def check_rounds(path: Path) -> None:
+    trace = load_trace(path)
+    first, longer, compacted, other = trace.requests
+    assert (trace.format, trace.block_tokens) == ("tracelab", 64)
+    assert [r.at for r in trace.requests] == [0.0, 10.0, 20.0, 30.0]
+    assert [len(r.blocks) for r in trace.requests] == [10, 20, 5, 8]
+    assert longer.blocks[:10] == first.blocks
+    assert compacted.blocks[:2] == longer.blocks[:2] and not set(compacted.blocks[2:]) & set(longer.blocks)
+    assert other.blocks[:4] == first.blocks[:4] and not set(other.blocks[4:]) & set(first.blocks)
+    assert first.session == longer.session == compacted.session != other.session
+
+
+def test_rounds_are_made_into_blocks_by_their_lengths(tmp_path: Path) -> None:
+    check_rounds(lines(tmp_path / "round_trace.jsonl", ROUNDS))
+    with pytest.raises(InvalidRequest, match=r":1: output_tokens is missing"):
+        load_trace(lines(tmp_path / "bad.jsonl", [{k: v for k, v in ROUNDS[0].items() if k != "output_tokens"}]))
+
+
+def test_rounds_of_a_database(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    path = tmp_path / "trace.duckdb"
+    with duckdb.connect(str(path)) as connection:
+        connection.execute(
+            "CREATE TABLE rounds (round_pk BIGINT, provider VARCHAR, session_id VARCHAR, session_file VARCHAR, "
+            "round_index BIGINT, model VARCHAR, input_tokens_total BIGINT, prefix_tokens BIGINT, output_tokens BIGINT)"
+        )
+        connection.execute("CREATE TABLE timing_events (round_pk BIGINT, timestamp TIMESTAMP)")
+        for number, one in enumerate(ROUNDS):
+            columns = ("provider", "session_id", "session_file", "round_index", "model", "input_tokens_total",
+                       "prefix_tokens", "output_tokens")  # fmt: skip
+            row = [number, *(one[name] for name in columns)]
+            connection.execute("INSERT INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            stamp = one["timing_events"][0]["timestamp"]
+            connection.execute("INSERT INTO timing_events VALUES (?, ?)", [number, stamp])
+    check_rounds(path)
+    (tmp_path / "no.duckdb").write_bytes(b"nothing")
+    with pytest.raises(InvalidRequest, match="no DuckDB of rounds"):
+        load_trace(tmp_path / "no.duckdb")
+
+
+def test_a_database_without_the_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    (tmp_path / "t.duckdb").write_bytes(b"")
+    with pytest.raises(ConfigError, match="pip install duckdb"):
+        load_trace(tmp_path / "t.duckdb")
+
+
+TIMED = [
+    {"timestamp": 250, "input_length": 40, "output_length": 5, "hash_ids": [7, 7, 9]},
+    {"timestamp": 1750, "input_length": 48, "output_length": 5, "hash_ids": [7, 7, 30]},
+]
+
+
+def test_timed_traces_have_the_size_and_unit_they_are_given(tmp_path: Path) -> None:
+    trace = load_trace(lines(tmp_path / "t.jsonl", TIMED), block_tokens=16, unit_s=1e-3)
+    assert (trace.format, trace.block_tokens, trace.unique) == ("timed", 16, 4)
+    assert [(r.at, r.blocks) for r in trace.requests] == [(0.0, [0, 1, 2]), (1.5, [0, 1, 3])]
+
+
+@pytest.mark.parametrize("to", ["kvtier", "mooncake"])
+def test_a_trace_is_converted_and_read_as_the_same(tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = lines(tmp_path / "t.jsonl", TIMED), tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", "convert", str(source), "--out", str(out), "--to", to, "--block-tokens", "16", "--milliseconds"])
+    assert not ended.value.code and "2 requests, 4 blocks of 16 tokens, read as timed" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    before = load_trace(source, block_tokens=16, unit_s=1e-3)
+    after = load_trace(out) if to == "kvtier" else load_trace(out, block_tokens=16, unit_s=1e-3)
+    assert after.requests == before.requests and after.block_tokens == 16
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", "convert", str(source), "--out", str(out)])
+    assert ended.value.code == 2 and "is there already" in capsys.readouterr().err

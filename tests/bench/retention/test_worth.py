@@ -18,7 +18,7 @@ from kvtier.bench.retention.curves import CapacityCurve, Reuse
 from kvtier.bench.retention.report import render, write_report
 from kvtier.bench.retention.shapes import SHAPES, CacheShape, shape_of
 from kvtier.bench.retention.simulate import TierLevel, simulate_stack
-from kvtier.bench.retention.traces import Trace
+from kvtier.bench.retention.trace import Trace
 from kvtier.bench.retention.worth import Assumptions, PricedTier, appraise
 from kvtier.cli import main
 from kvtier.errors import InvalidRequest
