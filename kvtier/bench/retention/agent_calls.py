@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.retention.json_lines import Line, lines
+from kvtier.bench.retention.json_lines import TraceLine, lines
 from kvtier.bench.retention.text_blocks import PROMPT_BLOCK_TOKENS, tokens_of
 from kvtier.bench.retention.trace import DAY_S, Names, Request, Trace, finish
 from kvtier.errors import InvalidRequest
@@ -80,7 +80,7 @@ def from_lines(path: Path) -> Trace:
     return finish(path.stem, "lmcache", PROMPT_BLOCK_TOKENS, requests, len(names))
 
 
-def _time(line: Line, before_s: float) -> float:
+def _time(line: TraceLine, before_s: float) -> float:
     """When a call was made; `before_s`: the one before it, or the start of its session."""
     if "timestamp" in line.fields:
         return line.number("timestamp")
@@ -90,7 +90,7 @@ def _time(line: Line, before_s: float) -> float:
     return before_s + (line.number("pre_gap") if "pre_gap" in line.fields else 0.0)
 
 
-def _texts(line: Line) -> list[str]:
+def _texts(line: TraceLine) -> list[str]:
     """The messages of a call as text, what a template adds but for a mark of each beginning."""
     given = line.field("input")
     if isinstance(given, str):

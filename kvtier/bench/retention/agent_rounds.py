@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.retention.json_lines import Line, lines
+from kvtier.bench.retention.json_lines import TraceLine, lines
 from kvtier.bench.retention.trace import Names, Request, Trace, finish
 from kvtier.errors import ConfigError, InvalidRequest
 
@@ -54,10 +54,10 @@ def from_database(path: Path) -> Trace:
     except duckdb.Error as wrong:
         raise InvalidRequest(f"{path}: no DuckDB of rounds: {str(wrong).splitlines()[0]}") from None
     rows = (dict(zip((*_COLUMNS, "at"), row, strict=True)) for row in found)
-    return _trace(path.stem, (Line(f"{path}: rounds[{number}]", row) for number, row in enumerate(rows)))
+    return _trace(path.stem, (TraceLine(f"{path}: rounds[{number}]", row) for number, row in enumerate(rows)))
 
 
-def _timed(line: Line) -> Line:
+def _timed(line: TraceLine) -> TraceLine:
     """A line with its time as `at`."""
     events = line.fields.get("timing_events")
     stamps = [event.get("timestamp") for event in events or () if isinstance(event, dict)]
@@ -65,13 +65,13 @@ def _timed(line: Line) -> Line:
         at = min((datetime.fromisoformat(str(stamp)).timestamp() for stamp in stamps if stamp), default=None)
     except ValueError as wrong:
         raise InvalidRequest(f"{line.place}: timing_events: {wrong}") from None
-    return Line(line.place, {**line.fields, "at": at})
+    return TraceLine(line.place, {**line.fields, "at": at})
 
 
-def _trace(name: str, rounds: Iterable[Line]) -> Trace:
+def _trace(name: str, rounds: Iterable[TraceLine]) -> Trace:
     names, numbers, requests = Names(), Names(), list[Request]()
     before: dict[Any, tuple[int, list[int], float]] = {}  # session → tokens, blocks and time of its latest round
-    by_session: dict[Any, list[tuple[float, int, Line]]] = {}
+    by_session: dict[Any, list[tuple[float, int, TraceLine]]] = {}
     for place, line in enumerate(rounds):
         key = line.field("provider"), line.fields.get("session_file"), line.field("session_id")
         by_session.setdefault(key, []).append((line.number("round_index"), place, line))

@@ -14,7 +14,7 @@ LINE_BYTES_MAX = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TraceLine:
     """One JSON object and where it stood."""
 
     place: str
@@ -41,7 +41,7 @@ class Line:
         return value
 
 
-def lines(path: Path) -> Iterator[Line]:
+def lines(path: Path) -> Iterator[TraceLine]:
     """All lines but empty ones. Raises InvalidRequest."""
     with path.open("rb") as stream:
         for number, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX), b""), 1):
@@ -54,4 +54,4 @@ def lines(path: Path) -> Iterator[Line]:
                 raise InvalidRequest(f"{place}: not JSON: {wrong}") from None
             if not isinstance(fields, dict):
                 raise InvalidRequest(f"{place}: expected a JSON object, got {type(fields).__name__}")
-            yield Line(place, fields)
+            yield TraceLine(place, fields)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.retention import agent_calls, agent_rounds
-from kvtier.bench.retention.json_lines import Line, lines
+from kvtier.bench.retention.json_lines import TraceLine, lines
 from kvtier.bench.retention.recording import KEY, RecordedChains
 from kvtier.bench.retention.text_blocks import PROMPT_BLOCK_TOKENS, request_of, tokens_of
 from kvtier.bench.retention.trace import DAY_S, Names, Request, Trace, finish
@@ -244,7 +244,7 @@ def _load_sessions(path: Path) -> Trace:
             raise InvalidRequest(f"{file}: not JSON: {wrong}") from None
         if not isinstance(session, dict) or not isinstance(session.get("requests"), list):
             raise InvalidRequest(f"{file}: requests: expected a session with a list of requests")
-        size = int(Line(str(file), session).number("block_size"))
+        size = int(TraceLine(str(file), session).number("block_size"))
         if not size:
             raise InvalidRequest(f"{file}: block_size: expected at least 1, got 0")
         if block_tokens and size != block_tokens:
@@ -259,7 +259,7 @@ def _load_sessions(path: Path) -> Trace:
     return finish(path.stem, "sessions", block_tokens, requests, len(names))
 
 
-def _session_lines(place: str, entries: Sequence[Any], depth: int = 0) -> Iterator[Line]:
+def _session_lines(place: str, entries: Sequence[Any], depth: int = 0) -> Iterator[TraceLine]:
     for number, entry in enumerate(entries):
         here = f"{place}: requests[{number}]"
         if not isinstance(entry, dict) or depth > 8:
@@ -267,4 +267,4 @@ def _session_lines(place: str, entries: Sequence[Any], depth: int = 0) -> Iterat
         if isinstance(entry.get("requests"), list):
             yield from _session_lines(here, entry["requests"], depth + 1)
         else:
-            yield Line(here, entry)
+            yield TraceLine(here, entry)

@@ -119,7 +119,8 @@ def test_holds_are_a_sequence_of_slots_with_their_generations() -> None:
 def test_pins_are_void_once_the_tier_is_closed() -> None:
     tier = filled(0)
     holds = tier.pin_leading(KEYS, EARLY, EARLY)
-    tier.close()
+    tier.vacate()
+    tier.arena.close()
     tier.unpin_all(holds)
     tier.unpin_all(list(holds))
     assert (tier.pinned, tier.stale_messages) == (0, 96)

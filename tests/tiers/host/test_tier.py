@@ -206,7 +206,8 @@ def test_slots_that_were_being_filled_when_it_closed_are_nobodys() -> None:
     tier = host()
     slots = [tier.reserve(KEYS[index], index) for index in range(3)]
     generations = [slot.generation for slot in slots if slot is not None]
-    tier.close()
+    tier.vacate()
+    tier.arena.close()
     for slot, generation, end in zip(slots, generations, ("commit", "abort", "unpin"), strict=True):
         assert not getattr(tier, end)(slot, generation)
     assert tier.stale_messages == 3
@@ -218,7 +219,8 @@ def test_what_was_retained_when_it_closed_is_nobodys() -> None:
     tier = host()
     store(tier, 0)
     tier.retain([KEYS[0]])
-    tier.close()
+    tier.vacate()
+    tier.arena.close()
     tier.release_retained([KEYS[0]])
     assert not tier.retained and not tier.drop(KEYS[0])
 
@@ -241,7 +243,8 @@ def test_calls_that_were_under_way_when_it_closed_find_nothing(policy: type[LRU]
         for index in range(4):
             if tier.peek(KEYS[index], NOW) is Miss.ABSENT:
                 store(tier, index)
-    tier.close()
+    tier.vacate()
+    tier.arena.close()
     tier.policy.reference(KEYS, 4, 2.0)  # as a get that pinned them before
     tier.policy.chain_stored(KEYS, 4, 2.0)
     assert tier.reserve(KEYS[5], 5, insist=True) is None and tier.pin(KEYS[0], NOW) is None
