@@ -81,7 +81,7 @@ def load_table(path: Path, device: str) -> Table | None:
         if document["version"] != _VERSION or document["device"] != device:
             return None
         best = {(bool(store), int(size), int(count)): Method(name) for store, size, count, name in document["best"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
     return Table(device, best, whole=True)
 

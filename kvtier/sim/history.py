@@ -65,7 +65,7 @@ class History:
         """The inverse. Raises InvalidRequest."""
         try:
             history = msgspec.json.decode(raw, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"not a history of `kvtier sim`: {error}") from None
         verbs = {step.verb for step in history.steps}
         if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= _VERBS.keys():

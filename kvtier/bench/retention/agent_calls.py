@@ -75,7 +75,7 @@ def from_lines(path: Path) -> Trace:
             clocks[gone] = left.at
         session.at = at = _time(line, session.at)
         blocks, size = session.prompt(_texts(line), names)
-        made = int(line.number("output_length")) if "output_length" in line.fields else 0
+        made = line.tokens("output_length") if "output_length" in line.fields else 0
         requests.append(Request(at, blocks, size, made, session.number))
     return finish(path.stem, "lmcache", PROMPT_BLOCK_TOKENS, requests, len(names))
 
@@ -103,7 +103,7 @@ def _texts(line: TraceLine) -> list[str]:
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(part.get("text", "") if isinstance(part, dict) else str(part) for part in content)
+        content = "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
     rest = {key: value for key, value in message.items() if key not in ("role", "content")}
     calls = json.dumps(rest, sort_keys=True) if rest else ""
     return f"<{message.get('role')}>\n{content or ''}{calls}\n"

@@ -60,10 +60,10 @@ def from_database(path: Path) -> Trace:
 def _timed(line: TraceLine) -> TraceLine:
     """A line with its time as `at`."""
     events = line.fields.get("timing_events")
-    stamps = [event.get("timestamp") for event in events or () if isinstance(event, dict)]
+    stamps = [event.get("timestamp") for event in events if isinstance(event, dict)] if isinstance(events, list) else []
     try:
         at = min((datetime.fromisoformat(str(stamp)).timestamp() for stamp in stamps if stamp), default=None)
-    except ValueError as wrong:
+    except (ValueError, OverflowError) as wrong:
         raise InvalidRequest(f"{line.place}: timing_events: {wrong}") from None
     return TraceLine(line.place, {**line.fields, "at": at})
 
@@ -77,8 +77,8 @@ def _trace(name: str, rounds: Iterable[TraceLine]) -> Trace:
         by_session.setdefault(key, []).append((line.number("round_index"), place, line))
     for key, found in by_session.items():
         for _, _, line in sorted(found, key=lambda one: one[:2]):
-            size, cached = int(line.number(KEY)), int(line.fields.get("prefix_tokens") or 0)
-            told = line.fields.get("at")
+            size, told = line.tokens(KEY), line.fields.get("at")
+            cached = line.tokens("prefix_tokens") if line.fields.get("prefix_tokens") is not None else 0
             last = before.get(key)
             if last is None:
                 blocks = [
@@ -90,6 +90,6 @@ def _trace(name: str, rounds: Iterable[TraceLine]) -> Trace:
             blocks += [names.of((line.place, n)) for n in range(size // BLOCK_TOKENS - len(blocks))]
             at = float(told) if isinstance(told, int | float) else last[2] if last is not None else 0.0
             before[key] = size, blocks, at
-            made = int(line.number("output_tokens"))
+            made = line.tokens("output_tokens")
             requests.append(Request(at, list(blocks), size, made, numbers.of(json.dumps(key, default=str))))
     return finish(name, "tracelab", BLOCK_TOKENS, requests, len(names))

@@ -11,6 +11,7 @@ from typing import Any
 from kvtier.errors import InvalidRequest
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
+PROMPT_TOKENS_MAX = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class TraceLine:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
             raise InvalidRequest(f"{self.place}: {name}: expected a number of at least 0, got {value!r}")
         return value
+
+    def tokens(self, name: str) -> int:
+        """A number of tokens, as many as a prompt may have."""
+        value = self.number(name)
+        if value > PROMPT_TOKENS_MAX:
+            raise InvalidRequest(f"{self.place}: {name}: expected at most {PROMPT_TOKENS_MAX} tokens, got {value!r}")
+        return int(value)
 
     def ids(self, name: str) -> list[int]:
         """A list of integers."""

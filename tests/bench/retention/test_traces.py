@@ -215,6 +215,8 @@ def test_agent_calls_with_times_and_plain_text(tmp_path: Path) -> None:
     ]  # fmt: skip
     first, second = load_trace(lines(tmp_path / "a.jsonl", entries)).requests
     assert (first.at, second.at) == (0.0, 1.5) and second.blocks[: len(first.blocks)] == first.blocks
+    odd = {**entries[0], "input": [{"role": "user", "content": [{"text": 7}, 8]}]}
+    assert len(load_trace(lines(tmp_path / "odd.jsonl", [entries[0], odd])).requests) == 2
     with pytest.raises(InvalidRequest, match=r"bad\.jsonl:1: input"):
         load_trace(lines(tmp_path / "bad.jsonl", [{"session_id": 0, "input": 7}]))
 
@@ -261,6 +263,14 @@ def test_rounds_are_made_into_blocks_by_their_lengths(tmp_path: Path) -> None:
     check_rounds(lines(tmp_path / "round_trace.jsonl", ROUNDS))
     with pytest.raises(InvalidRequest, match=r":1: output_tokens is missing"):
         load_trace(lines(tmp_path / "bad.jsonl", [{k: v for k, v in ROUNDS[0].items() if k != "output_tokens"}]))
+    for wrong, field in (
+        ({"input_tokens_total": 2**52}, "input_tokens_total"),
+        ({"prefix_tokens": "many"}, "prefix_tokens"),
+        ({"timing_events": [{"timestamp": "0001-01-01"}]}, "timing_events"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf":1: {field}"):
+            load_trace(lines(tmp_path / "bad.jsonl", [{**ROUNDS[0], **wrong}]))
+    load_trace(lines(tmp_path / "timeless.jsonl", [{**ROUNDS[0], "timing_events": 7}]))
 
 
 def test_rounds_of_a_database(tmp_path: Path) -> None:

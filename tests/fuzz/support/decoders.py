@@ -41,6 +41,7 @@ from kvtier.retention import pins, trusted_clock
 from kvtier.retention.hints import read_hints
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN
+from kvtier.sim.history import History, make_history
 from kvtier.testing import sample_namespace
 from kvtier.tiers import key_directory
 from kvtier.tiers.disk import contents
@@ -363,6 +364,17 @@ def _passages() -> list[bytes]:
 
 
 CONTROLS = Controls(Config.parse({}, {}))
+CALLS = (
+    {"session_id": "a", "timestamp": 5.5, "input": "one two three four five six seven eight " * 3},
+    {"session_id": 7, "pre_gap": 1.5, "output_length": 3, "input": [
+        {"role": "user", "content": [{"type": "text", "text": "a b c d e f g h " * 3}, "x"], "tool_calls": [{"id": 1}]}
+    ]},
+)  # fmt: skip
+ROUNDS = (
+    {"provider": "p", "session_id": "a", "session_file": "f", "round_index": 0, "model": "m", "output_tokens": 9,
+     "input_tokens_total": 640, "prefix_tokens": 128, "timing_events": [{"timestamp": "2026-06-01T05:40:00.000Z"}]},
+    {"provider": "p", "session_id": "a", "round_index": 1, "input_tokens_total": 64, "output_tokens": 0},
+)  # fmt: skip
 
 DECODERS: tuple[Decoder, ...] = (
     Decoder(
@@ -452,6 +464,12 @@ DECODERS: tuple[Decoder, ...] = (
             _texts(f'{{"{KEY}": 1, "block_tokens": 16}}\n'
                    '{"timestamp": 0, "input_length": 32, "output_length": 1, "after": -1, "new": 2}\n'
                    '{"timestamp": 1, "input_length": 48, "output_length": 1, "after": 1, "new": 1}\n'),
+            (InvalidRequest,)),
+    Decoder("calls of agents", ("bench.retention.json_lines", "bench.retention.agent_calls"),
+            _in_file(load_trace, "trace.jsonl"), _texts(*CALLS), (InvalidRequest,)),
+    Decoder("rounds of agents", ("bench.retention.json_lines", "bench.retention.agent_rounds"),
+            _in_file(load_trace, "trace.jsonl"), _texts(*ROUNDS), (InvalidRequest,)),
+    Decoder("history of a simulation", ("sim.history",), History.decode, lambda: [make_history(3, steps=4).encode()],
             (InvalidRequest,)),
     Decoder("trace of sessions", ("bench.retention.traces",), _in_file(load_trace, "trace.json"), _texts(SESSION),
             (InvalidRequest,)),
