@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvtier.bench.tiers.index import BLOCK_TOKENS, PoolCycle, make_prompt, measure
 from kvtier.testing import sample_namespace
 
@@ -16,3 +18,13 @@ def test_prompts_share_nothing_and_every_allocation_evicts() -> None:
     prompts = [make_prompt(sample_namespace(), 4 * BLOCK_TOKENS, seed) for seed in range(3)]
     assert len({key for prompt in prompts for key in prompt.keys}) == 12
     assert PoolCycle(prompts, repeats=5).seconds_per_block() > 0
+
+
+def test_what_observation_costs_is_told_for_both() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from kvtier.bench.tiers.observed import measure_observed
+    from kvtier.spans import spans_on
+
+    figures = measure_observed(tokens=4 * BLOCK_TOKENS, rounds=4)
+    assert figures["plain"]["median"] > 0 and figures["observed"]["median"] > 0 and figures["scrape_us"] > 0
+    assert isinstance(figures["percent"], float) and not spans_on()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.bench.tiers.index import BLOCK_TOKENS, TARGETS_US, measure
+from kvtier.bench.tiers.observed import measure_observed
 from kvtier.bench.tiers.scale import SIZES, measure_scale
 from kvtier.cli.output import Json, console, deliver, write_table
 
@@ -15,6 +16,7 @@ Tokens = Annotated[int, typer.Option("--tokens", min=BLOCK_TOKENS, max=1 << 20, 
 Rounds = Annotated[int, typer.Option("--rounds", min=1, max=1000, help="Interleaved rounds; the median counts.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Also write the JSON record into this folder.")]
 Scale = Annotated[bool, typer.Option("--scale", help="Measure G2 with up to a million blocks instead.")]
+Observed = Annotated[bool, typer.Option("--observed", help="Measure what spans, events and metrics cost instead.")]
 Blocks = Annotated[int, typer.Option("--blocks", min=1000, help="With --scale: the largest number of blocks.")]
 
 
@@ -22,12 +24,16 @@ def index(
     tokens: Tokens = 8192,
     rounds: Rounds = 9,
     scale: Scale = False,
+    observed: Observed = False,
     blocks: Blocks = SIZES[-1],
     folder: Save = None,
     json: Json = False,
 ) -> None:
-    """Measure hashing, matching and the block pool, in CPU microseconds per block; or, with --scale, every verb as G2
-    grows."""
+    """Measure hashing, matching and the block pool, in CPU microseconds per block; with --scale every verb as G2
+    grows; with --observed what spans, events and metrics cost."""
+    if observed:
+        deliver("observed", measure_observed(tokens, 30 * rounds), _show_observed, folder, as_json=json)
+        return
     if scale:
         sizes = [size for size in SIZES if size < blocks] + [blocks]
         deliver("index_scale", {"sizes": measure_scale(sizes)}, _show_scale, folder, as_json=json)
@@ -49,6 +55,15 @@ def _show_scale(results: dict[str, Any]) -> None:
     console().print(f"bytes of bookkeeping per block (and with evicted ones that are remembered): {filled}")
     collections = ", ".join(f"{entry['collection_ms']:g}" for entry in sizes)
     console().print(f"ms of the garbage collector's longest run, which these figures leave out: {collections}")
+
+
+def _show_observed(results: dict[str, Any]) -> None:
+    rows = [[name, f["median"], f["min"], f["max"]] for name, f in results.items() if isinstance(f, dict)]
+    write_table(["CPU µs per request", "median", "min", "max"], rows)
+    console().print(
+        f"spans, events and metrics cost {results['percent']:g} % (at most {results['target_percent']:g}); "
+        f"a scrape takes {results['scrape_us']:g} µs"
+    )
 
 
 def _show(results: dict[str, Any]) -> None:

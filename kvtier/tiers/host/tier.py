@@ -278,7 +278,8 @@ class HostTier:
     def tell(self, slots: Sequence[Slot]) -> None:
         """Notify of blocks that were just committed, under the same lock."""
         if self.notify is not None:
-            self.notify([slot.key for slot in slots if slot.key is not None], True)
+            names = self._table.keys  # each is there: nobody has had the lock since
+            self.notify([names[slot.number] for slot in slots], True)
 
     def _is_filling(self, slot: Slot, generation: int) -> bool:
         """Whether this generation of a slot is FILLING; else a message about it is stale."""
