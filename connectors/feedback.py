@@ -38,8 +38,12 @@ class Feedback:
     def begin(self, cache: Cache, scope: Scope, control: Control, prompt: Sequence[BlockKey]) -> Wishes | None:
         """Begin what the request's sender wishes. None: nothing, or nothing that can be done."""
         pins = control.pin is not None and control.store and bool(prompt)
-        hints = control.hints
+        hints, accounts = control.hints, cache.manager.accounts
+        accounts.sessions = self._sessions.counts
         if not pins and not hints.actions:
+            if hints.answers:
+                with cache.manager.lock:
+                    accounts.hints.update(answer.outcome for answer in hints.answers)
             return None
         if self._executor is None or self._cache is not cache:
             self._executor = HintExecutor(cache.manager, self._block_tokens, self._share)
