@@ -41,13 +41,19 @@ class Passage:
     salt: str | None = None
     adapter: tuple[int, str] | None = None
 
+    def tokens_of(self, begin: int, stop: int) -> Sequence[int]:
+        """The tokens of some of the blocks."""
+        if (begin, stop) == (0, len(self.keys)):
+            return self.tokens
+        size = len(self.tokens) // len(self.keys)
+        return self.tokens[begin * size : stop * size]
+
     def part(self, begin: int, stop: int) -> Passage:
         """Some of the blocks."""
-        size = len(self.tokens) // len(self.keys)
         return Passage(
             self.keys[begin:stop],
             self.keys[begin - 1][-HASH_BYTES:] if begin else self.parent,
-            self.tokens[begin * size : stop * size],
+            self.tokens_of(begin, stop),
             self.extra_keys[begin:stop],
             self.salt,
             self.adapter,

@@ -2,7 +2,7 @@
 
 {"retention": class, "ceiling": "g2" … "g4", "load": bool, "store": bool,
  "ranges": [[start, stop, class], …], "pin": {"name": text, "ttl": "1h"}, "compared_with": request id,
- "session": text, "hints": see kvtier.retention.hints}
+ "session": text, "usage": bool, "hints": see kvtier.retention.hints}
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvtier.units import parse_duration, shorten
 
 log = logging.getLogger(__name__)
 
-_KEYS = ("ceiling", "compared_with", "hints", "load", "pin", "ranges", "retention", "session", "store")
+_KEYS = ("ceiling", "compared_with", "hints", "load", "pin", "ranges", "retention", "session", "store", "usage")
+_SWITCHES = {"load": True, "store": True, "usage": False}
 _ID_CHARS_MAX = 256
 VALUES_MAX, CHARS_MAX, INT_BITS_MAX = 2048, 1024, 64
 """Of one request's parameters: values in all, characters of a text, bits of a number. They are read on the scheduler's
@@ -40,7 +41,7 @@ class PinRequest:
 @dataclass(frozen=True, slots=True)
 class Control:
     """One request's parameters. `compared_with` is the earlier request whose prompt it is compared with, `session` the
-    conversation or agent that it is of ("": none)."""
+    conversation or agent that it is of ("": none). `usage`: its sender wants to know what was cached and stored."""
 
     terms: Terms
     load: bool = True
@@ -49,6 +50,7 @@ class Control:
     pin: PinRequest | None = None
     compared_with: str = ""
     session: str = ""
+    usage: bool = False
     hints: Hints = NO_HINTS
 
     @property
@@ -91,7 +93,7 @@ class Controls:
             _check_size(key, value)
         hints = _hints(raw.get("hints"))
         request = self._terms(raw, hints)
-        switches = {name: raw.get(name, True) for name in ("load", "store")}
+        switches = {name: raw.get(name, default) for name, default in _SWITCHES.items()}
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise InvalidRequest(f"kvtier.{name} must be true or false, got {shorten(value)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -37,8 +38,12 @@ class Feedback:
     def begin(self, cache: Cache, scope: Scope, control: Control, prompt: Sequence[BlockKey]) -> Wishes | None:
         """Begin what the request's sender wishes. None: nothing, or nothing that can be done."""
         pins = control.pin is not None and control.store and bool(prompt)
-        hints = control.hints
+        hints, accounts = control.hints, cache.manager.accounts
+        accounts.sessions = self._sessions.counts
         if not pins and not hints.actions:
+            if hints.answers:
+                with cache.manager.lock:
+                    accounts.hints.update(answer.outcome for answer in hints.answers)
             return None
         if self._executor is None or self._cache is not cache:
             self._executor = HintExecutor(cache.manager, self._block_tokens, self._share)
@@ -60,10 +65,16 @@ class Feedback:
         prompt: Sequence[BlockKey],
         read: Mapping[str, int],
         wishes: Wishes | None,
+        held: int = 0,
     ) -> dict[str, Any]:
-        """The answer to the sender of the request `name`: `read` (tokens by tier) and what it asked for. Remembers the
-        prompt, so that later requests can be compared with it, and go on with its session."""
+        """The answer to the sender of the request `name`: `read` (tokens by tier) and what it asked for; `held` of the
+        prompt's blocks were in the engine's own cache. Remembers the prompt, so that later requests can be compared
+        with it, and go on with its session."""
         answer: dict[str, Any] = {"tokens_read": dict(read)} if read else {}
+        if control.usage:
+            answer["usage"] = usage_of(
+                control, len(prompt), self._block_tokens, {"g1": held * self._block_tokens, **read}
+            )
         answer |= outcome(control, wishes)
         if wanted := control.compared_with:
             # The OpenAI server numbers the prompts of a request.
@@ -76,6 +87,18 @@ class Feedback:
             protected = self._cache.manager.protection.wanted
             self._cache.submit(self._cache.manager.hierarchy.give_up_copies(ended, protected))
         return answer
+
+
+def usage_of(control: Control, blocks: int, block_tokens: int, cached: Mapping[str, int]) -> dict[str, Any]:
+    """A request's usage as APIs with prompt caches report it, in tokens: those of the prompt that were `cached`, by
+    tier; and those in the rest of its `blocks`, which are to be stored, by retention class. Pure."""
+    total = sum(cached.values())
+    created: Counter[str] = Counter()
+    if control.store:
+        for start, stop, block in control.chain_terms(block_tokens).spans(total // block_tokens, blocks):
+            created[block.terms.name] += (stop - start) * block_tokens
+    by_tier = {tier: tokens for tier, tokens in cached.items() if tokens}
+    return {"cached_tokens": total, "by_tier": by_tier, "cache_creation": dict(created)}
 
 
 def outcome(control: Control, wishes: Wishes | None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -54,7 +53,6 @@ class HintExecutor:
         self.shares = HintShares()
         self._fetching: set[Scope] = set()  # tenants
         self._expired_at = Wall(0.0)
-        self.counters: Counter[Outcome] = Counter()
 
     @property
     def limit(self) -> int:
@@ -82,7 +80,8 @@ class HintExecutor:
             except KVTierError as error:
                 log.debug("a hint is rejected: %s", error)
                 answers.append(_said(action, "rejected", "the cache cannot do it now"))
-        self.counters.update(answer.outcome for answer in answers)
+        with self._manager.lock:
+            self._manager.accounts.hints.update(answer.outcome for answer in answers)
         return answers
 
     def _now(self) -> Wall:

@@ -103,6 +103,10 @@ class Sessions:
         sessions, blocks = TENANT_SHARE * self._sessions_max, TENANT_SHARE * self._blocks_max
         return len(tenant.names) > sessions or tenant.blocks > blocks
 
+    def counts(self) -> dict[str, int]:
+        """How many there are, and their blocks; blocks of two branches count twice. Thread-safe."""
+        return {"sessions": len(self._of), "blocks": self._blocks}
+
     def __len__(self) -> int:
         return len(self._of)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 import kvtier
+from kvtier.retention.hints import Outcome
 from kvtier.tiers.breaker import Health
 from kvtier.tiers.meter import Latency
 from kvtier.tiers.protocol import Miss, Stored
@@ -57,6 +58,12 @@ REQUESTS = {
     "written_tokens": Family("kvtier_written_tokens", "Tokens taken in, by retention class.", label="class"),
     "accepted": Family("kvtier_accepted_blocks", "Blocks taken in by put."),
     "dropped": Family("kvtier_dropped_blocks", "Accepted blocks that no lower tier took."),
+    "hints": Family(
+        "kvtier_hints", "Actions of requests' hints, by outcome.", label="outcome", values=get_args(Outcome)
+    ),
+    "sessions": Family(
+        "kvtier_sessions", "Sessions whose blocks are remembered, and those blocks.", kind=Gauge, label="kind"
+    ),
     "promises": Family(
         "kvtier_promises",
         "Named pins, blocks they name, guaranteed blocks; refused and unheld blocks.",

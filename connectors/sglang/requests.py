@@ -140,7 +140,8 @@ class QueuedRequests:
         read, answer = self._record(queued, cache), {}
         if queued.control is not None and queued.scope is not None:
             cache.trace.record(queued.chain, len(queued.chain) * self._block_tokens)
-            answer = self._feedback.of(req.rid, queued.scope, queued.control, queued.chain, read, queued.wishes)
+            known = queued.scope, queued.control, queued.chain, read, queued.wishes, queued.start
+            answer = self._feedback.of(req.rid, *known)
         put_answer(req, {"tokens_read": dict(read), **answer}, queued.wishes)
         self.forget(req.rid)
 

@@ -31,7 +31,7 @@ from kvtier.connectors.vllm.compat import extra_keys_of, salt_of
 from kvtier.errors import InvalidRequest
 from kvtier.events import Events, Lost
 from kvtier.identity.hashing import HASH_BYTES
-from kvtier.identity.keys import BlockKey, Scope, scope_of_key
+from kvtier.identity.keys import KEY_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.units import shorten
 
@@ -40,6 +40,7 @@ TIERS = ("g2", "g3")
 """Announced by default. G4 is every replica's, so it is no reason to prefer one of them, and some routers count any
 medium that they do not know as the GPU's."""
 _KNOWN_MAX = 1 << 17
+_NAME = np.dtype(">u8")
 
 
 def tiers_announced(value: Any) -> tuple[str, ...]:
@@ -211,7 +212,7 @@ class KVEvents:
                 begin += 1
                 continue
             run, first = found
-            passage, size = run.passage, self._block_tokens
+            passage = run.passage
             count = _equal(keys, begin, passage.keys, first)
             begin, stop = begin + count, first + count
             parent = passage.keys[first - 1][-HASH_BYTES:] if first else passage.parent
@@ -223,8 +224,8 @@ class KVEvents:
                 BlockStored,
                 block_hashes=run.names(first, stop),
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-                token_ids=passage.tokens[first * size : stop * size],
-                block_size=size,
+                token_ids=passage.tokens_of(first, stop),
+                block_size=self._block_tokens,
                 extra_keys=extra_keys,
                 kv_cache_spec_kind=self._kind,
                 lora_id=lora_id,
@@ -245,14 +246,15 @@ def _equal(keys: Sequence[BlockKey], begin: int, others: list[BlockKey], first: 
 def _names(keys: Sequence[BlockKey]) -> list[Any]:
     """vLLM's names in events: the hashes or, where its environment asks for numbers, their last eight bytes. It looks
     at the environment for each."""
-    hashes = [key[-HASH_BYTES:] for key in keys]
-    if not hashes:
+    if not keys:
         return []
-    name = maybe_convert_block_hash(hashes[0])
-    if name is hashes[0]:
-        return list(hashes)
-    numbers: list[int] = np.frombuffer(b"".join(hashes), ">u8")[HASH_BYTES // 8 - 1 :: HASH_BYTES // 8].tolist()
-    return numbers if numbers[0] == name else [maybe_convert_block_hash(digest) for digest in hashes]
+    first = keys[0][-HASH_BYTES:]
+    name = maybe_convert_block_hash(first)
+    if name is first:
+        return [key[-HASH_BYTES:] for key in keys]
+    last = KEY_BYTES // _NAME.itemsize - 1
+    numbers: list[int] = np.frombuffer(b"".join(keys), _NAME)[last :: last + 1].tolist()
+    return numbers if numbers[0] == name else [maybe_convert_block_hash(key[-HASH_BYTES:]) for key in keys]
 
 
 def _made(kind: Any, **fields: Any) -> Any:

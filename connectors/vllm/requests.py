@@ -63,6 +63,7 @@ class RequestState:
     wishes: Wishes | None = None
     wait_until_s: Mono | None = None  # for the promotion
     local: int | None = None  # blocks that the engine has itself, from its question until it gives the request a table
+    held: int | None = None  # blocks that it had itself when the request was first given a table
     lease: Lease | None = None
     also: Lease | None = None  # pins what other groups need where the lease ends
     more: Sequence[tuple[int, Slot]] = ()  # blocks of other groups that are to be loaded from slots that `also` pins

@@ -83,6 +83,8 @@ class Screen:
                 "misses": _labelled(requests, "miss_blocks"),
                 "dropped": requests.get("dropped_blocks", 0),
                 **{kind: promises.get(kind, 0) for kind in ("pins", "pinned", "guaranteed")},
+                "sessions": dict(_labelled(requests, "sessions")),
+                "hints": dict(_labelled(requests, "hints")),
             },
             "tiers": [self._tier_report(tier) for tier in sorted(self.now) if tier],
         }
@@ -126,6 +128,13 @@ class Screen:
             f"pins {promises.get('pins', 0):,.0f}, pinned blocks {promises.get('pinned', 0):,.0f}, guaranteed "
             f"{promises.get('guaranteed', 0):,.0f}; dropped {requests.get('dropped_blocks', 0):,.0f}"
         )
+        sessions, hints = dict(_labelled(requests, "sessions")), _labelled(requests, "hints")
+        if sessions or hints:
+            said = ", ".join(f"{outcome} {count:,.0f}" for outcome, count in hints)
+            yield (
+                f"sessions {sessions.get('sessions', 0):,.0f}, their blocks {sessions.get('blocks', 0):,.0f}; hints: "
+                f"{said or 'none'}"
+            )
 
     def _table(self) -> TierTable:
         names = (

@@ -7,7 +7,7 @@ reasons by block, classes by the configuration's names.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -74,6 +74,10 @@ class Accounts:
         self.accepted = 0
         self.written: Counter[str] = Counter()
         self.losses = Losses()
+        self.hints: Counter[str] = Counter()
+        """Actions of requests' hints, by outcome."""
+        self.sessions: Callable[[], Mapping[str, int]] = dict
+        """How many sessions an engine's connector remembers, and their blocks. Thread-safe."""
         self._requests: OrderedDict[str, Account] = OrderedDict()
         self._chains = RecentChains(REQUESTS_MAX)
 
@@ -146,5 +150,7 @@ class Accounts:
             "accepted": self.accepted,
             "read_tokens": {tier: blocks * tokens for tier, blocks in self.hits.items()},
             "missed_tokens": {str(miss): blocks * tokens for miss, blocks in self.misses.items()},
+            "hints": dict(self.hints),
+            "sessions": self.sessions(),
             "written_tokens": {kind: blocks * tokens for kind, blocks in self.written.items()},
         }

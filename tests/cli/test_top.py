@@ -60,6 +60,16 @@ def test_rates_and_shares_are_of_the_time_between_two_readings() -> None:
     assert "2500% of budget" in text, "a MiB in 4 s of 864 MiB a day"
 
 
+def test_sessions_and_hints_are_shown_where_there_are_any() -> None:
+    known = stats()
+    assert "sessions" not in shown(Screen(figures(known)))
+    known["requests"] |= {"sessions": {"sessions": 3, "blocks": 4096}, "hints": {"accepted": 7, "rejected": 2}}
+    screen = Screen(figures(known))
+    assert "sessions 3, their blocks 4,096; hints: accepted 7, rejected 2" in shown(screen)
+    asked = screen.report()["requests"]
+    assert asked["sessions"] == {"blocks": 4096, "sessions": 3} and asked["hints"] == {"accepted": 7, "rejected": 2}
+
+
 def test_without_a_budget_wear_is_in_bytes_per_day() -> None:
     screen = Screen(figures(stats(device_written_bytes=1 << 20)))
     screen.read(figures(stats(device_written_bytes=(1 << 20) + (16 << 20))), 1.0)

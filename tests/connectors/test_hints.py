@@ -16,6 +16,7 @@ from kvtier.config import Config
 from kvtier.connectors.control import Controls
 from kvtier.connectors.feedback import Feedback
 from kvtier.identity.keys import BlockKey, Scope, scope_of, tenant_of
+from kvtier.metrics import figures_of
 from kvtier.retention.hints import DURATION_S_MAX
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 
@@ -114,6 +115,22 @@ def test_more_than_the_tenants_share_is_clipped_and_then_rejected(world: World) 
     assert world.outcomes(B, PROMPTS[B][0], keep(TOKENS)) == ["accepted"], "it is not the other's share"
     assert world.outcomes(A, first, action("kv.release")) == ["accepted"] and world.held(A) == set()
     assert world.outcomes(A, third, keep(3 * TOKENS)) == ["accepted"]
+
+
+def test_the_metrics_have_sessions_and_what_became_of_hints(world: World) -> None:
+    assert world.cache.stats()["requests"]["hints"] == {}
+    prompt = PROMPTS[A][2]
+    world.outcomes(A, prompt, keep(12 * TOKENS), keep(TOKENS), action("kv.unheard", why="x"))
+    world.ask(A, prompt, {"hints": hints(action("kv.unheard")), "session": "agent"})  # none that could be carried out
+    world.ask(B, PROMPTS[B][0], {"session": "agent"})
+    requests = world.cache.stats()["requests"]
+    assert requests["hints"] == {"clipped": 1, "accepted": 1, "ignored": 2}
+    assert requests["sessions"] == {"sessions": 2, "blocks": len(prompt) + len(PROMPTS[B][0])}
+    families = {family.name: dict(found) for family, found in figures_of(world.cache.stats())}
+    assert families["kvtier_hints"] == {
+        ("accepted",): 1, ("clipped",): 1, ("deferred",): 0, ("rejected",): 0, ("ignored",): 2
+    }  # fmt: skip
+    assert families["kvtier_sessions"]["sessions",] == 2
 
 
 def test_many_directives_are_one_pass(world: World) -> None:

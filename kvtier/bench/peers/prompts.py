@@ -54,7 +54,17 @@ def prompts_of(blocks: Sequence[Sequence[int]], vocabulary: int = 1000) -> list[
 
 def sample() -> list[list[int]]:
     """The slice that comes with kvtier: 120 requests of the Mooncake conversation trace (FAST'25, Apache-2.0)."""
-    file = resources.files("kvtier.bench.peers") / "conversation_slice.jsonl"
+    return _packaged("conversation_slice.jsonl")
+
+
+def agents() -> list[list[int]]:
+    """The slice that comes with kvtier: the first 10 requests of 12 coding agents, which begin at once
+    (kv-cache-tester, Apache-2.0)."""
+    return _packaged("agent_slice.jsonl")
+
+
+def _packaged(name: str) -> list[list[int]]:
+    file = resources.files("kvtier.bench.peers") / name
     return [json.loads(line)["hash_ids"] for line in file.read_text().splitlines()]
 
 

@@ -141,8 +141,11 @@ def command(contest: Contest, name: str) -> list[str]:
     return [str(interpreter), "-P", str(_ENGINE)]
 
 
-def job(contest: Contest, more: Mapping[str, Any], prompts: Sequence[Sequence[int]], **given: Any) -> dict[str, Any]:
-    """Of `vllm_engine`: the prompts for an engine with `more` arguments; what else is `given`."""
+def job(
+    contest: Contest, more: Mapping[str, Any], prompts: Sequence[Sequence[int]] | None, **given: Any
+) -> dict[str, Any]:
+    """Of `vllm_engine`: the prompts for an engine with `more` arguments, None: they come one by one; what else is
+    `given`."""
     switched = {name: value for name, value in more.items() if name != "control"}
     engine = {
         "model": str(contest.model), "skip_tokenizer_init": True, "dtype": "float32", "seed": 0,
@@ -151,5 +154,9 @@ def job(contest: Contest, more: Mapping[str, Any], prompts: Sequence[Sequence[in
         "disable_log_stats": False, "max_num_batched_tokens": 512, "async_scheduling": False,
         "prefix_caching_hash_algo": "sha256_cbor", "distributed_executor_backend": "uni", **switched,
     }  # fmt: skip
-    asked = {"prompts": [*map(list, prompts)], "tokens": OUTPUT_TOKENS, "control": more.get("control")}
+    asked = {
+        "prompts": None if prompts is None else [*map(list, prompts)],
+        "tokens": OUTPUT_TOKENS,
+        "control": more.get("control"),
+    }
     return {"engine": engine, **asked, "margins": False, **given}

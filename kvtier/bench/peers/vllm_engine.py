@@ -2,7 +2,8 @@
 
     python -P vllm_engine.py < '{"engine": {…}, "prompts": [[…], …], "tokens": 8, "margins": false, "control": null}'
 
-With `"in_turn": true` it waits for a line on standard input before each prompt.
+With `"in_turn": true` it waits for a line on standard input before each prompt. With `"prompts": null` the lines are
+the prompts, until the input ends.
 
 Scheduler and worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which starts in a third of the time. An
 engine in a process of its own goes on stepping while it is idle and its connector has work; here that happens between
@@ -19,7 +20,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -56,9 +57,9 @@ def main() -> None:
     llm.generate([{"prompt_token_ids": [7] * 40}], sampling, use_tqdm=False)
     before = _sources(llm)
     report(ready=time.monotonic() - began)
-    for prompt in job["prompts"]:
-        if job.get("in_turn"):
-            sys.stdin.readline()
+    prompted = 0
+    for prompt in _prompts(job):
+        prompted += len(prompt)
         computing = time.process_time()
         (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         computing = time.process_time() - computing
@@ -73,10 +74,21 @@ def main() -> None:
     after = _sources(llm)
     report(
         computed=after.get("local_compute", 0) - before.get("local_compute", 0),
-        prompted=sum(len(prompt) for prompt in job["prompts"]),
+        prompted=prompted,
     )
     _idle(llm, END_S)
     llm.llm_engine.engine_core.engine_core.shutdown()
+
+
+def _prompts(job: dict[str, Any]) -> Iterator[list[int]]:
+    """The job's, each in its turn."""
+    if job["prompts"] is None:
+        yield from map(json.loads, iter(sys.stdin.readline, ""))
+        return
+    for prompt in job["prompts"]:
+        if job.get("in_turn"):
+            sys.stdin.readline()
+        yield prompt
 
 
 def _hide_attributes_of_llvmlite() -> None:

@@ -155,19 +155,22 @@ def test_answers_say_what_was_read_and_how_far_prompts_agree(bench: Any) -> None
     b.settle()
     first, same, other = b.req("first"), b.req("same", compared_with="first"), b.req("other", compared_with="first")
     unknown = b.req("unknown", compared_with="first", salt="alice")
-    reported = []
-    for req, chain in ((first, keys), (same, keys), (other, [*keys[:2], *keys_of(2, 1)]), (unknown, keys)):
+    counted = b.req("counted", usage=True, retention="1h")
+    parted, reported = [*keys[:2], *keys_of(2, 1)], []
+    for req, chain in ((first, keys), (same, keys), (other, parted), (unknown, keys), (counted, parted)):
         b.linker.before_lookup(req, list, b.vote)
         if hits := len(b.linker.lookup(req.rid, b.transfer(chain))):
             b.linker.load(req.rid, b.transfer(chain[:hits], [5, 6, 7, 8][:hits]))
         b.linker.admitted(req)
         b.run()
         reported += req.customized_info["kvtier"]
+    usage = {"cached_tokens": 2 * PAGE, "by_tier": {"g2": 2 * PAGE}, "cache_creation": {"1h": 2 * PAGE}}
     assert reported == [
         {"tokens_read": {"g2": 4 * PAGE}},
         {"tokens_read": {"g2": 4 * PAGE}, "same_tokens": 4 * PAGE},
         {"tokens_read": {"g2": 2 * PAGE}, "same_tokens": 2 * PAGE},
         {"tokens_read": {}, "same_tokens": None},
+        {"tokens_read": {"g2": 2 * PAGE}, "usage": usage},
     ]
     b.linker.before_lookup(first, list, b.vote)  # it was sent back to the queue, and comes again
     b.linker.lookup("first", b.transfer(keys))

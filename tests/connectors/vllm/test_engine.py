@@ -285,6 +285,10 @@ def test_a_request_learns_where_its_prompt_left_an_earlier_one(engine: Any) -> N
     changed = [*prompt(71)[:150], 7, *prompt(71)[151:]]
     other = engine.generate(prompts=[changed], control={"compared_with": first["id"]})[0]
     assert other["answer"]["same_tokens"] == 128, "four blocks of 32 before token 150"
+    again = engine.generate(prompts=[changed], control={"usage": True, "retention": "1h"})[0]
+    usage = again["answer"]["usage"]
+    assert usage["cached_tokens"] == again["cached"] == 288 == sum(usage["by_tier"].values())
+    assert usage["by_tier"].get("g1", 0) == 288 - sum(again["read"].values()) and usage["cache_creation"] == {}
     unknown = engine.generate(prompts=[changed], control={"compared_with": "nobody"})[0]
     assert unknown["answer"]["same_tokens"] is None
     foreign = engine.generate(prompts=[prompt(71)], control={"compared_with": first["id"]}, salt="a")[0]
