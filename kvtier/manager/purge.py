@@ -120,6 +120,13 @@ class Purger:
     async def sync(self, joining: Metered | None = None) -> list[Metered]:
         """Have every tier remember what is new in the others: another process may share only one of them. Tiers that
         fail are owed it, for the next time. `joining` is to remember everything. Returns those that remember all."""
+        remember = await self._sync(joining)
+        log = self._hierarchy.purge_log()
+        if log is not None and log.position > self._hierarchy.position:
+            await self._sync(joining)  # entries were written: what is stored from now on is behind them
+        return remember
+
+    async def _sync(self, joining: Metered | None) -> list[Metered]:
         latest, seen = dict(self.owed), self._seen.copy()
         tiers = [tier for tier in self._lower.values() if not tier.resting]
         if joining is not None:

@@ -40,7 +40,8 @@ class Step:
 
 @dataclass(frozen=True)
 class History:
-    """`skews`: by how much each machine's wall clock is ahead at first. `tiers`: those below G2. `purge`: its mode."""
+    """`skews`: by how much each machine's wall clock is ahead at first. `tiers`: those below G2. `purge`: its mode.
+    `slices`: into how many blocks long work is cut, so that chains as short as these are cut, too; 0: as ever."""
 
     seed: int
     mode: str
@@ -50,6 +51,7 @@ class History:
     disk_blocks: int
     stride: int
     purge: str
+    slices: int
     steps: tuple[Step, ...] = field(repr=False)
 
     def only(self, steps: Sequence[int]) -> History:
@@ -93,6 +95,7 @@ def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = S
         disk_blocks=rng.choice((0, 24, 64)),
         stride=rng.choice((1, 2, 4)),
         purge=rng.choice(("strict", "available")) if "g4" in tiers else "available",
+        slices=rng.choice((0, 0, 1, 2)),
         steps=tuple(_steps(rng, count, steps, tiers, near)),
     )
 

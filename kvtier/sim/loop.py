@@ -66,7 +66,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._queues: dict[int, deque[asyncio.Handle]] = {}  # process → what is ready, if anything is
         self._order = 0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._dead: set[int] = set()
+        self.dead: set[int] = set()
+        """Processes that were killed."""
         self.turns = 0
         self.errors: list[str] = []
         """What asyncio had to report: exceptions of tasks that nobody awaited."""
@@ -96,7 +97,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def kill(self, process: int) -> None:
         """No line of it runs any more, but for `finally` blocks, which find its devices gone: Python runs them when the
         coroutines go. They go now, so that this does not depend on the garbage collector."""
-        self._dead.add(process)
+        self.dead.add(process)
         self._queues.pop(process, None)
         tasks = [task for task in asyncio.all_tasks(self) if isinstance(task, _Task) and task.process == process]
         context = contextvars.copy_context()
@@ -158,7 +159,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _queue(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(_process, OUTSIDE)  # type: ignore[attr-defined]
-        if process in self._dead:
+        if process in self.dead:
             return
         if (queue := self._queues.get(process)) is None:
             queue = self._queues[process] = deque()
@@ -180,7 +181,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ready = list(self._queues)
         process = ready[0] if len(ready) == 1 else ready[int(self._rng.random() * len(ready))]
         for handle in self._queues.pop(process):
-            if process in self._dead:
+            if process in self.dead:
                 return
             if not handle._cancelled:
                 handle._run()
@@ -189,12 +190,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _asyncgen_finalizer_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
         """Once a process was killed, nothing tells whose a generator was that is being dropped: none is closed."""
-        if not self._dead:
+        if not self.dead:
             super()._asyncgen_finalizer_hook(agen)  # type: ignore[misc]
 
     def _report(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         culprit = context.get("task") or context.get("future")
-        if getattr(culprit, "process", OUTSIDE) in self._dead:
+        if getattr(culprit, "process", OUTSIDE) in self.dead:
             return
         error = context.get("exception")
         detail = f": {type(error).__name__}: {error}" if error is not None else ""
@@ -202,5 +203,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _make_task(loop: VirtualLoop, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None) -> _Task:
+    if _process.get() in loop.dead:
+        work.close()  # a `finally` of a killed process began it: it never runs
     # The task notes its process when it is made: in the context that it will run in.
     return context.run(_Task, work, loop=loop, context=context) if context is not None else _Task(work, loop=loop)

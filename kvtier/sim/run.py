@@ -16,6 +16,7 @@ from kvtier.sim.history import History
 from kvtier.sim.ledger import Wrong
 from kvtier.sim.loop import Stuck, VirtualLoop
 from kvtier.sim.world import World
+from kvtier.testing.short_slices import slices_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def play(history: History) -> Played:
     """Play one history. The same history gives the same but for `cpu_s`. Not for use beside another event loop of
     this thread, nor by two threads at once."""
     began, failure, where = time.process_time(), "", ""
-    with _alone():
+    with _alone(), slices_of(history.slices) if history.slices else contextlib.nullcontext():
         loop = VirtualLoop(history.seed)
         world = World(history, loop)
         try:

@@ -20,7 +20,7 @@ from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
-from tests.manager.support.small import slices_of
+from kvtier.testing.short_slices import slices_of
 
 BLOCK = 512
 NS = sample_namespace(BLOCK)

@@ -26,9 +26,9 @@ from kvtier.retention.pins import Pin, encode
 from kvtier.retention.ranges import ChainTerms, RequestTerms
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.testing.short_slices import slices_of
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.tier import HostTier
-from tests.manager.support.small import slices_of
 from tests.manager.support.steps import StepLock, TurnSteps, counted
 
 BLOCK = 512

@@ -29,10 +29,10 @@ from kvtier.cache import AsyncCache
 from kvtier.errors import ClosedError, InvalidRequest, TierError
 from kvtier.identity import hashing
 from kvtier.identity.keys import BlockKey, Scope, make_keys, scope_of
+from kvtier.testing.short_slices import slices_of
 from tests.manager.support.hammer_faces import CACHES, Face, TasksFace, ThreadsFace, at_once
 from tests.manager.support.hammer_model import Model, bytes_of
 from tests.manager.support.hammer_world import STACKS, World, slow_copies
-from tests.manager.support.small import slices_of
 
 TASKS, THREADS = 12, 5
 ROUND_S = 1.0

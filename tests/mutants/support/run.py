@@ -1,6 +1,8 @@
 """Plants every mutant in a copy of the package, and runs the tests of its area until one fails.
 
-    python -m tests.mutants.support.run [--area AREA …] [--name NAME …] [--every N] [--save FOLDER]
+    python -m tests.mutants.support.run [--area AREA …] [--name NAME …] [--every N] [--simulated] [--save FOLDER]
+
+With `--simulated` the tests are the simulator's histories, whatever the area: what they find alone.
 
 Prints a row per mutant, and how many were caught; exits with status 1 if one survived, with 2 if a test that caught one
 fails without it, too. A run that does not end counts as caught: the mutant hangs it.
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,10 @@ TIMEOUT_S = 600
 TEST_TIMEOUT_S = 60
 FOLDERS = {"connectors": "connectors", "kernels": "kernels", "configs": "presets"}
 """Folders of the tree beside `kvtier`, and what they are called in the package."""
+SIMULATED = (
+    "tests/sim/test_sim.py::test_no_promise_is_broken_in_any_history",
+    "tests/sim/test_sim.py::test_every_fleet_works_again_once_all_is_well",
+)
 PRELOADED = (
     "hypothesis.stateful",
     "lmdb",
@@ -137,17 +143,17 @@ def _write(path: Path, text: str) -> None:
         compiled.unlink()
 
 
-def _save(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Into FOLDER/mutants.json, beside what is there of other mutants that are still in the lists."""
+def _save(outcomes: Sequence[Outcome], folder: Path, title: str) -> None:
+    """Into FOLDER/TITLE.json, beside what is there of other mutants that are still in the lists."""
     from kvtier.bench.record import record, save  # the processes of the tests are to import kvtier from the copy
 
-    path = folder / "mutants.json"
+    path = folder / f"{title}.json"
     earlier = json.loads(path.read_text())["results"]["caught_by"] if path.exists() else {}
     found = earlier | {outcome.name: outcome.caught_by for outcome in outcomes}
     known = {mutant.name: found[mutant.name] for mutant in mutants() if mutant.name in found}
     survived = sum(not caught for caught in known.values())
     results = {"planted": len(known), "caught": len(known) - survived, "caught_by": known}
-    save(record("mutants", ["make", "mutants"], results), folder)
+    save(record(title, ["make", "mutants"], results), folder)
 
 
 def main() -> int:
@@ -155,12 +161,15 @@ def main() -> int:
     parser.add_argument("--area", action="append")
     parser.add_argument("--name", action="append")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     chosen = [
         one for one in mutants()
         if (not given.area or one.area in given.area) and (not given.name or one.name in given.name)
     ][:: given.every]  # fmt: skip
+    if given.simulated:
+        chosen = [replace(one, tests=SIMULATED) for one in chosen]
     for module in PRELOADED:
         importlib.import_module(module)
     outcomes = []
@@ -176,7 +185,7 @@ def main() -> int:
     survivors = [outcome.name for outcome in outcomes if not outcome.caught_by]
     print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} caught; survivors: {', '.join(survivors) or 'none'}")
     if given.save is not None:
-        _save(outcomes, given.save)
+        _save(outcomes, given.save, "mutants_simulated" if given.simulated else "mutants")
     return bool(survivors)
 
 

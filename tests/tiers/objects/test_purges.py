@@ -232,3 +232,22 @@ async def test_a_purge_that_failed_hides_no_other_of_the_same_number(fleet: Flee
         assert await found(one, chain) == []
         await one.evict("g2")
         assert await found(one, chain) == []
+
+
+async def test_what_is_stored_after_a_purge_was_made_up_for_is_kept(fleet: Fleet) -> None:
+    """New blocks are behind the entry as soon as it is written, not when the log is read again twenty seconds later."""
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a") as one:
+        tier = one.manager.lower["g4"].inner.inner
+        create, tier._store.bucket.create = tier._store.bucket.create, fail  # type: ignore[attr-defined]
+        with pytest.raises(KVTierError):
+            await one.purge("t")
+        tier._store.bucket.create = create  # type: ignore[attr-defined]
+        await learn(fleet, one)
+        fleet.clock.advance(1)
+        await put(one, chain)
+        await learn(fleet, one)
+        for served in ("g2", "g3", "g4"):
+            assert await found(one, chain) == [served] * 8
+            for name in ("g2", "g3")[: 1 + (served == "g3")]:
+                await one.evict(name)

@@ -20,7 +20,7 @@ _SIZES = {
 @contextlib.contextmanager
 def slices_of(blocks: int) -> Iterator[None]:
     """Let every part of the manager work in slices of so many blocks."""
-    modules = [module for name, module in list(sys.modules.items()) if name == "kvtier" or name.startswith("kvtier.")]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvtier.")]
     before = [(m, size, vars(m)[size]) for m in modules for size in _SIZES & vars(m).keys()]
     for module, size, _ in before:
         setattr(module, size, blocks)
