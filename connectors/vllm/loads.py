@@ -122,8 +122,11 @@ class Loads:
         other groups. Both leases are this object's from now on. Raises AssertionError where fewer are pinned."""
         lease, start = state.lease, state.lease_start
         pinned = 0 if lease is None else len(lease)
+        if lease is not None:  # now, since it is forgotten when the request ends, which may be before the answer
+            lease.tiers = state.promoted.tiers(start, count)
+            lease.miss = state.promoted.miss(start + count) or lease.miss
         if lease is None or not 0 < count <= pinned:
-            self._record(manager, state, None if count else lease, start, 0)
+            self._record(manager, state, None if count else lease, 0)
             state.drop_lease()
             if count:
                 raise AssertionError(f"{count} blocks are to be loaded, {pinned} are pinned")
@@ -194,7 +197,7 @@ class Loads:
         work = self._loading.get(self._job_of.get(name, -1))
         if work is None or work.state is None or work.lease is None:
             return {}
-        return tokens_by_tier(work.state.promoted.tiers(work.start, work.count), self._block_tokens)
+        return tokens_by_tier(work.lease.tiers, self._block_tokens)
 
     def answer(self, manager: Manager | None, job: int, ranks: int, failed: set[int]) -> bool:
         """So many more ranks are done with a job, whose moves at these positions went wrong. False: it is no load."""
@@ -223,23 +226,21 @@ class Loads:
             good = min(work.failed, default=work.count) if work.also is None or not work.failed else 0
             state.track.load_begin = work.start * self._block_tokens
             state.track.loaded = (work.start + good) * self._block_tokens
-            self._record(manager, state, lease, work.start, good, bool(work.failed))
+            self._record(manager, state, lease, good, bool(work.failed))
 
     def _record(
         self,
         manager: Manager | None,
         state: RequestState,
         lease: Lease | None,
-        start: int,
         good: int,
         failed: bool = False,
     ) -> None:
-        """Record what a request asked for, once per question: `good` blocks from `start` on were truly read."""
+        """Record what a request asked for, once per question: the first `good` blocks of `lease` were truly read."""
         asked, state.asked = state.asked, 0
         if manager is None or lease is None or not asked:
             return
-        lease.miss = Miss.ERROR if failed else state.promoted.miss(start + good) or lease.miss
-        lease.tiers = state.promoted.tiers(start, good)
+        lease.miss, lease.tiers = Miss.ERROR if failed else lease.miss, lease.tiers[:good]
         tokens = tokens_by_tier(lease.tiers, self._block_tokens)
         state.read += tokens
         self._counters.update({f"tokens_read_{tier}": count for tier, count in tokens.items()})

@@ -35,7 +35,7 @@ from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
-from kvtier.connectors.vllm.weighing import LOWER, Ran, Weighing, ran_of, way_of
+from kvtier.connectors.vllm.weighing import Ran, Weighing, ran_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
@@ -91,7 +91,9 @@ class SchedulerHalf:
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._kept = KeptBlocks(self._stores, self._loads, clock, self.counters)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
-        self._weighing = Weighing(limits.weighs_loads, self._requests, self._block_tokens, clock)
+        self._weighing = Weighing(
+            limits.weighs_loads, self._requests, self._block_tokens, clock, limits.lookup_deadline_s
+        )
         self._awaited: Promoted | None = None  # by a request that cannot be planned in this step
         self._launched: deque[tuple[int, int, Ran]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, the step
         self._pool: compat.EnginePool | None = None
@@ -172,7 +174,7 @@ class SchedulerHalf:
             return
         chain = state.track.chain[:usable]
         start = self._pool.resident(chain) if self._pool is not None else 0
-        if manager.prefix(chain[start:]) == usable - start or not self._weighing.worth(state, LOWER, usable - start):
+        if manager.prefix(chain[start:]) == usable - start or not self._weighing.asks(state, usable - start):
             return
         found = promote(manager, chain, self._clock.monotonic() + self._limits.prefetch_s, start)
         state.promoted = Promoted(cache.submit(found, compat.trace_of(state.track.request)), start)
@@ -210,7 +212,7 @@ class SchedulerHalf:
         found = (len(lease) + self._loads.in_step_blocks) * manager.host.block_bytes
         state.in_step = len(lease) > 0 and state.adapter is None and found <= self._limits.in_step_bytes
         state.lease, state.lease_start, state.lease_usable, state.lease_until_s = lease, start, usable, now + _LEASE_S
-        if len(lease) and not self._weighing.worth(state, way_of(state, start, len(lease)), len(lease)):
+        if len(lease) and not self._weighing.worth(state, len(lease)):
             state.decline()
             self.counters["loads_declined"] += 1
         return state.offered(self._block_tokens)

