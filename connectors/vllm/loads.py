@@ -59,13 +59,15 @@ class Loads:
         ranks: int,
         block_tokens: int,
         ack_timeout_s: float,
+        in_step_max: int,
         clock: Clock,
         counters: Counter[str],
         job: Callable[[], int],
     ) -> None:
-        """`job` returns a new number of a job at each call."""
+        """At most `in_step_max` blocks are loaded within one step. `job` returns a new number of a job at each call."""
         self.ranks = ranks
         self.ack_timeout_s = ack_timeout_s
+        self._in_step_max = in_step_max
         self._clock = clock
         self._block_tokens = block_tokens
         self._counters = counters
@@ -74,7 +76,7 @@ class Loads:
         self._loading: dict[int, _Loading] = {}
         self._job_of: dict[str, int] = {}  # of a request that waits
         self._cancelled: set[int] = set()
-        self.in_step_blocks = 0  # of loads within the step being planned
+        self._in_step_blocks = 0  # of loads within the step being planned
         self._named: list[tuple[int, BlockKey | None]] = []  # depth and name of the first block of loads in this step
 
     def __len__(self) -> int:
@@ -91,6 +93,10 @@ class Loads:
         within a step is over with the step."""
         work = self._loading.get(self._job_of.get(name, -1))
         return work is not None and not work.in_step
+
+    def fit_in_step(self, blocks: int) -> bool:
+        """Whether so many more may be loaded within the step being planned."""
+        return self._in_step_blocks + blocks <= self._in_step_max
 
     def builds_upon(self, chain: Sequence[BlockKey], blocks: int) -> bool:
         """Whether the first `blocks` of a chain, which the engine's pool has, contain some that are loaded in the step
@@ -140,7 +146,7 @@ class Loads:
         )
         if state.in_step:
             self._named.append((start, state.track.chain[start]))
-            self.in_step_blocks += count
+            self._in_step_blocks += count
         self._begin(state.track.name, state, lease, moves, start, count)
         state.lease, state.also, state.more = None, None, ()
 
@@ -189,7 +195,7 @@ class Loads:
         """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
         loads, self._planned = self._planned, []
         self._named.clear()  # the next step is planned when this one has been answered
-        self.in_step_blocks = 0
+        self._in_step_blocks = 0
         return loads
 
     def sources(self, name: str) -> dict[str, int]:

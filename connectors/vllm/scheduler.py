@@ -87,13 +87,12 @@ class SchedulerHalf:
         self._tell_again_s = 0.0  # monotonic
         self._outbox = StepMeta(-1, epoch)  # what the workers are to be told with the next step
         self._idle_since_s: float | None = None
-        self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, clock, self.counters, self._job)
+        in_step = limits.in_step_bytes // caches.namespace.block_bytes
+        self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, in_step, clock, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._kept = KeptBlocks(self._stores, self._loads, clock, self.counters)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
-        self._weighing = Weighing(
-            limits.weighs_loads, self._requests, self._block_tokens, clock, limits.lookup_deadline_s
-        )
+        self._weighing = Weighing(limits, self._requests, self._block_tokens, clock)
         self._awaited: Promoted | None = None  # by a request that cannot be planned in this step
         self._launched: deque[tuple[int, int, Ran]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, the step
         self._pool: compat.EnginePool | None = None
@@ -193,6 +192,7 @@ class SchedulerHalf:
             return None, False
         lease, asked_before = state.lease, (state.lease_start, state.lease_usable) == (start, usable)
         if lease is not None and asked_before and now < state.lease_until_s:  # it got no blocks
+            state.in_step = state.in_step and self._loads.fit_in_step(len(lease))
             return state.offered(self._block_tokens)
         state.drop_lease()
         if manager is None or start >= usable or self._loads.late:
@@ -209,8 +209,7 @@ class SchedulerHalf:
         state.asked = usable - start
         lease = self._pin(manager, state, start, usable)
         # An adapter may turn out to be another one when the forward needs it: too late for a load in step.
-        found = (len(lease) + self._loads.in_step_blocks) * manager.host.block_bytes
-        state.in_step = len(lease) > 0 and state.adapter is None and found <= self._limits.in_step_bytes
+        state.in_step = len(lease) > 0 and state.adapter is None and self._loads.fit_in_step(len(lease))
         state.lease, state.lease_start, state.lease_usable, state.lease_until_s = lease, start, usable, now + _LEASE_S
         if len(lease) and not self._weighing.worth(state, len(lease)):
             state.decline()

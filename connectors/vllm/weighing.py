@@ -21,6 +21,7 @@ from kvtier.connectors.ask_gate import AskGate
 from kvtier.connectors.load_gate import LoadGate, Verdict
 from kvtier.connectors.vllm.messages import StepMeta
 from kvtier.connectors.vllm.requests import RequestState
+from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.times import Mono
 
 IN_STEP, BETWEEN_STEPS = "in step", "between steps"
@@ -67,11 +68,10 @@ def _way_of(state: RequestState) -> str:
 class Weighing:
     """See the module. Unless it `weighs`, everything is asked for, and worth its load."""
 
-    def __init__(self, weighs: bool, requests: Sized, block_tokens: int, clock: Clock, longest_wait_s: float) -> None:
-        """`requests`: all that the engine has, by now. None of them waits longer for lower tiers than `longest_wait_s`,
-        while the engine steps."""
-        self._gate = LoadGate() if weighs else None
-        self._asks = AskGate(longest_wait_s)
+    def __init__(self, limits: ConnectorLimits, requests: Sized, block_tokens: int, clock: Clock) -> None:
+        """`requests`: all that the engine has, by now."""
+        self._gate = LoadGate() if limits.weighs_loads else None
+        self._asks = AskGate(limits.lookup_deadline_s)
         self._requests = requests
         self._block_tokens = block_tokens
         self._clock = clock

@@ -100,6 +100,18 @@ def test_those_of_one_step_are_small_together(make: Make) -> None:
     engine.check()
 
 
+def test_one_that_was_found_for_an_earlier_step_counts_in_the_step_that_loads_it(make: Make) -> None:
+    other = list(range(300, 322))
+    engine = stored(stored(make(in_step_bytes=9 * 4096)), other)
+    engine.add("first", PROMPT)
+    second = engine.add("second", other)
+    assert engine.half.match(second, 0) == (5 * SIZE, False), "there was no block for it, say"
+    assert [load.in_step for load in engine.step().loads] == [True, False]
+    engine.run()
+    assert engine.half.counters["tokens_read_g2"] == 10 * SIZE and not engine.misled
+    engine.check()
+
+
 @pytest.mark.parametrize("position", [0, 2, 4])
 def test_one_that_fails_is_computed(make: Make, position: int) -> None:
     """vLLM drops the step's token, and computes from the first bad block on."""
