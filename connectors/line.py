@@ -32,6 +32,8 @@ _REST_MEMORY = 512
 """Samples over which that average is taken, about."""
 _REST_FIRST = 32
 """As many samples without such a rest are taken to have gone before: one rare sample among a few tells little."""
+_ALONE = 1024.0
+"""Times the usual estimate that the rest of one sample counts beyond those of all others: it may not come again."""
 _ALIKE = 0.25
 """Sizes are about one where their standard deviation is below this share of their mean."""
 _ORIGIN = 0.1
@@ -122,6 +124,7 @@ class Line:
         self._old: _Sums | None = None  # of those before, once there are more
         self._all = _Sums()
         self._rest = self._rest_count = 0.0  # what was clipped off samples, and of how many, both fading
+        self._most = 0.0  # of it, what was clipped off the one that lost most: fading, too
 
     def __len__(self) -> int:
         """Samples that count, at most about `_MEMORY`."""
@@ -137,7 +140,7 @@ class Line:
         course = _Course.of(before) if self._old is None else _Course(*self._old.fit(), self._old.noise())
         if (before or self._old is not None) and len(latest) >= _RECENT and course.is_left(latest[-_RECENT:]):
             self._latest, self._old = latest[-_RECENT:], None
-            self._rest = self._rest_count = 0.0
+            self._rest = self._rest_count = self._most = 0.0
         elif self._old is not None or len(latest) > _YOUNG:
             self._settle(before)
         self._sum_up()
@@ -150,6 +153,7 @@ class Line:
             clipped, keep = course.clipped(x, y), 1.0 - 1.0 / _REST_MEMORY
             self._old = self._old.plus(x, clipped, keep=1.0 - 1.0 / _MEMORY)
             self._rest, self._rest_count = keep * self._rest + y - clipped, keep * self._rest_count + 1.0
+            self._most = max(keep * self._most, y - clipped)
         del self._latest[:-_RECENT]
 
     def _sum_up(self) -> None:
@@ -163,7 +167,9 @@ class Line:
     def at(self, blocks: float) -> float:
         """The estimate for this size."""
         fixed, slope = self._all.fit()
-        return max(0.0, fixed + slope * blocks + self._rest / (self._rest_count + _REST_FIRST))
+        usual, others = fixed + slope * blocks, self._rest - self._most
+        rest = others + min(self._most, others + _ALONE * max(0.0, usual))
+        return max(0.0, usual + rest / (self._rest_count + _REST_FIRST))
 
     def least(self, blocks: float) -> float:
         """The least that this size may cost. Samples that are all of about one size do not tell how much of their time
@@ -173,6 +179,11 @@ class Line:
             return self.at(blocks)
         middle = x / n
         return self.at(middle) * min(1.0, blocks / middle) if middle > 0 else self.at(blocks)
+
+    def cheapest(self, blocks: float) -> float:
+        """The least that any one of the latest samples tells: more blocks may cost no more, and fewer no more than
+        their share."""
+        return min((y * min(1.0, blocks / max(x, 1e-9)) for x, y in self._latest), default=0.0)
 
     def between(self, low: float, high: float) -> float:
         """What going from size `low` to `high` adds."""

@@ -22,14 +22,18 @@ from kvtier.connectors.line import Line
 _BUDGET = 0.015
 """Share of all time that looking at the other choice may cost."""
 _SAMPLES_MIN = 3
-"""Samples of a choice from which on it is judged. The first hit is loaded; the next ones wait until prefill is known.
+"""Samples of prefill from which on it is known. The first hit is loaded; the next ones wait until prefill is known.
 Then so many hits are loaded, and while none of these has told what it cost, one of _LOOK_EVERY."""
+_LOADS_MIN, _LOADS_FAR = 4, 2
+"""Loads from which on they are judged, and the same where the cheapest is _FAR dearer than prefill. One alone judges
+nothing: it may have been an engine's first step, or a process that stood still."""
 _FAR = 4.0
-"""Times by which the first loads may be dearer than prefill before they count as judged."""
 _LOOK_EVERY, _LOOK_EVERY_SURE = 8, 32
 """Requests between two looks at the other choice; where the difference is beyond doubt, the latter."""
 _LOOKS_AT_ONCE = 2
-"""Looks that saved budget pays for, at most: the rest of it lapses."""
+"""Of the dearest looks lately, so many are paid for by what is saved up, at most: the rest of it lapses."""
+_PRICE_KEPT = 0.98
+"""Share of that price that is left at the next hit: small hits between large ones do not let it lapse."""
 _DEAREST_LOOK = 8.0
 """Times its price that a look is charged at most: what is dearer by chance, as requests of either choice now and then
 are, would end all looks for long, and the average of such chances is in the price."""
@@ -67,6 +71,7 @@ class LoadGate:
         self._stalls: defaultdict[str, Line] = defaultdict(Line)  # by what steps with arriving blocks are longer
         self._unexplained: deque[tuple[str, float, float, float]] = deque(maxlen=_SAMPLES_MIN)  # see `loaded`
         self._credit_s = 0.0
+        self._price_s = 0.0  # of the dearest look lately
         self._since_look = 0
 
     def decide(self, way: str, blocks: int, others: int = 0) -> Verdict:
@@ -77,13 +82,14 @@ class LoadGate:
             return Verdict(way, blocks, self._untold[way] == 1)  # loads alone tell nothing
         compute_s, load_s = self._prefill.between(0, blocks), loads.least(blocks)
         held_s = others * (self._stall_s(way, blocks) - self._steps.between(0, blocks))  # longer by the load
-        if not loads or (len(loads) < _SAMPLES_MIN and load_s + held_s < _FAR * compute_s):
+        if len(loads) < _LOADS_FAR or (len(loads) < _LOADS_MIN and loads.cheapest(blocks) + held_s < _FAR * compute_s):
             self._untold[way] += 1
             return Verdict(way, blocks, self._untold[way] <= _SAMPLES_MIN or self._untold[way] % _LOOK_EVERY == 0)
         gain_s = compute_s - load_s - held_s
         price_s = abs(gain_s)
         self._since_look += 1
-        self._credit_s = min(self._credit_s, _LOOKS_AT_ONCE * price_s)
+        self._price_s = max(price_s, _PRICE_KEPT * self._price_s)
+        self._credit_s = min(self._credit_s, _LOOKS_AT_ONCE * self._price_s)
         sure = price_s > _SURE * (loads.error() + self._prefill.error())
         if self._since_look < (_LOOK_EVERY_SURE if sure else _LOOK_EVERY) or price_s > self._credit_s:
             return Verdict(way, blocks, gain_s >= 0)
@@ -91,6 +97,16 @@ class LoadGate:
         if gain_s >= 0:
             return Verdict(way, blocks, False, True, load_s, -held_s, price_s)
         return Verdict(way, blocks, True, True, compute_s, held_s, price_s)
+
+    def prefill_s(self, blocks: int) -> float | None:
+        """What so many more blocks to compute add to a request; None while that is not known."""
+        return self._prefill.between(0, blocks) if len(self._prefill) >= _SAMPLES_MIN else None
+
+    def saves_s(self, way: str, blocks: int) -> float | None:
+        """What so many more blocks to load, in place of computing them, save a request; None while that is not
+        known."""
+        prefill_s = self.prefill_s(blocks)
+        return None if prefill_s is None else max(0.0, prefill_s - self._loads[way].between(0, blocks))
 
     def _stall_s(self, way: str, blocks: int) -> float:
         stalls = self._stalls.get(way)

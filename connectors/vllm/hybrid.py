@@ -95,6 +95,8 @@ class HybridHalf(SchedulerHalf):
         start = self._resident(chain)
         if start + manager.prefix(chain[start:]) == usable and self._longest(manager, chain, start, usable) == usable:
             return
+        if not self._weighing.asks(state, usable - start):
+            return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
         ends = (partial(self._first_key, chain), partial(self._keys, chain))
         found = promote_boundary(manager, chain, *ends, deadline, start)

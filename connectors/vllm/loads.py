@@ -59,13 +59,15 @@ class Loads:
         ranks: int,
         block_tokens: int,
         ack_timeout_s: float,
+        in_step_max: int,
         clock: Clock,
         counters: Counter[str],
         job: Callable[[], int],
     ) -> None:
-        """`job` returns a new number of a job at each call."""
+        """At most `in_step_max` blocks are loaded within one step. `job` returns a new number of a job at each call."""
         self.ranks = ranks
         self.ack_timeout_s = ack_timeout_s
+        self._in_step_max = in_step_max
         self._clock = clock
         self._block_tokens = block_tokens
         self._counters = counters
@@ -74,7 +76,7 @@ class Loads:
         self._loading: dict[int, _Loading] = {}
         self._job_of: dict[str, int] = {}  # of a request that waits
         self._cancelled: set[int] = set()
-        self.in_step_blocks = 0  # of loads within the step being planned
+        self._in_step_blocks = 0  # of loads within the step being planned
         self._named: list[tuple[int, BlockKey | None]] = []  # depth and name of the first block of loads in this step
 
     def __len__(self) -> int:
@@ -91,6 +93,10 @@ class Loads:
         within a step is over with the step."""
         work = self._loading.get(self._job_of.get(name, -1))
         return work is not None and not work.in_step
+
+    def fit_in_step(self, blocks: int) -> bool:
+        """Whether so many more may be loaded within the step being planned."""
+        return self._in_step_blocks + blocks <= self._in_step_max
 
     def builds_upon(self, chain: Sequence[BlockKey], blocks: int) -> bool:
         """Whether the first `blocks` of a chain, which the engine's pool has, contain some that are loaded in the step
@@ -122,8 +128,11 @@ class Loads:
         other groups. Both leases are this object's from now on. Raises AssertionError where fewer are pinned."""
         lease, start = state.lease, state.lease_start
         pinned = 0 if lease is None else len(lease)
+        if lease is not None:  # now, since it is forgotten when the request ends, which may be before the answer
+            lease.tiers = state.promoted.tiers(start, count)
+            lease.miss = state.promoted.miss(start + count) or lease.miss
         if lease is None or not 0 < count <= pinned:
-            self._record(manager, state, None if count else lease, start, 0)
+            self._record(manager, state, None if count else lease, 0)
             state.drop_lease()
             if count:
                 raise AssertionError(f"{count} blocks are to be loaded, {pinned} are pinned")
@@ -137,7 +146,7 @@ class Loads:
         )
         if state.in_step:
             self._named.append((start, state.track.chain[start]))
-            self.in_step_blocks += count
+            self._in_step_blocks += count
         self._begin(state.track.name, state, lease, moves, start, count)
         state.lease, state.also, state.more = None, None, ()
 
@@ -186,7 +195,7 @@ class Loads:
         """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
         loads, self._planned = self._planned, []
         self._named.clear()  # the next step is planned when this one has been answered
-        self.in_step_blocks = 0
+        self._in_step_blocks = 0
         return loads
 
     def sources(self, name: str) -> dict[str, int]:
@@ -194,7 +203,7 @@ class Loads:
         work = self._loading.get(self._job_of.get(name, -1))
         if work is None or work.state is None or work.lease is None:
             return {}
-        return tokens_by_tier(work.state.promoted.tiers(work.start, work.count), self._block_tokens)
+        return tokens_by_tier(work.lease.tiers, self._block_tokens)
 
     def answer(self, manager: Manager | None, job: int, ranks: int, failed: set[int]) -> bool:
         """So many more ranks are done with a job, whose moves at these positions went wrong. False: it is no load."""
@@ -223,23 +232,21 @@ class Loads:
             good = min(work.failed, default=work.count) if work.also is None or not work.failed else 0
             state.track.load_begin = work.start * self._block_tokens
             state.track.loaded = (work.start + good) * self._block_tokens
-            self._record(manager, state, lease, work.start, good, bool(work.failed))
+            self._record(manager, state, lease, good, bool(work.failed))
 
     def _record(
         self,
         manager: Manager | None,
         state: RequestState,
         lease: Lease | None,
-        start: int,
         good: int,
         failed: bool = False,
     ) -> None:
-        """Record what a request asked for, once per question: `good` blocks from `start` on were truly read."""
+        """Record what a request asked for, once per question: the first `good` blocks of `lease` were truly read."""
         asked, state.asked = state.asked, 0
         if manager is None or lease is None or not asked:
             return
-        lease.miss = Miss.ERROR if failed else state.promoted.miss(start + good) or lease.miss
-        lease.tiers = state.promoted.tiers(start, good)
+        lease.miss, lease.tiers = Miss.ERROR if failed else lease.miss, lease.tiers[:good]
         tokens = tokens_by_tier(lease.tiers, self._block_tokens)
         state.read += tokens
         self._counters.update({f"tokens_read_{tier}": count for tier, count in tokens.items()})

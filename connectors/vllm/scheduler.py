@@ -35,7 +35,7 @@ from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
-from kvtier.connectors.vllm.weighing import LOWER, Ran, Weighing, ran_of, way_of
+from kvtier.connectors.vllm.weighing import Ran, Weighing, ran_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
@@ -87,11 +87,12 @@ class SchedulerHalf:
         self._tell_again_s = 0.0  # monotonic
         self._outbox = StepMeta(-1, epoch)  # what the workers are to be told with the next step
         self._idle_since_s: float | None = None
-        self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, clock, self.counters, self._job)
+        in_step = limits.in_step_bytes // caches.namespace.block_bytes
+        self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, in_step, clock, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._kept = KeptBlocks(self._stores, self._loads, clock, self.counters)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
-        self._weighing = Weighing(limits.weighs_loads, self._requests, self._block_tokens, clock)
+        self._weighing = Weighing(limits, self._requests, self._block_tokens, clock)
         self._awaited: Promoted | None = None  # by a request that cannot be planned in this step
         self._launched: deque[tuple[int, int, Ran]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, the step
         self._pool: compat.EnginePool | None = None
@@ -172,7 +173,7 @@ class SchedulerHalf:
             return
         chain = state.track.chain[:usable]
         start = self._pool.resident(chain) if self._pool is not None else 0
-        if manager.prefix(chain[start:]) == usable - start or not self._weighing.worth(state, LOWER, usable - start):
+        if manager.prefix(chain[start:]) == usable - start or not self._weighing.asks(state, usable - start):
             return
         found = promote(manager, chain, self._clock.monotonic() + self._limits.prefetch_s, start)
         state.promoted = Promoted(cache.submit(found, compat.trace_of(state.track.request)), start)
@@ -191,6 +192,7 @@ class SchedulerHalf:
             return None, False
         lease, asked_before = state.lease, (state.lease_start, state.lease_usable) == (start, usable)
         if lease is not None and asked_before and now < state.lease_until_s:  # it got no blocks
+            state.in_step = state.in_step and self._loads.fit_in_step(len(lease))
             return state.offered(self._block_tokens)
         state.drop_lease()
         if manager is None or start >= usable or self._loads.late:
@@ -207,10 +209,9 @@ class SchedulerHalf:
         state.asked = usable - start
         lease = self._pin(manager, state, start, usable)
         # An adapter may turn out to be another one when the forward needs it: too late for a load in step.
-        found = (len(lease) + self._loads.in_step_blocks) * manager.host.block_bytes
-        state.in_step = len(lease) > 0 and state.adapter is None and found <= self._limits.in_step_bytes
+        state.in_step = len(lease) > 0 and state.adapter is None and self._loads.fit_in_step(len(lease))
         state.lease, state.lease_start, state.lease_usable, state.lease_until_s = lease, start, usable, now + _LEASE_S
-        if len(lease) and not self._weighing.worth(state, way_of(state, start, len(lease)), len(lease)):
+        if len(lease) and not self._weighing.worth(state, len(lease)):
             state.decline()
             self.counters["loads_declined"] += 1
         return state.offered(self._block_tokens)

@@ -1,7 +1,10 @@
-"""Weighs loads of vLLM's requests against their prefill, and measures both: from a hit to the first token.
+"""Weighs loads of vLLM's requests against their prefill, and measures both: from a hit to the first token. And weighs
+waits for lower tiers against what is found there.
 
+    a prompt comes     → `asks`: whether lower tiers are asked for what G2 lacks of it
+    it waits for them  → `waits`, `ready`
     a hit is known     → `worth`: whether it is offered to the engine
-    it has got blocks  → `placed`: from here on it takes time, and what it waited for a promotion counts, too
+    it has got blocks  → `placed`: what it waited for came to this; from here on its load or prefill takes time
     a step has run     → `step`: requests that have their first token tell what they took, and the step what it took
 
 Called on the engine's one scheduler thread; nothing here waits.
@@ -14,13 +17,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtier.clock import Clock
+from kvtier.connectors.ask_gate import AskGate
 from kvtier.connectors.load_gate import LoadGate, Verdict
 from kvtier.connectors.vllm.messages import StepMeta
 from kvtier.connectors.vllm.requests import RequestState
+from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.times import Mono
 
-LOWER, IN_STEP, BETWEEN_STEPS = "lower", "in step", "between steps"
-"""Ways: promoted for the request; loaded within the step that computes the rest; loaded by a step before that."""
+IN_STEP, BETWEEN_STEPS = "in step", "between steps"
+"""Ways: loaded within the step that computes the rest; loaded by a step before that."""
 _WATCHED_MAX = 4096
 _BRIEF_EVERY = 16
 """Of steps that compute less than a block, which are many and alike, one in so many is told the gate."""
@@ -55,19 +60,18 @@ def ran_of(output: Any, out: StepMeta, now: Mono) -> Ran:
     return Ran(now, output.total_num_scheduled_tokens, arriving, way, bool(out.stores))
 
 
-def way_of(state: RequestState, start: int, count: int) -> str:
-    """How so many blocks from `start` on would come."""
-    if set(state.promoted.tiers(start, count)) - {"g2"}:
-        return LOWER
+def _way_of(state: RequestState) -> str:
+    """How the request's blocks would come."""
     return IN_STEP if state.in_step else BETWEEN_STEPS
 
 
 class Weighing:
-    """See the module. Unless it `weighs`, everything is worth its load."""
+    """See the module. Unless it `weighs`, everything is asked for, and worth its load."""
 
-    def __init__(self, weighs: bool, requests: Sized, block_tokens: int, clock: Clock) -> None:
+    def __init__(self, limits: ConnectorLimits, requests: Sized, block_tokens: int, clock: Clock) -> None:
         """`requests`: all that the engine has, by now."""
-        self._gate = LoadGate() if weighs else None
+        self._gate = LoadGate() if limits.weighs_loads else None
+        self._asks = AskGate(limits.lookup_deadline_s)
         self._requests = requests
         self._block_tokens = block_tokens
         self._clock = clock
@@ -77,11 +81,16 @@ class Weighing:
         self._free_at_s = 0.0
         self._brief = 0  # steps of less than a block since one of more
 
-    def worth(self, state: RequestState, way: str, blocks: int) -> bool:
-        """Whether to load so many blocks by this way. Asked anew, the answer is the same, unless the way is another."""
+    def asks(self, state: RequestState, blocks: int) -> bool:
+        """Whether to ask lower tiers for so many blocks, which they may not have."""
+        return self._gate is None or self._asks.decide(state.track.name, self._gate.prefill_s(blocks))
+
+    def worth(self, state: RequestState, blocks: int) -> bool:
+        """Whether to load so many blocks that lie in G2. Asked anew, the answer is the same, unless they would come by
+        another way."""
         if self._gate is None:
             return True
-        name = state.track.name
+        name, way = state.track.name, _way_of(state)
         known = self._verdicts.get(name)
         if known is None or known.way != way:
             known = self._verdicts[name] = self._gate.decide(way, blocks, len(self._requests) - 1)
@@ -105,17 +114,23 @@ class Weighing:
         if self._gate is None or local is None:
             return  # told again, since its load has ended
         verdict = self._verdicts.pop(name, None)
-        waited_s = max(0.0, -self._waits_since.pop(name, 0.0))
+        found = sum(tier != "g2" for tier in state.promoted.tiers(local, loaded))
+        waited_s, saved_s = -self._waits_since.pop(name, 0.0), self._gate.saves_s(_way_of(state), found)
+        if saved_s is None:
+            self._asks.forget(name)
+        else:
+            self._asks.answered(name, waited_s, saved_s)
         target = state.track.request.num_tokens
         computed = max(0.0, target / self._block_tokens - local - loaded)
         if len(self._watched) < _WATCHED_MAX:
-            self._watched[name] = _Watched(state, now - waited_s, target, computed, loaded, verdict)
+            self._watched[name] = _Watched(state, now, target, computed, loaded, verdict)
 
     def ended(self, name: str) -> None:
         """The request is over; the step that gave it its first token may be this one."""
         watched = self._watched.pop(name, None)
         self._verdicts.pop(name, None)
         self._waits_since.pop(name, None)
+        self._asks.forget(name)
         if watched is not None:
             self._observe(watched, self._clock.monotonic())
 
@@ -144,6 +159,7 @@ class Weighing:
         if gate is None or state.track.request.num_tokens <= watched.target:
             return False
         took_s, verdict = now - watched.since_s, watched.verdict
+        self._asks.spent(took_s)
         if not watched.loaded:
             gate.computed(watched.computed, took_s, verdict if verdict is not None and not verdict.load else None)
         elif verdict is not None and verdict.load:

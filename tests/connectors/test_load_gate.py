@@ -175,3 +175,26 @@ def test_a_rare_sample_is_noise_and_not_a_change() -> None:
     for turn in range(200):
         line.add(10, 0.5 if turn % 10 == 9 else 0.01)
     assert 0.03 < line.at(10) < 0.09
+
+
+@pytest.mark.parametrize("number", [0, 5, 20, 600])
+@pytest.mark.parametrize("what", ["prefill", "load"])
+@pytest.mark.parametrize("load", [CHEAP, DEAR], ids=["cheap", "dear"])
+def test_a_process_that_stood_still_once_does_not_decide_for_long(load: Cost, what: str, number: int) -> None:
+    """Its one sample says little of the next: cheap loads would end for ever, dear ones would go on."""
+    replay = REPLAYS["large and small"]
+
+    def stands_still(usual: Cost) -> Cost:
+        return lambda dice, at, blocks: usual(dice, at, blocks) + (300.0 if at == number / replay.requests else 0.0)
+
+    engine = Engine(stands_still(PREFILL), load) if what == "prefill" else Engine(PREFILL, stands_still(load))
+    gate, decided, loaded = LoadGate(), 0, 0
+    for found, new, (loading, computing, _, _) in engine.outcomes(replay, 0):
+        verdict = gate.decide("async", found) if found else None
+        decided += verdict is not None
+        if verdict is not None and verdict.load:
+            gate.loaded(verdict, new, loading)
+            loaded += 1
+        else:
+            gate.computed(new + found, computing, verdict)
+    assert loaded > 0.5 * decided if load is CHEAP else loaded < 0.2 * decided

