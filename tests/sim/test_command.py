@@ -11,7 +11,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.tiers.host.refusals import Refusals
 
-BUGGY = 2
+BUGGY = 0
 """A seed that shows the bug planted below."""
 
 
