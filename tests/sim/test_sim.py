@@ -94,7 +94,7 @@ def test_an_expired_block_would_show() -> None:
 
 def test_a_failing_history_is_shrunk_and_kept() -> None:
     with mock.patch.object(Refusals, "has_purged", lambda *_: False):
-        failed = first_failure(range(200))
+        failed = first_failure(range(2, 202))
         small = shrink(failed)
         again = play(History.decode(small.history.encode()))
     assert len(small.history.steps) <= 6 < len(failed.history.steps)
