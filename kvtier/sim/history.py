@@ -41,7 +41,8 @@ class Step:
 @dataclass(frozen=True)
 class History:
     """`skews`: by how much each machine's wall clock is ahead at first. `tiers`: those below G2. `purge`: its mode.
-    `slices`: into how many blocks long work is cut, so that chains as short as these are cut, too; 0: as ever."""
+    `quota`: a scope's share of G2; 0: all. `slices`: into how many blocks long work is cut, so that
+    chains as short as these are cut, too; 0: as ever."""
 
     seed: int
     mode: str
@@ -51,6 +52,8 @@ class History:
     disk_blocks: int
     stride: int
     purge: str
+    policy: str
+    quota: float
     slices: int
     steps: tuple[Step, ...] = field(repr=False)
 
@@ -95,6 +98,8 @@ def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = S
         disk_blocks=rng.choice((0, 24, 64)),
         stride=rng.choice((1, 2, 4)),
         purge=rng.choice(("strict", "available")) if "g4" in tiers else "available",
+        policy=rng.choice(("auto", "lru", "gapduel")),
+        quota=rng.choice((0.0, 0.0, 0.6)),
         slices=rng.choice((0, 0, 1, 2)),
         steps=tuple(_steps(rng, count, steps, tiers, near)),
     )
@@ -148,3 +153,5 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "seconds", rng.choice((5.0, 70.0, 700.0))
     elif verb in ("kill", "stop"):
         yield "down", rng.choice((0.0, 0.5, 3.0))
+        if verb == "kill" and rng.random() < 0.3:
+            yield "again", rng.choice((0.0, 0.001, 0.02))

@@ -12,8 +12,10 @@ import contextlib
 import contextvars
 import heapq
 import random
+import sys
+import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -98,14 +100,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """No line of it runs any more, but for `finally` blocks, which find its devices gone: Python runs them when the
         coroutines go. They go now, so that this does not depend on the garbage collector."""
         self.dead.add(process)
-        self._queues.pop(process, None)
         tasks = [task for task in asyncio.all_tasks(self) if isinstance(task, _Task) and task.process == process]
         context = contextvars.copy_context()
         context.run(_process.set, process)
-        for task in sorted(tasks, key=hash, reverse=True):
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            with contextlib.suppress(BaseException):
-                context.run(task.get_coro().close)
+        with _unheard():
+            self._queues.pop(process, None)
+            for task in sorted(tasks, key=hash, reverse=True):
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                with contextlib.suppress(BaseException):
+                    context.run(task.get_coro().close)
 
     # -- what asyncio asks of a loop --------------------------------------------------------------------------------
 
@@ -200,6 +203,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         error = context.get("exception")
         detail = f": {type(error).__name__}: {error}" if error is not None else ""
         self.errors.append(f"{context.get('message', '')}{detail}")
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """What Python says of coroutines that are dropped before they began, or wait in a `finally`, is not printed."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _make_task(loop: VirtualLoop, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None) -> _Task:

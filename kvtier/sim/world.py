@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from math import inf
 from typing import Any
 
+from kvtier.cache import AsyncCache
 from kvtier.config import Config
 from kvtier.errors import ClosedError, TierError
 from kvtier.identity.keys import BlockKey
@@ -69,7 +70,9 @@ class World:
             Host(number, SkewedClock(clock, ahead_s), self.server, random.Random(self._rng.getrandbits(32)))
             for number, ahead_s in enumerate(history.skews)
         ]
-        self._config = _config(history.tiers, history.slots, history.stride, history.purge)
+        self._config = _config(
+            history.tiers, history.slots, history.stride, history.purge, history.policy, history.quota
+        )
         self._leapt = 0.0
         self._processes = OUTSIDE
         self._running: list[asyncio.Task[None]] = []
@@ -162,15 +165,16 @@ class World:
     # -- processes --------------------------------------------------------------------------------------------------
 
     async def _start(self, host: Host) -> None:
-        self._processes += 1
-        earlier, process = host.process, self._processes
-        cache = host.boot(
-            process, self._config, NAMESPACE, self.history.disk_blocks, lambda what: self.tell(host, what)
-        )
-        self.ledger.restarted(earlier, process)
+        cache = self._boot(host)
         await self._within(host, cache.__aenter__(), 120.0, "opening")
         host.cache = cache
         self.tell(host, "opened")
+
+    def _boot(self, host: Host) -> AsyncCache:
+        self._processes += 1
+        self.ledger.restarted(host.process, self._processes)
+        heard, disk_blocks = partial(self.tell, host), self.history.disk_blocks
+        return host.boot(self._processes, self._config, NAMESPACE, disk_blocks, heard)
 
     async def _close(self, host: Host) -> None:
         if host.cache is None:
@@ -182,14 +186,24 @@ class World:
         self._loop.kill(host.process)
 
     async def _kill(self, host: Host, args: dict[str, Any]) -> None:
+        """`again`: the next process is killed, too, so long after it began to open its cache."""
         cache, host.cache = host.cache, None
+        self._end(host, cache)
+        await asyncio.sleep(args["down"])
+        if "again" in args:
+            cache = self._boot(host)
+            self._loop.spawn(host.process, cache.__aenter__())
+            await asyncio.sleep(args["again"])
+            self._end(host, cache)
+        await self._start(host)
+
+    def _end(self, host: Host, cache: AsyncCache | None) -> None:
+        """Nothing of the host's process runs any more, and its memory is gone."""
         host.cut_off()
         self._loop.kill(host.process)
         self._running = [task for task in self._running if task.process != host.process]  # type: ignore[attr-defined]
         if cache is not None:
             cache.manager.host.arena.close()
-        await asyncio.sleep(args["down"])
-        await self._start(host)
 
     async def _stop(self, host: Host, args: dict[str, Any]) -> None:
         """A clean end, with calls under way."""
@@ -355,17 +369,19 @@ def _spread_s(history: History) -> float:
     return float(max(known) - min(known))
 
 
-@lru_cache(maxsize=64)
-def _config(tiers: tuple[str, ...], slots: int, stride: int, purge: str) -> Config:
+@lru_cache(maxsize=512)
+def _config(tiers: tuple[str, ...], slots: int, stride: int, purge: str, policy: str, quota: float) -> Config:
     below: dict[str, object] = {"g2": {"capacity": slots * 4096}}
     if "g3" in tiers:
         below["g3"] = {"path": "/simulated", "capacity": 1 << 20}
     if "g4" in tiers:
         below["g4"] = {"url": "memory://none/sim", "stride": stride}
+    retention: dict[str, object] = {"classes": {name: dict(terms) for name, terms in CLASSES.items()}}
     return Config.parse(
         {
             "tiers": below,
-            "retention": {"classes": {name: dict(terms) for name, terms in CLASSES.items()}},
+            "policy": policy,
+            "retention": retention | ({"quota": quota} if quota else {}),
             "deadlines": {"close": f"{CLOSE_S:g}s", "get": "2s", "put": "2s", "lookup": "100ms", "flush": "20s"},
             "security": {"purge": purge, "purge_bound": f"{BOUND_S:g}s"},
         }

@@ -73,13 +73,13 @@ def test_the_histories_say_something() -> None:
 
 def test_wrong_bytes_would_show() -> None:
     with verification_off():
-        one = first_failure(range(5, 300))
+        one = first_failure(range(9, 300))
     assert "other bytes" in one.failure
 
 
 def test_a_purged_block_would_show() -> None:
     with mock.patch.object(Refusals, "has_purged", lambda *_: False):
-        one = first_failure(range(29, 229))
+        one = first_failure(range(200))
     assert "purged later" in one.failure
 
 
@@ -88,13 +88,13 @@ def test_an_expired_block_would_show() -> None:
         mock.patch.object(Lifetime, "servable", lambda *_: True),
         mock.patch.object(Lifetime, "ends", lambda *_: float("inf")),
     ):
-        one = first_failure(range(7, 207))
+        one = first_failure(range(200))
     assert " for " in one.failure and "is served" in one.failure
 
 
 def test_a_failing_history_is_shrunk_and_kept() -> None:
     with mock.patch.object(Refusals, "has_purged", lambda *_: False):
-        failed = first_failure(range(29, 229))
+        failed = first_failure(range(2, 202))
         small = shrink(failed)
         again = play(History.decode(small.history.encode()))
     assert len(small.history.steps) <= 6 < len(failed.history.steps)
