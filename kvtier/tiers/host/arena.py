@@ -13,6 +13,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class Arena:
         self.piece_bytes = block_bytes // ranks
         self.slot_bytes = -(-self.piece_bytes // SLOT_ALIGN) * SLOT_ALIGN
         self.slots = self.slots_in(capacity_bytes)
+        self._changing = threading.Lock()  # an extent of memory, or what has the memory
         self._fds: list[int] = []
         self._maps: list[mmap.mmap] = []
         self._views: list[memoryview] = []
@@ -151,11 +153,10 @@ class Arena:
     def give_back(self, slots: Sequence[int]) -> None:
         """Return the memory of slots that nobody uses to the system, where nobody may have it page-locked (`views`,
         `fds`): what a GPU copies to would not be what is mapped here. Huge pages stay, too. Blocks. Raises OSError."""
-        if not self._returns:
-            return
         for start, end in self._extents(slots):
-            for mapping in self._maps:
-                mapping.madvise(mmap.MADV_REMOVE, start, end - start)
+            with self._changing:
+                for mapping in self._maps if self._returns else ():
+                    mapping.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def take_back(self, slots: Sequence[int]) -> int:
         """Have memory behind slots that may have been given back. Returns for how many leading ones there is: it may be
@@ -163,8 +164,9 @@ class Arena:
         taken = 0
         for start, end in self._extents(slots):
             try:
-                for fd in self._fds:
-                    os.posix_fallocate(fd, start, end - start)
+                with self._changing:
+                    for fd in self._fds:
+                        os.posix_fallocate(fd, start, end - start)
             except OSError:
                 return taken
             taken += (end - start) // self.slot_bytes
@@ -198,13 +200,17 @@ class Arena:
     def views(self, *, page_locked: bool = True) -> tuple[memoryview, ...]:
         """The whole memory of each rank, in rank order: slot i begins at i · slot_bytes. Valid until `close`.
         `page_locked`: whether the caller may lock its pages, for a GPU; then none is given back from now on."""
-        self._returns = self._returns and not page_locked
+        self._keep(page_locked)
         return tuple(self._views)
 
     def fds(self, *, page_locked: bool = True) -> tuple[int, ...]:
         """The memfds in rank order, for other processes to map. Owned by the arena. `page_locked`: as for `views`."""
-        self._returns = self._returns and not page_locked
+        self._keep(page_locked)
         return tuple(self._fds)
+
+    def _keep(self, page_locked: bool) -> None:
+        with self._changing:
+            self._returns = self._returns and not page_locked
 
     def close(self) -> None:
         """Give the memory back. Views that are still held keep their mapping alive until they are dropped."""
@@ -218,6 +224,7 @@ class Arena:
                 mapping.close()
             except BufferError:
                 pass
-        for fd in self._fds:
-            os.close(fd)
-        self._views, self._maps, self._fds = [], [], []
+        with self._changing:  # or a thread that goes on with `take_back` meets another file under the number
+            for fd in self._fds:
+                os.close(fd)
+            self._views, self._maps, self._fds = [], [], []

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
+import pytest
+
 from kvtier.bench.retention.byteless import EmptyArena
 from kvtier.identity.keys import scope_of
 from kvtier.policies.gapduel import GapDuel
 from kvtier.testing import chain_of, sample_namespace
+from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.tier import HostTier
 from kvtier.times import Wall
 
@@ -106,3 +112,43 @@ def test_shadows_of_the_policy_follow() -> None:
     policy.train()
     assert {shadow.used_blocks for shadow in policy._duel.shadows} == {50}
     policy._duel.check()
+
+
+def test_an_arena_is_not_closed_under_a_thread_that_takes_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its file's number may be another file's by then."""
+    arena, begun, go_on, real = Arena(4096, 2, 8 * 4096), threading.Event(), threading.Event(), os.posix_fallocate
+    arena.open()
+    errors: list[OSError] = []
+
+    def slow(fd: int, start: int, length: int) -> None:
+        begun.set()
+        go_on.wait(10)
+        try:
+            real(fd, start, length)
+        except OSError as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    taking = threading.Thread(target=arena.take_back, args=(range(4),))
+    closing = threading.Thread(target=arena.close)
+    taking.start()
+    assert begun.wait(10)
+    closing.start()
+    closing.join(0.05)
+    go_on.set()
+    taking.join(10)
+    closing.join(10)
+    assert not errors and not closing.is_alive()
+
+
+def test_memory_that_may_be_page_locked_is_not_given_back_any_more() -> None:
+    arena = Arena(4096, 1, 4 * 4096)
+    arena.open()
+    for slot in range(2):
+        arena.pieces(slot)[0][:4] = b"kept"
+    arena.give_back([0])
+    arena.fds()
+    arena.give_back([1])
+    assert bytes(arena.pieces(0)[0][:4]) == bytes(4) and bytes(arena.pieces(1)[0][:4]) == b"kept"
+    arena.close()
