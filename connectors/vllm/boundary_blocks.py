@@ -80,6 +80,7 @@ class BoundaryBlocks:
         self._pool = pool
         self._requests: dict[str, _Tables] = {}
         self._pending: list[Boundary] = []
+        self._holding: set[Boundary] = set()
         self._known: dict[tuple[int, int], object] = {}  # by group and block: the name under which it is right
         self._watched: dict[int, list[Boundary]] = {}  # by block: those that are lost when it is handed out
         self._on_reuse = self._reused  # one object: it is compared
@@ -206,6 +207,7 @@ class BoundaryBlocks:
         chain = Chain(keys, uniform(block_terms.terms))
         places = [place for place, depths in enumerate(needed) for _ in depths]
         self._pending.append(Boundary(track, track.life, tokens, chain, blocks, places, step))
+        self._holding.add(self._pending[-1])
         known.taken = max(known.taken, tokens)
 
     def _hold_tail(self, known: _Tables, tokens: int) -> None:
@@ -285,11 +287,10 @@ class BoundaryBlocks:
         known.noted = track.confirmed
 
     def watch(self, boundary: Boundary) -> None:
-        """Its request is over: the engine may have the blocks where it needs them, and the boundary is lost then."""
+        """The engine may have the blocks where it needs them, and the boundary is lost then."""
         if not boundary.held:
             return
-        boundary.held = False
-        self.count -= len(boundary.blocks)
+        self._let_go(boundary)
         for block in boundary.blocks:
             self._watched.setdefault(block, []).append(boundary)
         self._pool.watch(boundary.blocks, self._on_reuse)
@@ -315,9 +316,20 @@ class BoundaryBlocks:
             if boundary in watching:
                 watching.remove(boundary)
         if boundary.held:
-            boundary.held = False
-            self.count -= len(boundary.blocks)
+            self._let_go(boundary)
             self._pool.give_back(boundary.blocks)
+
+    def _let_go(self, boundary: Boundary) -> None:
+        boundary.held = False
+        self._holding.discard(boundary)
+        self.count -= len(boundary.blocks)
+
+    def watch_all(self) -> None:
+        """The engine is about to reset its pool, which it cannot while blocks are held."""
+        for known in self._requests.values():
+            self._release_tail(known)
+        for boundary in list(self._holding):
+            self.watch(boundary)
 
     def clear(self) -> None:
         """Nothing that was computed until now counts."""
@@ -329,4 +341,5 @@ class BoundaryBlocks:
 
     def check(self) -> None:
         """Assert that what is held is what is owned."""
-        assert self.count >= sum(len(known.tail) for known in self._requests.values()), "a tail was given back twice"
+        tails = sum(len(known.tail) for known in self._requests.values())
+        assert self.count == tails + sum(len(boundary.blocks) for boundary in self._holding), "the held are miscounted"

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvtier.connectors.fallback import or_fallback
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.hints import KEYS as HINTS
@@ -194,8 +195,8 @@ def holds_foreign_state(request: Any) -> bool:
 
 
 class EnginePool:
-    """vLLM's BlockPool, read only but for `unname`. Its blocks are named by `block_hash`: chain hash ‖ group index, a
-    bytes object that is made anew whenever a block is filled anew."""
+    """vLLM's BlockPool, read only but for `unname` and `before_reset`. Its blocks are named by `block_hash`: chain hash
+    ‖ group index, a bytes object that is made anew whenever a block is filled anew."""
 
     def __init__(self, pool: Any, group: int = 0) -> None:
         """`group`: the one whose blocks are meant where names are."""
@@ -249,6 +250,17 @@ class EnginePool:
         """Whether `reused` still would be called with each of these: the engine calls the last one that watches."""
         watching = self._pool._reuse_watchers
         return all(watching.get(block) is reused for block in blocks)
+
+    def before_reset(self, call: Callable[[], None]) -> None:
+        """Have `call` run when the engine is about to reset its pool: that fails while blocks are held, and connectors
+        are told of it later, or never where it failed."""
+        if (plain := getattr(self._pool, "reset_prefix_cache", None)) is not None:
+
+            def reset() -> bool:
+                or_fallback(call, fallback=None)
+                return bool(plain())
+
+            self._pool.reset_prefix_cache = reset
 
     def unname(self, blocks: Collection[int]) -> None:
         """Have the engine forget what it named these blocks: they hold something else. Who has them keeps them."""

@@ -30,6 +30,10 @@ Token = object
 """Names one use of a block, until the pool hands it out again: the pool's name object, compared by identity."""
 
 
+_EVER = 1 << 62
+"""Later than any step."""
+
+
 class Chain(list[BlockKey]):
     """A request's keys, head first; grows at its end. `terms` are the request's."""
 
@@ -158,6 +162,10 @@ class Confirmer:
         track.life += 1
         track.open = track.due = -1
 
+    def back(self, track: Track, begin: int) -> bool:
+        """Whether a step that computes from token `begin` on goes behind what was planned before."""
+        return track.open >= 0 and begin < track.planned
+
     def lose(self) -> None:
         """What the engine planned was not followed to its end: no table is known, and nothing in one counts."""
         for track in self._tracks.values():
@@ -173,6 +181,10 @@ class Confirmer:
             self._tokens.pop(block, None)
         track.confirmed = min(track.confirmed, count)
         return others
+
+    def spoil(self, track: Track) -> None:
+        """Nothing that is computed of the request from now on is right."""
+        track.void_until = _EVER
 
     def passing(
         self, names: Sequence[str], blocks: Sequence[Any], begins: Sequence[int], tokens: Mapping[str, int]
@@ -231,7 +243,7 @@ class Confirmer:
                 track.trusted, track.loaded = min(track.trusted, tokens), min(track.loaded, tokens)
                 track.reach = min(track.reach, tokens)
                 track.confirmed = min(track.confirmed, index)
-                track.void_until = self._last
+                track.void_until = max(track.void_until, self._last)
                 track.open = track.due = -1
 
     def forget(self) -> None:
@@ -240,7 +252,7 @@ class Confirmer:
         under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
         for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
             track.trusted = track.load_begin = track.loaded = track.confirmed = 0
-            track.void_until = self._last
+            track.void_until = max(track.void_until, self._last)
             track.open = -1
 
     def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:

@@ -57,6 +57,7 @@ class HybridHalf(SchedulerHalf):
         super().bind(pool)
         assert self._pool is not None
         self._held = BoundaryBlocks(self._groups, self._pool)
+        self._pool.before_reset(self._held.watch_all)
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,6 +178,8 @@ class HybridHalf(SchedulerHalf):
         return meta
 
     def _follow(self, output: Any) -> None:
+        if self._groups.states:
+            self._spoil_states(output)
         super()._follow(output)
         if self._held is None:
             return
@@ -185,6 +188,16 @@ class HybridHalf(SchedulerHalf):
         except BaseException:
             self._held.lose()
             raise
+
+    def _spoil_states(self, output: Any) -> None:
+        """Where a session's turn ends while a step goes on beyond, the engine takes back that step's token, but not
+        what it has made of the state: all that is computed from then on is of another text than its name says."""
+        names, _, begins = compat.going_on(output)
+        sessions = ((name, begin) for name, _, begin in compat.starting(output))
+        for name, begin in (*zip(names, begins, strict=True), *sessions):
+            track = self._confirmer.get(name)
+            if track is not None and self._confirmer.back(track, begin):
+                self._confirmer.spoil(track)
 
     def _follow_tables(self, output: Any, held: BoundaryBlocks) -> None:
         for name in compat.preempted(output):

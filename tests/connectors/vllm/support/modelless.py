@@ -210,15 +210,30 @@ class Modelless:
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, prompt: list[int], tokens: int = 4, name: str = "", priority: int = 0, control: Any = None) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        tokens: int = 4,
+        name: str = "",
+        priority: int = 0,
+        control: Any = None,
+        *,
+        session: bool = False,
+        stops: Sequence[int] = (),
+    ) -> str:
+        """A request, or a turn of the `session` of this name, of which the last turn is none; it ends before `tokens`
+        with any of `stops`."""
         name = name or f"r{next(self._numbers)}"
         extra = None if control is None else {"kv_transfer_params": {"kvtier": control}}
         request = Request(
             request_id=name, prompt_token_ids=list(prompt), pooling_params=None, block_hasher=self.hasher,
-            sampling_params=SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra),
-            priority=priority,
+            sampling_params=SamplingParams(
+                temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, stop_token_ids=list(stops)
+            ),
+            priority=priority, resumable=session,
         )  # fmt: skip
-        self.tokens[name] = list(prompt)
+        if name not in self.scheduler.requests:
+            self.tokens[name] = list(prompt)
         self.scheduler.add_request(request)
         return name
 
@@ -256,6 +271,8 @@ class Modelless:
         side, given = self.worker_side, KVConnectorOutput()
         side.bind_connector_metadata(output.kv_connector_metadata)
         self._follow(output)
+        for memory in self.memory:
+            memory[output.new_block_ids_to_zero or []] = 0
         sampled_ids: list[list[int]] = []
         names = list(output.num_scheduled_tokens)
         for name in {*output.finished_req_ids, *(output.preempted_req_ids or ()),
@@ -291,6 +308,8 @@ class Modelless:
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = [list(table) for table in new.block_ids]
             self._begin[new.req_id] = new.num_computed_tokens
+            if self.scheduler.requests[new.req_id].resumable:
+                self.tokens[new.req_id] = list(new.prompt_token_ids)  # a turn, without what was dropped of the last
             self.reads.setdefault(new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for name, blocks, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
