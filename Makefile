@@ -34,7 +34,7 @@ help:
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
-	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code, docs/proof.md from results"
+	@echo "make reference  docs/metrics.md, docs/configuration.md and the dashboard from the code, docs/proof.md and comparison.md from results"
 	@echo "make docs       the documents as a site in build/site"
 	@echo "make dist       wheel, sdist and their bill of materials in dist/, tried in a clean environment; TAG=v… must be theirs"
 	@echo "make bench      cost of the tiers and the index; writes benchmarks/results/"

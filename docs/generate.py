@@ -1,10 +1,11 @@
-"""Writes docs/metrics.md and docs/configuration.md from the code, docs/proof.md from docs/proof.toml and what was
-measured: `make reference`. tests/docs checks that they are current."""
+"""Writes docs/metrics.md and docs/configuration.md from the code, docs/proof.md and docs/comparison.md from
+their tables and what was measured: `make reference`. tests/docs checks that they are current."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -173,7 +174,7 @@ def _figure(figure: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         at: Any = entry["results"]
         for part in match[1].split("."):
-            at = at[part]
+            at = at[int(part)] if isinstance(at, list) else at[part]
         return f"{at:,.3g}" if isinstance(at, float) else f"{at:,}"
 
     text = re.sub(r"\{([^}]+)\}", value, figure["text"])
@@ -181,7 +182,8 @@ def _figure(figure: Mapping[str, str]) -> str:
     return f"{text} (`{figure['file']}.json`, {entry.get('date', 'undated')}, commit {entry['commit']}, {cores} cores)"
 
 
-PAGES = {"metrics.md": metrics, "configuration.md": configuration, "proof.md": proof}
+comparison = runpy.run_path(str(Path(__file__).with_name("comparison.py")))["page"]
+PAGES = {"metrics.md": metrics, "configuration.md": configuration, "proof.md": proof, "comparison.md": comparison}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
