@@ -327,3 +327,43 @@ def test_capacities_that_need_a_restart_are_refused(tmp_path: Path, g2: str, g3:
 def memory_of(arena: Arena) -> int:
     """Bytes that the system has given it."""
     return sum(512 * os.fstat(fd).st_blocks for fd in arena.fds(page_locked=False))
+
+
+@pytest.mark.long
+def test_bytes_stay_right_while_capacities_change(tmp_path: Path, quick: None) -> None:
+    def config(g2: str, g3: int) -> Config:
+        tiers = {"g2": {"capacity": g2}, "g3": {"path": str(tmp_path / "g3"), "capacity": f"{g3}MiB"}}
+        return Config.parse({"tiers": tiers})
+
+    wrong: list[str] = []
+    hits = [0, 0]
+    done = threading.Event()
+
+    def use(number: int) -> None:
+        turn = 0
+        while not done.is_set():
+            turn += 1
+            keys = chain_of(NS, 24, seed=100 * number + turn % 20)
+            cache.put(keys, payloads_of(keys, 4096), wait=False)
+            with cache.get(keys, timeout=1.0) as hit:
+                hits[number] += len(hit.blocks)
+                if [bytes(block) for block in hit.blocks] != payloads_of(keys[: len(hit.blocks)], 4096):
+                    wrong.append(f"{number}: turn {turn}")
+
+    with kvtier.open(config("1MiB", 2), NS) as cache:
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for step in range(12):
+            cache.reload(config(("200KiB", "1MiB", "500KiB")[step % 3], 2 + step))
+            time.sleep(0.08)
+        done.set()
+        for thread in threads:
+            thread.join(30)
+        cache.reload(config("1MiB", 16))
+        assert eventually(lambda: cache.manager.host.in_use.surplus == 0 and not cache.manager.host.in_use.unused)
+        cache.flush()
+        cache.check()
+        assert not wrong and all(hits) and cache.stats()["tasks"]["restarts"].get("housekeeping", 0) == 0
+    with kvtier.open(config("1MiB", 16), NS) as cache:
+        cache.check()
