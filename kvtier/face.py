@@ -58,7 +58,7 @@ class Face:
         set_spans(config.trace.spans)
         self._reloading = threading.Lock()
         self.manager = build(config, namespace, clock, lower, near, computes)
-        self.trace = RequestTrace(config.trace.socket, namespace.block_tokens, clock)
+        self.trace = RequestTrace(config.trace.socket, namespace.block_tokens, clock, namespace.fields())
         self._pins = AsyncNamedPins(
             self.manager.protection, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
         )

@@ -1,11 +1,12 @@
 """The requests of a running cache, told to whoever listens on a Unix socket: when, how long, and which blocks.
 
-    {"kvtier_trace": 1, "block_tokens": 16}                                      the first line
+    {"kvtier_trace": 1, "block_tokens": 16, "namespace": {…}}                    the first line
     {"at": s, "input": tokens, "output": tokens, "missed": n, "ids": base64}     one per request
 
 `ids` are the prompt's whole blocks, 8 bytes each: a digest under a key that this process draws and tells nobody. Equal
 blocks have equal ids for as long as it runs; no text, token, salt or key can be found from them. `missed`: requests so
-far that came too fast for this listener. Nobody listens: a request costs one comparison.
+far that came too fast for this listener. `namespace`: its fields, as a G3 directory stores them, too. Nobody listens: a
+request costs one comparison.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
@@ -77,8 +78,11 @@ class _Listener:
 class RequestTrace:
     """See the module. `path` None: never. Built closed."""
 
-    def __init__(self, path: Path | None, block_tokens: int, clock: Clock) -> None:
+    def __init__(
+        self, path: Path | None, block_tokens: int, clock: Clock, namespace: Mapping[str, Any] | None = None
+    ) -> None:
         self._path = path
+        self._namespace = namespace
         self._block_tokens = block_tokens
         self._clock = clock
         self._key = secrets.token_bytes(32)
@@ -134,7 +138,7 @@ class RequestTrace:
             if not _is_ours(writer.get_extra_info("socket")) or len(self._listeners) >= LISTENERS_MAX:
                 return
             self._listeners.add(listener)
-            header = {"kvtier_trace": VERSION, "block_tokens": self._block_tokens}
+            header = {"kvtier_trace": VERSION, "block_tokens": self._block_tokens, "namespace": self._namespace}
             await self._send(writer, json.dumps(header))
             while not over.done():
                 await listener.news.wait()

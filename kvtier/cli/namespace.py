@@ -12,10 +12,15 @@ from kvtier.cli.output import Json, console, write_json, write_table
 from kvtier.cli.stored import namespaces_in, read_namespace
 from kvtier.config import Config
 from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.identity.namespace import Namespace
 
 Source = Annotated[
     Path,
-    typer.Argument(help="A G3 directory, an engine's YAML file, or a JSON file.", metavar="SOURCE", show_default=False),
+    typer.Argument(
+        help="A G3 directory, an engine's YAML file or its trace.socket, or a JSON file.",
+        metavar="SOURCE",
+        show_default=False,
+    ),
 ]
 Digest = Annotated[str, typer.Option("--digest", help="Of several namespaces, the one whose digest begins so.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Write the fields into this file.")]
@@ -23,7 +28,7 @@ Save = Annotated[Path | None, typer.Option("--save", help="Write the fields into
 
 def namespace(source: Source, digest: Digest = "", save: Save = None, json: Json = False) -> None:
     """Print the fields of the one namespace that SOURCE holds, or list several. A running engine's is in its G3
-    directory, which its YAML file names."""
+    directory, or told by its trace.socket; its YAML file names both."""
     held = {name: fields for name, fields in _held(source).items() if name.startswith(digest.lower())}
     if not held:
         raise InvalidRequest(
@@ -54,15 +59,28 @@ def _held(source: Path) -> dict[str, dict[str, Any]]:
     """Hex digest → fields."""
     if source.is_dir():
         found = namespaces_in([source])
+    elif source.is_socket():
+        found = _of_running(source)
     elif source.suffix in (".yaml", ".yml"):
         config = Config.load(source)
-        if config.tiers.g3 is None:
-            raise ConfigError(f"{source}: tiers.g3 is not set: only a G3 directory stores its namespaces")
-        found = namespaces_in(config.tiers.g3.path)
+        if config.tiers.g3 is not None:
+            found = namespaces_in(config.tiers.g3.path)
+        elif config.trace.socket is not None:
+            found = _of_running(config.trace.socket)
+        else:
+            raise ConfigError(f"{source}: tiers.g3 is not set, nor trace.socket: nothing tells the namespace")
     else:
         one = read_namespace(source)
         found = {one.digest: one.fields()}
     return {name.hex(): fields for name, fields in found.items()}
+
+
+def _of_running(socket: Path) -> dict[bytes, dict[str, Any]]:
+    """Of the cache that listens there."""
+    from kvtier.cli.trace import told_namespace
+
+    told = Namespace.parse(told_namespace(socket))
+    return {told.digest: told.fields()}
 
 
 def _short(held: dict[str, dict[str, Any]]) -> list[str]:

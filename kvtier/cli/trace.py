@@ -4,12 +4,13 @@ other formats."""
 from __future__ import annotations
 
 import contextlib
+import json as jsonlib
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,6 +39,9 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Only so many 
 
 LINE_BYTES_MAX = 64 << 20
 TICK_S = 0.5
+TELL_S = 5.0
+HEADER_BYTES_MAX = 1 << 20
+"""How long a socket's first line may take, and be."""
 
 
 class SocketSilent(KVTierError):
@@ -52,7 +56,7 @@ def record(source: Source, out: Out, duration: For = None, force: Force = False,
     if out.exists() and not force:
         raise InvalidRequest(f"{out} is there already; name another file, or replace it with --force")
     began = time.monotonic()
-    with _connected(path) as connection, out.open("w", encoding="utf-8") as file:
+    with connected(path) as connection, out.open("w", encoding="utf-8") as file:
         recording = Recording(file)
         if not json:
             print(f"kvtier: recording {path} into {out}; Ctrl-C ends it", file=sys.stderr)
@@ -116,7 +120,8 @@ def _follow(connection: socket.socket, recording: Recording, until_s: float) -> 
 
 
 @contextlib.contextmanager
-def _connected(path: Path) -> Iterator[socket.socket]:
+def connected(path: Path) -> Iterator[socket.socket]:
+    """A connection to a cache's trace socket. Raises SocketSilent."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(TICK_S)
         try:
@@ -126,6 +131,29 @@ def _connected(path: Path) -> Iterator[socket.socket]:
                 f"{path}: no cache listens there: {wrong}; is the engine up, with trace.socket?"
             ) from None
         yield connection
+
+
+def told_namespace(path: Path) -> dict[str, Any]:
+    """The fields of the namespace that the cache at a trace socket has. Raises SocketSilent or FormatError."""
+    held, until_s = b"", time.monotonic() + TELL_S
+    with connected(path) as connection:
+        while b"\n" not in held and time.monotonic() < until_s and len(held) < HEADER_BYTES_MAX:
+            try:
+                part = connection.recv(1 << 16)
+            except TimeoutError:
+                continue
+            if not part:
+                break
+            held += part
+    if not held:
+        raise SocketSilent("the trace socket says nothing: it serves its own user, four listeners at most")
+    try:
+        fields = jsonlib.loads(held.partition(b"\n")[0])["namespace"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise FormatError(f"{path}: what answers is no trace socket of this release of kvtier")
+    return fields
 
 
 def _socket_of(source: Path) -> Path:

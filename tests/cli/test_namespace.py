@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,3 +71,19 @@ def test_what_holds_none_says_so_and_creates_nothing(run: Run, file: Path, tmp_p
     assert run("namespace", tmp_path).status == 2
     file.write_text("tiers: {g2: {capacity: 1MiB}}\n")
     assert "tiers.g3 is not set" in run("namespace", file).err
+
+
+def test_a_cache_without_g3_tells_it_at_its_trace_socket(run: Run, tmp_path: Path) -> None:
+    file, path = tmp_path / "kvtier.yaml", tmp_path / "trace.sock"
+    file.write_text(f"tiers: {{g2: {{capacity: 1MiB}}}}\ntrace: {{socket: {path}}}\n")
+    with kvtier.open(file, NS):
+        end = time.monotonic() + 30
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.005)
+        for source in (file, path):
+            assert json.loads(run("namespace", source).out) == NS.fields()
+    done = run("namespace", file)
+    assert done.status == 3 and "no cache listens there" in done.err
+    file.write_text("tiers: {g2: {capacity: 1MiB}}\n")
+    done = run("namespace", file)
+    assert done.status == 2 and "tiers.g3 is not set, nor trace.socket" in done.err
