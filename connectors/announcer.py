@@ -15,8 +15,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from kvtier.cache import Cache
 from kvtier.connectors.contents import ContentPage, PackedPassage, Passage, described
-from kvtier.errors import ClosedError, CorruptError, TierError
+from kvtier.errors import ClosedError, CorruptError, KVTierError, TierError
 from kvtier.identity.keys import TENANT_BYTES, BlockKey, scope_of_key
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.supervisor import Unwatched
@@ -26,6 +27,8 @@ from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
 
+FIRST_S, LAST_S = 5.0, 1.0
+"""For the tier's answer at the start, and at the end for what requests held lately."""
 WRITE_S = 5.0
 """How long what a request held may wait to be written: an engine that is killed loses that."""
 NOTED_MAX = 4096
@@ -35,7 +38,7 @@ ANNOUNCED_MAX = 1 << 18
 BATCH_BLOCKS, BATCH_S = 1024, 0.1
 """Announced at most within this time, and before the engine has taken the ones before."""
 _TRIES = 4  # of a page, while tenants are purged
-_LOOKUP_S = 1.0
+_LOOKUP_S = 10.0  # nobody waits for it
 _PAUSE_MAX_S = 1.0  # between looks whether an idle engine has made a step
 
 
@@ -174,6 +177,19 @@ class Announcer:
         while self._waiting():
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             await asyncio.sleep(pause_s)
+
+
+def start_first(cache: Cache, announcer: Announcer) -> None:
+    """Have it write and announce, before the cache has any request: what is noted before it knows of the purges until
+    then is not written. Within FIRST_S."""
+    with contextlib.suppress(TimeoutError, KVTierError):
+        cache.submit(announcer.start()).result(FIRST_S)
+
+
+def write_last(cache: Cache, announcer: Announcer) -> None:
+    """Write down what was noted, before the cache is closed; within LAST_S."""
+    with contextlib.suppress(TimeoutError, KVTierError):
+        cache.submit(announcer.write()).result(LAST_S)
 
 
 Ends = dict[BlockKey, tuple[PackedPassage, int]]

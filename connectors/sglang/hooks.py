@@ -7,6 +7,7 @@ of new weights. Small hooks, made with SGLang's own HookRegistry, call a `Linker
     checkpoint          the request whose pages the tree is about to offload
     admission           may wait: a request whose blocks are on their way up is passed over until they are there
     release             the request is gone
+    events              those of the tree, and the linker's after them
     results             the tokens that the last batch computed, and since when
     weights             changed in place
     adapters            named when they are loaded
@@ -85,6 +86,10 @@ class LinkerListener(WeightsListener):
         """The request is finished or aborted."""
 
     @abstractmethod
+    def kv_events(self) -> list[Any]:
+        """SGLang's KV events of the tiers' blocks since the last call."""
+
+    @abstractmethod
     def batch_done(self, batch: Any) -> None:
         """A batch's results are there."""
 
@@ -142,6 +147,11 @@ def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments:
     return outcome
 
 
+def _take_events(original: Callable[..., Any], cache: Any) -> Any:
+    events, linker = original(cache), _linker_of(getattr(cache, "linker", None))
+    return events if linker is None else [*events, *linker.kv_events()]
+
+
 def _on_all_ranks(cache: Any, answer: bool) -> bool:
     import torch
 
@@ -188,6 +198,7 @@ _HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_WRAPPER}.release_request", "before", _release_request),
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", "around", _checkpoint),
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", _flushed),
+    ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events", "around", _take_events),
     ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", "around", _add_one_req),
     (f"{_RESULTS}.process_batch_result_prefill", "after", _ran),
     (f"{_RESULTS}.process_batch_result_decode", "after", _ran),

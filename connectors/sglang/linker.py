@@ -32,13 +32,17 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 import kvtier
 from kvtier.clock import SystemClock
+from kvtier.connectors.announcer import Announcer, start_first, write_last
+from kvtier.connectors.block_events import TIERS, keeps_contents, tiers_announced
+from kvtier.connectors.control import Control
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.rotation import Rotation
-from kvtier.connectors.settings import Settings, port, recompute
+from kvtier.connectors.settings import Settings, flag, port, recompute
 from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.copies import PageCopies
+from kvtier.connectors.sglang.events import PageEvents, publishes
 from kvtier.connectors.sglang.hooks import LinkerListener, install
 from kvtier.connectors.sglang.identity import Ranks, namespace_of, process_number
 from kvtier.connectors.sglang.loads import PageLoads, WantedPages
@@ -46,14 +50,16 @@ from kvtier.connectors.sglang.metrics import EngineMetrics
 from kvtier.connectors.sglang.pool import pool_of
 from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
 from kvtier.errors import IdentityError
+from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.kernels.engine import cpus_near
 from kvtier.manager.lease import Lease
 from kvtier.metrics import serve
+from kvtier.retention.terms import Depth
 
 log = logging.getLogger(__name__)
 
-ARGUMENTS = {"metrics_port": port, "recompute": recompute}
+ARGUMENTS = {"metrics_port": port, "recompute": recompute, "event_tiers": tiers_announced, "keep_contents": flag}
 
 
 class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
@@ -94,7 +100,10 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._loads = PageLoads(self.layer_done_counter, lambda: self._pages)
         self._lost = 0  # offloads that are answered as failed, before all others
         self._events: Counter[str] = Counter()
-        self._rotation = Rotation(self._settings.config, namespace, self._open, _close)
+        tiers = self._settings.own.get("event_tiers", TIERS)
+        self._kv_events = PageEvents(self._pool.page, tiers=tiers) if publishes(server_args) else None
+        self._announcers: dict[int, Announcer] = {}  # by cache
+        self._rotation = Rotation(self._settings.config, namespace, self._open, self._close)
         self._rotation.open()
         self._metrics = EngineMetrics.of(server_args, self._tier_stats)
         if (first := self._settings.own.get("metrics_port")) is not None:
@@ -103,10 +112,25 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     def _open(self, namespace: Namespace) -> PageCopies:
         cache = self.open_cache(namespace)
         try:
+            if self._kv_events is not None:
+                self._announce(cache, self._kv_events)
             return PageCopies(cache, self._pool, self._wait_s, self._behind_writers)
         except BaseException:
             cache.close()
             raise
+
+    def _announce(self, cache: kvtier.Cache, events: PageEvents) -> None:
+        """Publish events of the cache's blocks from now on."""
+        cache.manager.subscribe(events.events)
+        if keeps_contents(self._settings):
+            announcer = self._announcers[id(cache)] = events.announcer(cache.manager.hierarchy)
+            start_first(cache, announcer)
+
+    def _close(self, pages: PageCopies) -> None:
+        pages.close()
+        if (announcer := self._announcers.pop(id(pages.cache), None)) is not None:
+            write_last(pages.cache, announcer)
+        pages.cache.close()
 
     def _ordering_stream(self) -> Any:
         """A stream that carries only the order of offloads behind forwards; None where nothing is asynchronous."""
@@ -177,7 +201,8 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         queued.waits = False
         if pages is None or looked_up is None or looked_up[0].rid != rid:
             return 0
-        self._requests.update_chain(queued, *looked_up, _kv(transfers).keys, pages.cache)
+        if self._requests.update_chain(queued, *looked_up, _kv(transfers).keys, pages.cache):
+            self._remember(looked_up[0], queued.control, queued.chain, 0)
         return self._requests.resident(queued, pages.cache)
 
     def awaited(self, rid: str) -> bool:
@@ -282,6 +307,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         try:
             chain = engine_keys(scope, [bytes.fromhex(page) for page in (*head, *transfer.keys)])
             numbers = _page_numbers(transfer.device_indices, self._pool.page)
+            self._remember(self._offloading, control, chain, len(head))
             pages.offload(chain, len(head), numbers, control.chain_terms(self._pool.page))
         except Exception:
             log.exception("an offload of %d pages failed", len(transfer.keys))
@@ -298,6 +324,17 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
             self._lost -= 1
             return False
         return self._pages is not None and self._pages.pop()
+
+    @falls_back_to(None)
+    def _remember(self, req: Any, control: Control | None, chain: Sequence[BlockKey], start: int) -> None:
+        """Know what these blocks of a request hold, for events of them."""
+        if self._kv_events is not None and control is not None:
+            lasts = control.store and control.chain_terms(self._pool.page).ceiling >= Depth.G3
+            self._kv_events.remember(req, chain, start, lasting=len(chain) if lasts else 0)
+
+    @falls_back_to([])
+    def kv_events(self) -> list[Any]:
+        return [] if self._kv_events is None else list(self._kv_events.take())
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -316,18 +353,17 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         if old is not None:
             self._lost += old.outstanding()  # before another thread closes it, and they are forgotten
             self._events.update(dict(old.events))
+        if old is not None and self._kv_events is not None:
+            old.cache.manager.subscribe(None)
         self._rotation.rotate()
+        if self._kv_events is not None:
+            self._kv_events.clear()
         return True
 
     @falls_back_to(None)
     def close(self) -> None:
         self.reset()
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
-
-
-def _close(pages: PageCopies) -> None:
-    pages.close()
-    pages.cache.close()
 
 
 def _namespace(server_args: Any, settings: Settings, pool: Any) -> Namespace:

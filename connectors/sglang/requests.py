@@ -81,22 +81,23 @@ class QueuedRequests:
 
     def update_chain(
         self, queued: QueuedRequest, req: Any, head: Callable[[], list[str]], tail: Sequence[str], cache: Cache
-    ) -> None:
+    ) -> bool:
         """`tail` are the pages of the prompt that the device lacks now, after `head()`. The first time the prompt is
-        pinned, if its sender asked for that."""
+        pinned, if its sender asked for that. Returns whether the chain is another one than before."""
         known = queued.chain[queued.start :]
         if tail and len(known) == len(tail) and known[-1].endswith(bytes.fromhex(tail[-1])):
-            return
+            return False
         if queued.control is None:
             queued.control, queued.scope = self.control_of(req)
         control, scope = queued.control, queued.scope
         if scope is None:
-            return
+            return False
         hashes = [*head(), *tail]
         queued.chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
         queued.start = len(hashes) - len(tail)
         if queued.wishes is None:
             queued.wishes = self._feedback.begin(cache, scope, control, queued.chain)
+        return True
 
     def control_of(self, req: Any) -> tuple[Control, Scope | None]:
         """The request's parameters, and its scope (None: it may not be cached)."""

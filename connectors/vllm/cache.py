@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
 
 import kvtier
 from kvtier.cache import Cache
 from kvtier.config import cache_folder
-from kvtier.connectors.announcer import Announcer
+from kvtier.connectors.announcer import Announcer, start_first, write_last
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm.messages import ArenaHandle
-from kvtier.errors import KVTierError
 from kvtier.events import Events
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.hierarchy import Hierarchy
-
-_WRITE_S = 1.0
-"""For what requests held lately, at the end."""
 
 
 class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
@@ -61,7 +56,7 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
         self._arenas += 1
         if self._announcer_of is not None:
             announcer = self._announcers[self._arenas] = self._announcer_of(cache.manager.hierarchy)
-            cache.submit(announcer.start())
+            start_first(cache, announcer)
         return cache, ArenaHandle(
             number=self._arenas,
             pid=os.getpid(),
@@ -76,8 +71,7 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
     def _close(self, current: tuple[Cache, ArenaHandle]) -> None:
         cache, arena = current
         if (announcer := self._announcers.pop(arena.number, None)) is not None:
-            with contextlib.suppress(TimeoutError, KVTierError):
-                cache.submit(announcer.write()).result(_WRITE_S)
+            write_last(cache, announcer)
         cache.close()
 
     def rotate(self, to: Namespace | None = None) -> tuple[Cache, ArenaHandle] | None:

@@ -26,13 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.clock import SystemClock
 from kvtier.connectors import settings
+from kvtier.connectors.block_events import TIERS, keeps_contents, tiers_announced
 from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.startup import start_line
 from kvtier.connectors.tier_figures import TierGrowth
 from kvtier.connectors.vllm import capabilities, compat, weights
 from kvtier.connectors.vllm.cache import SchedulerCache
-from kvtier.connectors.vllm.events import TIERS, KVEvents, forget_predecessor, tiers_announced
+from kvtier.connectors.vllm.events import KVEvents, forget_predecessor
 from kvtier.connectors.vllm.groups import groups_of
 from kvtier.connectors.vllm.hybrid import HybridHalf
 from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layout_of, namespace_of
@@ -177,7 +178,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             near if len(near) == namespace.ranks_served else (),
             events.events if events is not None else None,
             computes=any(shake.pid == os.getpid() for shake in ranks.values()),
-            announcer_of=events.announcer if events is not None and self._keeps_contents() else None,
+            announcer_of=events.announcer if events is not None and keeps_contents(self._settings) else None,
         )
         caches.open()
         self._tiers = TierGrowth(lambda: {} if caches.cache is None else caches.cache.stats(), SystemClock())
@@ -196,12 +197,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if self._pool is not None:
             self._scheduler.bind(self._pool)
-
-    def _keeps_contents(self) -> bool:
-        """Whether G3 is to keep what its blocks hold, so that a warm one is announced. Not beside encrypted blocks."""
-        own, config = self._settings.own, self._settings.config
-        announced = config.tiers.g3 is not None and "g3" in own.get("event_tiers", TIERS)
-        return announced and config.security.data_keys is None and own.get("keep_contents", True)
 
     def _limited(self, namespace: Namespace, shakes: Iterable[Handshake]) -> list[str]:
         """What does not work here, and why."""

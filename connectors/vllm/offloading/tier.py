@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtier.cache import Cache
 from kvtier.clock import SystemClock
+from kvtier.connectors.block_events import TIERS, tiers_announced
 from kvtier.connectors.counters import EVENTS, TOKENS_READ, Growth, tokens_by_tier
 from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.feedback import Feedback
@@ -47,7 +48,6 @@ from kvtier.connectors.settings import Reader, Settings, seconds
 from kvtier.connectors.startup import start_line
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
-from kvtier.connectors.vllm.events import TIERS, tiers_announced
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
 from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, TierRequest
 from kvtier.connectors.vllm.offloading.rows import Placed, Rows

@@ -18,9 +18,10 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from kvtier.connectors.block_events import tiers_announced
 from kvtier.connectors.contents import ContentPage, Passage, described
 from kvtier.connectors.vllm.compat import event_queue_of
-from kvtier.connectors.vllm.events import KVEvents, forget_predecessor, tiers_announced
+from kvtier.connectors.vllm.events import KVEvents, forget_predecessor
 from kvtier.errors import InvalidRequest
 from kvtier.events import Events
 from kvtier.identity.keys import SHARED, Scope, make_keys, scope_of

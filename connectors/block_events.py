@@ -1,0 +1,211 @@
+"""The tiers' changes as an engine's own KV events: what is known of blocks, whatever the form of the events.
+
+A router reads no hash without its tokens. So a block is announced while it is known what it holds: of the latest
+requests, and of what G3 kept from an earlier engine (`kvtier.connectors.announcer`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from kvtier.connectors.announcer import Announcer
+from kvtier.connectors.contents import Passage
+from kvtier.connectors.settings import Settings
+from kvtier.errors import InvalidRequest
+from kvtier.events import Events, Lost
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.hierarchy import Hierarchy
+from kvtier.units import shorten
+
+TIERS = ("g2", "g3")
+"""Announced by default. G4 is every replica's, so it is no reason to prefer one of them, and some routers count any
+medium that they do not know as the GPU's."""
+_NAMES = (*TIERS, "g4")
+KNOWN_MAX = 1 << 17
+
+
+def tiers_announced(value: Any) -> tuple[str, ...]:
+    """The connector's argument `event_tiers`. Raises InvalidRequest."""
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name in _NAMES for name in value):
+        raise InvalidRequest(f"must be a list of {', '.join(_NAMES)}, got {shorten(value)}")
+    return tuple(value)
+
+
+def keeps_contents(settings: Settings) -> bool:
+    """Whether G3 is to keep what its blocks hold, so that a warm one is announced. Not beside encrypted blocks."""
+    own, config = settings.own, settings.config
+    announced = config.tiers.g3 is not None and "g3" in own.get("event_tiers", TIERS)
+    return bool(announced and config.security.data_keys is None and own.get("keep_contents", True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownRun:
+    """Consecutive blocks of one request, and their names from the first event on. `first` is the number of the first
+    block among all that were remembered."""
+
+    first: int
+    passage: Passage
+    session: str | None = None
+    names: list[Any] = field(default_factory=list)
+
+
+class _Known:
+    """Runs by the numbers of their blocks."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[BlockKey, int] = {}
+        self.runs: list[KnownRun] = []
+        self.blocks = 0  # of the runs, which may have some in common
+
+    def add(self, run: KnownRun) -> None:
+        """Numbers go on from the last run's."""
+        keys = run.passage.keys
+        self.runs.append(run)
+        self.blocks += len(keys)
+        self.numbers.update(zip(keys, range(run.first, run.first + len(keys)), strict=True))
+
+    def find(self, key: BlockKey) -> tuple[KnownRun, int] | None:
+        """The run of a block, and its place in it."""
+        number = self.numbers.get(key)
+        if number is None:
+            return None
+        run = self.runs[bisect_right(self.runs, number, key=_first) - 1]
+        return run, number - run.first
+
+
+_first = attrgetter("first")
+
+
+class BlockEvents(ABC):
+    """Turns tiers' changes into events. Used on the engine's thread; `events` may be written to on any."""
+
+    def __init__(self, block_tokens: int, known_max: int, tiers: Collection[str]) -> None:
+        """`tiers` are announced. What blocks hold is remembered of at most `known_max` or the latest request's, and of
+        the last half as many at least."""
+        self.events = Events()
+        self._tiers = frozenset(tiers)
+        self._block_tokens = block_tokens
+        self._known_max = known_max
+        self._count = 0  # blocks ever remembered
+        self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
+        self._told: deque[Passage] = deque()  # of blocks that are announced next; written to on any thread
+        self._kept, self._kept_before = _Known(), _Known()  # those that were told of for the last two `take`s
+        self._note: Callable[[Passage], None] = lambda passage: None
+        self._cleared = False
+
+    def announcer(self, hierarchy: Hierarchy) -> Announcer:
+        """One that writes down what requests hold from now on, and announces what an earlier engine's did."""
+        announcer = Announcer(hierarchy, self._told.append, lambda: bool(self._told))
+        self._note = announcer.note
+        return announcer
+
+    def _remember(
+        self,
+        chain: Sequence[BlockKey],
+        start: int,
+        passage_of: Callable[[list[BlockKey], int], Passage],
+        session: str | None,
+        lasting: int,
+    ) -> None:
+        """Remember what the blocks of a request's chain hold, from `start` on: `passage_of` those from some depth on.
+        Only its `lasting` first may lie on a disk."""
+        known = self._recent.numbers
+        start = next((depth for depth in range(start, len(chain)) if chain[depth] not in known), len(chain))
+        if start == len(chain):
+            return
+        keys = list(chain[start:])
+        if 2 * (self._recent.blocks + len(keys)) > self._known_max and self._recent.runs:
+            longest = 2 * self._recent.blocks > self._known_max
+            self._recent, self._older = _Known(), _Known() if longest else self._recent
+        passage = passage_of(keys, start)
+        self._recent.add(KnownRun(self._count, passage, session))
+        self._count += len(keys)
+        if lasting > start:
+            self._note(passage if lasting >= len(chain) else passage.part(0, lasting - start))
+
+    def clear(self) -> None:
+        """The engine has new weights: no block reported until now can be found any more."""
+        self.events.take()
+        self._told.clear()
+        self._recent, self._older = _Known(), _Known()
+        self._cleared = True
+
+    def take(self) -> Iterable[Any]:
+        """The engine's events since the last call. Where removals are missing, routers are to forget all blocks of this
+        engine: they would send requests to it for ever for blocks that it does not have."""
+        if self._cleared:
+            self._cleared = False
+            yield self._all_cleared()
+        self._learn()
+        for change in self.events.take():
+            if change.tier not in self._tiers:
+                continue
+            if isinstance(change, Lost):
+                yield self._all_cleared()
+                continue
+            keys = self._announced(change.keys)
+            if change.stored:
+                yield from self._stored(keys, change.tier)
+            elif keys:
+                yield self._removed(self._names(keys), change.tier)
+
+    def _learn(self) -> None:
+        """Know what was told of. Each passage's blocks are reported before the next one is told of: so they are taken
+        by now, or with the next call."""
+        if not self._told:
+            return
+        self._kept, self._kept_before = _Known(), self._kept
+        while self._told:
+            passage = self._told.popleft()
+            self._kept.add(KnownRun(self._count, passage))
+            self._count += len(passage.keys)
+
+    def _stored(self, keys: Sequence[BlockKey], tier: str) -> Iterable[Any]:
+        """One event per stretch of consecutive blocks of one request."""
+        begin = 0
+        while begin < len(keys):
+            known = (self._recent, self._older, self._kept, self._kept_before)
+            found = next((found for some in known if (found := some.find(keys[begin])) is not None), None)
+            if found is None:
+                begin += 1
+                continue
+            run, first = found
+            count = _equal(keys, begin, run.passage.keys, first)
+            begin, stop = begin + count, first + count
+            if not run.names:  # each tier has an event of its own for them
+                run.names.extend(self._names(run.passage.keys))
+            yield self._made_of(run, first, stop, tier)
+
+    @abstractmethod
+    def _names(self, keys: Sequence[BlockKey]) -> list[Any]:
+        """Of blocks, as events have them."""
+
+    @abstractmethod
+    def _announced(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those of the blocks that may be told of at all: whose names in events no other block has."""
+
+    @abstractmethod
+    def _made_of(self, run: KnownRun, first: int, stop: int, tier: str) -> Any:
+        """The event that these blocks of a run, whose names are known, were stored."""
+
+    @abstractmethod
+    def _removed(self, names: list[Any], tier: str) -> Any:
+        """The event that blocks have left a tier."""
+
+    @abstractmethod
+    def _all_cleared(self) -> Any:
+        """The event that the engine has no block any more."""
+
+
+def _equal(keys: Sequence[BlockKey], begin: int, others: list[BlockKey], first: int) -> int:
+    """How many keys are equal one by one, from these places on."""
+    count = min(len(keys) - begin, len(others) - first)
+    if list(keys[begin : begin + count]) == others[first : first + count]:  # mostly
+        return count
+    return next(at for at in range(count) if keys[begin + at] != others[first + at])
