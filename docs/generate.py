@@ -127,8 +127,8 @@ def _models() -> Iterator[str]:
     yield fill(
         "Processes, kills and purges meet in more orders than tests can try. So a model in Promela has the steps of a "
         "protocol, and Spin looks at every state that they can lead to, in every order (`make models`). The "
-        "control is errors planted in the model, each of which it must find. Tests repeat simulated runs of the model "
-        "with the real code, and compare the state after each step.",
+        "control is errors planted in the model, each of which it must find. Tests repeat simulated runs of the first "
+        "with the real index, and compare the state after each step.",
         WIDTH,
     )
     for model in tomllib.loads((MODELS / "models.toml").read_text())["models"]:

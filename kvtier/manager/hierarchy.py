@@ -83,6 +83,8 @@ class Hierarchy:
         """When the listing of the purge log began whose entries are in force in G2."""
         self.position = 0
         """Number of the last entry of the purge log that is in force in G2; 0: there is none. Under the lock."""
+        self.log_memory = b""
+        """For the next process: how far the purge log was read when every tier last had its purges; b"": not at all."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._later: list[Iterator[int]] = []  # slices that drop what an earlier time stamped
         self._adopted = 0  # jumps of the wall clock that were accepted

@@ -23,6 +23,7 @@ from kvtier.manager.protection import Protection
 from kvtier.manager.slices import aside, slices
 from kvtier.retention.marks import POSITIONS, number_of
 from kvtier.tiers.meter import Metered
+from kvtier.tiers.protocol import PurgeLogging
 from kvtier.times import Wall
 
 REMEMBERED_MAX = 4096
@@ -131,8 +132,10 @@ class Purger:
         tiers = [tier for tier in self._lower.values() if not tier.resting]
         if joining is not None:
             tiers.append(joining)
-        began = self._hierarchy.clock.monotonic()
+        began, log = self._hierarchy.clock.monotonic(), self._hierarchy.purge_log()
+        before = _read(log)  # the answers hold as much at least
         answers = await asyncio.gather(*(tier.tombstones() for tier in tiers), return_exceptions=True)
+        after = _read(log)
         asked = [(tier, answer) for tier, answer in zip(tiers, answers, strict=True) if isinstance(answer, Mapping)]
         for tier, tombstones in asked:
             known = self._seen.get(tier.name) if joining is None else None
@@ -151,7 +154,6 @@ class Purger:
         with self._hierarchy.lock:
             self._hierarchy.position = max(last, self._hierarchy.position)
             if any(tier.purge_log() is not None for tier, _ in asked):
-                log = self._hierarchy.purge_log()
                 self._hierarchy.proven_at = began if log is None else min(began, log.read_at)
         await self._protection.expire(None)
         for part in slices(list(latest.items()), _APPLIED):
@@ -163,6 +165,8 @@ class Purger:
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
         if set(self._lower.values()) <= set(remember):
             await self._confirm(latest)
+            read, position = after  # where that is the last entry of the answer: a look-up may have read further
+            self._hierarchy.log_memory = (read if position == last else before[0]) or self._hierarchy.log_memory
         elif first:  # a tier may give back what they cover
             await self._enforce(local)
         return remember
@@ -231,6 +235,12 @@ class Purger:
         except KVTierError:
             return False
         return True
+
+
+def _read(log: PurgeLogging | None) -> tuple[bytes, int]:
+    """The log's memory, and its position no earlier than that; b"" and 0 where nothing was read."""
+    memory, position = (b"", 0) if log is None else (log.memory(), log.position)
+    return (memory, position) if position else (b"", 0)
 
 
 def _add(purges: dict[Scope, Wall], more: Iterable[tuple[Scope, Wall]]) -> None:

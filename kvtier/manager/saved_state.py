@@ -1,5 +1,5 @@
 """State of the manager that survives a restart: the policy's statistics, the time that was trusted, the latest that
-was stamped where that lies ahead of it, and how far the replicas' purge log was read.
+was stamped where that lies ahead of it, and how far the replicas' purge log was read when all tiers had its purges.
 
 Written beside G3's index, if there is one, every WRITE_S, after a new time was accepted, and at the end. Read at the
 start. Each value carries its own check: one that is damaged, too long or of another boot is a fresh start, never a
@@ -95,8 +95,7 @@ class SavedState:
 
     async def write_when_due(self) -> None:
         """`write`, if it is long ago, a new time was accepted, or a purge was read since."""
-        purges = self._hierarchy.purge_log()
-        read = purges is not None and purges.position and purges.memory() != self._written.get(_PURGE_LOG)
+        read = self._hierarchy.log_memory != self._written.get(_PURGE_LOG, b"")
         accepted = self._clock.adopted != self._adopted
         if self._clock.monotonic() >= self._due or accepted or (read and self._notebook is not None):
             await self.write()
@@ -112,9 +111,8 @@ class SavedState:
         if self._policy is not None:
             with self._lock:
                 values[_POLICY] = self._policy.encode()
-        purges = self._hierarchy.purge_log()
-        if purges is not None and purges.position:
-            values[_PURGE_LOG] = purges.memory()
+        if self._hierarchy.log_memory:
+            values[_PURGE_LOG] = self._hierarchy.log_memory
         try:
             for name, raw in values.items():
                 if self._written.get(name) != raw:

@@ -18,7 +18,7 @@ from tests.fuzz.support.decoders import DECODERS, ELSEWHERE, Decoder
 from tests.fuzz.support.mutations import mutated
 
 ROOT = Path(__file__).parents[2]
-QUICK, DEEP = 25, 4000
+QUICK, DEEP = 25, 1000
 CPU_S, MEMORY_BYTES, MEMORY_PER_BYTE = 1.0, 16 << 20, 256
 READS = re.compile(
     r"\.(b64decode|convert|Decoder|from_bytes|frombuffer|fromhex|iter_unpack|literal_eval|loads|safe_load|unpack|unpack_from)\("

@@ -36,6 +36,12 @@ def test_overlaps_keep_longest_and_forget_soonest() -> None:
     assert block.terms.guarantee and block.guarantee_s == 1000.0
 
 
+def test_of_two_ages_the_shorter_counts() -> None:
+    ages = [TokenRange(0, 16, Terms(name, ttl=9.0, max_age=age)) for name, age in (("a", 70.0), ("b", 50.0))]
+    (block,) = block_terms(ages, HOUR, 1, 16)
+    assert block.terms.max_age == 50.0
+
+
 def test_a_guarantee_reaches_the_root_and_not_beyond_its_end() -> None:
     got = block_terms([TokenRange(32, 48, KEEP)], Terms("short", ttl=10.0), blocks=5, block_tokens=16)
     assert [b.guarantee_s for b in got] == [1000.0, 1000.0, 1000.0, 0.0, 0.0]

@@ -115,3 +115,37 @@ async def test_what_came_up_before_the_log_was_first_read_is_purged_with_the_res
     await here.learn()
     assert await here.get(chain) == 0
     await here.stop()
+
+
+async def test_a_disk_that_lacks_a_purge_is_not_taken_for_one_that_has_it_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came up from it while the bucket could not be read is purged when the log is read again."""
+    world = World(0, "available", tmp_path)
+    for folder in ("0", "1"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    here, there = world.members[:2]
+    chain = Chain("t", 0)
+    await here.start()
+    await here.put(chain)
+    await there.start()
+    assert there.cache is not None
+    await there.cache.purge("t")
+    await there.stop()
+
+    async def refuse(*_: Any) -> int:
+        raise TierTimeout("g3", "purge", "another process stands still")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(DiskTier, "purge", refuse)
+        await here.learn()
+        assert await here.get(chain) == 0
+        await here.stop()
+    here.line.cut = True
+    await here.start()
+    await here.get(chain)
+    here.line.cut = False
+    world.server.clock.advance(BOUND_S)
+    await here.learn()
+    assert await here.get(chain) == 0, "purged, and served after the log was read"
+    await here.stop()
