@@ -108,8 +108,10 @@ class Client:
 
     async def _match(self, args: Mapping[str, Any], rng: random.Random) -> str:
         chain = chain_of_step(args)
-        with self._ledger.using(chain):
-            return str(await self._cache.match(chain, args["timeout"]))
+        async with self._watched(chain, chain) as before:
+            count = await self._cache.match(chain, args["timeout"])
+            self._ledger.claimed(chain, count, before)
+            return str(count)
 
     async def _prewarm(self, args: Mapping[str, Any], rng: random.Random) -> str:
         chain = chain_of_step(args)

@@ -114,6 +114,12 @@ class Ledger:
         if len(blocks) < len(keys) and before[keys[len(blocks)]].forbidden:
             self.missed_purged += 1
 
+    def claimed(self, keys: Sequence[BlockKey], count: int, before: Mapping[BlockKey, Before]) -> None:
+        """A call says that so many leading blocks are here. Raises Wrong."""
+        for key in keys[:count]:
+            if why := self._over(key, before[key]):
+                raise Wrong(f"block {name_of(key)} is said to be here: {why}")
+
     def _over(self, key: BlockKey, then: Before) -> str:
         if self._putting[key] > 0 or self._put_began.get(key, -inf) > then.put_began:
             return ""  # offered meanwhile
