@@ -3,8 +3,9 @@
 The engine takes such a block back as soon as no later token reads it, mostly in the step after the one that filled it.
 So a boundary's blocks are *held* when the step that reaches it is planned:
 
-    step planned     → `cover`: holds the boundaries that the step crosses: the prompt's last one, and those asked for
-                       by `want`; of a decoding request, the blocks that the engine will take back before the next one
+    step planned     → `cover`: holds the boundaries that the step crosses: the prompt's last one, those asked for by
+                       `want`, and one far from the last that was held; of a decoding request, the blocks that the
+                       engine will take back before the next one
     request ended    → `finish`: holds the last boundary that it reached
     step completed   → `complete`: boundaries whose tokens are trusted (`Track.trusted`) are ready; others are given up
     copied, or given up, or the pool is short → the blocks are given back
@@ -32,6 +33,9 @@ from kvtier.retention.ranges import uniform
 
 _HELD_FRACTION = 4
 """At most one in so many of the pool's blocks is held."""
+_FAR = 4
+"""Blocks of the full group between boundaries that are held for their distance alone, per block of theirs: so these
+come to at most a quarter of the full group's bytes."""
 _SHORT_FRACTION = 16
 """With fewer free than one in so many, nothing is held."""
 
@@ -144,6 +148,9 @@ class BoundaryBlocks:
         if last == end:
             known.ended = end
         wanted = {(prompt - 1) // self._size * self._size, *known.wanted}
+        far = _FAR * self._size * sum(self._groups.counts(last))
+        if last - max(known.taken, known.begin) >= far:
+            wanted.add(last)
         for tokens in sorted(
             boundary for boundary in wanted if begin < boundary <= end and self._whole(known, boundary)
         ):

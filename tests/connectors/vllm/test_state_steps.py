@@ -88,6 +88,21 @@ def test_a_step_is_ended_where_prompts_were_seen_to_branch(make: Make, store: bo
     engine.check()
 
 
+@pytest.mark.parametrize(("states", "windows", "read"), [([2], (), 192), ([2, 1], (), 192), ([], ((12, 2),), 192)])
+def test_a_long_prompt_is_resumed_where_nobody_has_left_it_before(
+    make: Make, states: list[int], windows: tuple[tuple[int, int], ...], read: int
+) -> None:
+    """Boundaries far apart cost a quarter of the full group's blocks at most; the ends are counted apart."""
+    engine, asked = make(states, windows, blocks=200, max_num_batched_tokens=16), prompt(30, 397)
+    engine.add(asked, 1)
+    engine.run()
+    beside = engine.half.counters["blocks_stored"] - 49
+    end = sum(engine.half._groups.counts(400))
+    assert end < beside <= 49 // 4 + end
+    assert warm(engine, [*asked[:203], *prompt(31, 40)]) == read
+    engine.check()
+
+
 def test_what_others_left_in_a_page_is_not_stored(make: Make) -> None:
     """A page has room behind a state, where the keys and values of others were."""
     engine = make([2, 1])
