@@ -177,7 +177,10 @@ def test_a_session_of_which_the_engine_spoiled_the_state_leaves_nothing(make: Ma
 
 
 class StateStorm(Storm):
-    """Every kind of request, on engines with states, and some with windows beside them."""
+    """Every kind of request, on engines with states, and some with windows beside them. Sessions have turns, and the
+    engine's cache is reset while requests run."""
+
+    talks = 0
 
     def begin(self, make: Make) -> Modelless:
         chance = self.chance
@@ -197,6 +200,41 @@ class StateStorm(Storm):
             prefix_cache_retention_interval=chance.choice([0, None, 16]),
             connector={"kvtier_config": {"tiers": {"g2": {"capacity": capacity}}}},
         )
+
+    def turn(self) -> None:
+        roll = self.chance.random()
+        if roll < 0.02:
+            self.clear()
+        elif roll < 0.08:
+            self.talk()
+        super().turn()
+
+    def clear(self) -> None:
+        """Preempt what runs, and reset: vLLM cannot where others have blocks, such as loads and sessions that wait."""
+        engine = self.engine
+        while engine.queue:
+            engine.scheduler.update_from_output(*engine.queue.popleft())
+        living = engine.scheduler.requests.values()
+        waits = (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING_FOR_STREAMING_REQ)
+        computed = any(one.num_computed_tokens for one in living if one.status == RequestStatus.WAITING)
+        if not computed and not any(one.status in waits for one in living):
+            engine.scheduler.reset_prefix_cache(True, reset_connector=self.chance.random() < 0.3)
+
+    def talk(self) -> None:
+        """The next turn of a session, or the first of another."""
+        chance, living = self.chance, self.engine.scheduler.requests
+        if (session := living.get(f"talk{self.talks}")) is None:
+            self.talks += 1
+        elif session.num_tokens > 90 or session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            return
+        asked = chance.choice(self.stems)[: chance.randrange(1, 40)]
+        self.engine.add(asked, chance.choice([1, 2, 9]), f"talk{self.talks}", session=True)
+
+    def end(self) -> None:
+        self.engine.abort(f"talk{self.talks}")
+        for number in range(self.talks + 1):
+            self.engine.answers.pop(f"talk{number}", None)
+        super().end()
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, *range(2, 40)))])
