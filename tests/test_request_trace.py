@@ -30,6 +30,7 @@ from kvtier.supervisor import Supervisor
 from kvtier.testing import payloads_of, sample_namespace
 
 NS = sample_namespace(4096)
+_LISTENED_AT = 0x10000  # __SO_ACCEPTCON, proc(5)
 SALT, TOKEN = "tenant-canary-71", 0x5EC2E7
 
 
@@ -42,6 +43,7 @@ def path(tmp_path: Path) -> Path:
 def cache(path: Path) -> Iterator[kvtier.Cache]:
     raw = {"tiers": {"g2": {"capacity": "1MiB"}}, "trace": {"socket": str(path)}}
     with kvtier.open(Config.parse(raw), NS) as cache:
+        assert eventually(lambda: listens(path))
         yield cache
 
 
@@ -64,6 +66,12 @@ def recorded(cache: kvtier.Cache, path: Path, tmp_path: Path) -> Iterator[Callab
 
     yield end
     end()
+
+
+def listens(path: Path) -> bool:
+    """The socket lies there a moment before it is listened at; a connection would be a listener."""
+    sockets = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    return any(fields[-1] == str(path) and int(fields[3], 16) & _LISTENED_AT for fields in sockets if len(fields) == 8)
 
 
 def eventually(true: Callable[[], bool]) -> bool:

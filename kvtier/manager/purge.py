@@ -121,11 +121,18 @@ class Purger:
     async def sync(self, joining: Metered | None = None) -> list[Metered]:
         """Have every tier remember what is new in the others: another process may share only one of them. Tiers that
         fail are owed it, for the next time. `joining` is to remember everything. Returns those that remember all."""
+        first = self._is_first()
         remember = await self._sync(joining)
         log = self._hierarchy.purge_log()
-        if log is not None and log.position > self._hierarchy.position:
-            await self._sync(joining)  # entries were written: what is stored from now on is behind them
+        if log is not None and log.position > self._hierarchy.position and not first:
+            # Entries were written: what is stored from now on is behind them. At the first look they are purges that a
+            # tier knew from before there was a log, and blocks that it was given after them are without a position.
+            await self._sync(joining)
         return remember
+
+    def _is_first(self) -> bool:
+        """Whether no purges were looked for yet, nor by an earlier process that this one remembers of."""
+        return not self._synced and not self._hierarchy.position
 
     async def _sync(self, joining: Metered | None) -> list[Metered]:
         latest, seen = dict(self.owed), self._seen.copy()
@@ -143,7 +150,7 @@ class Purger:
             for part in slices(list(news.items()), _APPLIED):
                 _add(latest, part)
                 await asyncio.sleep(0)
-        first, self._synced = not self._synced and not self._hierarchy.position, True
+        first, self._synced = self._is_first(), True
         await self._drop_below_floor()
         # A number that the log does not have is a guess: the log may give it to another purge.
         logged = next((tombstones for tier, tombstones in asked if tier.purge_log() is not None), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ STEPS = 24
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
+def _quiet() -> Iterator[None]:
     logging.getLogger("kvtier").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("kvtier").setLevel(logging.NOTSET)
 
 
 async def histories(seeds: range, folder: Path, disk_every: int) -> tuple[int, int, int]:
