@@ -513,7 +513,8 @@ def bucket_of(store: Store) -> dict[str, Any]:
             if "/catalogue/" in name:
                 continue  # deltas merged by whoever came first
             if "/delta/" in name:
-                out.setdefault(name.partition("-")[0], []).extend(delta(raw))
+                stamp = name.rpartition("/")[2].partition("-")[0]  # one more, without units, may come at any time
+                out.setdefault(f"deltas of second {int(stamp, 16) // 10**6}", []).extend(delta(raw))
             else:
                 out[name] = (raw, path.stat().st_mtime_ns)
     return {name: sorted(it) if isinstance(it, list) else it for name, it in out.items()}

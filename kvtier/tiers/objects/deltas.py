@@ -50,6 +50,8 @@ SKEW_OLD_S = 600.0
 KEEP_S = 3600.0
 """Age at which a delta is deleted; a replica that opens later starts with probes."""
 
+_SAME_US = 1000  # deltas in one reading of a coarse clock
+
 READS_MAX = 8
 """Deltas read per poll; those that are left come with their window."""
 
@@ -86,6 +88,7 @@ class Deltas:
         self._index = index
         self._stride = stride
         self._clock = clock
+        self._named_us = 0  # the latest delta's
         self._replica = f"{replica:08x}"
         self._pending: list[UnitHint] = []
         self._published = clock.monotonic()
@@ -124,7 +127,11 @@ class Deltas:
     async def _create(self) -> None:
         entries, self._pending = self._pending, []
         self._published = self._clock.monotonic()
-        name = f"{self._names.deltas}{round(self._clock.wall() * 1e6):016x}-{self._replica}"
+        at_us = round(self._clock.wall() * 1e6)
+        if at_us <= self._named_us < at_us + _SAME_US:
+            at_us = self._named_us + 1  # else it would have the name of the one before, and be lost
+        self._named_us = at_us
+        name = f"{self._names.deltas}{at_us:016x}-{self._replica}"
         try:
             self._remember(name)
             body = encode(entries)

@@ -124,6 +124,17 @@ async def test_a_new_replica_knows_the_last_hour_within_a_minute(count: int) -> 
         replica.store.index.check()
 
 
+async def test_two_deltas_of_one_instant_are_both_read() -> None:
+    """The clock of the skew's measurement, an empty delta, may read the same as that of the next put."""
+    server = VirtualServer()
+    one, other, chain = Replica(server, 0, stride=1), Replica(server, 1, stride=1), chain_of(NS, 1)
+    await one.store.deltas.measure_skew()
+    await one.write(chain)
+    await one.store.deltas.publish()
+    await other.turn()
+    assert len(server.under("delta")) == 2 and other.store.known(chain[0], chain[-1], 0) is not None
+
+
 @pytest.mark.long
 async def test_a_thousand_replicas_ask_no_more_than_a_hundred() -> None:
     hundred, thousand = await per_minute(100), await per_minute(1000)
