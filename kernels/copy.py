@@ -35,7 +35,6 @@ __all__ = ["Ack", "CopyEngine", "Event", "Lane", "CopyLimits", "Moves", "Outcome
 
 MIB = 1 << 20
 
-
 _LOADS_FIRST = (Lane.EXPEDITED, Lane.LOAD, Lane.STORE)
 
 
@@ -64,10 +63,14 @@ class CopyLimits:
     """Bounds of the engine's queues, in bytes of payload unless named otherwise."""
 
     chunk_bytes: int = 64 * MIB  # the unit of launching, throttling and cancelling
+    load_chunk_bytes: int | None = None  # the same of loads; None: chunk_bytes
     load_window_bytes: int = 4096 * MIB  # loads in flight
     store_window_bytes: int = 1024 * MIB  # stores in flight while no load waits
     store_window_while_loading_bytes: int = 64 * MIB
     queued_moves: int = 1 << 20  # waiting or in flight, all lanes
+
+    def chunk_of(self, lane: Lane) -> int:
+        return self.chunk_bytes if lane is Lane.STORE else self.load_chunk_bytes or self.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class CopyEngine:
 
     def __init__(self, mover: Mover, limits: CopyLimits = CopyLimits()) -> None:
         self._mover, self._limits = mover, limits
-        self._chunk_moves = max(1, limits.chunk_bytes // mover.block_bytes)
+        self._chunk_moves = {lane: max(1, limits.chunk_of(lane) // mover.block_bytes) for lane in Lane}
         self._waiting: dict[Lane, deque[_Chunk]] = {lane: deque() for lane in Lane}
         self._flying: dict[Lane, deque[_Chunk]] = {lane: deque() for lane in Lane}
         self._flying_moves = dict.fromkeys(Lane, 0)
@@ -200,16 +203,16 @@ class CopyEngine:
             self._unlaunched(chunk)
             self._finish(chunk, Outcome.ABORTED)
 
-    def fence(self, ticket: int) -> None:
-        """Order the caller's current stream behind this ticket's copies, and launch them now. Only an acknowledgement
-        tells their outcome. A ticket that is over is ignored."""
+    def fence(self, ticket: int, layer: int | None = None) -> None:
+        """Order the caller's current stream behind this ticket's copies (those up to `layer`, where the mover copies by
+        layer), and launch them now. Only an acknowledgement tells their outcome. A ticket that is over is ignored."""
         job = self._jobs.get(ticket)
         if job is None:
             return
         self._force(max(chunk.number for chunk in job.chunks))
         for chunk in job.chunks:
             if chunk.flight is not None:
-                chunk.flight.fence()
+                chunk.flight.fence(layer)
 
     def wait(
         self,
@@ -318,8 +321,9 @@ class CopyEngine:
         if gate is None:
             return ticket
         job = self._jobs[ticket] = _Job(ticket, lane, gate)
-        for start in range(0, len(moves), self._chunk_moves):
-            self._enqueue(job, moves.take(slice(start, start + self._chunk_moves)))
+        step = self._chunk_moves[lane]
+        for start in range(0, len(moves), step):
+            self._enqueue(job, moves.take(slice(start, start + step)))
         if lane is not Lane.STORE:
             # A load must not be held up by the throttle on the store that it is ordered behind.
             self._force(max((number for chunk in job.chunks for number in chunk.behind), default=0))
@@ -362,7 +366,7 @@ class CopyEngine:
         flying = self._flying_moves[lane] * self._mover.block_bytes
         if flying == 0:
             return True
-        return flying + self._chunk_moves * self._mover.block_bytes <= self._window(lane)
+        return flying + self._chunk_moves[lane] * self._mover.block_bytes <= self._window(lane)
 
     def _window(self, lane: Lane) -> int:
         if lane is not Lane.STORE:
@@ -384,11 +388,8 @@ class CopyEngine:
 
     def _launch(self, chunk: _Chunk) -> None:
         lane = chunk.job.lane
-        flights = [
-            other.flight
-            for n in chunk.behind
-            if (other := self._chunks.get(n)) is not None and other.flight is not None
-        ]
+        older = (self._chunks.get(number) for number in chunk.behind)
+        flights = [other.flight for other in older if other is not None and other.flight is not None]
         chunk.flight = launched(self._mover, lane, chunk.moves, chunk.job.gate, flights)
         self._unlaunched(chunk)
         self._flying[lane].append(chunk)

@@ -98,7 +98,7 @@ class _CpuFlight:
             self._copy()
         return self._state
 
-    def fence(self) -> None:
+    def fence(self, layer: int | None = None) -> None:
         """There is no stream to order: waits for the events and makes the copy now, with all before it."""
         while self._state is State.PENDING:
             head = self._lane[0]

@@ -4,6 +4,9 @@ Order on the device, for every launch:
 
     lane stream:  wait(gate) · wait(each flight it is behind) · copies · record(flight's event)
 
+A load may go layers by layers, with an event after each part but the last, so that a forward can begin while the later
+layers are on their way.
+
 Streams are in order, so a lane's flights complete in order, staging memory that only one lane uses needs no further
 guard, and a command's later flights need not wait for its gate again. Completion is read by polling the event;
 nothing here synchronizes with the device. When the driver refuses a copy half-way, what it had accepted still runs:
@@ -15,13 +18,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvtier.errors import InvalidRequest, TierError
 from kvtier.kernels.copy_kernel import BUS_CTAS, CopyKernel
 from kvtier.kernels.driver import DeviceError, Driver
-from kvtier.kernels.layout import Paged, Shape
+from kvtier.kernels.layout import Indices, Paged, Shape
 from kvtier.kernels.method import Method, Table
 from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
 from kvtier.kernels.plan import Planner
@@ -37,7 +40,7 @@ class CudaMover:
 
     The host's regions are its registered chunks; with `pageable` it is not registered, so kernels cannot reach it
     and every copy goes through the driver. `method` overrides `table`; `on_close` runs first thing in `close`.
-    Raises DeviceError when streams cannot be made.
+    A load goes in `load_parts` groups of layers, one after another. Raises DeviceError when streams cannot be made.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class CudaMover:
         pageable: bool = False,
         on_close: Callable[[], None] = lambda: None,
         staging_bytes: int = 32 << 20,
+        load_parts: int = 1,
     ) -> None:
         self.block_bytes = shape.block_bytes
         self.blocks, self.slots = device.count, host.count
@@ -61,12 +65,11 @@ class CudaMover:
         self._streams = {lane: driver.stream(_PRIORITY[lane]) for lane in Lane}
         self._events = _Events(driver)
         self._held: tuple[object, ...] = (device, host)
-        self._planners = {True: Planner(device, host, shape), False: Planner(host, device, shape)}
-        self._kernel = {
-            True: partial(CopyKernel, driver, device, host, shape, host, BUS_CTAS),
-            False: partial(CopyKernel, driver, host, device, shape, host, BUS_CTAS),
-        }
-        self._kernels: dict[bool, CopyKernel] = {}
+        whole = slice(0, shape.layers)
+        size = -(-shape.layers // load_parts)
+        groups = [slice(start, min(start + size, shape.layers)) for start in range(0, shape.layers, size)]
+        self._stores = [_Way(driver, device, host, shape, whole, store=True)]
+        self._loads = [_Way(driver, device, host, shape, layers, store=False) for layers in groups]
         # Allocated when first needed, never where fragments are long: device memory is scarce.
         self._make_staging = partial(Staging.of, driver, device, host, shape, staging_bytes)
         self._staging: dict[Lane, Staging | None] = {}
@@ -78,7 +81,8 @@ class CudaMover:
             method = self.method_for(store, 64)
             try:
                 if method is Method.DIRECT:
-                    self._kernel_of(store)
+                    for way in self._ways(store):
+                        way.kernel()
                 elif method is Method.STAGED:
                     self._staging_of(lane)
             except DeviceError as error:
@@ -113,6 +117,7 @@ class CudaMover:
         stream = self._streams[lane]
         failed = False
         event = 0
+        parts: list[_Part] = []
         try:
             event = self._events.take()
             if gate.event and stream not in gate.waited:
@@ -121,7 +126,7 @@ class CudaMover:
             for flight in behind:
                 assert isinstance(flight, _CudaFlight)
                 flight.hold(stream)
-            self._copy(lane, moves, stream)
+            self._copy(lane, moves, stream, parts)
         except Unjoined as error:
             log.error("the end of a staged copy is unknown: %s", error)
             return _CudaFlight(self._driver, self._events, 0, State.LOST)
@@ -138,27 +143,49 @@ class CudaMover:
         except DeviceError as error:
             log.error("the end of a refused copy is unknown: %s", error)
             return _CudaFlight(self._driver, self._events, 0, State.LOST)
-        return _CudaFlight(self._driver, self._events, event, State.PENDING, State.FAILED if failed else State.DONE)
+        result = State.FAILED if failed else State.DONE
+        return _CudaFlight(self._driver, self._events, event, State.PENDING, result, parts)
 
     def close(self) -> None:
         self._on_close()
         staged = [staging for staging in self._staging.values() if staging is not None]
         streams = [*self._streams.values(), *(staging.side for staging in staged)]
         self._driver.close(streams, [*self._events.all(), *(event for each in staged for event in each.events)])
-        self._held, self._planners, self._kernels, self._staging = (), {}, {}, {}
+        self._held, self._stores, self._loads, self._staging = (), [], [], {}
 
     def method_for(self, store: bool, items: int) -> Method:
         """The method for a launch of `items` blocks, before any fallback."""
-        planner = self._planners[store]
-        return self._method or self._table.choose(store, planner.fragment_bytes, items * planner.fragments)
+        ways = self._ways(store)
+        planner = ways[0].planner
+        chosen = self._method or self._table.choose(store, planner.fragment_bytes, items * planner.fragments)
+        # Staging holds whole slots: they cannot come layers by layers.
+        return Method.DIRECT if chosen is Method.STAGED and len(ways) > 1 else chosen
 
-    def _copy(self, lane: Lane, moves: Moves, stream: int) -> None:
+    def _ways(self, store: bool) -> list[_Way]:
+        return self._stores if store else self._loads
+
+    def _copy(self, lane: Lane, moves: Moves, stream: int, parts: list[_Part]) -> None:
+        """Enqueue the copies, and add an event to `parts` behind every group of layers but the last."""
         store = lane is Lane.STORE
         src, dst = (moves.blocks, moves.slots) if store else (moves.slots, moves.blocks)
+        ways = self._ways(store)
+        for way in ways:
+            self._copy_way(way, lane, moves, src, dst, stream)
+            if way is not ways[-1]:
+                event = self._events.take()
+                try:
+                    self._driver.record(event, stream)
+                except DeviceError:
+                    self._events.give(event)
+                    raise
+                parts.append(_Part(way.layers.stop, event))
+
+    def _copy_way(self, way: _Way, lane: Lane, moves: Moves, src: Indices, dst: Indices, stream: int) -> None:
+        store = lane is Lane.STORE
         method = self.method_for(store, len(moves))
         try:
             if method is Method.DIRECT:
-                self._kernel_of(store).copy(src, dst, stream)
+                way.kernel().copy(src, dst, stream)
                 return
             if method is Method.STAGED and (staging := self._staging_of(lane)) is not None:
                 staging.copy(store, moves, stream)
@@ -168,21 +195,43 @@ class CudaMover:
         except DeviceError as error:
             self._give_way(method, error)
         # Right even after a part of the above: on the same stream, over the same bytes.
-        self._driver.copy(self._planners[store].runs(src, dst), stream, pageable=self._pageable)
+        self._driver.copy(way.planner.runs(src, dst), stream, pageable=self._pageable)
 
     def _give_way(self, method: Method, error: DeviceError) -> None:
         log.warning("%s copies do not work here, using the copy engine from now on: %s", method.value, error)
         self._method = Method.DMA
 
-    def _kernel_of(self, store: bool) -> CopyKernel:
-        if store not in self._kernels:
-            self._kernels[store] = self._kernel[store]()
-        return self._kernels[store]
-
     def _staging_of(self, lane: Lane) -> Staging | None:
         if lane not in self._staging:
             self._staging[lane] = self._make_staging(_PRIORITY[lane])
         return self._staging[lane]
+
+
+class _Way:
+    """Copies of some layers, a range of the shape's, one way between the device and the host."""
+
+    def __init__(self, driver: Driver, device: Paged, host: Paged, shape: Shape, layers: slice, *, store: bool) -> None:
+        self.layers = layers
+        device, host = device.of_layers(layers), host.of_layers(layers)
+        shape = replace(shape, layers=layers.stop - layers.start)
+        src, dst = (device, host) if store else (host, device)
+        self.planner = Planner(src, dst, shape)
+        self._make = partial(CopyKernel, driver, src, dst, shape, host, BUS_CTAS)
+        self._kernel: CopyKernel | None = None
+
+    def kernel(self) -> CopyKernel:
+        """Raises DeviceError where it cannot be loaded."""
+        if self._kernel is None:
+            self._kernel = self._make()
+        return self._kernel
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Layers below `stop` are there once `event` is reached."""
+
+    stop: int
+    event: int
 
 
 class _Events:
@@ -238,30 +287,40 @@ class _Mark:
 
 
 class _CudaFlight:
-    def __init__(self, driver: Driver, events: _Events, event: int, state: State, result: State = State.DONE) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        events: _Events,
+        event: int,
+        state: State,
+        result: State = State.DONE,
+        parts: Sequence[_Part] = (),
+    ) -> None:
         self._driver, self._events = driver, events
-        self._event, self._state, self._result = event, state, result
+        self._event, self._state, self._result, self._parts = event, state, result, parts
 
     def state(self) -> State:
         if self._state is State.PENDING:
             try:
                 if self._driver.reached(self._event):
                     self._state = self._result
-                    self._events.give(self._event)
+                    for event in (self._event, *(part.event for part in self._parts)):
+                        self._events.give(event)
             except DeviceError as error:
                 log.error("a copy was lost: %s", error)
                 self._state = State.LOST
         return self._state
 
-    def hold(self, stream: int) -> None:
-        """Order work that is enqueued on `stream` from now on behind this flight."""
+    def hold(self, stream: int, layer: int | None = None) -> None:
+        """Order work that is enqueued on `stream` from now on behind this flight, or its layers up to `layer`."""
         if self.state() is State.PENDING:
-            self._driver.wait(stream, self._event)
+            ready = (part.event for part in self._parts if layer is not None and layer < part.stop)
+            self._driver.wait(stream, next(ready, self._event))
         elif self._state is State.LOST:
             raise DeviceError("behind a copy that was lost", -1)
 
-    def fence(self) -> None:
+    def fence(self, layer: int | None = None) -> None:
         try:
-            self.hold(self._driver.current_stream())
+            self.hold(self._driver.current_stream(), layer)
         except DeviceError as error:
             raise TierError("g1", "fence", str(error)) from error

@@ -17,11 +17,16 @@ from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import CudaDriver, DeviceError, Driver
 from kvtier.kernels.layout import Paged, Shape, of_arenas, of_pool
 from kvtier.kernels.memory import Progress, Reporter, node_cpus
-from kvtier.kernels.method import Method, Table, parse
+from kvtier.kernels.method import Table, parse
 from kvtier.kernels.page_lock import page_lock, page_unlock
 from kvtier.kernels.plan import Planner
 
 log = logging.getLogger(__name__)
+
+_LOAD_PARTS = 8
+"""Of a load by layer: the forward waits for an eighth of it, and a part costs an event and some launches."""
+
+_BY_LAYER = CopyLimits(load_chunk_bytes=CopyLimits().load_window_bytes)
 
 
 def open_pool_engine(pool: Any, arenas: Sequence[memoryview], slot_bytes: int, **options: Any) -> CopyEngine:
@@ -43,6 +48,7 @@ def open_engine(
     calibration: Path | None = None,
     limits: CopyLimits | None = None,
     progress: Progress | None = None,
+    by_layer: bool = False,
     driver: Driver | None = None,
     table: Table | None = None,
 ) -> CopyEngine:
@@ -50,7 +56,8 @@ def open_engine(
 
     On CUDA: page-locks the host memory (0.1 s per GB; pageable with a warning where that is refused), loads the
     kernels and, with method "auto", takes the device's table from the folder `calibration`, or measures for up to 5 s
-    and writes it there: nothing of that is left for the first copy. `driver` and `table` are for tests. Raises
+    and writes it there: nothing of that is left for the first copy. `by_layer`: a load is one chunk, whose layers come
+    in eight groups one after another, for `fence(ticket, layer)`. `driver` and `table` are for tests. Raises
     ConfigError for an unknown method, TierError without a working device.
     """
     fixed = parse(method)
@@ -65,20 +72,29 @@ def open_engine(
             if table is None and fixed is None:
                 fragment = Planner(device, host, shape).fragment_bytes
                 table = measured_table(cuda, calibration, fragment)
-        mover = _pinned_mover(driver, device, host, shape, table or Table("", {}), fixed, progress or Reporter())
+        mover = _pinned_mover(
+            driver,
+            device,
+            host,
+            shape,
+            progress or Reporter(),
+            table=table or Table("", {}),
+            method=fixed,
+            load_parts=_LOAD_PARTS if by_layer else 1,
+        )
     except (DeviceError, OSError) as error:  # OSError: no libcuda
         raise TierError("g1", "open", str(error)) from error
-    return CopyEngine(mover, limits or CopyLimits())
+    return CopyEngine(mover, limits or (_BY_LAYER if by_layer else CopyLimits()))
 
 
 def _pinned_mover(
-    driver: Driver, device: Paged, host: Paged, shape: Shape, table: Table, method: Method | None, progress: Progress
+    driver: Driver, device: Paged, host: Paged, shape: Shape, progress: Progress, **options: Any
 ) -> CudaMover:
     chunks = page_lock(driver, host.regions, host.stride, progress=progress)
     locked = replace(host, regions=chunks or host.regions)
     release = partial(page_unlock, driver, chunks)
     try:
-        mover = CudaMover(driver, device, locked, shape, table, method=method, pageable=not chunks, on_close=release)
+        mover = CudaMover(driver, device, locked, shape, pageable=not chunks, on_close=release, **options)
         mover.prepare()
         return mover
     except DeviceError:

@@ -104,6 +104,10 @@ class Paged:
         """The same inner structure in other memory."""
         return replace(self, bases=new_bases, count=count, stride=stride, regions=regions, owners=())
 
+    def of_layers(self, part: slice) -> Paged:
+        """The same memory, of which only some layers are meant."""
+        return replace(self, bases=self.bases[part])
+
     def validate(self, shape: Shape) -> Paged:
         """Raise InvalidRequest unless every row of every item lies inside one region and the rows of neighbouring
         items are disjoint (overlapping ones, as in an expanded tensor, cannot be written without a race)."""

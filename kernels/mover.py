@@ -76,8 +76,9 @@ class Flight(Protocol):
     def state(self) -> State:
         """Never blocks. Once it is not PENDING it does not change."""
 
-    def fence(self) -> None:
-        """Order the caller's current stream behind this copy, without waiting on the host where the device can."""
+    def fence(self, layer: int | None = None) -> None:
+        """Order the caller's current stream behind this copy, without waiting on the host where the device can; behind
+        `layer` and those before it, where the mover copies layers one after another."""
 
 
 class Mover(Protocol):
@@ -124,5 +125,5 @@ class _Lost:
     def state(self) -> State:
         return State.LOST
 
-    def fence(self) -> None:
+    def fence(self, layer: int | None = None) -> None:
         raise TierError("g1", "fence", "behind a copy that was lost")

@@ -5,6 +5,7 @@ Used from the scheduler's thread only. Nothing here waits, but for `landed` and 
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from kvtier.manager.lease import Lease
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Terms
 from kvtier.tiers.host.slot import Slot
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class PageLoad:
     wanted: int
     done: int = 0
     over: bool = False
+    unordered: bool = False  # a forward may have read its pages before they were there
 
 
 class PageCopies:
@@ -63,6 +67,7 @@ class PageCopies:
             pool.shape,
             method=cache.config.offload.copy_by,
             calibration=cache_folder(),
+            by_layer=True,
         )
         self._wait_s = wait_s
         self._gate = gate
@@ -121,7 +126,7 @@ class PageCopies:
     # ── load ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, wanted: Sequence[tuple[Lease, Sequence[int]]]) -> PageLoad:
-        """Start copying leased blocks into pages, and order the caller's stream behind it. Owns the leases now."""
+        """Start copying leased blocks into pages. Owns the leases now."""
         moves = Moves.of(
             (page, slot.number, slot.generation)
             for lease, pages in wanted
@@ -134,14 +139,22 @@ class PageCopies:
             self._release(load)
             raise
         self._by_ticket[load.ticket] = load
-        self._engine.fence(load.ticket)
         return load
 
+    def order(self, load: PageLoad, layer: int) -> None:
+        """Order the caller's stream behind `layer` of a load, and the layers before it. Where that fails, the load
+        does."""
+        try:
+            self._engine.fence(load.ticket, layer)
+        except Exception:
+            log.exception("a forward was not ordered behind the load of its pages")
+            load.unordered = True
+
     def landed(self, load: PageLoad) -> bool:
-        """Wait until nothing of `load` writes any more; whether every page holds its block."""
+        """Wait until nothing of `load` writes any more; whether every page held its block when it was read."""
         self._engine.wait([load.ticket], self._wait_s)
         self._poll()
-        return load.over and load.done == load.wanted
+        return load.over and load.done == load.wanted and not load.unordered
 
     # ── common ──────────────────────────────────────────────────────────────────────────────────────────────
 

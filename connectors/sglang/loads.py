@@ -2,7 +2,8 @@
 
     add       a request's blocks are pinned, and its pages known
     start     all that was added goes to the device; SGLang's counter says which batch waits for it
-    finish    whether it is there
+    (layers)  the batch's forward comes to a layer: its stream is ordered behind the pages of that layer
+    finish    whether it is there. SGLang asks before it launches another batch
 
 Used from the scheduler's thread only. Only `finish` waits, bounded.
 """
@@ -34,8 +35,13 @@ class PageLoads:
     """Loads that are queued or under way. Owns their leases."""
 
     def __init__(self, counter: Any, pages: Callable[[], PageCopies | None]) -> None:
-        """`counter` is SGLang's LayerWiseLoadCounter; `pages` has those of the moment, None while there are none."""
+        """`counter` is SGLang's LayerWiseLoadCounter; `pages` has those of the moment, None while there are none.
+
+        The counter's futures are host-side, and complete once the copies are enqueued; the order on the device is made
+        where a forward asks for a layer.
+        """
         self._counter = counter
+        counter.on_layer_ready = self._order
         self._pages = pages
         self._queue: list[WantedPages] = []
         self._under_way: dict[int, PageLoad] = {}
@@ -73,6 +79,11 @@ class PageLoads:
             self.events["load_failures"] += len(queue)
             self._counter.fail(index, error)
         return index
+
+    def _order(self, index: int, layer: int) -> None:
+        load, pages = self._under_way.get(index), self._pages()
+        if load is not None and pages is not None:
+            pages.order(load, layer)
 
     def finish(self, index: int) -> bool:
         """Wait until nothing of that start writes any more; whether every page holds its block."""

@@ -41,13 +41,19 @@ def card(libcuda: ctypes.CDLL) -> Iterator[Card]:
 
 
 def engine_of(
-    card: Card, case: Case, blocks: int, method: Method | None = None, limits: CopyLimits | None = None
+    card: Card,
+    case: Case,
+    blocks: int,
+    method: Method | None = None,
+    limits: CopyLimits | None = None,
+    load_parts: int = 1,
 ) -> CopyEngine:
     device, host, shape = case.memories(blocks)
     driver = card.driver()
     for region in host.regions:
         driver.register(region.start, region.nbytes)
-    return CopyEngine(CudaMover(driver, device, host, shape, Table("", {}), method=method), limits or CopyLimits())
+    mover = CudaMover(driver, device, host, shape, Table("", {}), method=method, load_parts=load_parts)
+    return CopyEngine(mover, limits or CopyLimits())
 
 
 def moves_of(blocks: int, seed: int = 7) -> Moves:
@@ -167,6 +173,27 @@ def test_loads_of_more_than_the_window_do_not_wait_for_a_step(card: Card) -> Non
     pump.load(moves_of(blocks), after=mark)
     nbytes = blocks * LLAMA_8B_BLOCKS.block_bytes
     assert finish_pump(card, pump, 1) - began <= 1.1 * nbytes / card.parameters["link_bytes_s"]
+
+
+@pytest.mark.parametrize("method", [Method.DMA, Method.DIRECT])
+def test_a_forward_overlaps_a_load_by_layer(card: Card, method: Method) -> None:
+    """SGLang loads for a batch whose forward follows at once. 4 GiB, and a forward that takes as long as they do."""
+    load_s = GIB_4 * LLAMA_8B.block_bytes / card.parameters["link_bytes_s"]
+
+    def batch_s(parts: int) -> float:
+        limits = CopyLimits(load_chunk_bytes=4 << 30) if parts > 1 else None
+        engine = engine_of(card, LLAMA_8B, GIB_4, method, limits, parts)
+        began = card.clock
+        ticket = engine.load(moves_of(GIB_4))
+        for layer in range(LLAMA_8B.fragments):
+            engine.fence(ticket, layer)
+            card.forward(load_s / LLAMA_8B.fragments)
+        while not card.idle:
+            card.sleep(0.1e-3)
+        return card.clock - began
+
+    assert batch_s(1) > 2 * load_s
+    assert batch_s(8) < 1.5 * load_s
 
 
 def test_marks_are_used_again(card: Card) -> None:

@@ -324,3 +324,26 @@ def test_two_ranks_pieces_go_to_their_own_arena() -> None:
         halves = [np.frombuffer(arena, np.uint8)[: 16 * 12288].reshape(16, 12288)[::-1] for arena in arenas]
         assert np.array_equal(np.concatenate(halves, axis=1), pool.cpu().numpy())
         assert engine.close(10.0)
+
+
+def test_a_forward_reads_each_layer_behind_its_fence() -> None:
+    """64 MiB by layer, read back on the stream of the forward at once: a missing order shows as an old byte."""
+    shape = Shape(layers=16, kv=2, tokens=16, heads=8, channels=128, element_bytes=2)
+    layers = [torch.zeros(2, 64, 16, 8, 128, dtype=torch.int16, device=DEVICE) for _ in range(shape.layers)]
+    arena = arena_of(64 * shape.block_bytes)
+    np.frombuffer(arena, np.int16)[:] = np.arange(64 * shape.block_bytes // 2, dtype=np.int64).astype(np.int16)
+    slots = np.frombuffer(arena, np.int16).reshape(64, shape.layers, 2, 16, 8, 128)
+    device, host = of_tensors(layers, "KBNHC", shape), of_slots(arena, shape.block_bytes, shape)
+    for method in Method:
+        for layer in layers:
+            layer.zero_()
+        engine = open_engine(device, host, shape, method=method.value, by_layer=True)
+        ticket = engine.load(Moves.of((i, 63 - i, 0) for i in range(64)))
+        read = []
+        for number, layer in enumerate(layers):
+            engine.fence(ticket, number)
+            read.append(layer.clone())
+        finish(engine, ticket)
+        for number, seen in enumerate(read):
+            assert np.array_equal(seen.cpu().numpy(), slots[::-1, number].transpose(1, 0, 2, 3, 4)), (method, number)
+        assert engine.close(10.0)

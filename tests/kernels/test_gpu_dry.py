@@ -105,3 +105,7 @@ def test_calibration(libcuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_
     test_gpu.test_calibration_is_short_and_kept(pool_and_arena(), tmp_path)
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("copy-fake-gpu-driver-13000-link-unknown-kernels-")
+
+
+def test_loads_by_layer() -> None:
+    test_gpu.test_a_forward_reads_each_layer_behind_its_fence()

@@ -121,6 +121,46 @@ def test_a_queued_load_can_be_cancelled(bench: Any) -> None:
     assert b.pinned() == 0
 
 
+def loading(b: Any) -> tuple[int, list[bytes]]:
+    """A batch whose forward has begun, with two pages on their way into pages 5 and 6; and their bytes."""
+    keys = keys_of(2)
+    b.offload(keys, [1, 2])
+    b.settle()
+    b.lookup("r", keys)
+    assert b.linker.load("r", b.transfer(keys, [5, 6]))
+    index = b.linker.start_layer_wise_loading()
+    b.linker.layer_done_counter.set_consumer(index)
+    return index, [b.bytes_of(1), b.bytes_of(2)]
+
+
+def test_a_forward_is_ordered_behind_the_layer_that_it_asks_for(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, fenced = bench(), []
+    engine = b.linker._pages._engine
+    real = engine.fence
+    monkeypatch.setattr(engine, "fence", lambda ticket, layer: (fenced.append(layer), real(ticket, layer)))
+    index, expected = loading(b)
+    assert fenced == [] and [b.bytes_of(5), b.bytes_of(6)] != expected
+    for layer in range(b.linker.layer_done_counter.num_layers):
+        b.linker.layer_done_counter.wait_until(layer)
+        assert [b.bytes_of(5), b.bytes_of(6)] == expected, "without streams the pages are whole at once"
+    assert fenced == list(range(b.linker.layer_done_counter.num_layers))
+    assert b.linker.finish_layer_wise_loading(index)
+    b.linker.layer_done_counter.wait_until(0)  # of a batch that is over: nothing to order
+    assert b.pinned() == 0
+
+
+def test_a_forward_that_could_not_be_ordered_is_reported_at_the_end(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    index, _ = loading(b)
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._pages._engine, "fence", lambda *_: 1 / 0)
+        b.linker.layer_done_counter.wait_until(0)
+    assert not b.linker.finish_layer_wise_loading(index)
+    assert b.pinned() == 0 and b.linker.stats()["engine"]["events"]["load_failures"] == 1
+
+
 def test_a_layer_that_never_comes_is_reported_at_the_end(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     b, keys = bench(), keys_of(2)
     b.offload(keys, [1, 2])

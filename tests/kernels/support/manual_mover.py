@@ -32,7 +32,7 @@ class ManualFlight:
     def state(self) -> State:
         return self.now
 
-    def fence(self) -> None:
+    def fence(self, layer: int | None = None) -> None:
         self.fences += 1
 
 
