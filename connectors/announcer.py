@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 from kvtier.cache import Cache
 from kvtier.connectors.contents import ContentPage, PackedPassage, Passage, described
@@ -35,11 +36,14 @@ NOTED_MAX = 4096
 """Passages that wait to be written at most; more, and the oldest are dropped."""
 ANNOUNCED_MAX = 1 << 18
 """Blocks that are read at most, the newest."""
+DESCRIBED_MAX = 1 << 16
+"""Blocks that are described before one of them is again; fewer where the tier is small."""
 BATCH_BLOCKS, BATCH_S = 1024, 0.1
 """Announced at most within this time, and before the engine has taken the ones before."""
 _TRIES = 4  # of a page, while tenants are purged
 _LOOKUP_S = 10.0  # nobody waits for it
-_PAUSE_MAX_S = 1.0  # between looks whether an idle engine has made a step
+_PAUSE_MAX_S = 1.0  # between looks whether an idle engine has made a step, or the tier is in use again
+_AGAIN_S = 10.0  # after the tier failed
 
 
 class Announcer:
@@ -52,6 +56,8 @@ class Announcer:
         self._clock = hierarchy.clock
         self._tell, self._waiting = tell, waiting
         self._noted: deque[Passage] = deque(maxlen=NOTED_MAX)
+        self._described = set[BlockKey]()  # lately; another set whenever some of it may be lost
+        self._described_max = DESCRIBED_MAX
         self._page = ContentPage()
         self._purges = 0  # that the tier knew of at the last write; 0: not known
         self._purged: set[bytes] | None = set()  # tenants, since the batch that is written was noted; None: all may be
@@ -66,8 +72,16 @@ class Announcer:
         supervisor.start("contents", self.write, Unwatched(), WRITE_S)
         supervisor.start("announcer", self.announce, Unwatched())
 
+    def described(self, chain: Sequence[BlockKey], start: int, stop: int) -> int:
+        """Up to which depth of start … stop the chain's blocks were noted lately: pages are overwritten, also those
+        with a prefix that every prompt has."""
+        return start + len(list(takewhile(self._described.__contains__, chain[start:stop])))
+
     def note(self, passage: Passage) -> None:
         """Write this down with the next page."""
+        if len(self._described) + len(passage.keys) > self._described_max:
+            self._described = set()
+        self._described.update(passage.keys)
         self._noted.append(passage)
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,16 +93,16 @@ class Announcer:
             if found is None or not (batch or not self._purges):
                 return
             try:
-                self._purged = set()
+                self._purged, self._described_max = set(), _described_max(found[0])
                 await self._write_page(found[1])
                 await self._write(batch, found[1])
             except TierError as error:
-                self._page = ContentPage()
+                self._page, self._described = ContentPage(), set()
                 log.debug("what blocks hold is not written down: %s", error)
 
-    async def _write(self, batch: list[Passage], verbs: Describing) -> None:
-        for passage in batch:
-            begin = 0
+    async def _write(self, batch: list[list[Passage]], verbs: Describing) -> None:
+        for first, *others in batch:
+            passage, begin = first.joined(*others), 0
             while begin < len(passage.keys) and not self._is_purged(passage.keys[0]):
                 count = self._page.add(passage.part(begin, len(passage.keys)) if begin else passage)
                 begin += count
@@ -103,6 +117,8 @@ class Announcer:
         page = self._page
         for _ in range(_TRIES):
             page.number, purges, tenants = await verbs.write_contents(page.number, page.parts, self._purges)
+            if purges != self._purges or not purges:  # there was a purge, or nothing can be kept
+                self._described = set()
             if purges == self._purges:
                 return
             self._purges = purges
@@ -113,35 +129,46 @@ class Announcer:
         """Whether this key's or part's tenant was purged while this batch is written."""
         return self._purged is None or named[:TENANT_BYTES] in self._purged
 
-    def _drained(self) -> list[Passage]:
-        """What was noted, each request's passages as one."""
-        by_end: dict[BlockKey, Passage] = {}
+    def _drained(self) -> list[list[Passage]]:
+        """What was noted: passages that go on one from another, as a request's do, together."""
+        out, by_end = list[list[Passage]](), dict[BlockKey, list[Passage]]()
         while self._noted:
             passage = self._noted.popleft()
             parent = BlockKey(scope_of_key(passage.keys[0]) + (passage.parent or b""))
-            before = by_end.pop(parent, None)
-            whole = passage if before is None else before.joined(passage)
-            by_end[whole.keys[-1]] = whole
-        return list(by_end.values())
+            if (line := by_end.pop(parent, None)) is None:
+                out.append(line := [])
+            line.append(passage)
+            by_end[passage.keys[-1]] = line
+        return out
 
     # ── announcing ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def announce(self) -> None:
-        """Have the subscriber told of the blocks that the tier has of what is written down."""
-        with contextlib.suppress(TierError, ClosedError):
-            found = self._hierarchy.describing()
-            if found is None:
-                return
-            tier, verbs = found
+        """Have the subscriber told of the blocks that the tier has of what is written down, as soon as there is one."""
+        announced = set[BlockKey]()
+        with contextlib.suppress(ClosedError):
+            while True:
+                found = self._hierarchy.describing()
+                if found is not None and await self._announce_all(*found, announced):
+                    return
+                await asyncio.sleep(_PAUSE_MAX_S if found is None else _AGAIN_S)
+
+    async def _announce_all(self, tier: Metered, verbs: Describing, announced: set[BlockKey]) -> bool:
+        """Whether the tier has not failed. `announced` grows by what was."""
+        since = 0
+        try:
             newest = await self._read(verbs)
-            announced, since = set[BlockKey](), 0
-            for passage, stop in parents_first(newest, await _ends(newest), announced):
-                since += await self._announce(tier, passage, stop, announced)
+            for passage in parents_first(newest, await _ends(newest), announced):
+                since += await self._announce(tier, passage, announced)
                 if since >= BATCH_BLOCKS:
                     since = 0
                     await self._taken()
-            if newest:
-                log.info("announced %d blocks that %s kept", self.announced, tier.name)
+        except TierError as error:
+            log.debug("what %s kept is not announced yet: %s", tier.name, error)
+            return False
+        if newest:
+            log.info("announced %d blocks that %s kept", self.announced, tier.name)
+        return True
 
     async def _read(self, verbs: Describing) -> list[PackedPassage]:
         """The newest passages first."""
@@ -155,17 +182,22 @@ class Announcer:
             number, parts = await verbs.read_contents(number) if number > 1 else (0, [])
         return out
 
-    async def _announce(self, tier: Metered, found: PackedPassage, stop: int, announced: set[BlockKey]) -> int:
-        """Announce the first `stop` blocks of a passage, as far as they are there, and were not announced."""
-        keys = found.keys[:stop]
-        start = next((place for place, key in enumerate(keys) if key not in announced), stop)
-        if start == stop:
+    async def _announce(self, tier: Metered, found: PackedPassage, announced: set[BlockKey]) -> int:
+        """Announce a passage's blocks, as far as they are there, and were not announced."""
+        keys = found.keys
+        start = next((place for place, key in enumerate(keys) if key not in announced), len(keys))
+        if start == len(keys):
             return 0
+        if tier.resting:
+            raise TierError(tier.name, "lookup", "out of service")
+
+        def tell(count: int) -> None:
+            self._tell(found.passage().part(start, start + count))
+
         try:
-            self._tell(found.passage())
+            here = await tier.announce(keys[start:], Mono(self._clock.monotonic() + _LOOKUP_S), tell)
         except CorruptError:
             return 0
-        here = await tier.announce(keys[start:], Mono(self._clock.monotonic() + _LOOKUP_S))
         announced.update(keys[start : start + here])
         self.announced += here
         return here
@@ -177,6 +209,12 @@ class Announcer:
         while self._waiting():
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             await asyncio.sleep(pause_s)
+
+
+def _described_max(tier: Metered) -> int:
+    """A quarter of the blocks whose pages the tier keeps: other processes write some of them."""
+    blocks = tier.usage().capacity_bytes // tier.block_bytes
+    return min(DESCRIBED_MAX, blocks // 4) if blocks else DESCRIBED_MAX
 
 
 def start_first(cache: Cache, announcer: Announcer) -> None:
@@ -192,37 +230,32 @@ def write_last(cache: Cache, announcer: Announcer) -> None:
         cache.submit(announcer.write()).result(LAST_S)
 
 
-Ends = dict[BlockKey, tuple[PackedPassage, int]]
-"""By a block's key: a passage that has it, and how many of its blocks come before the next."""
+Ends = dict[BlockKey, PackedPassage]
+"""By the key of a block that passages go on from: the newest passage that has it."""
 
 
 async def _ends(newest: list[PackedPassage]) -> Ends:
-    """Of the blocks that passages go on from."""
-    wanted = {passage.parent for passage in newest}
+    wanted = {passage.parent for passage in newest if passage.parent is not None}
     out = Ends()
     for passage in newest:
-        for place, key in enumerate(passage.keys):
-            if key in wanted:
-                out.setdefault(key, (passage, place + 1))
+        for key in wanted.intersection(passage.keys):
+            out.setdefault(key, passage)
         await asyncio.sleep(0)
     return out
 
 
-def parents_first(
-    newest: list[PackedPassage], ends: Ends, announced: set[BlockKey]
-) -> Iterator[tuple[PackedPassage, int]]:
-    """The passages in this order, but each after those that it goes on from: (passage, how many of its blocks). One
-    that goes on from a block that is not `announced` by then, which the caller keeps, is left out: no router could
-    place it."""
+def parents_first(newest: list[PackedPassage], ends: Ends, announced: set[BlockKey]) -> Iterator[PackedPassage]:
+    """Each passage once, in this order, but after those that it goes on from. One that goes on from a block that is not
+    `announced` by then, which the caller keeps, is left out: no router could place it."""
+    done = set[int]()
     for passage in newest:
-        line, seen = [(passage, len(passage.keys))], {id(passage)}
-        while (parent := line[-1][0].parent) is not None and parent not in announced:
-            before = ends.get(parent)
-            if before is None or id(before[0]) in seen:
+        line, following = list[PackedPassage](), passage
+        while id(following) not in done:
+            done.add(id(following))
+            line.append(following)
+            if following.parent is None or following.parent in announced:
                 break
-            line.append(before)
-            seen.add(id(before[0]))
-        for each, stop in reversed(line):
-            if each.parent is not None and each.parent not in announced:
-                break
-            yield each, stop
+            following = ends.get(following.parent, following)
+        for each in reversed(line):
+            if each.parent is None or each.parent in announced:
+                yield each

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -96,13 +97,12 @@ class BlockEvents(ABC):
         self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
         self._told: deque[Passage] = deque()  # of blocks that are announced next; written to on any thread
         self._kept, self._kept_before = _Known(), _Known()  # those that were told of for the last two `take`s
-        self._note: Callable[[Passage], None] = lambda passage: None
+        self._announcer: Announcer | None = None
         self._cleared = False
 
     def announcer(self, hierarchy: Hierarchy) -> Announcer:
         """One that writes down what requests hold from now on, and announces what an earlier engine's did."""
-        announcer = Announcer(hierarchy, self._told.append, lambda: bool(self._told))
-        self._note = announcer.note
+        self._announcer = announcer = Announcer(hierarchy, self._told.append, lambda: bool(self._told))
         return announcer
 
     def _remember(
@@ -115,19 +115,18 @@ class BlockEvents(ABC):
     ) -> None:
         """Remember what the blocks of a request's chain hold, from `start` on: `passage_of` those from some depth on.
         Only its `lasting` first may lie on a disk."""
-        known = self._recent.numbers
-        start = next((depth for depth in range(start, len(chain)) if chain[depth] not in known), len(chain))
-        if start == len(chain):
-            return
         keys = list(chain[start:])
-        if 2 * (self._recent.blocks + len(keys)) > self._known_max and self._recent.runs:
-            longest = 2 * self._recent.blocks > self._known_max
-            self._recent, self._older = _Known(), _Known() if longest else self._recent
-        passage = passage_of(keys, start)
-        self._recent.add(KnownRun(self._count, passage, session))
-        self._count += len(keys)
-        if lasting > start:
-            self._note(passage if lasting >= len(chain) else passage.part(0, lasting - start))
+        known = len(list(takewhile(self._recent.numbers.__contains__, keys)))
+        if known < len(keys):
+            new = keys[known:]
+            if 2 * (self._recent.blocks + len(new)) > self._known_max and self._recent.runs:
+                longest = 2 * self._recent.blocks > self._known_max
+                self._recent, self._older = _Known(), _Known() if longest else self._recent
+            self._recent.add(KnownRun(self._count, passage_of(new, start + known), session))
+            self._count += len(new)
+        announcer, stop = self._announcer, min(lasting, len(chain))
+        if announcer is not None and (first := announcer.described(chain, start, stop)) < stop:
+            announcer.note(passage_of(keys[first - start : stop - start], first))
 
     def clear(self) -> None:
         """The engine has new weights: no block reported until now can be found any more."""

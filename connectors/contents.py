@@ -59,13 +59,16 @@ class Passage:
             self.adapter,
         )
 
-    def joined(self, other: Passage) -> Passage:
-        """This, and a passage that goes on from it."""
+    def joined(self, *others: Passage) -> Passage:
+        """This, and passages that go on from it, each from the one before."""
+        if not others:
+            return self
+        parts = (self, *others)
         return Passage(
-            self.keys + other.keys,
+            [key for part in parts for key in part.keys],
             self.parent,
-            [*self.tokens, *other.tokens],
-            [*self.extra_keys, *other.extra_keys],
+            [token for part in parts for token in part.tokens],
+            [keys for part in parts for keys in part.extra_keys],
             self.salt,
             self.adapter,
         )
@@ -120,9 +123,9 @@ def _encoded_beside(passage: Passage) -> bytes | None:
     extra = {str(place): keys for place, keys in enumerate(passage.extra_keys) if keys != usual}
     try:
         checked = msgspec.convert({"salt": passage.salt, "lora": passage.adapter, "extra": extra}, _Beside)
-    except msgspec.ValidationError:
+        raw = b"" if checked == _Beside() else msgspec.json.encode(checked)
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: half of a surrogate pair
         return None
-    raw = b"" if checked == _Beside() else msgspec.json.encode(checked)
     return raw if len(raw) <= _U16_MAX else None
 
 

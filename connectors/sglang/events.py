@@ -62,7 +62,8 @@ class PageEvents(BlockEvents):
 
         def passage(keys: list[BlockKey], first: int) -> Passage:
             parent = chain[first - 1][-HASH_BYTES:] if first else None
-            return Passage(keys, parent, tokens[(first - start) * page :], [None] * len(keys))
+            some = tokens[(first - start) * page : (first - start + len(keys)) * page]
+            return Passage(keys, parent, some, [None] * len(keys))
 
         self._remember(chain, start, passage, getattr(req, "session_id", None), lasting)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
 
@@ -148,16 +148,18 @@ class Metered(Wrapper):
         """Whether subscribers are told of every block that this process takes out of the tier, by its name."""
         return hasattr(self.inner.inner, "subscribe")
 
-    async def announce(self, keys: Sequence[BlockKey], deadline: Mono) -> int:
+    async def announce(self, keys: Sequence[BlockKey], deadline: Mono, before: Callable[[int], object]) -> int:
         """Tell the subscriber of those of a chain's consecutive blocks that are here, up to the first that is not.
-        Returns how many they are."""
+        Returns how many they are; where there are some, calls `before` with that first."""
         residence = self._residence
         if residence is None:
             return 0
         with residence.verb() as removed:
             found = await self.inner.lookup(keys, range(len(keys)), deadline)
             here = next((place for place, miss in enumerate(found) if miss is not None), len(found))
-            residence.found(keys[:here], removed)
+            if here:
+                before(here)
+                residence.found(keys[:here], removed)
         return here
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:

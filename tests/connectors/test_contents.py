@@ -66,7 +66,7 @@ def test_a_page_has_what_fits_at_less_than_70_bytes_per_block() -> None:
     assert fields_of(whole) == fields_of(passage)
 
 
-@pytest.mark.parametrize("wrong", ["bytes beside", "negative token", "huge token", "long JSON"])
+@pytest.mark.parametrize("wrong", ["bytes beside", "negative token", "huge token", "long JSON", "no Unicode"])
 def test_one_that_no_page_can_have_is_passed_over(wrong: str) -> None:
     page, tokens = ContentPage(), [1] * 2 * SIZE
     extra: list[tuple[object, ...] | None] = [None, None]
@@ -74,6 +74,8 @@ def test_one_that_no_page_can_have_is_passed_over(wrong: str) -> None:
         extra = [(b"embedding",), None]
     elif wrong == "long JSON":
         extra = [("x" * CONTENT_BYTES_MAX,), ("x" * 70_000,)]
+    elif wrong == "no Unicode":
+        extra = [("\ud800",), ("\udfff",)]
     else:
         tokens[5] = -1 if wrong == "negative token" else 1 << 40
     passage, begin = Passage(chain_of(sample_namespace(), 2), None, tokens, extra), 0

@@ -8,14 +8,15 @@
 
 Not in the index: its rows cost a commit each, twice the bytes, and pages of the tree that lookups need. These are read
 once per process, and a page that is lost costs nobody a block: so nothing is synced but a purge, which overwrites every
-page that has a part of its tenant. Since pages are written again as they fill up, a writer says how many purges it knew
-of, and is told whose they were.
+page that has a part of its tenant, or removes the file where it cannot. Since pages are written again as they fill up,
+a writer says how many purges it knew of, and is told whose they were.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import struct
 import time
@@ -27,11 +28,15 @@ import xxhash
 
 from kvtier.errors import TierTimeout
 from kvtier.identity.keys import TENANT_BYTES, Scope
+from kvtier.tiers.fsync import sync_directory
 from kvtier.tiers.protocol import CONTENT_BYTES_MAX
+
+log = logging.getLogger(__name__)
 
 PAGE_BYTES = 16384
 PAGES_MIN, BYTES_MAX = 4, 256 << 20
 LOCK_TIMEOUT_S = 1.0  # a holder needs microseconds, but for a purge
+PURGE_TIMEOUT_S = 10.0  # for the lock: every process of a fleet has the same purge at once
 _POLL_S = 0.001
 PURGES_KEPT = 64
 _MAGIC = b"kvtcont1"
@@ -108,24 +113,37 @@ class ContentRing:
         return 0, []
 
     def purge(self, tenant: Scope) -> int:
-        """Overwrite the tenant's parts, durably; returns how many there were. Damaged pages go, whosesoever they
-        are."""
-        name, count = tenant[:TENANT_BYTES], 0
-        with contextlib.suppress(FileNotFoundError), self._locked() as fd:
-            head = self._head(fd)
-            if head is None:
-                os.ftruncate(fd, 0)
-                return 0
-            self._set_head(fd, head.purged(name))
-            for place in range(1, 1 + min(self._pages, head.newest)):
-                number, parts = _decoded(os.pread(fd, PAGE_BYTES, place * PAGE_BYTES))
-                others = [part for part in parts if part[:TENANT_BYTES] != name]
-                if not number:
-                    os.pwrite(fd, bytes(PAGE_BYTES), place * PAGE_BYTES)
-                elif len(others) < len(parts):
-                    self._set_page(fd, number, b"".join(_PART.pack(len(part)) + part for part in others))
-                    count += len(parts) - len(others)
-            os.fsync(fd)
+        """Overwrite the tenant's parts, durably; returns how many there were. Damaged pages go, whosesoever they are,
+        and the whole file where it fails, is none, or is held too long: a purge of blocks is not to wait for that.
+        Raises OSError where it cannot be removed."""
+        try:
+            with self._locked(timeout_s=PURGE_TIMEOUT_S) as fd:
+                count = self._overwrite(fd, tenant[:TENANT_BYTES])
+                os.fsync(fd)
+                return count
+        except FileNotFoundError:
+            return 0
+        except (OSError, TierTimeout) as error:
+            log.info("g3: what blocks hold is forgotten, since a purge cannot change it: %s", error)
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):  # none of ours
+            self._path.unlink()
+            sync_directory(self._path.parent)
+        return 0
+
+    def _overwrite(self, fd: int, name: bytes) -> int:
+        head, count = self._head(fd), 0
+        if head is None:
+            os.ftruncate(fd, 0)
+            return 0
+        self._set_head(fd, head.purged(name))
+        for place in range(1, 1 + min(self._pages, head.newest)):
+            number, parts = _decoded(os.pread(fd, PAGE_BYTES, place * PAGE_BYTES))
+            others = [part for part in parts if part[:TENANT_BYTES] != name]
+            if not number:
+                os.pwrite(fd, bytes(PAGE_BYTES), place * PAGE_BYTES)
+            elif len(others) < len(parts):
+                self._set_page(fd, number, b"".join(_PART.pack(len(part)) + part for part in others))
+                count += len(parts) - len(others)
         return count
 
     def _offset(self, number: int) -> int:
@@ -147,24 +165,39 @@ class ContentRing:
         os.pwrite(fd, _check(rest) + rest, 0)
 
     @contextlib.contextmanager
-    def _locked(self, *, make: bool = False) -> Iterator[int]:
-        """The open file, alone among threads and processes."""
-        end = time.monotonic() + LOCK_TIMEOUT_S
+    def _locked(self, *, make: bool = False, timeout_s: float | None = None) -> Iterator[int]:
+        """The open file, alone among threads and processes, within LOCK_TIMEOUT_S or another time."""
+        end = time.monotonic() + (LOCK_TIMEOUT_S if timeout_s is None else timeout_s)
         if make:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0), 0o600)
+        while (fd := self._taken(os.O_CREAT if make else 0, end)) is None:
+            pass
         try:
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        raise TierTimeout("g3", "contents", f"{self._path} is locked") from None
-                    time.sleep(_POLL_S)
             yield fd
         finally:
             os.close(fd)  # and with it the lock
+
+    def _taken(self, flags: int, end: float) -> int | None:
+        """The locked file, open; None where it was removed meanwhile: another one may be in its place."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+        try:
+            self._lock(fd, end)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    def _lock(self, fd: int, end: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TierTimeout("g3", "contents", f"{self._path} is locked") from None
+                time.sleep(_POLL_S)
 
 
 def _check(rest: bytes) -> bytes:

@@ -101,7 +101,7 @@ def test_what_an_earlier_engine_kept_is_announced_as_it_was() -> None:
     request, _ = engine_request(Kind.SALTED_ADAPTER, tokens=6 * SIZE, size=SIZE)
     chain = make_keys(SHARED, [bytes(name) for name in request.block_hashes])
     noted, before, events = list[Passage](), KVEvents(SIZE, "full_attention"), learnt()
-    before._note = noted.append
+    before._announcer = SimpleNamespace(note=noted.append, described=lambda chain, start, stop: start)  # type: ignore[assignment]
     before.remember(request, chain[:3], 0, lasting=5)
     before.remember(request, chain, 3, lasting=5)
     assert [passage.keys for passage in noted] == [chain[:3], chain[3:5]], "the last one may not lie on a disk"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from kvtier.identity.keys import scope_of, tenant_of
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import contents
 from kvtier.tiers.disk.contents import PAGE_BYTES, PAGES_MIN, PURGES_KEPT, ContentRing, pages_for
-from kvtier.tiers.protocol import CONTENT_BYTES_MAX, CONTENT_PART_BYTES
+from kvtier.tiers.protocol import CONTENT_BYTES_MAX, CONTENT_PART_BYTES, Miss
 from tests.tiers.disk.support.damage import flip
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
@@ -132,11 +134,77 @@ def test_a_process_that_stands_still_with_the_file_costs_a_second_at_most(
     ring, purges = ring_at(tmp_path)
     fd = os.open(tmp_path / "contents" / NAMESPACE.hex(), os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    for verb in (lambda: ring.write(0, [b"x"], purges), lambda: ring.read(0), lambda: ring.purge(ONE)):
+    for verb in (lambda: ring.write(0, [b"x"], purges), lambda: ring.read(0)):
         with pytest.raises(TierTimeout):
             verb()
     os.close(fd)
     assert ring.read(0) == (0, [])
+
+
+@pytest.mark.parametrize("cause", ["held", "unreadable", "symlink", "pipe", "folder", "file as folder"])
+def test_a_purge_that_cannot_change_the_file_removes_it(
+    tmp_path: Path, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A purge of blocks would fail with it, again and again, and take the tier out of service."""
+    monkeypatch.setattr(contents, "PURGE_TIMEOUT_S", 0.01)
+    ring, purges = ring_at(tmp_path)
+    ring.write(0, [ONE[:8] + b"tokens"], purges)
+    path, own, elsewhere = tmp_path / "contents" / NAMESPACE.hex(), os.getpid(), tmp_path / "elsewhere"
+    held = os.open(path, os.O_RDWR)
+    if cause == "held":  # by a process that stands still
+        fcntl.flock(held, fcntl.LOCK_EX)
+    elif cause == "unreadable":
+        real = os.pread
+
+        def failing(fd: int, length: int, offset: int) -> bytes:
+            if offset and os.getpid() == own:
+                raise OSError(errno.EIO, "unreadable")
+            return real(fd, length, offset)
+
+        monkeypatch.setattr(contents.os, "pread", failing)
+    else:
+        elsewhere.write_bytes(path.read_bytes())
+        shutil.rmtree(path.parent)
+        if cause == "file as folder":
+            path.parent.touch()
+        else:
+            path.parent.mkdir()
+            {"symlink": lambda: path.symlink_to(elsewhere), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[
+                cause
+            ]()
+    assert ring.purge(ONE) == 0
+    monkeypatch.undo()
+    assert not path.is_file() and not path.is_symlink() and ring.purge(ONE) == 0
+    if cause not in ("folder", "file as folder"):
+        assert ring.write(0, [ONE[:8] + b"tokens"], purges)[::2] == (0, None), "nobody knows what was purged"
+    assert not elsewhere.exists() or b"tokens" in elsewhere.read_bytes(), "what a link leads to is none of ours"
+    os.close(held)
+
+
+def test_a_purge_is_durable_also_where_the_file_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, purges = ring_at(tmp_path)
+    ring.write(0, [ONE[:8] + b"tokens"], purges)
+    synced = list[int]()
+    monkeypatch.setattr(contents.os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    ContentRing(tmp_path, NAMESPACE, 5).purge(ONE)
+    assert synced == [0]
+
+
+def test_the_file_that_is_changed_is_the_one_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process removed the one that was opened, and began another, before it could be locked."""
+    ring, purges = ring_at(tmp_path)
+    ring.write(0, [OTHER[:8] + b"others"], purges)
+    path, real = tmp_path / "contents" / NAMESPACE.hex(), fcntl.flock
+
+    def late(fd: int, how: int) -> None:
+        monkeypatch.setattr(contents.fcntl, "flock", real)
+        path.unlink()
+        again, begun = ring_at(tmp_path)
+        again.write(0, [ONE[:8] + b"tokens"], begun)
+        real(fd, how)
+
+    monkeypatch.setattr(contents.fcntl, "flock", late)
+    assert ring.purge(ONE) == 1 and b"tokens" not in path.read_bytes()
 
 
 async def test_a_tier_keeps_them_over_a_restart_and_purges_them_with_the_blocks(tmp_path: Path) -> None:
@@ -156,7 +224,9 @@ async def test_a_tier_keeps_them_over_a_restart_and_purges_them_with_the_blocks(
         assert await tier.write_contents(1, parts, purges) == (0, purges + 1, [ONE[:8]])
 
 
-async def test_a_file_that_fails_costs_no_block_but_a_purge_is_not_confirmed(tmp_path: Path) -> None:
+async def test_a_file_that_fails_costs_no_block_but_a_purge_is_not_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, chain = VirtualClock(), chain_of(sample_namespace(BLOCK), 2, scope=ONE)
     async with opened(tmp_path / "g3", clock=clock) as tier:
         await put(tier, chain)
@@ -165,5 +235,14 @@ async def test_a_file_that_fails_costs_no_block_but_a_purge_is_not_confirmed(tmp
         assert await tier.write_contents(0, [ONE], 1) == (0, 0, None)
         assert await tier.read_contents(0) == (0, [])
         assert await get(tier, chain) == [True, True]
+        assert await tier.purge(ONE, clock.wall()) == 2, "a folder is none of the tier's"
+        assert await get(tier, chain) == [Miss.ABSENT, Miss.ABSENT]
+
+        def fails(_path: Path) -> None:
+            raise PermissionError("read-only")
+
+        monkeypatch.setattr(Path, "unlink", fails)
         with pytest.raises(TierError, match="purge"):
-            await tier.purge(ONE, clock.wall())
+            await tier.purge(OTHER, clock.wall())
+        monkeypatch.undo()
+        assert await tier.purge(OTHER, clock.wall()) == 0
