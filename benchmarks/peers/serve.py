@@ -10,8 +10,9 @@ Imports the standard library alone, since each store runs in an interpreter of i
     {"do": NAME}                                     {}: a further verb of the store, such as purge
     {"do": "close"}                                  {}; another open may follow
 
-`or`, which may be left out: further generations of which a whole block is right. A verb that raises answers {"error": "…"}, and one that the store lacks {"absent": true}. A payload is a function of the
-block's number and its generation, so that every byte that comes back is judged.
+`or`, which may be left out: further generations of which a whole block is right. A verb that raises answers
+{"error": "…"}, and one that the store lacks {"absent": true}. A payload is a function of the block's number and its
+generation, so that every byte that comes back is judged.
 """
 
 from __future__ import annotations

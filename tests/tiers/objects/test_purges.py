@@ -261,9 +261,14 @@ class SlowList(VirtualBucket):
 
     go: asyncio.Event | None = None
 
+    def __init__(self, server: VirtualServer) -> None:
+        super().__init__(server)
+        self.asked = asyncio.Event()
+
     async def _answering(self, verb: str, name: str) -> None:
         go, self.go = (self.go, None) if verb == "list" else (None, self.go)
         if go is not None:
+            self.asked.set()
             await go.wait()
 
 
@@ -291,8 +296,7 @@ async def test_a_purge_after_the_listing_that_counts_is_not_taken_for_proven() -
         server.clock.advance(50)
         listed, bucket.go = server.clock.monotonic(), (go := asyncio.Event())
         looking = asyncio.ensure_future(g4._ready())
-        while bucket.go is not None:
-            await asyncio.sleep(0)
+        await bucket.asked.wait()
         server.clock.advance(1)
         await other.purge(scope_of("t"), server.clock.wall())
         server.clock.advance(1)
