@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,11 +93,11 @@ class Row:
         if (stored := self.put(first, generation)) != BLOCKS:
             raise RuntimeError(f"{stored} of {BLOCKS} blocks were stored before the damage")
 
-    def get(self, first: int = 0, generation: int = 0) -> str:
-        """Each block by itself; the outcome."""
+    def get(self, first: int = 0, generation: int = 0, older: Sequence[int] = ()) -> str:
+        """Each block by itself; the outcome. `older`: further generations of which a whole block is right."""
         counts = dict.fromkeys(("right", "miss", "wrong"), 0)
         for block in range(first, first + BLOCKS):
-            order = {"do": "get", "first": block, "count": 1, "generation": generation}
+            order = {"do": "get", "first": block, "count": 1, "generation": generation, "or": list(older)}
             for word, count in self.ask(order, PATIENCE_S).items():
                 counts[word] += count
         self.notes["blocks"] = counts
@@ -151,7 +151,8 @@ def of_bytes(damage: Callable[[list[Place]], None]) -> Callable[[Row], str]:
 
 
 def stale(row: Row) -> str:
-    """Blocks have the bytes that another generation stored under the same names, as after a lost write."""
+    """Blocks have the bytes that were stored under the same names before, as after a lost write. A name stands for one
+    computation, so these are right bytes as well, where a block is all of one version."""
     if not row.contender.in_files:
         return row.absent("it keeps blocks in memory")
     row.open()
@@ -164,7 +165,7 @@ def stale(row: Row) -> str:
     row.close()
     put_back(row.places(1), older)
     row.open()
-    return row.get(generation=1)
+    return row.get(generation=1, older=[0])
 
 
 def come_back(row: Row) -> str:

@@ -6,12 +6,13 @@ Imports the standard library alone, since each store runs in an interpreter of i
 
     {"do": "open", "folder": PATH, "terms": {…}}     {"versions": {…}}
     {"do": "put", "first": 0, "count": 8, "generation": 0}    {"stored": 8}
-    {"do": "get", "first": 0, "count": 8, "generation": 0}    {"right": 8, "miss": 0, "wrong": 0}
+    {"do": "get", "first": 0, "count": 8, "generation": 0, "or": [1]}    {"right": 8, "miss": 0, "wrong": 0}
     {"do": NAME}                                     {}: a further verb of the store, such as purge
     {"do": "close"}                                  {}; another open may follow
 
-A verb that raises answers {"error": "…"}, and one that the store lacks {"absent": true}. A payload is a function of the
-block's number and its generation, so that every byte that comes back is judged.
+`or`, which may be left out: further generations of which a whole block is right. A verb that raises answers
+{"error": "…"}, and one that the store lacks {"absent": true}. A payload is a function of the block's number and its
+generation, so that every byte that comes back is judged.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ def serve(opened: Callable[[str, dict[str, Any]], Store], versions: Callable[[],
             return {"versions": versions()}
         if verb in ("put", "get"):
             blocks = range(order["first"], order["first"] + order["count"])
-            right = [payload(block, order["generation"], size_of(terms)) for block in blocks]
+            generations = [order["generation"], *order.get("or", [])]
+            right = [[payload(block, each, size_of(terms)) for each in generations] for block in blocks]
             if verb == "put":
-                return {"stored": store.put(blocks, right)}
+                return {"stored": store.put(blocks, [of_block[0] for of_block in right])}
             return _judged(store.get(blocks, size_of(terms)), right)
         if verb == "close" and store is not None:
             store, ended = None, store
@@ -99,8 +101,8 @@ def serve(opened: Callable[[str, dict[str, Any]], Store], versions: Callable[[],
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _judged(found: Sequence[bytes | None], right: Sequence[bytes]) -> dict[str, int]:
+def _judged(found: Sequence[bytes | None], right: Sequence[Sequence[bytes]]) -> dict[str, int]:
     counts = {"right": 0, "miss": 0, "wrong": 0}
     for mine, wanted in zip(found, right, strict=True):
-        counts["miss" if mine is None else "right" if mine == wanted else "wrong"] += 1
+        counts["miss" if mine is None else "right" if mine in wanted else "wrong"] += 1
     return counts

@@ -15,6 +15,7 @@ import asyncio
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from kvtier.errors import KVTierError, TierError
 from kvtier.identity.keys import Scope, tenant_of
@@ -24,7 +25,7 @@ from kvtier.manager.slices import aside, slices
 from kvtier.retention.marks import POSITIONS, number_of
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import PurgeLogging
-from kvtier.times import Wall
+from kvtier.times import Mono, Wall
 
 REMEMBERED_MAX = 4096
 """Purges beyond which G2 forgets the older half."""
@@ -140,9 +141,9 @@ class Purger:
         if joining is not None:
             tiers.append(joining)
         began, log = self._hierarchy.clock.monotonic(), self._hierarchy.purge_log()
-        before = _read(log)  # the answers hold as much at least
+        before = _Read.of(log)  # the answers hold as much at least
         answers = await asyncio.gather(*(tier.tombstones() for tier in tiers), return_exceptions=True)
-        after = _read(log)
+        after = _Read.of(log)
         asked = [(tier, answer) for tier, answer in zip(tiers, answers, strict=True) if isinstance(answer, Mapping)]
         for tier, tombstones in asked:
             known = self._seen.get(tier.name) if joining is None else None
@@ -161,7 +162,8 @@ class Purger:
         with self._hierarchy.lock:
             self._hierarchy.position = max(last, self._hierarchy.position)
             if any(tier.purge_log() is not None for tier, _ in asked):
-                self._hierarchy.proven_at = began if log is None else min(began, log.read_at)
+                listed = after if after.position == last else before
+                self._hierarchy.proven_at = max(self._hierarchy.proven_at, min(began, listed.at))
         await self._protection.expire(None)
         for part in slices(list(latest.items()), _APPLIED):
             _add(self.owed, part)
@@ -172,8 +174,9 @@ class Purger:
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
         if set(self._lower.values()) <= set(remember):
             await self._confirm(latest)
-            read, position = after  # where that is the last entry of the answer: a look-up may have read further
-            self._hierarchy.log_memory = (read if position == last else before[0]) or self._hierarchy.log_memory
+            # A look-up may have read further than the answer goes.
+            read = after if after.position == last else before
+            self._hierarchy.log_memory = read.memory or self._hierarchy.log_memory
         elif first:  # a tier may give back what they cover
             await self._enforce(local)
         return remember
@@ -244,10 +247,20 @@ class Purger:
         return True
 
 
-def _read(log: PurgeLogging | None) -> tuple[bytes, int]:
-    """The log's memory, and its position no earlier than that; b"" and 0 where nothing was read."""
-    memory, position = (b"", 0) if log is None else (log.memory(), log.position)
-    return (memory, position) if position else (b"", 0)
+class _Read(NamedTuple):
+    """How far a purge log was read. `at`: when a listing began, and `memory`, none of them later than `position`."""
+
+    at: Mono
+    memory: bytes
+    position: int
+
+    @classmethod
+    def of(cls, log: PurgeLogging | None) -> _Read:
+        """-inf, b"" and 0 where there is none; b"" where nothing was read."""
+        if log is None:
+            return cls(Mono("-inf"), b"", 0)
+        at, memory, position = log.read_at, log.memory(), log.position
+        return cls(at, memory if position else b"", position)
 
 
 def _add(purges: dict[Scope, Wall], more: Iterable[tuple[Scope, Wall]]) -> None:

@@ -77,10 +77,26 @@ def row(faults: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("damage", "outcome"),
-    [("control", "right"), ("flip", "wrong"), ("duplicate", "wrong"), ("weights", "wrong"), ("purge", "-")],
-)
+    [
+        ("control", "right"), ("flip", "wrong"), ("stale version", "right"), ("duplicate", "wrong"),
+        ("weights", "wrong"), ("purge", "-"),
+    ],
+)  # fmt: skip
 def test_a_store_that_believes_its_files_is_told(faults: ModuleType, row: object, damage: str, outcome: str) -> None:
     assert faults.DAMAGES[damage](row) == outcome
+    row.kill()  # type: ignore[attr-defined]
+
+
+def test_a_block_of_two_versions_is_wrong(faults: ModuleType, row: object) -> None:
+    row.open()  # type: ignore[attr-defined]
+    row.fill(generation=1)  # type: ignore[attr-defined]
+    assert row.get(generation=1, older=[0]) == "right"  # type: ignore[attr-defined]
+    place = row.places(1)[3]  # type: ignore[attr-defined]
+    old, new = (faults.payload(3, generation, faults.BLOCK) for generation in (0, 1))
+    place.replace(old[:4096] + new[4096:])
+    assert row.get(generation=1, older=[0]) == "wrong"  # type: ignore[attr-defined]
+    place.replace(old)
+    assert row.get(generation=1, older=[0]) == "right" and row.get(generation=1) == "wrong"  # type: ignore[attr-defined]
     row.kill()  # type: ignore[attr-defined]
 
 
@@ -158,8 +174,8 @@ def processes() -> Iterator[dict[str, Child]]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "damage",
-    ["control", "flip", "zero page", "truncate", "extend", "swap", "misdirect", "duplicate", "dtype", "weights",
-     "longrope", "adapter", "dummy load", "purge", "purge undone"],
+    ["control", "flip", "zero page", "truncate", "extend", "swap", "misdirect", "stale version", "duplicate", "dtype",
+     "weights", "longrope", "adapter", "dummy load", "purge", "purge undone"],
 )  # fmt: skip
 @pytest.mark.parametrize("store", ["kvtier G3", "kvtier G4"])
 def test_no_damage_of_files_is_served(

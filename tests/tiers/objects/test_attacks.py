@@ -59,14 +59,26 @@ async def read(one: Replica, chain: Sequence[BlockKey], ranks: int = 1) -> list[
     return [results[index] for index in range(len(chain))]
 
 
-def forge(thief: Replica, chain: Sequence[BlockKey], position: int = 0) -> tuple[str, bytes]:
+async def payloads_read(one: Replica, chain: Sequence[BlockKey]) -> list[bytes | Miss]:
+    """What a read of the whole unit gives, whatever bytes these are."""
+    buffers = [bytearray(NS.block_bytes) for _ in chain]
+    targets = [Target(index, (memoryview(buffer),)) for index, buffer in enumerate(buffers)]
+    results = await one.store.read(chain, 0, None, targets)
+    found = ((results[index], bytes(buffer)) for index, buffer in enumerate(buffers))
+    return [payload if isinstance(result, Loaded) else result for result, payload in found]
+
+
+def forge(
+    thief: Replica, chain: Sequence[BlockKey], position: int = 0, max_age: float | None = None
+) -> tuple[str, bytes]:
     """The bytes of a unit with chosen payload, whole in every way but for our key."""
     from dataclasses import replace
 
     from kvtier.checksum import digest_of
     from kvtier.tiers.objects.payload import make_unit
 
-    blocks = seal(list(chain), range(len(chain)), NS.block_bytes, thief.clock.wall(), position=position)
+    terms = Terms("t", ttl=DAY_S, max_age=max_age)
+    blocks = seal(list(chain), range(len(chain)), NS.block_bytes, thief.clock.wall(), terms, position=position)
     chosen = memoryview(b"\x66" * NS.block_bytes)
     blocks = [replace(block, pieces=(chosen,), digest=digest_of([chosen])) for block in blocks]
     _, data = make_unit(NS.digest, blocks, blocks[0].life, thief.store._keyring)
@@ -351,6 +363,30 @@ async def test_replay_of_a_purged_unit_stays_purged() -> None:
         await reader.store.refresh()
         entry = await reader.store.probe(chain, 0)
         assert entry is not None and reader.store.miss_of(entry, reader.clock.wall()) is Miss.PURGED
+
+
+@pytest.mark.parametrize("keyring", [ring(), Keyring.public()], ids=["keys", "public"])
+async def test_replay_of_an_older_version_is_one_result_whole_and_for_its_own_life(keyring: Keyring) -> None:
+    """The older version of a name is a result of the same computation: all of it or nothing, and no longer than it
+    was to live. The versions have other bytes here, to tell them apart."""
+    server = VirtualServer()
+    writer, knows = replica(server, keyring), replica(server, keyring, seed=1)
+    chain = chain_of(NS, S)
+    name, first = forge(writer, chain, max_age=3600.0)
+    header = len(first) - S * NS.block_bytes
+    await writer.write(chain, max_age=7200.0)
+    second = server.objects[name].data
+    assert await knows.store.probe(chain, 0) is not None  # the second, as is in its index from now on
+    server.put(name, first[:header] + second[header:])
+    assert not any(isinstance(each, Loaded) for each in await read(replica(server, keyring), chain)), "a mixture"
+    server.put(name, first)
+    for reader in (knows, replica(server, keyring, seed=2)):
+        assert await payloads_read(reader, chain) == [b"\x66" * NS.block_bytes] * S
+    server.clock.advance(3601)
+    server.put(name, first, used=server.clock.wall())
+    for reader in (knows, replica(server, keyring, seed=3)):
+        await reader.store.refresh()
+        assert await payloads_read(reader, chain) == [Miss.EXPIRED] * S, "the later version had an hour more"
 
 
 async def test_rollback_of_the_whole_bucket_is_noticed_by_whoever_has_a_memory() -> None:

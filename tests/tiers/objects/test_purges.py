@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 import kvtier
 from kvtier.errors import KVTierError
-from kvtier.identity.keys import scope_of
-from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
-from tests.tiers.objects.support.virtual_bucket import SkewedClock
+from kvtier.identity.keys import Scope, scope_of
+from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.times import Wall
+from tests.tiers.objects.support.inline import inline_tier
+from tests.tiers.objects.support.virtual_bucket import SkewedClock, VirtualBucket, VirtualServer
 
 NS = sample_namespace(4096)
 SECRET = "5f" * 32
@@ -251,3 +254,63 @@ async def test_what_is_stored_after_a_purge_was_made_up_for_is_kept(fleet: Fleet
             assert await found(one, chain) == [served] * 8
             for name in ("g2", "g3")[: 1 + (served == "g3")]:
                 await one.evict(name)
+
+
+class SlowList(VirtualBucket):
+    """Its next listing, of the names of when it was asked for, is answered once `go` is set."""
+
+    go: asyncio.Event | None = None
+
+    def __init__(self, server: VirtualServer) -> None:
+        super().__init__(server)
+        self.asked = asyncio.Event()
+
+    async def _answering(self, verb: str, name: str) -> None:
+        go, self.go = (self.go, None) if verb == "list" else (None, self.go)
+        if go is not None:
+            self.asked.set()
+            await go.wait()
+
+
+class Near(MemoryTier):
+    """A tier that does something before it tells its tombstones."""
+
+    async def before(self) -> None:
+        pass
+
+    async def tombstones(self) -> Mapping[Scope, Wall]:
+        await self.before()
+        return await super().tombstones()
+
+
+async def test_a_purge_after_the_listing_that_counts_is_not_taken_for_proven() -> None:
+    """A look at the log joins a listing that began before it, and the log is read on until all tiers have answered."""
+    server = VirtualServer()
+    bucket, near = SlowList(server), Near(NS, server.clock)
+    (g4, _), (other, _) = inline_tier(NS, server, 2, bucket=bucket), inline_tier(NS, server, 2)
+    await other.open()
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 32 * 4096}}})
+    async with kvtier.aopen(config, NS, clock=server.clock, tiers=[near, g4]) as cache:
+        hierarchy, purger = cache.manager.hierarchy, cache.manager._purger
+        await purger.sync()
+        server.clock.advance(50)
+        listed, bucket.go = server.clock.monotonic(), (go := asyncio.Event())
+        looking = asyncio.ensure_future(g4._ready())
+        await bucket.asked.wait()
+        server.clock.advance(1)
+        await other.purge(scope_of("t"), server.clock.wall())
+        server.clock.advance(1)
+
+        async def read_on() -> None:
+            go.set()
+            await looking
+            await asyncio.sleep(0.01)  # G4 has answered
+            await g4._store.refresh()  # the sweeper's
+
+        near.before = read_on  # type: ignore[method-assign]
+        await purger._sync(None)
+        assert (hierarchy.position, hierarchy.proven_at <= listed) == (0, True)
+        del near.before
+        await purger.sync()
+        assert (hierarchy.position, hierarchy.proven_at) == (1, server.clock.monotonic())
+    await other.close(server.clock.monotonic())
