@@ -65,7 +65,7 @@ def test_every_figure_is_exported() -> None:
     assert value("kvtier_tier_call_seconds_count", read) == 3
     assert value("kvtier_tier_call_seconds_sum", read) == pytest.approx(12.0004)
     states = {health.value: value("kvtier_tier_health", {"tier": "g3", "state": health.value}) for health in Health}
-    assert states == {"well": 1, "out": 0, "probing": 0}, "a state set: alerts see the change"
+    assert states == {"well": 1, "full": 0, "out": 0, "probing": 0}, "a state set: alerts see the change"
     assert value("kvtier_build_info", {"version": kvtier.__version__}) == 1
 
 

@@ -50,6 +50,7 @@ def stats_of(
                     **{name: breaker.why_out() for name, breaker in breakers.items() if breaker.reason},
                     **hierarchy.lower.why_out(),
                 },
+                "full": {name: why for name, tier in hierarchy.lower.items() if (why := tier.usage().why_full)},
             },
         }
         for name in hierarchy.lower.out:
@@ -86,5 +87,5 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
         "written_bytes": tier.written_bytes,
         "counters": dict(tier.counters()),
         "unanswered": dict(tier.unanswered),
-        "health": tier.health.value,
+        "health": (Health.FULL if tier.healthy() and usage.why_full else tier.health).value,
     }

@@ -10,6 +10,7 @@ from kvtier.clock import Clock
 
 class Health(Enum):
     WELL = "well"
+    FULL = "full"  # closed, but the tier cannot grow: its volume takes no more bytes
     OUT = "out"  # open: no calls
     PROBING = "probing"  # half open: one call is let through
 

@@ -110,7 +110,8 @@ class Sealed:
 class Usage:
     """How full a tier is. `capacity_bytes` 0: no bound of its own. `evictions`: blocks evicted since open.
     `written_bytes`: what the tier wrote to its device, in all its life; `stored_bytes`: the blocks among that;
-    `budget_bytes`: what it may write per day, 0: no bound."""
+    `budget_bytes`: what it may write per day, 0: no bound. `why_full`: what keeps it from growing into its capacity for
+    now, and until when; empty where nothing does."""
 
     blocks: int
     bytes: int
@@ -119,6 +120,7 @@ class Usage:
     written_bytes: int = 0
     stored_bytes: int = 0
     budget_bytes: int = 0
+    why_full: str = ""
 
 
 class Tier(Protocol):

@@ -11,6 +11,7 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.disk.allocator import Segments
 from kvtier.tiers.disk.eviction import EvictionOrder
 from kvtier.tiers.disk.layout import Layout
+from kvtier.tiers.disk.purged import Purged
 from kvtier.tiers.disk.quota import Shares
 from kvtier.tiers.disk.records import (
     BLOCKS,
@@ -36,7 +37,7 @@ class Entries:
 
     def __init__(
         self, txn: Any, layout: Layout, counters: Counters, order: EvictionOrder, segments: Segments,
-        shares: Shares, retained: Retained,
+        shares: Shares, retained: Retained, purged: Purged,
     ) -> None:  # fmt: skip
         self.blocks, self.slot_bytes = counters.blocks, counters.slot_bytes
         self._txn = txn
@@ -45,6 +46,7 @@ class Entries:
         self._segments = segments
         self._shares = shares
         self._retained = retained
+        self._purged = purged
         self._admitted: dict[bytes, bool] = {}  # the last namespace: it may give way to the next
         self.removed: dict[bytes, None] = {}  # names of blocks that were here before and are not after
         self._ranks: dict[bytes, int] = {}  # of entries written here: every call of LMDB gives up the interpreter lock
@@ -70,9 +72,12 @@ class Entries:
             raise
 
     def rank_of(self, name: bytes) -> int | None:
-        """The rank of a block, None if it is not here."""
-        if name not in self._ranks and (entry := self.find(name)) is not None:
-            self._ranks[name] = entry.rank
+        """The rank of a block. None if it is not here, or is purged and not removed yet: a block below it could not be
+        read."""
+        if name not in self._ranks:
+            entry = self.find(name)
+            if entry is not None and not self._purged.covers(name, entry.mark):
+                self._ranks[name] = entry.rank
         return self._ranks.get(name)
 
     def admit(self, name: bytes) -> bool:

@@ -158,6 +158,12 @@ class Slab:
                 elif path.lstat().st_size > size:
                     os.truncate(path, size)
 
+    def size(self) -> int:
+        """Bytes that the files have, all drafts and leftovers included. Raises OSError."""
+        files = [path.lstat() for folder in self._parts for path in folder.iterdir()]
+        ours = [status for status in files if stat.S_ISREG(status.st_mode)]
+        return sum({(status.st_dev, status.st_ino): status.st_size for status in ours}.values())
+
     def close(self) -> None:
         """Close the files. No other call may run."""
         with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
 from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable
+from kvtier.tiers.disk.volumes import Volumes
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
@@ -55,7 +55,6 @@ WRITERS_MAX = 3  # of them at once; see WRITE_BYTES_MAX
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 HOLD_S = 10.0  # slots are held for writes that may follow
-GROWTH_PAUSE_S = 30.0
 
 _open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
 _open_lock = threading.RLock()
@@ -97,6 +96,7 @@ class Store:
         self._wanted_bytes = 0  # a larger capacity
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self.health = SlotHealth(self.parts, calls)
+        self.volumes = Volumes(self.parts, calls)
         self._idle = IdleWork(self, self._preallocator, lambda: not self._daily.bytes)  # zeros would cost half of it
         self._uuid = index.uuid()
         if maintained:
@@ -105,7 +105,6 @@ class Store:
         self._dead_owners = DeadOwners()
         self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self.room = RoomMaker(self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
-        self._grow_at = [0.0] * len(self.parts)  # by part
         self._hold_until = 0.0
         failed, expected = self._writer_failed, lambda: 3 * self.reserved.writes // 4
         self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
@@ -230,10 +229,11 @@ class Store:
         _ = self.index
         return self._writer.submit(work, use, blocks)
 
-    def give_back(self, reservations: Sequence[SlotReservation]) -> None:
-        """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks."""
+    def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None:
+        """Free slots that were reserved and not published, with the next transaction that succeeds. Never blocks.
+        `unused`: nothing was written to them."""
         if reservations:
-            self.reserved.give_back(reservations)
+            self.reserved.give_back(reservations, unused=unused)
             self._writer.wake()
 
     def moving(self) -> AbstractContextManager[None]:
@@ -282,10 +282,10 @@ class Store:
 
     def volume_full(self, segment: int | None = None) -> None:
         """The volume of a segment, or of the index, took no more bytes: use the existing segments there, or everywhere,
-        for a while."""
-        parts = range(len(self.parts)) if segment is None else [segment % len(self.parts)]
-        for part in parts:
-            self._grow_at[part] = time.monotonic() + GROWTH_PAUSE_S
+        for a while. What is held for later writes may lie in a segment that was not made."""
+        for part in range(len(self.parts)) if segment is None else [segment % len(self.parts)]:
+            self.volumes.found_full(part)
+        self.give_back(self.reserved.clear(), unused=True)
 
     def quarantine(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
         """Take the store out of use until the writer thread has opened it again, after `rest_s` at the earliest.
@@ -295,10 +295,8 @@ class Store:
     def check(self) -> None:
         """Assert that the index is consistent and the files are within the capacity. Reads the whole index."""
         self.index.check()
-        files = [path.lstat() for part in self.parts for path in (part / "slab").iterdir()]
-        ours = [status for status in files if stat.S_ISREG(status.st_mode)]
-        sizes = {(status.st_dev, status.st_ino): status.st_size for status in ours}.values()
-        assert sum(sizes) <= self.geometry.capacity, f"slab files have {sum(sizes)} bytes"
+        size = self.slab.size()
+        assert size <= self.geometry.capacity, f"slab files have {size} bytes"
 
     def _failed(self, thread: str, error: Exception) -> float:
         """A thread has failed; returns the seconds after which it is to go on."""
@@ -343,11 +341,12 @@ class Store:
             return txn, [(job, job.work(txn)) for job in running]
 
         try:
+            self.volumes.try_again()
             if self._wanted_bytes > self.geometry.capacity:
                 self.geometry = recovery.grow(index, self._lock, self._wanted_bytes)
             txn, results = index.transact(
                 work,
-                may_grow=lambda part: time.monotonic() >= self._grow_at[part],
+                may_grow=self.volumes.may_grow,
                 per_day=self._daily.bytes,
                 now_s=self._daily.boot_s(),
             )
@@ -401,6 +400,7 @@ class Store:
         self._heed_mark()
         if not self._maintained:
             return False
+        self.volumes.try_again()
         if time.monotonic() >= self._hold_until:
             self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
         index = self._state.index

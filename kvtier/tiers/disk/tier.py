@@ -352,11 +352,15 @@ class DiskTier:
         blocks, size = store.index.usage()
         balance = store.index.balance()
         budget = int(self._write_budget)
-        return Usage(blocks, size, store.geometry.capacity, store.evictions, balance.written, balance.stored, budget)
+        return Usage(
+            blocks, size, store.geometry.capacity, store.evictions, balance.written, balance.stored, budget,
+            store.volumes.why_full(),
+        )  # fmt: skip
 
     def counters(self) -> dict[str, int]:
-        """Slots set aside for bad places and taken back into use, and unreadable blocks dropped, since open."""
-        return dict(self._store.health.counts)
+        """Slots set aside for bad places and taken back into use, unreadable blocks dropped, and how often a volume was
+        found full, since open."""
+        return {**self._store.health.counts, **self._store.volumes.counts}
 
     def check(self) -> None:
         self._store.check()

@@ -24,6 +24,7 @@ from kvtier.tiers.disk.encryption import Encryption, encrypt, scope_in_name
 from kvtier.tiers.disk.faults import NO_SPACE
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.io_scheduler import Work
+from kvtier.tiers.disk.read import miss_of
 from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, NewBlock, SlotReservation, slot_class
 from kvtier.tiers.disk.slab import neighbours
 from kvtier.tiers.disk.slot_health import TRIES, is_place_fault
@@ -152,7 +153,8 @@ class WriteBatch:
             return []
         names = {block.name for block in self._blocks}
         above = {block.parent for block in self._blocks if block.parent is not None} - names
-        if any(raw is None for raw, _ in store.index.find(list(above))):
+        found = zip(above, store.index.find(list(above)), strict=True)
+        if any(miss_of(name, raw, purged, store.touches, wall_s) for name, (raw, purged) in found):
             return []
         heads = [block.name for block in self._blocks if block.parent not in names]
         purged: dict[bytes, Wall] = {}

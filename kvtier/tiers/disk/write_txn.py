@@ -92,8 +92,8 @@ class WriteTxn:
         self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
         order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
         self._order = EvictionOrder(txn, layout, *order)
-        self._shares = Shares(txn)
-        self._entries = Entries(txn, layout, counters, self._order, self.segments, self._shares, self._retained)
+        shares = self._shares = Shares(txn)
+        self._entries = Entries(txn, layout, counters, self._order, self.segments, shares, self._retained, self.purged)
         self.removed = self._entries.removed  # those that were evicted among them
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
@@ -129,9 +129,9 @@ class WriteTxn:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
         A block that is here gets the join of both lifetimes, the higher priority, and counts as used; `_gives_way`
-        says what becomes of one that is encrypted otherwise. One with a `parent` is refused unless that is here or has
-        a slot from this transaction. `share_bytes`: as in `publish`, so that nothing is written in vain. A live block
-        of a higher priority leaves for none of a lower.
+        says what becomes of one that is encrypted otherwise. One with a `parent` is refused unless that is here, not
+        purged, or has a slot from this transaction. `share_bytes`: as in `publish`, so that nothing is written in vain.
+        A live block of a higher priority leaves for none of a lower.
         """
         self._wall_s = wall_s
         if not self.is_servable(block.name, block, wall_s):
@@ -169,7 +169,7 @@ class WriteTxn:
     def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> Stored:
         """Make a written block visible, its scope's coldest leaving where it would exceed `share_bytes` (0: any).
 
-        FAILED if the reservation is not ours any more; REFUSED if the parent left; FULL if nothing may leave.
+        FAILED if the reservation is not ours any more; REFUSED if the parent left or is purged; FULL if none may leave.
         """
         self._wall_s = wall_s
         if not self._cancel_reservation(reservation):

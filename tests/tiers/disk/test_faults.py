@@ -18,7 +18,7 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import quarantine, recovery, store
+from kvtier.tiers.disk import quarantine, recovery, store, volumes
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
@@ -35,7 +35,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probe and rest a hundred times as often."""
     monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
     monkeypatch.setattr(store, "IDLE_S", 0.005)
-    monkeypatch.setattr(store, "GROWTH_PAUSE_S", 0.02)
+    monkeypatch.setattr(volumes, "PAUSE_FIRST_S", 0.02)
+    monkeypatch.setattr(volumes, "PAUSE_LAST_S", 0.02)
 
 
 class FailingCalls(SystemCalls):
@@ -224,7 +225,7 @@ class FullPart(SystemCalls):
 async def test_a_full_path_leaves_the_others_to_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int
 ) -> None:
-    monkeypatch.setattr(store, "GROWTH_PAUSE_S", 60.0)
+    monkeypatch.setattr(volumes, "PAUSE_FIRST_S", 60.0)
     monkeypatch.setattr(recovery, "SEGMENT_BYTES_SMALL", 1 << 20)
     namespace = sample_namespace(16 << 10)
     paths = [tmp_path / name for name in "abc"]

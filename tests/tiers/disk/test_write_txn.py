@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.identity.keys import SHARED, BlockKey, make_keys
+from kvtier.identity.keys import SHARED, BlockKey, make_keys, scope_of_key, tenant_of
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.marks import mark_below
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import touches, write
+from kvtier.tiers.disk import removals, touches, write
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.index import Index, Use, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
@@ -201,6 +201,37 @@ def test_a_purge_that_comes_before_the_end_of_a_write_takes_it_back(index: Index
     assert index.transact(lambda txn: txn.publish(slot, block, NOW)) is Stored.REFUSED
     assert index.transact(lambda txn: txn.reserve(block, NOW)) is Stored.REFUSED
     assert not index.transact(WriteTxn.reservations), "its slot is free again"
+
+
+def test_a_purged_parent_is_none_though_it_is_not_removed_yet(index: Index) -> None:
+    """No reader would come past it."""
+    parent, child = block_of(0, position=1), block_of(1, position=5)
+    store(index, parent)
+    slot = index.transact(lambda txn: txn.reserve(child, NOW))
+    assert isinstance(slot, SlotReservation)
+    index.transact(lambda txn: txn.purged.apply(parent.name[:SCOPED_BYTES], mark_below(4)))
+    assert index.transact(lambda txn: txn.find(parent.name)) is not None
+    assert index.transact(lambda txn: txn.publish(slot, child, NOW)) is Stored.REFUSED
+    assert index.transact(lambda txn: txn.reserve(child, NOW)) is Stored.REFUSED
+    store(index, block_of(0, position=5))
+    store(index, child)
+
+
+async def test_no_slot_is_taken_ahead_below_a_purged_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every_write_is_one_of_a_stream(monkeypatch)
+    async with opened(tmp_path / "g3", 40) as tier:
+        scope, clock = scope_of_key(CHAIN[0]), tier._clock
+        assert isinstance(clock, VirtualClock)
+        assert await put(tier, CHAIN, [0, 1], parents=True) == [Stored.STORED] * 2
+        clock.advance(10.0)
+        tier._store.index.purges.record(NAMESPACE.digest + tenant_of(scope), clock.wall())
+        clock.advance(10.0)
+        assert tier._store.reserved._held, "the control: a slot is held"
+        with monkeypatch.context() as patch:
+            patch.setattr(removals.Removals, "due_jobs", lambda _self, _index: [])
+            assert await put(tier, CHAIN, [2], parents=True) == [Stored.REFUSED]
+            assert await put(tier, CHAIN, [0, 1, 2], parents=True) == [Stored.STORED] * 3
+        assert await get(tier, CHAIN[:3]) == [True] * 3
 
 
 def test_a_block_of_another_length_takes_the_place_of_the_old_one(index: Index) -> None:
