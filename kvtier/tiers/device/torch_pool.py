@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.errors import CapacityError, InvalidRequest, TierError
+from kvtier.identity.keys import BlockKey
+from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.stream_order import HostOrder, SlotOrder, StreamOrder
 from kvtier.tiers.host.arena import Arena
+from kvtier.times import Mono, Wall
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +38,10 @@ class DevicePool(BlockPool):
     """`blocks` slots of `block_bytes` bytes on `device`, uninitialised.
 
     Owns the memory until it is collected. Raises CapacityError when the device does not have it.
+
+    On a GPU several streams may use the slots. Call `confirm` and `free` while the stream is current that has the work
+    on them enqueued, and `allocate` and `pin` while that one is which will use them: each stream's work on a slot then
+    comes behind the others', without a wait on the host. `confirm` says that the filling step is enqueued, not over.
     """
 
     def __init__(
@@ -53,8 +61,35 @@ class DevicePool(BlockPool):
         except (RuntimeError, MemoryError) as error:  # torch has no narrower type for a failed allocation on the CPU
             raise CapacityError(f"g1: {blocks} blocks of {block_bytes} bytes do not fit on {device}: {error}") from None
         super().__init__(blocks, horizon=horizon, dirty_max_age_s=dirty_max_age_s)
+        self._order: SlotOrder = StreamOrder(torch.cuda) if self.rows.is_cuda else HostOrder()
         self._engine: CopyEngine | None = None
         self._overdue: dict[int, Late] = {}  # by ticket: cancelled copies that may still be running
+
+    def allocate(self, count: int) -> list[int]:
+        slots = super().allocate(count)
+        self._order.follow(slots)
+        return slots
+
+    def free(self, slots: Sequence[int]) -> None:
+        super().free(slots)
+        self._order.used(slots)
+
+    def pin(self, keys: Sequence[BlockKey], wall_s: Wall) -> list[int]:
+        slots = super().pin(keys, wall_s)
+        self._order.follow(slots)
+        return slots
+
+    def confirm(
+        self,
+        slots: Sequence[int],
+        chain: Sequence[BlockKey],
+        life: Lifetime,
+        *,
+        first: int = 0,
+        dirty_since: Mono | None = None,
+    ) -> None:
+        super().confirm(slots, chain, life, first=first, dirty_since=dirty_since)
+        self._order.used(slots)
 
     def typed(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """All slots as one tensor `[blocks, *shape]` of `dtype`: a view, index it by slot.
@@ -86,16 +121,19 @@ class DevicePool(BlockPool):
             self._deliver(engine.poll())
 
     def copy_out(self, slots: Sequence[int], into: Sequence[Place], late: Late) -> list[bool]:
-        """Copy blocks to slots of G2, after the work queued on the current stream. Returns which of them arrived.
+        """Copy blocks to slots of G2, after the work queued on the current stream, and after that of others up to their
+        last `confirm` or `free`. Returns which of them arrived.
 
         Blocks until done. The caller holds the blocks (a reference, or `pick`) and has reserved the places. Raises
         TierError when the device does not finish in time: both sides belong to the copy then and must not be reused
         until a later `recovered` calls `late` with them, which never happens where the device is lost.
         """
+        self._order.follow(slots)
         return self._finish(self._attached().store(_moves(slots, into)), slots, late)
 
     def copy_in(self, source: Sequence[Place], slots: Sequence[int], late: Late) -> list[bool]:
         """Copy pinned slots of G2 into freshly allocated blocks. Otherwise as `copy_out`."""
+        self._order.follow(slots)
         return self._finish(self._attached().load(_moves(slots, source)), slots, late)
 
     def recovered(self) -> bool:
