@@ -6,16 +6,17 @@ prefill does not explain was the load's. To these comes what either costs the ot
 their prefill, and by what they are longer while blocks arrive was the load's.
 
 The gate looks at the other choice now and then, within a budget: a share of all the time that it has seen requests
-take, and half of what earlier looks gained. So looks cost at most that share. On the engines that the tests make up
-(dear or cheap loads, drifting, noisy, with rare outliers), over replays of 2,000 requests, it is never more than a
-twentieth worse than the better of always and never loading, and the price of two of the dearest loads, which nobody
-could foresee. Shorter replays leave less time to learn.
+take, and half of what earlier looks gained. So looks cost at most that share. And a load is waited for only as long as
+it may save, so one that nobody could foresee costs no more than its blocks computed twice. On the engines that the
+tests make up (dear or cheap loads, drifting, noisy, with rare outliers), over replays of 2,000 requests, it is never
+more than a twentieth worse than the better of always and never loading. Shorter replays leave less time to learn.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.connectors.line import Line
 
@@ -37,6 +38,8 @@ _PRICE_KEPT = 0.98
 _DEAREST_LOOK = 8.0
 """Times its price that a look is charged at most: what is dearer by chance, as requests of either choice now and then
 are, would end all looks for long, and the average of such chances is in the price."""
+_FIRST_S, _FIRST_BLOCK_S = 0.05, 0.005
+"""As long is a load waited for before any prefill has told what it is worth, and so much longer per block."""
 _SURE = 3.0
 """Standard errors of both estimates together from which on a difference is beyond doubt."""
 
@@ -45,7 +48,8 @@ _SURE = 3.0
 class Verdict:
     """Whether `blocks` that come by `way` are to be loaded. `look`: it is the choice that is thought to cost more, by
     `price_s`. What it truly costs the request more than `rival_s`, the estimate of the other, is paid from the budget,
-    and with it `others_s`, by which it is thought to hold the others up longer."""
+    and with it `others_s`, by which it is thought to hold the others up longer. Blocks that have not come after
+    `patience_s` are to be computed."""
 
     way: str
     blocks: int
@@ -54,6 +58,7 @@ class Verdict:
     rival_s: float = 0.0
     others_s: float = 0.0
     price_s: float = 0.0
+    patience_s: float = math.inf
 
 
 class LoadGate:
@@ -75,7 +80,21 @@ class LoadGate:
         self._since_look = 0
 
     def decide(self, way: str, blocks: int, others: int = 0) -> Verdict:
-        """Whether to load so many blocks while `others` requests run."""
+        """Whether to load so many blocks while `others` requests run, and how long to wait for them."""
+        verdict = self._choose(way, blocks, others)
+        return replace(verdict, patience_s=self._patience_s(way, blocks, others)) if verdict.load else verdict
+
+    def _patience_s(self, way: str, blocks: int, others: int) -> float:
+        """As long as computing them would take all requests together, and as loads usually take where these are worth
+        it: what is waited for in vain is computed, too, so the request has its first token after twice the time at
+        most."""
+        if not len(self._prefill):
+            return _FIRST_S + _FIRST_BLOCK_S * blocks
+        loads = self._loads[way]
+        compute_s, load_s = (1 + others) * self._prefill.between(0, blocks), loads.at(blocks)
+        return compute_s + (load_s if len(loads) >= _LOADS_MIN and load_s <= compute_s else 0.0)
+
+    def _choose(self, way: str, blocks: int, others: int) -> Verdict:
         loads = self._loads[way]
         if len(self._prefill) < _SAMPLES_MIN:
             self._untold[way] += 1

@@ -40,7 +40,7 @@ from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layou
 from kvtier.connectors.vllm.log_lines import speak_as_vllm
 from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
 from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
-from kvtier.connectors.vllm.policy import recompute_failed_loads
+from kvtier.connectors.vllm.policy import recompute_failed_loads, recomputes_failed_loads
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
@@ -131,6 +131,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             spill_ahead_blocks=int(ahead),
             decode=own.get("decode_blocks", True),
             weighs_loads=own.get("recompute", "auto") == "auto",
+            gives_up=recomputes_failed_loads(self._vllm_config.kv_transfer_config),
             in_step_bytes=own.get("in_step_bytes", 16 << 20) if in_step else 0,
             shares_cores=not on_gpu,
             pause_s=_PAUSE_S if compat.steps_alone(self._vllm_config) else 0.0,

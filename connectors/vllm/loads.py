@@ -4,15 +4,18 @@ A load *in step* is over before the forward of the step that it is planned for, 
 The engine has named its blocks by then, and those that are computed behind them: until the step has run no other
 request may build upon them, and if the load failed, their names are taken back.
 
-A load that some rank leaves unanswered for `ack_timeout_s` is cancelled. Until all such loads are answered, none is
-offered: `late`. The memory of a cancelled load belongs to the copy until its answer, like that of any other.
+A load that takes longer than its request's patience is cancelled: what has not come is computed. So is one that some
+rank leaves unanswered for `ack_timeout_s`; until all such loads are answered, none is offered: `late`. The memory of a
+cancelled load belongs to the copy until its answer, like that of any other.
 
 Called on the engine's one scheduler thread; nothing here waits.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -46,6 +49,7 @@ class _Loading:
     count: int  # leading `blocks` that are the chain's
     since_s: Mono
     in_step: bool = False
+    given_up: bool = False
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
     table: tuple[int, ...] = ()  # of a load in step: the request's, as it was then
@@ -75,7 +79,8 @@ class Loads:
         self._planned: list[Load] = []
         self._loading: dict[int, _Loading] = {}
         self._job_of: dict[str, int] = {}  # of a request that waits
-        self._cancelled: set[int] = set()
+        self._cancelled: set[int] = set()  # since a rank left them unanswered
+        self._patience: list[tuple[float, int]] = []  # a heap: until when a job is waited for
         self._in_step_blocks = 0  # of loads within the step being planned
         self._named: list[tuple[int, BlockKey | None]] = []  # depth and name of the first block of loads in this step
 
@@ -85,7 +90,7 @@ class Loads:
 
     @property
     def late(self) -> bool:
-        """Whether a load under way has been cancelled."""
+        """Whether a rank has left a load unanswered that is still under way."""
         return bool(self._cancelled)
 
     def waits(self, name: str) -> bool:
@@ -123,9 +128,10 @@ class Loads:
         if found and pool is not None:
             pool.unname(found)
 
-    def plan(self, manager: Manager | None, state: RequestState, count: int) -> None:
+    def plan(self, manager: Manager | None, state: RequestState, count: int, patience_s: float = math.inf) -> None:
         """Load `count` blocks into the request's table, from the start of its lease on, and with them its `more` of
-        other groups. Both leases are this object's from now on. Raises AssertionError where fewer are pinned."""
+        other groups; they are waited for so long. Both leases are this object's from now on. Raises AssertionError
+        where fewer are pinned."""
         lease, start = state.lease, state.lease_start
         pinned = 0 if lease is None else len(lease)
         if lease is not None:  # now, since it is forgotten when the request ends, which may be before the answer
@@ -148,6 +154,8 @@ class Loads:
             self._named.append((start, state.track.chain[start]))
             self._in_step_blocks += count
         self._begin(state.track.name, state, lease, moves, start, count)
+        if math.isfinite(patience_s) and not state.in_step:
+            heapq.heappush(self._patience, (self._clock.monotonic() + patience_s, moves.job))
         state.lease, state.also, state.more = None, None, ()
 
     def refuse(self, name: str, state: RequestState | None, blocks: Sequence[int]) -> None:
@@ -170,14 +178,20 @@ class Loads:
         self._planned.append(load)
 
     def overdue(self) -> list[int]:
-        """Loads that have waited for an answer for too long, each reported once: the workers are to cancel them."""
-        until = self._clock.monotonic() - self.ack_timeout_s
+        """Loads that have waited for an answer for too long: the workers are to cancel them."""
+        now = self._clock.monotonic()
+        until = now - self.ack_timeout_s
         old = takewhile(lambda item: item[1].since_s <= until, self._loading.items())
         jobs = [job for job, _ in old if job not in self._cancelled]
         if jobs:
             log.error("%d loads unanswered for %.0f s are cancelled", len(jobs), self.ack_timeout_s)
             self._counters["loads_cancelled"] += len(jobs)
             self._cancelled.update(jobs)
+        while self._patience and self._patience[0][0] <= now:
+            work = self._loading.get(job := heapq.heappop(self._patience)[1])
+            if work is not None and job not in self._cancelled:
+                work.given_up = True
+                jobs.append(job)
         return jobs
 
     def own(self, bad: set[int], failed: Mapping[int, set[int]]) -> set[int]:
@@ -221,18 +235,21 @@ class Loads:
         return True
 
     def _loaded(self, manager: Manager | None, work: _Loading) -> None:
-        self._counters["load_failures"] += len(work.failed)
+        given_up = work.given_up and bool(work.failed)
+        self._counters["loads_given_up" if given_up else "load_failures"] += 1 if given_up else len(work.failed)
         state, lease = work.state, work.lease
         if state is None:
             return
         state.load_failed |= bool(work.failed)  # it would fail again: nothing more is offered to this request
+        state.given_up |= given_up
         if lease is None:
             return
         with lease, work.also or nullcontext():
             good = min(work.failed, default=work.count) if work.also is None or not work.failed else 0
             state.track.load_begin = work.start * self._block_tokens
             state.track.loaded = (work.start + good) * self._block_tokens
-            self._record(manager, state, lease, good, bool(work.failed))
+            miss = Miss.SLOWER if given_up else Miss.ERROR if work.failed else None
+            self._record(manager, state, lease, good, miss)
 
     def _record(
         self,
@@ -240,13 +257,14 @@ class Loads:
         state: RequestState,
         lease: Lease | None,
         good: int,
-        failed: bool = False,
+        miss: Miss | None = None,
     ) -> None:
-        """Record what a request asked for, once per question: the first `good` blocks of `lease` were truly read."""
+        """Record what a request asked for, once per question: the first `good` blocks of `lease` were truly read, and
+        the next was not, because of `miss`; None: for the lease's own reason."""
         asked, state.asked = state.asked, 0
         if manager is None or lease is None or not asked:
             return
-        lease.miss, lease.tiers = Miss.ERROR if failed else lease.miss, lease.tiers[:good]
+        lease.miss, lease.tiers = miss or lease.miss, lease.tiers[:good]
         tokens = tokens_by_tier(lease.tiers, self._block_tokens)
         state.read += tokens
         self._counters.update({f"tokens_read_{tier}": count for tier, count in tokens.items()})

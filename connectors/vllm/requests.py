@@ -72,6 +72,7 @@ class RequestState:
     lease_usable: int = 0  # blocks that the request could have read when the lease was taken
     lease_until_s: float = 0.0  # monotonic
     load_failed: bool = False  # it is offered none any more
+    given_up: bool = False  # since its load took too long
     in_step: bool = False  # whether what was offered last is loaded within the step that computes the rest
     asked: int = 0  # blocks beyond the engine's own hit, until their reading is recorded
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier

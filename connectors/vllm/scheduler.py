@@ -226,8 +226,8 @@ class SchedulerHalf:
         table = compat.table_of(blocks, self._group)
         self._stores.taken(len(table))
         self._stores.forget(self._confirmer.place(state.track, table))
-        self._weighing.placed(state, tokens // self._block_tokens)
-        self._loads.plan(self._manager, state, tokens // self._block_tokens)
+        patience_s = self._weighing.placed(state, tokens // self._block_tokens)
+        self._loads.plan(self._manager, state, tokens // self._block_tokens, patience_s)
 
     def refuse(self, request: Any, blocks: Any) -> None:
         """`allocated` failed, and the request waits for its load: have the workers report all of it as failed."""

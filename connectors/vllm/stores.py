@@ -52,6 +52,7 @@ class ConnectorLimits:
     spill_ahead_blocks: int = 64  # at the head of the free queue: copied before they are handed out
     decode: bool = True  # blocks that were filled by decoding are stored, too
     weighs_loads: bool = True  # blocks that would arrive later than prefill takes are computed
+    gives_up: bool = True  # a load that takes too long may fail without its request
     in_step_bytes: int = 0  # of loads that one step makes within itself, before it computes the rest; 0: none
     shares_cores: bool = False  # copies are made by the cores that compute
     pause_s: float = 0.0  # a step that computes nothing waits so long for a promotion that a request waits for

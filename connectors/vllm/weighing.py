@@ -12,6 +12,7 @@ Called on the engine's one scheduler thread; nothing here waits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ class Weighing:
         """`requests`: all that the engine has, by now."""
         self._gate = LoadGate() if limits.weighs_loads else None
         self._asks = AskGate(limits.lookup_deadline_s)
+        self._gives_up = limits.gives_up
         self._requests = requests
         self._block_tokens = block_tokens
         self._clock = clock
@@ -106,13 +108,14 @@ class Weighing:
         if (since := self._waits_since.get(name, 0.0)) > 0:  # from now on a length of time, below 0
             self._waits_since[name] = since - self._clock.monotonic()
 
-    def placed(self, state: RequestState, loaded: int) -> None:
-        """The request has got blocks: `state.local` of them held its prefix, `loaded` are being loaded."""
+    def placed(self, state: RequestState, loaded: int) -> float:
+        """The request has got blocks: `state.local` of them held its prefix, `loaded` are being loaded. Returns for how
+        many seconds these are worth waiting."""
         name, now = state.track.name, self._clock.monotonic()
         local, state.local = state.local, None
         state.held = local if state.held is None else state.held
         if self._gate is None or local is None:
-            return  # told again, since its load has ended
+            return math.inf  # told again, since its load has ended
         verdict = self._verdicts.pop(name, None)
         found = sum(tier != "g2" for tier in state.promoted.tiers(local, loaded))
         waited_s, saved_s = -self._waits_since.pop(name, 0.0), self._gate.saves_s(_way_of(state), found)
@@ -122,8 +125,11 @@ class Weighing:
             self._asks.answered(name, waited_s, saved_s)
         target = state.track.request.num_tokens
         computed = max(0.0, target / self._block_tokens - local - loaded)
+        if state.given_up and name in self._watched:
+            return math.inf  # it computes what it waited for: both were the load's price
         if len(self._watched) < _WATCHED_MAX:
             self._watched[name] = _Watched(state, now, target, computed, loaded, verdict)
+        return verdict.patience_s if verdict is not None and loaded and self._gives_up else math.inf
 
     def ended(self, name: str) -> None:
         """The request is over; the step that gave it its first token may be this one."""
@@ -154,7 +160,7 @@ class Weighing:
     def _observe(self, watched: _Watched, now: Mono) -> bool:
         """Whether the request has its first token, or failed to load; the former is told the gate."""
         state, gate = watched.state, self._gate
-        if state.load_failed:
+        if state.load_failed and not (state.given_up and watched.loaded):
             return True
         if gate is None or state.track.request.num_tokens <= watched.target:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,9 +27,10 @@ class Told(LoadGate):
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[tuple[int, float, float]] = []
+        self.patience_s = math.inf
 
     def decide(self, way: str, blocks: int, others: int = 0) -> Verdict:
-        return Verdict(way, blocks, True)
+        return Verdict(way, blocks, True, patience_s=self.patience_s)
 
     def computed(self, blocks: float, seconds: float, verdict: Verdict | None = None) -> None:
         self.requests.append((0, blocks, seconds))
@@ -41,8 +43,8 @@ class Told(LoadGate):
 def make() -> Iterator[Make]:
     made: list[SmallEngine] = []
 
-    def begin(in_step_bytes: int = 1 << 20) -> SmallEngine:
-        engine: Any = SmallEngine(in_step_bytes=in_step_bytes, weighs=True)
+    def begin(in_step_bytes: int = 1 << 20, gives_up: bool = True) -> SmallEngine:
+        engine: Any = SmallEngine(in_step_bytes=in_step_bytes, weighs=True, gives_up=gives_up)
         engine.half._weighing._gate = engine.gate = Told()
         made.append(engine)
         return engine
@@ -87,6 +89,52 @@ def test_a_load_that_fails_tells_nothing(make: Make) -> None:
     engine.fails = lambda load: {1}
     engine.add("second", PROMPT)
     assert told(engine) == []
+
+
+def stuck(engine: Any, patience_s: float) -> None:
+    """A request whose load does not come, and is waited for so long."""
+    engine.add("first", PROMPT)
+    told(engine)
+    engine.reset()
+    engine.gate.patience_s, engine.held = patience_s, True
+    engine.add("second", PROMPT)
+
+
+def test_a_load_that_takes_longer_than_it_may_save_is_given_up_and_computed(make: Make) -> None:
+    """And the gate is told what both took."""
+    engine: Any = make(0)
+    stuck(engine, 1.2 * STEP_S)
+    cancelled = [len(engine.step(between=lambda: engine.clock.advance(STEP_S)).cancelled) for _ in range(3)]
+    assert cancelled == [0, 0, 1]
+    engine.held = False
+    assert told(engine) == [(5, 0.5, 4 * STEP_S)]
+    counters = engine.half.counters
+    assert (counters["loads_given_up"], counters["load_failures"], counters["loads_cancelled"]) == (1, 0, 0)
+    assert engine.cache.stats()["requests"]["misses"]["slower"] > 0
+    engine.check()
+
+
+def test_while_a_load_that_was_given_up_is_open_others_are_offered(make: Make) -> None:
+    engine: Any = make(0)
+    stuck(engine, 0.5 * STEP_S)
+    engine.step(between=lambda: engine.clock.advance(STEP_S))
+    assert len(engine.half.plan(engine._schedule()).cancelled) == 1  # the workers do not hear of it
+    engine.gate.patience_s = math.inf
+    engine.add("third", PROMPT)
+    engine.step()
+    assert engine.calls["offered"] == 2
+    engine.held = False
+    engine.run()
+    engine.check()
+
+
+def test_a_load_that_would_fail_its_request_is_not_given_up(make: Make) -> None:
+    engine: Any = make(0, gives_up=False)
+    stuck(engine, 0.0)
+    assert not any(engine.step(between=lambda: engine.clock.advance(STEP_S)).cancelled for _ in range(5))
+    engine.held = False
+    assert told(engine) == [(5, 0.5, 7 * STEP_S)]
+    engine.check()
 
 
 def test_a_request_that_lost_its_blocks_counts_again(make: Make) -> None:

@@ -94,6 +94,7 @@ class SmallEngine:
         capacity: str = "4MiB",
         in_step_bytes: int = 0,
         weighs: bool = False,
+        gives_up: bool = True,
     ) -> None:
         self.clock = clock or VirtualClock()
         config = Config.parse({"tiers": {"g2": {"capacity": capacity}}})
@@ -106,6 +107,7 @@ class SmallEngine:
             ack_timeout_s=30.0,
             spill_ahead_blocks=8,
             weighs_loads=weighs,
+            gives_up=gives_up,
             in_step_bytes=in_step_bytes,
         )
         caches: Any = self.caches
