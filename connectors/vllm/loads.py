@@ -244,6 +244,8 @@ class Loads:
     ) -> None:
         """Record what a request asked for, once per question: the first `good` blocks of `lease` were truly read."""
         asked, state.asked = state.asked, 0
+        if lease is not None:
+            state.why = str((Miss.ERROR if failed else lease.miss) or "")
         if manager is None or lease is None or not asked:
             return
         lease.miss, lease.tiers = Miss.ERROR if failed else lease.miss, lease.tiers[:good]
