@@ -32,7 +32,7 @@ def ask(source: Path, question: Mapping[str, Any], timeout_s: float = ANSWER_S) 
                 held += part
                 *lines, rest = held.split(b"\n")
                 for line in lines:
-                    if (answer := _answer_in(bytes(line))) is not None:
+                    if (answer := answer_in(bytes(line))) is not None:
                         return answer
                 held = bytearray(rest)
                 if len(held) > ANSWER_BYTES_MAX:
@@ -44,7 +44,7 @@ def ask(source: Path, question: Mapping[str, Any], timeout_s: float = ANSWER_S) 
     raise SocketSilent(f"{path}: no answer within {timeout_s:.0f} s")
 
 
-def _answer_in(line: bytes) -> dict[str, Any] | None:
+def answer_in(line: bytes) -> dict[str, Any] | None:
     """The answer, if the line is one: requests may be told before it. Raises FormatError or InvalidRequest."""
     if b"kvtier_answer" not in line:
         return None

@@ -72,7 +72,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     given = ", ".join(f"{int(tokens):,} from {shown(tier)}" for tier, tokens in request["given"].items())
     why = f" ({shown(request['why'])})" if request["why"] else ""
     lines = [
-        f"{shown(request['name'])}, {format_duration(float(request['ago_s']))} ago: {request['input_tokens']:,} "
+        f"{shown(request['name'])}, {_time(request['ago_s'])} ago: {request['input_tokens']:,} "
         f"tokens, {given or 'none from a cache'}, {request['computed_tokens']:,} computed{why}."
     ]
     times = [
@@ -86,23 +86,23 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if earlier is None:
         return [*lines, f"None of the latest {found['requests']:,} requests has a prompt like it."]
     lines.append(
-        f"Most like it: {shown(earlier['name'])}, {format_duration(float(found['pause_s']))} before, with "
+        f"Most like it: {shown(earlier['name'])}, {_time(found['pause_s'])} before, with "
         f"{earlier['input_tokens']:,} tokens. They agree for {found['same_tokens']:,} tokens."
     )
     if "texts" in found:
         lines += [f"  {name}: {found['texts'][name]!r}" for name in ("earlier", "later") if found["texts"][name]]
     cause = shown(found["cause"])
-    lines.append(f"Likely cause: {cause.replace('_', ' ')}; {CAUSES.get(cause) or ADVICE.get(cause, cause)}.")
+    lines.append(f"Likely cause: {_named(cause)}; {CAUSES.get(cause) or ADVICE.get(cause, cause)}.")
     if found["parted_tokens"]:
         lines.append(f"Computed again behind that place: about {found['parted_tokens']:,} tokens that both have.")
     if found["gone_tokens"]:
         reason = shown(request["why"] or "not_read")
         lines.append(
-            f"Computed again before it: {found['gone_tokens']:,} tokens, {reason.replace('_', ' ')}; "
+            f"Computed again before it: {found['gone_tokens']:,} tokens, {_named(reason)}; "
             f"{REMEDIES.get(reason, 'see docs/operations.md')}."
         )
         kept = f"the class {found['kept_by']} keeps" if found["kept_by"] else "no built-in class keeps"
-        lines.append(f"Between the two lie {format_duration(float(found['pause_s']))}: {kept} blocks that long.")
+        lines.append(f"Between the two lie {_time(found['pause_s'])}: {kept} blocks that long.")
     if found["lost_seconds"]:
         lines.append(f"That took some {float(found['lost_seconds']):g} s of prefill.")
     return lines
@@ -115,20 +115,28 @@ def explain_top(source: Path, *, as_json: bool) -> None:
         if as_json:
             write_json({key: value for key, value in found.items() if key != "kvtier_answer"})
             return
-        since = format_duration(float(found["since_s"])) if found["since_s"] is not None else "no time"
+        since = _time(found["since_s"]) if found["since_s"] is not None else "no time"
         console().print(f"The latest {found['requests']:,} requests, of {since}.")
         rows = [
-            [shown(row["prefix"]), int(row["same_tokens"]), shown(row["cause"]).replace("_", " "), int(row["requests"]),
-             int(row["lost_tokens"]), "" if row["lost_seconds"] is None else f"{float(row['lost_seconds']):g}",
-             shown(row["latest"])]
+            [shown(row["prefix"]), int(row["same_tokens"]), _named(row["cause"]), int(row["requests"]),
+             int(row["lost_tokens"]), "" if row["lost_seconds"] is None else f"{float(row['lost_seconds']):g}"]
             for row in found["breaks"]
         ]  # fmt: skip
         if not rows:
             console().print("None of them computed what an earlier one had had.")
             return
-        write_table(["prefix", "tokens of it", "cause", "requests", "lost tokens", "lost s", "latest"], rows)
-        for cause in dict.fromkeys(str(row["cause"]) for row in found["breaks"]):
-            if advice := CAUSES.get(cause) or REMEDIES.get(cause):
-                console().print(f"{cause.replace('_', ' ')}: {advice}.", soft_wrap=True)
+        write_table(["prefix", "tokens of it", "cause", "requests", "lost tokens", "lost s"], rows)
+        for row in found["breaks"]:
+            advice = CAUSES.get(str(row["cause"])) or REMEDIES.get(str(row["cause"]), "see docs/operations.md")
+            console().print(f"{shown(row['prefix'])} {_named(row['cause'])}: {advice}. Last in {shown(row['latest'])}.",
+                            soft_wrap=True)  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as wrong:
         raise FormatError(f"{source}: what answers is no trace socket of this release of kvtier: {wrong!r}") from None
+
+
+def _named(cause: object) -> str:
+    return shown(cause).replace("_", " ")
+
+
+def _time(seconds: Any) -> str:
+    return format_duration(round(float(seconds)))

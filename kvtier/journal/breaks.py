@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvtier.journal.parting import Parting, Tokens, agreed, part, sampled_runs, tokens_of
+from kvtier.journal.parting import Hashes, Parting, Tokens, agreed, part, sampled_runs, tokens_of
 from kvtier.journal.served import Remembered
 
 SKETCH = 64
@@ -44,7 +45,7 @@ class Loss:
 
 
 @dataclass(slots=True)
-class Break:
+class CostlyBreak:
     """Losses with the same cause at the same place. `prefix`: short name of what the prompts have in common."""
 
     prefix: str
@@ -56,7 +57,7 @@ class Break:
     latest: str = ""
 
 
-def sketch_of(tokens: Tokens) -> Tokens:
+def sketch_of(tokens: Tokens) -> Hashes:
     """The lowest hashes of its runs, SKETCH of them at most, ascending."""
     _, hashes = sampled_runs(tokens, 1 if len(tokens) < 16 * SKETCH else 8)
     return np.unique(hashes)[:SKETCH]
@@ -78,7 +79,8 @@ def nearest(latest: Sequence[Remembered], rest: Callable[[], None] = lambda: tim
 
 def _most_alike(latest: Sequence[Remembered], rest: Callable[[], None]) -> list[int | None]:
     """By runs of tokens, wherever they lie; one that many prompts have says little."""
-    runs, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+    runs: list[Hashes] = [np.empty(0, np.uint64)]
+    owners: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     for number, one in enumerate(latest):
         runs.append(found := sketch_of(tokens_of(one.tokens)))
         owners.append(np.full(len(found), number, np.int64))
@@ -162,7 +164,7 @@ def loss_of(earlier: Remembered, later: Remembered, block_tokens: int) -> Loss:
 
 
 def _agreed_blocks(one: bytes, other: bytes) -> int:
-    return agreed(np.frombuffer(one, np.uint64), np.frombuffer(other, np.uint64))  # type: ignore[arg-type]
+    return agreed(np.frombuffer(one, np.uint64), np.frombuffer(other, np.uint64))
 
 
 def losses(
@@ -181,9 +183,9 @@ def prefix_name(one: Remembered, blocks: int, secret: bytes) -> str:
     return hashlib.blake2b(one.served.scope + head, key=secret, digest_size=4).hexdigest()
 
 
-def dearest(found: Iterator[Loss], block_tokens: int, block_s: float | None, secret: bytes) -> list[Break]:
+def dearest(found: Iterator[Loss], block_tokens: int, block_s: float | None, secret: bytes) -> list[CostlyBreak]:
     """The breaks that cost most tokens, TOP of them at most. `block_s`: seconds that a block takes to compute."""
-    breaks: dict[tuple[str, str], Break] = {}
+    breaks: dict[tuple[str, str], CostlyBreak] = {}
     for loss in found:
         blocks = loss.same // block_tokens
         for cause, tokens in ((loss.cause, loss.parted), (loss.why or "not_read", loss.gone)):
@@ -191,7 +193,7 @@ def dearest(found: Iterator[Loss], block_tokens: int, block_s: float | None, sec
                 continue
             # What was not there any more is told by prompts' beginnings: it may end anywhere.
             name = prefix_name(loss.later, blocks if cause == loss.cause else 1, secret)
-            row = breaks.setdefault((name, cause), Break(name, cause, loss.same))
+            row = breaks.setdefault((name, cause), CostlyBreak(name, cause, loss.same))
             row.requests += 1
             row.lost_tokens += tokens
             row.latest = loss.later.served.name

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.identity.keys import SHARED, Scope, scope_of
-from kvtier.journal.breaks import Break, _agreed_in_scope, _longest_agreed, dearest, losses, nearest
+from kvtier.journal.breaks import CostlyBreak, _agreed_in_scope, _longest_agreed, dearest, losses, nearest
 from kvtier.journal.figures import heat, reason_of, slow
 from kvtier.journal.served import Remembered, ServedRequest
 
@@ -34,7 +34,7 @@ def request(name: str, tokens: Sequence[int], scope: Scope = SHARED, seed: bytes
     return Remembered(served, bytes(tails), array("I", tokens))
 
 
-def top(latest: list[Remembered], block_s: float | None = None) -> list[Break]:
+def top(latest: list[Remembered], block_s: float | None = None) -> list[CostlyBreak]:
     return dearest(losses(latest, BLOCK, lambda: None), BLOCK, block_s, SECRET)
 
 
