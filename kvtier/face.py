@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +16,10 @@ from kvtier.config.changes import reloadable_changes
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
 from kvtier.hit import Hit
 from kvtier.identity import hashing
-from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of
+from kvtier.identity.keys import BlockKey, Scope, check_keys, scope_of, scope_of_key
 from kvtier.identity.namespace import Namespace
+from kvtier.journal.journal import Journal
+from kvtier.journal.served import ServedRequest
 from kvtier.log_lines import set_log_lines
 from kvtier.manager.accounts import Account
 from kvtier.manager.build import build, limits_of
@@ -58,14 +61,30 @@ class Face:
         set_spans(config.trace.spans)
         self._reloading = threading.Lock()
         self.manager = build(config, namespace, clock, lower, near, computes)
-        self.trace = RequestTrace(config.trace.socket, namespace.block_tokens, clock, namespace.fields())
+        self.journal = Journal(namespace.block_tokens)
+        self.trace = RequestTrace(
+            config.trace.socket, namespace.block_tokens, clock, namespace.fields(), answer=self._answer
+        )
         self._pins = AsyncNamedPins(
             self.manager.protection, lambda keys: self._chain(keys, distinct=True), namespace.block_tokens
         )
 
     async def _start(self) -> None:
         await self.manager.start()
+        if self.config.trace.socket is not None:
+            self.journal.open()
+            self.manager.hierarchy.work.watch(self.journal)
         self.trace.open(self.manager.hierarchy.supervisor)
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        """The answer to a question that was asked at the trace socket."""
+        from kvtier.journal.answers import Answers  # brings NumPy, and a question is rare
+
+        return Answers(self.journal, self._clock.wall, self._block_s).to(line)
+
+    def _block_s(self) -> float | None:
+        costs = self.manager.promoter.costs()
+        return None if costs is None else costs.compute_s
 
     def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
         if os.getpid() != self._pid:
@@ -97,7 +116,13 @@ class Face:
         return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id, work=work)
 
     def _hit(self, lease: Lease, chain: Sequence[BlockKey], start: int, request_id: str, compared_with: str) -> Hit:
-        self.trace.record(chain, len(chain) * self.namespace.block_tokens)
+        tokens = len(chain) * self.namespace.block_tokens
+        self.trace.record(chain, tokens)
+        if self.journal.active and chain:
+            given = Counter(g1=start) + Counter(lease.tiers)
+            read = {tier: blocks * self.namespace.block_tokens for tier, blocks in given.items()}
+            scope, why = scope_of_key(chain[0]), str(lease.miss or "")
+            self.journal.record(ServedRequest(request_id, scope, self._clock.wall(), tokens, 0, read, why), chain)
         return Hit(lease, self.manager.count(lease, len(chain) - start, request_id, compared_with, chain))
 
     def _terms(self, retention: Wanted) -> RequestTerms:

@@ -3,6 +3,9 @@
     {"kvtier_trace": 1, "block_tokens": 16, "namespace": {…}}                    the first line
     {"at": s, "input": tokens, "output": tokens, "missed": n, "ids": base64}     one per request
 
+A connection that says a line is not told requests: it has a question about the latest ones, and is answered by one line
+(`kvtier.journal.answers`).
+
 `ids` are the prompt's whole blocks, 8 bytes each: a digest under a key that this process draws and tells nobody. Equal
 blocks have equal ids for as long as it runs; no text, token, salt or key can be found from them. `missed`: requests so
 far that came too fast for this listener. `namespace`: its fields, as a G3 directory stores them, too. Nobody listens: a
@@ -22,7 +25,7 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +44,12 @@ WAITING_BLOCKS_MAX = 1 << 18
 """Blocks of them together, some 25 MiB of keys, but for a single request that has more."""
 
 LISTENERS_MAX = 4
+QUESTION_BYTES_MAX = 4096
 _SEND_S = 5.0
+_ANSWER_S = 60.0
+_ASKED_S = 2.0
+"""How soon a question comes where there is no place for a listener."""
+
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -79,9 +87,17 @@ class RequestTrace:
     """See the module. `path` None: never. Built closed."""
 
     def __init__(
-        self, path: Path | None, block_tokens: int, clock: Clock, namespace: Mapping[str, Any] | None = None
+        self,
+        path: Path | None,
+        block_tokens: int,
+        clock: Clock,
+        namespace: Mapping[str, Any] | None = None,
+        answer: Callable[[bytes], Mapping[str, Any]] | None = None,
     ) -> None:
+        """`answer(line)` answers a question, on a thread; None: there are no answers."""
         self._path = path
+        self._answer = answer
+        self._answering = asyncio.Lock()
         self._namespace = namespace
         self._block_tokens = block_tokens
         self._clock = clock
@@ -114,7 +130,9 @@ class RequestTrace:
         assert self._path is not None
         try:
             server = await asyncio.start_unix_server(
-                lambda reader, writer: supervisor.spawn(self._serve(reader, writer)), self._path
+                lambda reader, writer: supervisor.spawn(self._serve(reader, writer)),
+                self._path,
+                limit=QUESTION_BYTES_MAX,
             )
             made = self._path.stat().st_ino
         except OSError as error:
@@ -131,15 +149,18 @@ class RequestTrace:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         listener = _Listener()
-        over = asyncio.ensure_future(reader.read(1))  # a listener says nothing: that is its end, or a mistake
+        over = asyncio.ensure_future(_line_of(reader))  # a listener says nothing: its end, a question, or a mistake
         over.add_done_callback(lambda _: listener.news.set())
         abandon(over)
         try:
-            if not _is_ours(writer.get_extra_info("socket")) or len(self._listeners) >= LISTENERS_MAX:
+            if not _is_ours(writer.get_extra_info("socket")):
                 return
-            self._listeners.add(listener)
-            header = {"kvtier_trace": VERSION, "block_tokens": self._block_tokens, "namespace": self._namespace}
-            await self._send(writer, json.dumps(header))
+            if len(self._listeners) < LISTENERS_MAX:
+                self._listeners.add(listener)
+                header = {"kvtier_trace": VERSION, "block_tokens": self._block_tokens, "namespace": self._namespace}
+                await self._send(writer, json.dumps(header))
+            elif not (await asyncio.wait([over], timeout=_ASKED_S))[0]:
+                return
             while not over.done():
                 await listener.news.wait()
                 listener.news.clear()
@@ -147,6 +168,13 @@ class RequestTrace:
                     seen, missed = listener.waiting[0], listener.missed
                     await self._send(writer, await asyncio.to_thread(self._line, seen, missed))
                     listener.told()
+            self._listeners.discard(listener)
+            if (question := over.result()) and self._answer is not None:
+                async with self._answering:  # one at a time: they take processor time of the engine's
+                    answer = await asyncio.wait_for(asyncio.to_thread(self._answer, question), _ANSWER_S)
+                await self._send(writer, await asyncio.to_thread(json.dumps, answer))
+                writer.close()
+                await asyncio.wait_for(writer.wait_closed(), _SEND_S)
         except (OSError, TimeoutError) as gone:
             log.info("a listener of the trace socket is gone: %s", gone or "it does not read")
         finally:
@@ -162,6 +190,15 @@ class RequestTrace:
         ids = b"".join(hashlib.blake2b(key, digest_size=ID_BYTES, key=self._key).digest() for key in seen.chain)
         line = {"at": round(seen.at_s, 3), "input": seen.input_tokens, "output": seen.output_tokens, "missed": missed}
         return json.dumps({**line, "ids": base64.b64encode(ids).decode()})
+
+
+async def _line_of(reader: asyncio.StreamReader) -> bytes:
+    """The first line that is said; nothing where the connection ends, or says more than a question has."""
+    try:
+        line = await reader.readline()
+    except ValueError:  # no end within the limit
+        return b""
+    return line if line.endswith(b"\n") else b""
 
 
 def _is_ours(connection: socket.socket) -> bool:

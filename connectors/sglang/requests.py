@@ -21,6 +21,7 @@ from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.sglang import adapters
 from kvtier.identity.keys import BlockKey, Scope
+from kvtier.journal.served import ServedRequest
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
@@ -140,11 +141,28 @@ class QueuedRequests:
             self.update_chain(queued, req, head, (), cache)
         read, answer = self._record(queued, cache), {}
         if queued.control is not None and queued.scope is not None:
-            cache.trace.record(queued.chain, len(queued.chain) * self._block_tokens)
+            self._tell(req, queued, read, cache)
             known = queued.scope, queued.control, queued.chain, read, queued.wishes, queued.start
             answer = self._feedback.of(req.rid, *known)
         put_answer(req, {"tokens_read": dict(read), **answer}, queued.wishes)
         self.forget(req.rid)
+
+    def _tell(self, req: Any, queued: QueuedRequest, read: Mapping[str, int], cache: Cache) -> None:
+        """It is admitted: tell whoever listens, and remember it."""
+        cache.trace.record(queued.chain, len(queued.chain) * self._block_tokens)
+        if queued.scope is None or not cache.journal.active:
+            return
+        clock = SystemClock()
+        took_s = clock.monotonic() - queued.until_s + self._wait_s if queued.until_s else 0.0
+        missed = queued.lease.miss if queued.lease is not None else queued.promoted.miss()
+        whole = queued.start + sum(read.values()) // self._block_tokens >= len(queued.chain)
+        given = Counter(g1=queued.start * self._block_tokens) + Counter(read)
+        why = "" if whole else str(missed or Miss.ABSENT)
+        served = ServedRequest(
+            req.rid, queued.scope, clock.wall() - took_s, len(req.origin_input_ids), 0, given, why,
+            placed_s=took_s if queued.until_s else None,
+        )  # fmt: skip
+        cache.journal.record(served, queued.chain, req.origin_input_ids)
 
     def _record(self, queued: QueuedRequest, cache: Cache) -> Mapping[str, int]:
         """Count the blocks that were asked for below the device. Returns tokens by the tier they came from."""

@@ -163,6 +163,11 @@ def lengths_of(request: Any) -> tuple[int, int, float | None]:
     return given, request.num_tokens - given, getattr(request, "arrival_time", None)
 
 
+def prompt_of(request: Any) -> Sequence[int]:
+    """The token ids of its prompt, as it was given; none of prompt embeddings."""
+    return getattr(request, "prompt_token_ids", None) or ()
+
+
 def trace_of(request: Any) -> Mapping[str, str] | None:
     """The headers of the request's trace, if its sender gave some."""
     return getattr(request, "trace_headers", None)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier.cache import Cache
+from kvtier.clock import Clock
 from kvtier.config import Config
 from kvtier.connectors.control import Control, Controls, Scopes
 from kvtier.connectors.feedback import Wishes
@@ -15,6 +17,7 @@ from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.confirm import Track
 from kvtier.connectors.vllm.identity import Adapters
 from kvtier.identity.keys import BlockKey, Scope
+from kvtier.journal.served import ServedRequest
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 from kvtier.tiers.host.slot import Slot
@@ -59,8 +62,13 @@ class RequestState:
     scope: Scope | None
     control: Control
     adapter: tuple[int, str] | None = None  # id and name
+    arrived_s: Mono | None = None
     promoted: Promoted = field(default_factory=Promoted)
     wishes: Wishes | None = None
+    placed_s: Mono | None = None  # when it was first given blocks
+    first_s: Mono | None = None  # when its first token was known
+    waited_s: float = 0.0  # for the promotion
+    why: str = ""  # no more of it was read
     wait_until_s: Mono | None = None  # for the promotion
     local: int | None = None  # blocks that the engine has itself, from its question until it gives the request a table
     held: int | None = None  # blocks that it had itself when the request was first given a table
@@ -80,6 +88,28 @@ class RequestState:
     def prompt(self, block_tokens: int) -> list[BlockKey]:
         """The keys of the prompt's whole blocks."""
         return self.track.chain[: self.track.request.num_prompt_tokens // block_tokens]
+
+    def runs(self, clock: Clock) -> None:
+        """A step of it has run."""
+        request = self.track.request
+        if self.first_s is None and request.num_tokens > request.num_prompt_tokens:
+            self.first_s = clock.monotonic()
+
+    def tell(self, cache: Cache, prompt: Sequence[BlockKey], read: Mapping[str, int], clock: Clock) -> None:
+        """It has ended: tell whoever listens, and remember it."""
+        request, now = self.track.request, clock.monotonic()
+        given, output, arrival_s = compat.lengths_of(request)
+        cache.trace.record(prompt, given, output, arrival_s)
+        if self.scope is None or not cache.journal.active:
+            return
+        block_tokens = cache.namespace.block_tokens
+        times = [None if at is None or self.arrived_s is None else at - self.arrived_s
+                 for at in (self.placed_s, self.first_s, now)]  # fmt: skip
+        served = ServedRequest(
+            compat.public_name(request), self.scope, clock.wall() if arrival_s is None else arrival_s, given, output,
+            Counter(g1=(self.held or 0) * block_tokens) + Counter(read), self.why, times[0], self.waited_s, *times[1:],
+        )  # fmt: skip
+        cache.journal.record(served, prompt, compat.prompt_of(request))
 
     def forget_found(self) -> None:
         """What was found for it, or is being looked for, is not wanted any more."""

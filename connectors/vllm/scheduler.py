@@ -137,7 +137,7 @@ class SchedulerHalf:
         track.storable = control.store and scope is not None
         if not self._limits.decode:
             track.storable_blocks = request.num_prompt_tokens // self._block_tokens
-        state = RequestState(track, scope, control, self._reader.adapter_of(request))
+        state = RequestState(track, scope, control, self._reader.adapter_of(request), self._clock.monotonic())
         self._requests[name] = state
         self._idle_since_s = None  # `pending` is not called while there are requests
         self._confirmer.start(track)
@@ -357,6 +357,7 @@ class SchedulerHalf:
         state = self._requests.get(track.name)
         if state is not None and state.track is track:
             self._grow(state)
+            state.runs(self._clock)
         return compat.computed(track.request)
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -381,7 +382,7 @@ class SchedulerHalf:
             return {"tokens_read": dict(read)} if read else {}
         name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
         if (cache := self._caches.cache) is not None:
-            cache.trace.record(prompt, *compat.lengths_of(state.track.request))
+            state.tell(cache, prompt, read, self._clock)
         return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes, state.held or 0)
 
     def pending(self) -> bool:

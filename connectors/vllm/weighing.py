@@ -107,6 +107,7 @@ class Weighing:
         name = state.track.name
         if (since := self._waits_since.get(name, 0.0)) > 0:  # from now on a length of time, below 0
             self._waits_since[name] = since - self._clock.monotonic()
+            state.waited_s -= self._waits_since[name]
 
     def placed(self, state: RequestState, loaded: int) -> float:
         """The request has got blocks: `state.local` of them held its prefix, `loaded` are being loaded. Returns for how
@@ -114,6 +115,7 @@ class Weighing:
         name, now = state.track.name, self._clock.monotonic()
         local, state.local = state.local, None
         state.held = local if state.held is None else state.held
+        state.placed_s = now if state.placed_s is None else state.placed_s
         if self._gate is None or local is None:
             return math.inf  # told again, since its load has ended
         verdict = self._verdicts.pop(name, None)

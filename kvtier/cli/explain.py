@@ -1,4 +1,4 @@
-"""`kvtier explain`: where two prompts part, why, and what it costs."""
+"""`kvtier explain`: where two prompts part, why, and what it costs; of files, or of a running engine's requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,22 @@ PROMPT_BYTES_MAX = 64 << 20
 
 
 def explain(
-    earlier: Annotated[Path, typer.Argument(help="A prompt: text, token ids or a request's body as JSON.")],
-    later: Annotated[Path, typer.Argument(help="The prompt that should have found it; - is standard input.")],
+    earlier: Annotated[
+        str,
+        typer.Argument(help="A file with a prompt: text, token ids or a request's body as JSON.", show_default=False),
+    ] = "",
+    later: Annotated[
+        str,
+        typer.Argument(help="That of the prompt that should have found it; - is standard input.", show_default=False),
+    ] = "",
+    engine: Annotated[
+        Path | None,
+        typer.Option(
+            help="The YAML file or trace.socket of a running engine: EARLIER and LATER are ids of its requests; "
+            "one alone is set beside the one that it is most like."
+        ),
+    ] = None,
+    top: Annotated[bool, typer.Option("--top", help="With --engine: the ten dearest breaks.")] = False,
     tokenizer: Annotated[Path | None, typer.Option(help="A checkpoint's directory, to count tokens exactly.")] = None,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
     pause: Annotated[str, typer.Option(help="Time between the two; else `created` of the bodies.")] = "",
@@ -28,8 +42,14 @@ def explain(
     json: Json = False,
 ) -> None:
     """Say where the later prompt leaves the earlier one, the likely cause, and the tokens that it costs."""
-    one, two = (read_prompt(_read(path), str(path)) for path in (earlier, later))
-    tokens_of = _tokens_of(tokenizer) if tokenizer is not None else None
+    loaded = _tokenizer_of(tokenizer) if tokenizer is not None else None
+    if engine is not None:
+        _explain_live(engine, earlier, later, loaded, top=top, as_json=json)
+        return
+    if top or not later:
+        raise InvalidRequest("name two prompts, EARLIER and LATER; or --engine, with a request's id or --top")
+    one, two = (read_prompt(_read(Path(path)), path) for path in (earlier, later))
+    tokens_of = None if loaded is None else _tokens_of(loaded)
     found = compare(one, two, tokens_of, block_tokens, parse_duration(pause) if pause else None)
     exact = tokens_of is not None or (one.tokens is not None and two.tokens is not None)
     seconds = None if prefill_rate is None else round(found.lost_tokens / prefill_rate, 3)
@@ -54,17 +74,32 @@ def _read(path: Path) -> str:
         raise InvalidRequest(f"{path} cannot be read: {reason}") from None
 
 
-def _tokens_of(folder: Path) -> Callable[[PromptText], Sequence[int]]:
+def _explain_live(engine: Path, earlier: str, later: str, tokenizer: Any, *, top: bool, as_json: bool) -> None:
+    from kvtier.cli.explain_live import explain_request, explain_top
+
+    if top == bool(earlier):
+        raise InvalidRequest("--engine needs the id of a request, or --top")
+    if top:
+        explain_top(engine, as_json=as_json)
+        return
+    one, other = (earlier, later) if later else (None, earlier)
+    explain_request(engine, other, one, None if tokenizer is None else tokenizer.decode, as_json=as_json)
+
+
+def _tokens_of(tokenizer: Any) -> Callable[[PromptText], Sequence[int]]:
+    return lambda prompt: tokenizer.encode(prompt.text, add_special_tokens=False)
+
+
+def _tokenizer_of(folder: Path) -> Any:
     """A checkpoint's own tokenizer. Reads its files, runs no code of it, and asks no network."""
     if not folder.is_dir():
         raise InvalidRequest(f"--tokenizer {folder}: not a directory with a checkpoint's tokenizer")
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"--tokenizer {folder}: {error}") from None
-    return lambda prompt: tokenizer.encode(prompt.text, add_special_tokens=False)
 
 
 def _print(found: Break, *, exact: bool, seconds: float | None) -> None:

@@ -158,7 +158,7 @@ def compare(
     Raises InvalidRequest for a text and tokens without one."""
     if pause_s is None and earlier.at is not None and later.at is not None:
         pause_s = max(0.0, later.at - earlier.at)
-    kept_by = None if pause_s is None else _class_for(pause_s)
+    kept_by = None if pause_s is None else class_for(pause_s)
     texts = earlier.tokens is None and later.tokens is None
     if not texts and tokens_of is None and (earlier.tokens is None or later.tokens is None):
         raise InvalidRequest("one prompt is text and the other tokens: give --tokenizer")
@@ -189,7 +189,8 @@ def compare(
     return Break(same, *lengths, lost, cause, ADVICE[cause], part, *shown, pause_s, kept_by)
 
 
-def _class_for(pause_s: float) -> str:
+def class_for(pause_s: float) -> str:
+    """The shortest built-in class that keeps blocks that long; "" for none."""
     fits = [terms for terms in BUILTIN.values() if not terms.isolate and terms.ttl is not None and terms.ttl >= pause_s]
     return min(fits, key=lambda terms: terms.ttl or 0.0).name if fits else ""
 

@@ -11,12 +11,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.live import Live
 
 from kvtier.cli.output import Json, console, write_json
+from kvtier.cli.top_latest import read_latest
 from kvtier.cli.top_view import Figures, Screen, parse_figures
 from kvtier.cli.top_web import WebView, served
 from kvtier.errors import InvalidRequest, KVTierError
@@ -33,6 +35,10 @@ Once = Annotated[bool, typer.Option("--once", help="Read once and exit.")]
 
 Web = Annotated[bool, typer.Option("--web", help="Show it as a page in a browser, on loopback, until q or Ctrl-C.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the page; 0: any free one.")]
+Engine = Annotated[
+    Path | None,
+    typer.Option("--engine", help="With --web: the engine's YAML or trace.socket, for its prefixes and slow requests."),
+]
 
 Wait = Callable[[float], bool]
 """Waits so many seconds; whether the user wants to leave."""
@@ -43,13 +49,16 @@ class Unanswered(KVTierError):
 
 
 def top(
-    url: Url = HERE, interval: Interval = 2.0, once: Once = False, web: Web = False, port: Port = 0, json: Json = False
-) -> None:
+    url: Url = HERE, interval: Interval = 2.0, once: Once = False, web: Web = False, port: Port = 0,
+    engine: Engine = None, json: Json = False,
+) -> None:  # fmt: skip
     """Show tiers, hits, misses, rates and health of a cache whose process called `kvtier.metrics.serve`, or of an
     engine, until q. A reading that fails is shown and tried again."""
+    if engine is not None and not web:
+        raise InvalidRequest("--engine is for --web: `kvtier explain --engine` shows requests in a terminal")
     screen = Screen(read_figures(url))  # a mistyped URL ends it at once
     if web and not json:
-        serve_page(screen, url, interval, port)
+        serve_page(screen, url, interval, port, engine)
         return
     if json:
         write_json(screen.now)
@@ -64,13 +73,21 @@ def top(
         watch(screen, lambda: read_figures(url), interval, wait, lambda: live.update(screen.render(), refresh=True))
 
 
-def serve_page(screen: Screen, url: str, interval: float, port: int) -> None:
-    """Read and serve the page until the user leaves."""
+def serve_page(screen: Screen, url: str, interval: float, port: int, engine: Path | None = None) -> None:
+    """Read and serve the page until the user leaves. Raises InvalidRequest for an `engine` that is none."""
+
+    def read() -> Figures:
+        if engine is not None:
+            screen.latest = read_latest(engine)
+        return read_figures(url)
+
     view = WebView()
+    if engine is not None:
+        screen.latest = read_latest(engine)
     view.show(screen)
     with served(view, port) as address, quit_key() as wait:
         print(f"{address} shows {shorten(url)}; q or Ctrl-C ends it", flush=True)
-        watch(screen, lambda: read_figures(url), interval, wait, lambda: view.show(screen))
+        watch(screen, read, interval, wait, lambda: view.show(screen))
 
 
 def watch(

@@ -15,6 +15,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli.top_latest import NOTHING
+
 Figures = dict[str, dict[str, float]]
 """Per tier ("" for requests): metric name without prefix, with its further labels in brackets → figure."""
 
@@ -54,6 +56,8 @@ class Screen:
     seconds: float = 0.0
     hit_rates: list[float] = field(default_factory=list)
     fault: str = ""
+    latest: dict[str, Any] = field(default_factory=lambda: dict(NOTHING))
+    """Of the engine's requests, for the page."""
 
     def read(self, figures: Figures, seconds: float) -> None:
         """Take a reading in, `seconds` after the last good one."""
@@ -87,6 +91,7 @@ class Screen:
                 "hints": dict(_labelled(requests, "hints")),
             },
             "tiers": [self._tier_report(tier) for tier in sorted(self.now) if tier],
+            "latest": self.latest,
         }
 
     def _tier_report(self, tier: str) -> dict[str, Any]:

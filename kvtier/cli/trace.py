@@ -52,7 +52,7 @@ def record(source: Source, out: Out, duration: For = None, force: Force = False,
     """Write times, lengths and numbered blocks of the requests of a running cache into a file, until Ctrl-C: no text,
     no tokens, and no hashes that could be looked up."""
     limit_s = float("inf") if duration is None else parse_duration(duration)
-    path = _socket_of(source)
+    path = socket_of(source)
     if out.exists() and not force:
         raise InvalidRequest(f"{out} is there already; name another file, or replace it with --force")
     began = time.monotonic()
@@ -156,7 +156,7 @@ def told_namespace(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _socket_of(source: Path) -> Path:
+def socket_of(source: Path) -> Path:
     if source.is_socket():
         return source
     if source.suffix not in (".yaml", ".yml"):

@@ -8,10 +8,18 @@ however long it takes, and the purge need not be remembered for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 from weakref import WeakSet
 
 from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.times import Wall
+
+
+class Purgeable(Protocol):
+    """Whatever is to learn of purges. `purge(scopes)`: what their tenants made until then is purged. Called under the
+    manager's lock."""
+
+    def purge(self, scopes: Mapping[Scope, Wall]) -> None: ...
 
 
 class Work:
@@ -37,13 +45,17 @@ class WorkUnderWay:
     """All of a manager's. Under its lock."""
 
     def __init__(self) -> None:
-        self._works: WeakSet[Work] = WeakSet()
+        self._works: WeakSet[Purgeable] = WeakSet()
 
     def begin(self, made: Wall) -> Work:
         """A verb that begins at this time."""
         work = Work(made)
         self._works.add(work)
         return work
+
+    def watch(self, other: Purgeable) -> None:
+        """Tell this, too, of every purge from now on, as long as somebody refers to it."""
+        self._works.add(other)
 
     def purge(self, scopes: Mapping[Scope, Wall]) -> None:
         """Tell each verb under way. O(their number)."""

@@ -18,13 +18,16 @@ from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from kvtier.cli.top_latest import ROWS_MAX, read_latest, rows_of
 from kvtier.cli.top_view import Screen, parse_figures
 from kvtier.cli.top_web import CONNECTIONS_MAX, WebView, served
+from kvtier.errors import FormatError, InvalidRequest
 from kvtier.metrics import serve
 
 PAGE = """\
@@ -167,3 +170,59 @@ def test_the_command_serves_until_it_is_interrupted() -> None:
             assert found["requests"]["requested"] == 5
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
+
+
+ANSWER: dict[str, Any] = {
+    "kvtier_answer": 1, "requests": 3, "since_s": 60.5,
+    "prefixes": [{"prefix": "3f2a91bc", "requests": 3, "shared_tokens": 512, "input_tokens": 900, "computed": 100,
+                  "ago_s": 1.5, "given": {"g1": 300, "g3": 500}}],
+    "slow": [{"name": "cmpl-1", "why": "evicted", "reason": "computed", "ago_s": 2.0, "placed_s": 0.5, "waited_s": None,
+              "first_s": 3.0, "whole_s": 4.0, "computed_tokens": 100, "given": {}}],
+}  # fmt: skip
+
+
+def test_the_page_has_prefixes_and_slow_requests_where_the_engine_is_asked(screen: Screen) -> None:
+    view = WebView()
+    view.show(screen)
+    assert not view.figures()["latest"]["asked"]
+    screen.latest = rows_of(ANSWER)
+    view.show(screen)
+    latest = view.figures()["latest"]
+    assert latest["asked"] and latest["prefixes"][0]["given"] == {"g1": 300, "g3": 500}
+    assert latest["slow"][0]["waited_s"] == 0.0 and latest["slow"][0]["why"] == "evicted"
+    page = files("kvtier.cli").joinpath("top_page.html").read_text()
+    shown = set(re.findall(r"row\.(\w+)", page))
+    assert shown == {*latest["prefixes"][0], *latest["slow"][0]} - {"given"} | {"given"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"requests": "many"},
+        {"prefixes": 7},
+        {"prefixes": [{}]},
+        {"slow": [{**ANSWER["slow"][0], "first_s": "long"}]},
+        {"slow": [{**ANSWER["slow"][0], "given": [1]}]},
+        {"slow": None},
+        {"since_s": {}},
+        {"requests": float("inf")},
+        {"since_s": float("nan")},
+    ],
+)
+def test_answers_that_are_none_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match="trace socket"):
+        rows_of({**ANSWER, **changed})
+
+
+def test_rows_are_few_and_names_are_short() -> None:
+    many = {**ANSWER, "slow": [{**ANSWER["slow"][0], "name": "x\x1b[31m" * 99}] * 500}
+    rows = rows_of(many)["slow"]
+    assert len(rows) == ROWS_MAX and all(len(row["name"]) < 200 and row["name"].isprintable() for row in rows)
+
+
+def test_an_engine_that_does_not_answer_is_told_and_the_page_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "kv.yaml").write_text(f"tiers: {{g2: {{capacity: 1MiB}}}}\ntrace: {{socket: {tmp_path}/none.sock}}\n")
+    told = read_latest(tmp_path / "kv.yaml")
+    assert told["asked"] and "no cache listens there" in told["fault"] and not told["slow"]
+    with pytest.raises(InvalidRequest, match="neither a socket nor a YAML"):
+        read_latest(tmp_path / "none.sock")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,3 +201,22 @@ def test_a_request_s_time_runs_by_the_cache_s_clock_which_counts_suspension(
     assert b.linker.awaited("s")
     slept_s[0] += wait_s  # it sleeps again, while "s" waits
     assert not b.linker.awaited("s")
+
+
+def test_an_admitted_request_is_remembered_with_what_it_was_given(bench: Any, tmp_path: Path) -> None:
+    b, keys = bench(trace={"socket": str(tmp_path / "trace.sock")}), keys_of(6)
+    cache = stored_below(b, keys)
+    b.until_promoted("r", keys)
+    assert b.linker.load("r", b.transfer(keys, [11, 12, 13, 14, 15, 16]))
+    b.until_promoted("s", keys_of(3, 1))
+    for rid, count in (("r", 6 * PAGE + 1), ("s", 3 * PAGE)):
+        req = b.req(rid)
+        req.origin_input_ids = list(range(count))
+        b.linker.admitted(req)
+    assert b.run()
+    cache.submit(asyncio.sleep(0)).result(10)
+    one, other = cache.journal.latest()
+    assert (one.served.name, one.served.given, one.served.why) == ("r", {"g3": 6 * PAGE}, "")
+    assert (other.served.name, other.served.given, other.served.why) == ("s", {}, "absent")
+    assert one.tokens.tolist() == list(range(6 * PAGE + 1)) and len(one.tails) == 6 * 8
+    assert one.served.placed_s is not None and 0 <= one.served.placed_s < 60 and one.served.first_s is None

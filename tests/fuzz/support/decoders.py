@@ -20,9 +20,11 @@ from kvtier.bench.retention.recording import KEY, Recording
 from kvtier.bench.retention.shapes import shape_of
 from kvtier.bench.retention.traces import load_trace
 from kvtier.checksum import digest_of
+from kvtier.cli.ask import answer_in
 from kvtier.cli.pin import read_tokens
 from kvtier.cli.prompt_break import read_prompt
 from kvtier.cli.stored import read_namespace
+from kvtier.cli.top_latest import rows_of
 from kvtier.cli.top_view import parse_figures
 from kvtier.clock import SystemClock
 from kvtier.config import Config
@@ -34,6 +36,8 @@ from kvtier.encryption import EncryptionHeader
 from kvtier.errors import ConfigError, CorruptError, FormatError, IdentityError, InvalidRequest
 from kvtier.identity.keys import SHARED, Scope, make_keys, scope_of
 from kvtier.identity.weights import fingerprint
+from kvtier.journal.answers import Answers
+from kvtier.journal.journal import Journal
 from kvtier.kernels.method import load_table
 from kvtier.keyring import WRAPPED_BYTES, Key, Keyring, UnknownKey
 from kvtier.policies.gapduel import GapDuel
@@ -289,6 +293,13 @@ MOONCAKE = '{"timestamp": 1, "input_length": 1024, "output_length": 5, "hash_ids
 SESSION = {
     "block_size": 64, "requests": [{"t": 0, "in": 128, "out": 2, "hash_ids": [1, 2]}],
 }  # fmt: skip
+ANSWER = {
+    "kvtier_answer": 1, "requests": 1, "since_s": 2.5,
+    "prefixes": [{"prefix": "3f2a91bc", "requests": 1, "shared_tokens": 16, "input_tokens": 32, "computed": 16,
+                  "ago_s": 1.5, "given": {"g2": 16}}],
+    "slow": [{"name": "cmpl-1", "why": "", "reason": "queued", "ago_s": 2.0, "placed_s": 0.5, "waited_s": None,
+              "first_s": 3.0, "computed_tokens": 16, "given": {}}],
+}  # fmt: skip
 SHAPE = {
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
     "torch_dtype": "bfloat16", "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 128,
@@ -364,6 +375,7 @@ def _passages() -> list[bytes]:
 
 
 CONTROLS = Controls(Config.parse({}, {}))
+ANSWERS = Answers(Journal(16), SystemClock().wall, lambda: None)
 CALLS = (
     {"session_id": "a", "timestamp": 5.5, "input": "one two three four five six seven eight " * 3},
     {"session_id": 7, "pre_gap": 1.5, "output_length": 3, "input": [
@@ -482,6 +494,10 @@ DECODERS: tuple[Decoder, ...] = (
             _texts(f'{{"{KEY}": 1, "block_tokens": 16}}\n'
                    '{"at": 1.5, "input": 32, "output": 1, "ids": "AAAAAAAAAAAAAAAAAAAAAA==", "missed": 0}'),
             (FormatError,)),
+    Decoder("question", ("journal.answers",), ANSWERS.to,
+            _texts({"ask": "request", "name": "a", "earlier": "b", "excerpt": True}, {"ask": "breaks"}), NEVER),
+    Decoder("answer", ("cli.ask",), lambda raw: rows_of(answer_in(raw) or {}), _texts(ANSWER),
+            (FormatError, InvalidRequest)),
     Decoder("shape of a model", ("bench.retention.shapes",), _in_file(lambda path: shape_of(str(path)), "config.json"),
             _texts(SHAPE), (InvalidRequest,)),
     Decoder("weights", ("identity.weights",), _in_file(lambda path: fingerprint(path.parent), "m.safetensors"),
@@ -517,6 +533,7 @@ ELSEWHERE = {
     "demo.run": "output of a child of the demo",
     "demo.stage": "a file of the demo's own",
     "identity.stream": "a digest of its own",
+    "journal.breaks": "memory of its own",
     "kernels.driver": "memory of its own",
     "kernels.layout": "memory of its own",
     "request_trace": "the kernel's credentials of a peer",

@@ -220,6 +220,7 @@ class Modelless:
         *,
         session: bool = False,
         stops: Sequence[int] = (),
+        salt: str | None = None,
         lora: Any = None,
     ) -> str:
         """A request, or a turn of the `session` of this name, of which the last turn is none; it ends before `tokens`
@@ -231,7 +232,7 @@ class Modelless:
             sampling_params=SamplingParams(
                 temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, stop_token_ids=list(stops)
             ),
-            priority=priority, resumable=session, lora_request=lora,
+            priority=priority, resumable=session, cache_salt=salt, lora_request=lora,
         )  # fmt: skip
         if name not in self.scheduler.requests:
             self.tokens[name] = list(prompt)
