@@ -110,7 +110,8 @@ class Weighing:
         """The request has got blocks: `state.local` of them held its prefix, `loaded` are being loaded."""
         name, now = state.track.name, self._clock.monotonic()
         local, state.local = state.local, None
-        state.held = local if state.held is None else state.held
+        if local is not None:
+            state.resumed, state.held = state.held is not None, local if state.held is None else state.held
         if self._gate is None or local is None:
             return  # told again, since its load has ended
         verdict = self._verdicts.pop(name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("torch")
 
 from kvtier.clock import SystemClock
 from kvtier.connectors.promoted import Promoted
+from kvtier.connectors.sglang.requests import put_answer
 from tests.connectors.sglang.support.linker_bench import PAGE, keys_of
 
 
@@ -199,3 +201,13 @@ def test_a_request_s_time_runs_by_the_cache_s_clock_which_counts_suspension(
     assert b.linker.awaited("s")
     slept_s[0] += wait_s  # it sleeps again, while "s" waits
     assert not b.linker.awaited("s")
+
+
+def test_a_request_that_is_admitted_again_has_cached_what_it_found_first() -> None:
+    """Its own blocks are on the device by then: they are no cached part of its prompt."""
+    first = {"cached_tokens": 32, "by_tier": {"g2": 32}, "cache_creation": {"1h": 64}}
+    again = {"cached_tokens": 96, "by_tier": {"g1": 96}, "cache_creation": {}}
+    req = SimpleNamespace(customized_info=None)
+    put_answer(req, {"tokens_read": {"g2": 32}, "usage": first})
+    put_answer(req, {"tokens_read": {"g2": 16}, "usage": again})
+    assert req.customized_info["kvtier"] == [{"tokens_read": {"g2": 48}, "usage": first}]
