@@ -72,8 +72,8 @@ class Feedback:
         reread: Mapping[str, int] = _NONE,
     ) -> dict[str, Any]:
         """The answer to the sender of the request `name`: `read` (tokens by tier) and what it asked for; `held` of the
-        prompt's blocks were in the engine's own cache. `reread`: what of `read` it had lost meanwhile. Remembers the prompt, so that later requests can be compared
-        with it, and go on with its session."""
+        prompt's blocks were in the engine's own cache. `reread`: what of `read` it had lost meanwhile. Remembers the
+        prompt, so that later requests can be compared with it, and go on with its session."""
         answer: dict[str, Any] = {"tokens_read": dict(read)} if read else {}
         if control.usage:
             first = {tier: tokens - reread.get(tier, 0) for tier, tokens in read.items()}
