@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from kvtier.cache import Cache
@@ -18,6 +19,8 @@ from kvtier.manager.divergence import RecentChains
 from kvtier.retention.hints import HintAnswer
 
 log = logging.getLogger(__name__)
+
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 Wishes = Future[dict[str, Any]]
 """A request's pin and hints on their way; ends with their part of the answer to its sender."""
@@ -66,14 +69,16 @@ class Feedback:
         read: Mapping[str, int],
         wishes: Wishes | None,
         held: int = 0,
+        reread: Mapping[str, int] = _NONE,
     ) -> dict[str, Any]:
         """The answer to the sender of the request `name`: `read` (tokens by tier) and what it asked for; `held` of the
-        prompt's blocks were in the engine's own cache. Remembers the prompt, so that later requests can be compared
-        with it, and go on with its session."""
+        prompt's blocks were in the engine's own cache. `reread`: what of `read` it had lost meanwhile. Remembers the
+        prompt, so that later requests can be compared with it, and go on with its session."""
         answer: dict[str, Any] = {"tokens_read": dict(read)} if read else {}
         if control.usage:
+            first = {tier: tokens - reread.get(tier, 0) for tier, tokens in read.items()}
             answer["usage"] = usage_of(
-                control, len(prompt), self._block_tokens, {"g1": held * self._block_tokens, **read}
+                control, len(prompt), self._block_tokens, {"g1": held * self._block_tokens, **first}
             )
         answer |= outcome(control, wishes)
         if wanted := control.compared_with:

@@ -203,5 +203,10 @@ async def _line_of(reader: asyncio.StreamReader) -> bytes:
 
 def _is_ours(connection: socket.socket) -> bool:
     """Whether the other end is this user, or root."""
+    return user_of(connection) in (0, os.geteuid())
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket: who listened, or who connected."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return uid in (0, os.geteuid())
+    return int(uid)

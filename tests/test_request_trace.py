@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import importlib
 import io
 import json
+import os
 import socket
 import stat
 import threading
@@ -102,6 +104,26 @@ def test_a_recording_gives_the_traffic_and_plan_reads_it(
     first, second, other, third = (request.blocks for request in trace.requests)
     assert second[:4] == first and third == second[:6] and not set(other) & set(second)
     assert json.loads(capsys.readouterr().out)["requests"] == 4
+
+
+def test_what_another_user_listens_with_is_not_believed(
+    cache: kvtier.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its namespace would be the one that a purge is made in, while the tenant's blocks stay."""
+    cli = importlib.import_module("kvtier.cli.trace")
+    assert cli.told_namespace(path)
+    user = [4321]
+    monkeypatch.setattr(cli, "user_of", lambda connection: user[0], raising=False)
+    for own, shared, believed in ((1000, False, False), (1000, True, False), (0, True, False), (0, False, True)):
+        monkeypatch.setattr(os, "geteuid", lambda own=own: own)
+        path.parent.chmod(0o1777 if shared else 0o755)
+        if believed:
+            assert cli.told_namespace(path)
+        else:
+            with pytest.raises(cli.SocketSilent, match="user 4321 listens there"):
+                cli.told_namespace(path)
+    user[0] = 0
+    assert cli.told_namespace(path)
 
 
 def test_nothing_of_prompts_salts_and_keys_is_in_it(cache: kvtier.Cache, path: Path, recorded: Any) -> None:

@@ -192,10 +192,12 @@ class QueuedRequests:
 
 def put_answer(req: Any, answer: dict[str, Any], wishes: Wishes | None = None) -> None:
     """Put `answer` into the request's output, as `meta_info["kvtier"][0]`; what its sender wished follows when
-    it is known. A request that was sent back to the queue and is admitted again has read twice."""
+    it is known. A request that was sent back to the queue and is admitted again has read twice; what of its prompt was
+    cached is what it found the first time."""
     info = getattr(req, "customized_info", None) or {}
     if earlier := info.get(_NAME):
         answer = {**answer, "tokens_read": dict(Counter(earlier[0]["tokens_read"]) + Counter(answer["tokens_read"]))}
+        answer |= {"usage": earlier[0]["usage"]} if "usage" in earlier[0] else {}
     # SGLang takes values by the number of the output token: this one comes with the first.
     values = [answer]
     req.customized_info = {**info, _NAME: values}

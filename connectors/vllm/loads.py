@@ -114,8 +114,15 @@ class Loads:
     def read(self, state: RequestState) -> Counter[str]:
         """Tokens by tier that a request has read which ends now. If it ends with the step that loaded them, no answer
         has been taken yet; had that load failed, the engine would not have ended it."""
-        within = self.sources(state.track.name) if state.in_step else {}
-        return state.read + Counter(within)
+        return state.read + self._within(state)
+
+    def reread(self, state: RequestState) -> Counter[str]:
+        """Those of `read` that it had before, until it lost its blocks: of its prompt, and of what it generated."""
+        return state.reread + (self._within(state) if state.resumed else Counter[str]())
+
+    def _within(self, state: RequestState) -> Counter[str]:
+        """Tokens by tier of the load in the step that it ends with."""
+        return Counter(self.sources(state.track.name) if state.in_step else {})
 
     def unname(self, pool: EnginePool | None, bad: set[int]) -> None:
         """Take back the names of blocks that do not hold what the engine named them, since loads in the step that has
@@ -269,6 +276,8 @@ class Loads:
         lease.miss, lease.tiers = miss or lease.miss, lease.tiers[:good]
         tokens = tokens_by_tier(lease.tiers, self._block_tokens)
         state.read += tokens
+        if state.resumed:
+            state.reread += tokens
         self._counters.update({f"tokens_read_{tier}": count for tier, count in tokens.items()})
         manager.count(lease, asked)
 

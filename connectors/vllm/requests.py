@@ -72,6 +72,7 @@ class RequestState:
     wait_until_s: Mono | None = None  # for the promotion
     local: int | None = None  # blocks that the engine has itself, from its question until it gives the request a table
     held: int | None = None  # blocks that it had itself when the request was first given a table
+    resumed: bool = False  # whether the request lost that table, and was given another one
     lease: Lease | None = None
     also: Lease | None = None  # pins what other groups need where the lease ends
     more: Sequence[tuple[int, Slot]] = ()  # blocks of other groups that are to be loaded from slots that `also` pins
@@ -84,6 +85,7 @@ class RequestState:
     in_step: bool = False  # whether what was offered last is loaded within the step that computes the rest
     asked: int = 0  # blocks beyond the engine's own hit, until their reading is recorded
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
+    reread: Counter[str] = field(default_factory=Counter)  # those of them that were read when it was resumed
 
     def prompt(self, block_tokens: int) -> list[BlockKey]:
         """The keys of the prompt's whole blocks."""

@@ -383,7 +383,8 @@ class SchedulerHalf:
         name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
         if (cache := self._caches.cache) is not None:
             state.tell(cache, prompt, read, self._clock)
-        return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes, state.held or 0)
+        held, reread = state.held or 0, self._loads.reread(state)
+        return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes, held, reread)
 
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended

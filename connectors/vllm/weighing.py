@@ -114,7 +114,8 @@ class Weighing:
         many seconds these are worth waiting."""
         name, now = state.track.name, self._clock.monotonic()
         local, state.local = state.local, None
-        state.held = local if state.held is None else state.held
+        if local is not None:
+            state.resumed, state.held = state.held is not None, local if state.held is None else state.held
         state.placed_s = now if state.placed_s is None else state.placed_s
         if self._gate is None or local is None:
             return math.inf  # told again, since its load has ended

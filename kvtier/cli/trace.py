@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json as jsonlib
+import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from kvtier.bench.retention.traces import load_trace
 from kvtier.cli.output import Json, console, write_json
 from kvtier.config import Config
 from kvtier.errors import ConfigError, FormatError, InvalidRequest, KVTierError
+from kvtier.request_trace import user_of
 from kvtier.units import parse_duration
 
 Source = Annotated[
@@ -121,7 +124,8 @@ def _follow(connection: socket.socket, recording: Recording, until_s: float) -> 
 
 @contextlib.contextmanager
 def connected(path: Path) -> Iterator[socket.socket]:
-    """A connection to a cache's trace socket. Raises SocketSilent."""
+    """A connection to a cache's trace socket. Raises SocketSilent, also where another user may have put it there: what
+    it says names what is purged."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(TICK_S)
         try:
@@ -130,6 +134,10 @@ def connected(path: Path) -> Iterator[socket.socket]:
             raise SocketSilent(
                 f"{path}: no cache listens there: {wrong}; is the engine up, with trace.socket?"
             ) from None
+        user, own = user_of(connection), os.geteuid()
+        shared = path.parent.stat().st_mode & stat.S_IWOTH
+        if user not in (0, own) and (own or shared):  # root may listen to a service in a folder that is not all's
+            raise SocketSilent(f"{path}: user {user} listens there; put trace.socket into a folder of the engine's own")
         yield connection
 
 

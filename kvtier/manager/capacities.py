@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from itertools import takewhile
 
 from kvtier.errors import KVTierError
 from kvtier.manager.hierarchy import Hierarchy
+from kvtier.times import Mono
 from kvtier.units import format_size
 
 log = logging.getLogger(__name__)
 
-_MOVED_SLOTS = 4096
-"""Slots whose memory is given back, or taken back, between two looks at the capacity."""
+PASS_S = 1.0
+"""A pass begins nothing after so long: other work of every few seconds, such as purges of elsewhere, waits for it."""
+
+_MOVED_SLOTS, _MOVED_BYTES = 4096, 4 << 30
+"""Slots whose memory is given back, or taken back, between two looks at the capacity: a second's work."""
 
 
 class Capacities:
@@ -33,39 +38,50 @@ class Capacities:
 
     async def _follow_g2(self) -> bool:
         hierarchy, slots = self._hierarchy, self._hierarchy.host.in_use
-        before = len(slots.unused)
+        before, until = len(slots.unused), hierarchy.clock.monotonic() + PASS_S
         if slots.surplus > 0:
             now = hierarchy.now().serve
-            await hierarchy.drop_slices(
-                slots.shrink_steps(hierarchy.host.quota, lambda scope: hierarchy.host.evict_coldest(scope, now))
-            )
-        await self._give_back()
-        while slots.surplus < 0 and await self._take_back():
+            steps = slots.shrink_steps(hierarchy.host.quota, lambda scope: hierarchy.host.evict_coldest(scope, now))
+            await hierarchy.drop_slices(takewhile(lambda _: not self._is_over(until), steps))
+        while await self._give_back() and not self._is_over(until):
+            pass
+        while slots.surplus < 0 and await self._take_back() and not self._is_over(until):
             pass
         changed = len(slots.unused) != before
         if changed and not slots.surplus:
             log.info("tiers.g2.capacity: %s now", format_size(hierarchy.host.capacity_bytes))
         return changed
 
-    async def _give_back(self) -> None:
-        """The memory of slots that are out of use now goes back to the system."""
+    def _is_over(self, until: Mono) -> bool:
+        return self._hierarchy.clock.monotonic() >= until
+
+    @property
+    def _moved(self) -> int:
+        arena = self._hierarchy.host.arena
+        return max(1, min(_MOVED_SLOTS, _MOVED_BYTES // (arena.slot_bytes * arena.ranks)))
+
+    async def _give_back(self) -> bool:
+        """The memory of some slots that are out of use now goes back to the system. Whether there were any."""
         host = self._hierarchy.host
-        while part := sorted(host.in_use.unused[self._given : self._given + _MOVED_SLOTS]):
-            self._given += len(part)
+        part = sorted(host.in_use.unused[self._given : self._given + self._moved])
+        self._given += len(part)
+        if part:
             with contextlib.suppress(OSError, ValueError):  # it stays, or the arena is closed
                 await asyncio.to_thread(host.arena.give_back, part)
+        return bool(part)
 
     async def _take_back(self) -> bool:
         """Use some slots again. Whether there was memory for all of them."""
         host, slots = self._hierarchy.host, self._hierarchy.host.in_use
-        part = sorted(slots.unused[slots.surplus :][-_MOVED_SLOTS:])
+        part = sorted(slots.unused[slots.surplus :][-self._moved :])
         taken = await asyncio.to_thread(host.arena.take_back, part)
         with self._hierarchy.lock:
             slots.take_back(part, taken)
-        self._given = len(slots.unused)
+        self._given = min(self._given, len(slots.unused))
         self._hierarchy.space.notify()
         if taken < len(part):
-            self._tell(f"tiers.g2.capacity: memory is short, G2 has {format_size(slots.used * host.arena.slot_bytes)}")
+            slot_bytes = host.arena.slot_bytes * host.arena.ranks
+            self._tell(f"tiers.g2.capacity: memory is short, G2 has {format_size(slots.used * slot_bytes)}")
         return taken == len(part)
 
     async def _follow_g3(self) -> bool:

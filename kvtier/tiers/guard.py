@@ -166,7 +166,7 @@ class Guarded(Wrapper):
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         with self._absorb("peek"):
-            return self.inner.peek(chain, wanted)
+            return self._each("peek", self.inner.peek(chain, wanted), wanted)
         return [Miss.ERROR] * len(wanted)
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
@@ -179,7 +179,7 @@ class Guarded(Wrapper):
                 looking = self._begin("lookup", chain, wanted, deadline)
                 if await self._is_answered("lookup", looking, given_s):
                     with suppress(TimeoutError):
-                        found = self._result("lookup", looking)
+                        found = self._each("lookup", self._result("lookup", looking), wanted)
             self._judge(found, given_s >= self.limits.lookup_s)
             return found
         return [Miss.ERROR] * len(wanted)
@@ -191,6 +191,7 @@ class Guarded(Wrapper):
         with self._absorb("read"):
             patient = self._left_s(deadline) >= self.limits.read_s
             results = await self._overdue(self.inner.read(chain, targets, deadline), deadline, patient)
+            self._each("read", results, targets)
             self._judge(results, patient)
             return results
         return [Miss.ERROR] * len(targets)
@@ -204,6 +205,7 @@ class Guarded(Wrapper):
             except KeyUnavailable as error:
                 log.debug("%s: a block could not be encrypted: %s", self.name, error)
                 return [Stored.NO_KEY] * len(blocks)
+            self._each("write", results, blocks)
             if Stored.FAILED in results:
                 self.breaker.failed()
             else:
@@ -306,6 +308,12 @@ class Guarded(Wrapper):
             raise ClosedError(f"{self.name} is closed")
         self.unanswered[verb] += 1
         return False
+
+    def _each(self, verb: str, answers: list[T], asked: Sequence[object]) -> list[T]:
+        """The answers. Raises TierError unless there is one for each: nobody could say whose they are."""
+        if len(answers) != len(asked):
+            raise TierError(self.name, verb, f"{len(answers)} answers where {len(asked)} were asked for")
+        return answers
 
     def _result(self, verb: str, call: asyncio.Future[T]) -> T:
         if call.cancelled():

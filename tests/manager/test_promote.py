@@ -63,6 +63,25 @@ async def test_a_get_that_shares_a_load_is_told_why_it_failed() -> None:
                 assert len(hit.blocks) == 0 and hit.miss == "late"
 
 
+class Short(MemoryTier):
+    """A read leaves the last answer out."""
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        return (await super().read(chain, targets, deadline))[:-1]
+
+
+async def test_a_tier_with_too_few_answers_costs_misses_and_no_slot() -> None:
+    chain = chain_of(NS, 8)
+    async with kvtier.aopen(CONFIG, NS, tiers=[Short(NS, SystemClock())]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        with await cache._get(chain, SystemClock().monotonic() + 10, 0) as hit:
+            assert len(hit.blocks) == 0 and hit.miss == "error"
+        assert not cache.manager.host.filling() and not cache.manager.promoter._under_way
+        assert await cache.put(chain, payloads_of(chain, BLOCK))
+
+
 async def test_a_load_reserves_its_slots_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time 64 slots held the lock for 2.5 ms. Blocks that turned up meanwhile, in between, are pinned."""
     calls, plain = [], HostTier.reserve_leading

@@ -17,7 +17,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace, seal
 from kvtier.tiers.breaker import BreakerLimits, Health
 from kvtier.tiers.guard import ABANDONED_MAX, Guarded, GuardLimits
-from kvtier.tiers.protocol import Miss, Sealed, Stored, Target
+from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target
 from kvtier.times import Mono
 from tests.manager.support.stubborn import SHORT, StubbornTier, hurried
 
@@ -74,6 +74,35 @@ async def test_writes_that_are_answered_as_failed_open_the_breaker() -> None:
         assert await guard.write(blocks, clock.monotonic() + 1) == [Stored.FAILED]
     assert guard.breaker.health is Health.OUT
     await guard.close(clock.monotonic() + 1)
+
+
+class ShortTier(MemoryTier):
+    """Leaves the last answer out."""
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        return super().peek(chain, wanted)[:-1]
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
+        return (await super().lookup(chain, wanted, deadline))[:-1]
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
+        return (await super().read(chain, targets, deadline))[:-1]
+
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
+        return (await super().write(blocks, deadline))[:-1]
+
+
+async def test_answers_that_are_too_few_are_none() -> None:
+    clock = VirtualClock()
+    guard, later = Guarded(ShortTier(NS, clock), clock), clock.monotonic() + 1
+    await guard.open()
+    blocks = seal(KEYS, range(4), BLOCK, clock.wall())
+    targets = [Target(index, (memoryview(bytearray(BLOCK)),)) for index in range(4)]
+    assert await guard.write(blocks, later) == [Stored.FAILED] * 4
+    assert await guard.lookup(KEYS, range(4), later) == guard.peek(KEYS, range(4)) == [Miss.ERROR] * 4
+    assert await guard.read(KEYS, targets, later) == [Miss.ERROR] * 4
+    assert guard.breaker.errors == 4
+    await guard.close(later)
 
 
 async def test_no_change_begins_while_an_earlier_one_may_still_take_effect() -> None:

@@ -37,6 +37,9 @@ PAGE_BYTES = 16384
 PAGES_MIN, BYTES_MAX = 4, 256 << 20
 LOCK_TIMEOUT_S = 1.0  # a holder needs microseconds, but for a purge
 PURGE_TIMEOUT_S = 10.0  # for the lock: every process of a fleet has the same purge at once
+SCANS_S, SCANS_SHARE = 5.0, 0.01
+"""CPU time for the purges of one process: at once, and of all time after that. A tier that missed ten thousand is not
+to look through the file for each of them: it removes it."""
 _POLL_S = 0.001
 PURGES_KEPT = 64
 _MAGIC = b"kvtcont1"
@@ -79,7 +82,8 @@ class ContentRing:
     def __init__(self, part: Path, namespace: bytes, pages: int) -> None:
         """Opens nothing. A file of another number of pages is begun anew."""
         self._path = part / "contents" / namespace.hex()
-        self._pages = pages
+        self.pages = pages
+        self._scanned_s = self._scanned_at = 0.0
 
     def write(self, number: int, parts: Sequence[bytes], purges: int) -> tuple[int, int, list[bytes] | None]:
         """See `kvtier.tiers.protocol.Describing`."""
@@ -89,13 +93,13 @@ class ContentRing:
         with self._locked(make=True) as fd:
             head = self._head(fd)
             if head is None:
-                _tidy(self._path, (1 + self._pages) * PAGE_BYTES)
+                _tidy(self._path, (1 + self.pages) * PAGE_BYTES)
                 os.ftruncate(fd, 0)
                 head = _Head(0, time.time_ns())  # more than any that a writer of an earlier file knew
                 self._set_head(fd, head)
             if not body or purges != head.purges:
                 return 0, head.purges, head.since(purges)
-            if not 0 < number <= head.newest or number <= head.newest - self._pages:
+            if not 0 < number <= head.newest or number <= head.newest - self.pages:
                 number = head.newest + 1
                 self._set_head(fd, head._replace(newest=number))
             self._set_page(fd, number, body)
@@ -106,7 +110,7 @@ class ContentRing:
         with contextlib.suppress(FileNotFoundError), self._locked() as fd:
             head = self._head(fd) or _Head(0, 0)
             first = min(below - 1, head.newest) if below else head.newest
-            for number in range(first, max(0, head.newest - self._pages), -1):
+            for number in range(first, max(0, head.newest - self.pages), -1):
                 found, parts = _decoded(os.pread(fd, PAGE_BYTES, self._offset(number)))
                 if found == number:
                     return number, parts
@@ -114,10 +118,10 @@ class ContentRing:
 
     def purge(self, tenant: Scope) -> int:
         """Overwrite the tenant's parts, durably; returns how many there were. Damaged pages go, whosesoever they are,
-        and the whole file where it fails, is none, or is held too long: a purge of blocks is not to wait for that.
-        Raises OSError where it cannot be removed."""
+        and the whole file where it fails, is none, or is held too long, and where purges take SCANS_S: a purge of
+        blocks is not to wait for that. Raises OSError where it cannot be removed."""
         try:
-            with self._locked(timeout_s=PURGE_TIMEOUT_S) as fd:
+            with self._locked(timeout_s=PURGE_TIMEOUT_S) as fd, self._scanning():
                 count = self._overwrite(fd, tenant[:TENANT_BYTES])
                 os.fsync(fd)
                 return count
@@ -130,13 +134,24 @@ class ContentRing:
             sync_directory(self._path.parent)
         return 0
 
+    @contextlib.contextmanager
+    def _scanning(self) -> Iterator[None]:
+        """Raises TierTimeout where purges have taken too long."""
+        now, began = time.monotonic(), time.thread_time()
+        self._scanned_s = max(0.0, self._scanned_s - SCANS_SHARE * (now - self._scanned_at))
+        self._scanned_at = now
+        if self._scanned_s > SCANS_S:
+            raise TierTimeout("g3", "contents", "there are too many purges to look through it for each")
+        yield
+        self._scanned_s += time.thread_time() - began
+
     def _overwrite(self, fd: int, name: bytes) -> int:
         head, count = self._head(fd), 0
         if head is None:
             os.ftruncate(fd, 0)
             return 0
         self._set_head(fd, head.purged(name))
-        for place in range(1, 1 + min(self._pages, head.newest)):
+        for place in range(1, 1 + min(self.pages, head.newest)):
             number, parts = _decoded(os.pread(fd, PAGE_BYTES, place * PAGE_BYTES))
             others = [part for part in parts if part[:TENANT_BYTES] != name]
             if not number:
@@ -147,7 +162,7 @@ class ContentRing:
         return count
 
     def _offset(self, number: int) -> int:
-        return (1 + (number - 1) % self._pages) * PAGE_BYTES
+        return (1 + (number - 1) % self.pages) * PAGE_BYTES
 
     def _set_page(self, fd: int, number: int, body: bytes) -> None:
         rest = struct.pack("<QI", number, len(body)) + body
@@ -158,10 +173,10 @@ class ContentRing:
         if len(raw) < _HEAD.size or raw[:_CHECK_BYTES] != _check(raw[_CHECK_BYTES:]):
             return None
         _, magic, pages, newest, purges, tenants = _HEAD.unpack(raw)
-        return _Head(newest, purges, tenants) if magic == _MAGIC and pages == self._pages else None
+        return _Head(newest, purges, tenants) if magic == _MAGIC and pages == self.pages else None
 
     def _set_head(self, fd: int, head: _Head) -> None:
-        rest = _HEAD.pack(0, _MAGIC, self._pages, *head)[_CHECK_BYTES:]
+        rest = _HEAD.pack(0, _MAGIC, self.pages, *head)[_CHECK_BYTES:]
         os.pwrite(fd, _check(rest) + rest, 0)
 
     @contextlib.contextmanager

@@ -93,6 +93,7 @@ class DiskTier:
         self._opened: Store | None = None
         self._pid = 0
         self._notify: Notify | None = None
+        self._ring: ContentRing | None = None
         self._service: Service = Unwatched()
 
     async def open(self) -> None:
@@ -329,7 +330,10 @@ class DiskTier:
 
     def _contents(self) -> ContentRing:
         blocks = self._store.geometry.capacity // (slot_class(self.block_bytes) * SLOT_ALIGN)
-        return ContentRing(self._paths[0], self._prefix, pages_for(blocks, self._namespace.block_tokens))
+        pages = pages_for(blocks, self._namespace.block_tokens)
+        if self._ring is None or self._ring.pages != pages:
+            self._ring = ContentRing(self._paths[0], self._prefix, pages)
+        return self._ring
 
     # The store.
 

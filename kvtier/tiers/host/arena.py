@@ -31,19 +31,24 @@ _EXTENT_BYTES_MAX = 64 << 20
 """Memory is taken back in steps of so much: where it runs out, less than one is lost."""
 
 
-def available_bytes() -> int:
-    """Bytes that this process may still allocate: the lesser of MemAvailable and its cgroup's rest, less headroom."""
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still allocate: the lesser of MemAvailable and its cgroup's rest, less headroom. The
+    cgroup's cache of files that were not read lately counts as free: the kernel drops it first."""
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     free = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
-    cgroup = Path("/sys/fs/cgroup")
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2 here: MemAvailable alone decides
         limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
         if limit != "max":
             used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-            free = min(free, int(limit) - used)
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here: MemAvailable alone decides
+            free = min(free, int(limit) - used + _idle_cache_bytes(cgroup))
     return max(0, int(free * (1 - _HEADROOM_FRACTION)))
+
+
+def _idle_cache_bytes(cgroup: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        lines = (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    return 0
 
 
 class Arena:
@@ -160,9 +165,12 @@ class Arena:
 
     def take_back(self, slots: Sequence[int]) -> int:
         """Have memory behind slots that may have been given back. Returns for how many leading ones there is: it may be
-        short. Blocks, for a second per 4 GiB or so."""
+        short, and is not asked for where the kernel would have to end a process for it. Blocks, for a second per 4 GiB
+        or so."""
         taken = 0
         for start, end in self._extents(slots):
+            if self._returns and available_bytes() < (end - start) * self.ranks:
+                return taken
             try:
                 with self._changing:
                     for fd in self._fds:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 
 from kvtier.clock import SystemClock
 from kvtier.connectors.promoted import Promoted
+from kvtier.connectors.sglang.requests import put_answer
 from tests.connectors.sglang.support.linker_bench import PAGE, keys_of
 
 
@@ -220,3 +222,13 @@ def test_an_admitted_request_is_remembered_with_what_it_was_given(bench: Any, tm
     assert (other.served.name, other.served.given, other.served.why) == ("s", {}, "absent")
     assert one.tokens.tolist() == list(range(6 * PAGE + 1)) and len(one.tails) == 6 * 8
     assert one.served.placed_s is not None and 0 <= one.served.placed_s < 60 and one.served.first_s is None
+
+
+def test_a_request_that_is_admitted_again_has_cached_what_it_found_first() -> None:
+    """Its own blocks are on the device by then: they are no cached part of its prompt."""
+    first = {"cached_tokens": 32, "by_tier": {"g2": 32}, "cache_creation": {"1h": 64}}
+    again = {"cached_tokens": 96, "by_tier": {"g1": 96}, "cache_creation": {}}
+    req = SimpleNamespace(customized_info=None)
+    put_answer(req, {"tokens_read": {"g2": 32}, "usage": first})
+    put_answer(req, {"tokens_read": {"g2": 16}, "usage": again})
+    assert req.customized_info["kvtier"] == [{"tokens_read": {"g2": 48}, "usage": first}]

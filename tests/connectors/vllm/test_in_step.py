@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,26 @@ def test_a_request_that_lost_its_blocks_loads_them_again(make: Make) -> None:
     engine.reset()
     engine.run()
     assert not engine.misled and engine.half.counters["tokens_read_g2"] == 10 * SIZE
+    engine.check()
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_what_a_request_reads_again_is_no_cached_part_of_its_prompt(make: Make, in_step: bool) -> None:
+    """Else its sender is told of more cached tokens than its prompt has."""
+    engine = stored(make(**({} if in_step else {"in_step_bytes": 0})))
+    request = engine.add("again", PROMPT)
+    request.wanted = 20
+    for _ in range(12):
+        engine.step()
+    state = engine.half._requests["again"]
+    state.control = replace(state.control, usage=True)
+    engine.preempt("again")
+    engine.reset()
+    engine.run()
+    assert not engine.misled
+    answer = engine.answers["again"]["kvtier"]
+    assert answer["tokens_read"]["g2"] > 10 * SIZE, "some of what it generated, too"
+    assert answer["usage"] == {"cached_tokens": 5 * SIZE, "by_tier": {"g2": 5 * SIZE}, "cache_creation": {}}
     engine.check()
 
 

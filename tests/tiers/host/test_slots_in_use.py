@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from kvtier.bench.retention.byteless import EmptyArena
 from kvtier.identity.keys import scope_of
 from kvtier.policies.gapduel import GapDuel
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.host.arena import Arena
+from kvtier.tiers.host.arena import Arena, available_bytes
 from kvtier.tiers.host.tier import HostTier
 from kvtier.times import Wall
 
@@ -152,3 +153,29 @@ def test_memory_that_may_be_page_locked_is_not_given_back_any_more() -> None:
     arena.give_back([1])
     assert bytes(arena.pieces(0)[0][:4]) == bytes(4) and bytes(arena.pieces(1)[0][:4]) == b"kept"
     arena.close()
+
+
+def test_memory_is_not_taken_back_where_the_kernel_would_end_a_process_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arena = Arena(4096, 2, 8 * 4096)
+    arena.open()
+    arena.give_back(range(1, 4))
+    monkeypatch.setattr("kvtier.tiers.host.arena.available_bytes", lambda: 6 * 2048 - 1)
+    assert arena.take_back([1, 2, 3]) == 0
+    monkeypatch.setattr("kvtier.tiers.host.arena.available_bytes", lambda: 6 * 4096)
+    assert arena.take_back([1, 2, 3]) == 3
+    arena.views()  # page-locked: none is given back any more
+    monkeypatch.setattr("kvtier.tiers.host.arena.available_bytes", lambda: 0)
+    assert arena.take_back([1, 2, 3]) == 3
+    arena.close()
+
+
+def test_a_cgroups_cache_of_files_does_not_count_as_used(tmp_path: Path) -> None:
+    """Weights that were just read would leave nothing for G2."""
+    free = available_bytes(tmp_path)
+    for name, text in (("max", 100 << 20), ("current", 90 << 20), ("stat", f"anon 1\ninactive_file {60 << 20}\n")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert available_bytes(tmp_path) == int((70 << 20) * 0.95) < free
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 70 << 20
