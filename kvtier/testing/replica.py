@@ -38,10 +38,10 @@ class Replica:
         self.bucket = VirtualBucket(server, latency_s)
         keyring = keyring or Keyring.public()
         limits = BucketLimits()
-        name = blake2b(str(next(_numbers) if number is None else number).encode(), digest_size=4).digest()
+        name = blake2b(str(next(_numbers) if number is None else number).encode(), digest_size=4).hexdigest()
         self.store = ObjectStore(
             RetryingBucket(self.bucket, attempts=1, seed=seed), ObjectNames("p", NS.digest, keyring), keyring,
-            NS.block_bytes, stride, self.clock, limits, compress=compress, replica=int.from_bytes(name),
+            NS.block_bytes, stride, self.clock, limits, compress=compress, replica=int(name, 16),
         )  # fmt: skip
         self.writer = ObjectWriter(self.store, keyring, self.clock, limits)
         self.sweeper = Sweeper(self.store, self.clock, random.Random(seed))
