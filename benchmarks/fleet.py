@@ -1,6 +1,7 @@
 """Fleets of replicas on one bucket, in virtual time by the real code of G4 (`kvtier.testing.fleet`).
 
-    python benchmarks/fleet.py [--fleets 1:3600,10:3600,100:3600,1000:600] [--sweep UNITS] [--save DIR]
+    python benchmarks/fleet.py [--fleets 1:3600,10:3600,100:3600,1000:600] [--sweep UNITS]
+        [--sweepers 1,10] [--save DIR]
 
 `--fleets` has the replicas and the virtual seconds of each fleet. Every replica writes a unit a minute and has its turn
 every ten seconds. Then a new replica opens beside it. Per fleet:
@@ -50,7 +51,6 @@ EVERY_S = 60.0
 """Between two units of one replica."""
 KNOWN_S = 3600.0
 BLOCKS = 16
-SWEEPERS = (1, 10)
 SWEEP_HOURS_MAX = 48.0
 
 
@@ -156,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fleets", default="1:3600,10:3600,100:3600,1000:600")
     parser.add_argument("--sweep", type=int, default=1_000_000)
+    parser.add_argument("--sweepers", default="1,10", help="how many replicas sweep, in a run of each number")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     results: dict[str, Any] = {"unit_every_s": EVERY_S, "fleets": {}, "sweeps": {}}
@@ -168,8 +169,8 @@ def main() -> None:
     if given.sweep:
         with ProcessPoolExecutor(1) as apart:
             results["index_bytes_per_unit"] = apart.submit(index_bytes, given.sweep).result()
-        for sweepers in SWEEPERS:
-            results["sweeps"][str(sweepers)] = asyncio.run(of_sweep(given.sweep, sweepers))
+        for sweepers in given.sweepers.split(","):
+            results["sweeps"][sweepers] = asyncio.run(of_sweep(given.sweep, int(sweepers)))
             told()
     for fleet in filter(None, given.fleets.split(",")):
         count, seconds = fleet.split(":")
