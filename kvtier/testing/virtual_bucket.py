@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from kvtier.errors import CorruptError
@@ -16,11 +17,17 @@ from kvtier.times import Wall
 
 
 @dataclass
-class _Object:
+class StoredObject:
+    """An object as the server has it. `modified`: the server's stamp."""
+
     data: bytes
     etag: str
     used: Wall
     modified: float
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
 
 
 @dataclass
@@ -30,21 +37,49 @@ class VirtualServer:
 
     clock: Any = field(default_factory=VirtualClock)
     stamps: bool = True
-    objects: dict[str, _Object] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
+    objects: dict[str, StoredObject] = field(default_factory=dict)
     versions: int = 0
+    _names: list[str] = field(default_factory=list)  # in order, those of `_gone` among them
+    _gone: set[str] = field(default_factory=set)
 
-    def put(self, name: str, data: bytes | bytearray, used: float = 0.0, modified: float | None = None) -> _Object:
+    def fill(self, objects: Mapping[str, StoredObject]) -> None:
+        """Add many objects at once."""
+        self.objects.update(objects)
+        self._names, self._gone = sorted(self.objects), set()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all objects, in order."""
+        if self._gone:
+            self._names, self._gone = [name for name in self._names if name in self.objects], set()
+        return self._names
+
+    def put(self, name: str, data: bytes | bytearray, used: float = 0.0, modified: float | None = None) -> StoredObject:
         self.versions += 1
-        if name not in self.objects:
-            insort(self.names, name)
+        if name in self._gone:
+            self._gone.remove(name)
+        elif name not in self.objects:
+            insort(self._names, name)
         at = self.clock.wall() if modified is None else modified
-        self.objects[name] = _Object(bytes(data), f'"{self.versions}"', used, at)  # type: ignore[arg-type]
+        self.objects[name] = StoredObject(bytes(data), f'"{self.versions}"', used, at)  # type: ignore[arg-type]
         return self.objects[name]
 
     def drop(self, name: str) -> None:
         if self.objects.pop(name, None) is not None:
-            del self.names[bisect_left(self.names, name)]
+            self._gone.add(name)
+            if len(self._gone) > 1000 + len(self.objects) // 8:
+                _ = self.names  # a million names are not moved for each that goes
+
+    def page(self, prefix: str, after: str) -> list[str]:
+        """The first names that begin with `prefix`, behind `after`, at most LIST_PAGE."""
+        begin = max(bisect_left(self._names, prefix), bisect_right(self._names, after))
+        found: list[str] = []
+        for name in islice(self._names, begin, None):
+            if not name.startswith(prefix) or len(found) == LIST_PAGE:
+                break
+            if name in self.objects:
+                found.append(name)
+        return found
 
     def under(self, part: str) -> list[str]:
         return [name for name in self.names if f"/{part}/" in name]
@@ -68,9 +103,9 @@ class VirtualBucket(Bucket):
         self.latency_s = latency_s
         self.requests: Counter[str] = Counter()
 
-    def _stat(self, name: str, there: _Object, listed: bool = False) -> Stat:
+    def _stat(self, name: str, there: StoredObject, listed: bool = False) -> Stat:
         modified = float(int(there.modified)) if self.server.stamps else None
-        return Stat(name, len(there.data), there.etag, None if listed else there.used, modified)
+        return Stat(name, there.size, there.etag, None if listed else there.used, modified)
 
     async def _asked(self, verb: str, name: str) -> None:
         """A request is on its way: "put", "head", "get", "copy", "delete" or "list" of a name or prefix."""
@@ -110,7 +145,7 @@ class VirtualBucket(Bucket):
         if there is None:
             return None
         stop = start + sum(map(len, into))
-        if len(there.data) < (start + 1 if clipped else stop):
+        if there.size < (start + 1 if clipped else stop):
             raise CorruptError("the object ends before that")
         Scatter(into).feed(memoryview(there.data)[start:stop])
         await self._answering("get", name)
@@ -142,9 +177,8 @@ class VirtualBucket(Bucket):
         await self._answering("delete", names[0])
 
     def _page(self, prefix: str, after: str) -> list[Stat]:
-        begin = max(bisect_left(self.server.names, prefix), bisect_right(self.server.names, after))
-        some = self.server.names[begin : begin + LIST_PAGE]
-        return [self._stat(name, self.server.objects[name], True) for name in some if name.startswith(prefix)]
+        objects = self.server.objects
+        return [self._stat(name, objects[name], True) for name in self.server.page(prefix, after)]
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
         while True:

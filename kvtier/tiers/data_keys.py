@@ -1,13 +1,15 @@
 """Data keys of tenants: one key encrypts all blocks of a tenant, below RAM and in the bucket.
 
 A key store holds them wrapped by the keyring, outside the places where the blocks lie. To destroy a key there makes
-every copy of the tenant's blocks unreadable: who has read it asks for it again after KEY_CACHE_S at the latest.
+every copy of the tenant's blocks unreadable: who has read it asks for it again after KEY_CACHE_S at the latest, and
+after RECENT_S before anything more is encrypted with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import threading
 from collections import deque
@@ -33,11 +35,19 @@ log = logging.getLogger(__name__)
 
 KEY_CACHE_S = 60.0
 """A key is used for so long after it was read, and then asked for again."""
+RECENT_S = 5.0
+"""The same for what is encrypted with it: nobody can read that once the key is destroyed."""
 ABSENT_S = 5.0
 """For so long nobody asks again for a key that there is not, or that cannot be read."""
 KEYS_MAX = 65536
 ASKING_MAX = 16
 """Calls that wait for a store at once."""
+
+WRITE_S = 5.0
+"""The longest wait for a tenant's key to encrypt with."""
+READ_S = 0.5
+"""The same to decrypt with, less than a patient read (`kvtier.tiers.guard`): that a store of keys does not answer must
+not count against the tier. Its answer is there for the next read."""
 
 QUEUED_MAX = 1024
 """Calls that wait until one of those ends; of more, the answer is that there was none in time."""
@@ -75,11 +85,14 @@ class DataKeys(Protocol):
     def peek(self, scope: Scope) -> DataKey | Miss:
         """As `find`; LATE where that would have to ask a store. Never waits."""
 
+    def recent(self, scope: Scope) -> DataKey | None:
+        """The key of the scope's tenant, where it was read RECENT_S ago at most. Never waits."""
+
     def find(self, scope: Scope) -> DataKey | Miss:
         """The key of the scope's tenant; NO_KEY if there is none, or none that can be read. May wait for a store."""
 
     def obtain(self, scope: Scope) -> DataKey:
-        """The same, made if there is none. May wait for a store. Raises TierError."""
+        """`recent`, or as the store has it now, made if there is none. May wait for a store. Raises TierError."""
 
 
 class StoredKeys:
@@ -96,6 +109,11 @@ class StoredKeys:
         until, known = self._known.get(tenant_of(scope), (Mono("-inf"), Miss.LATE))
         return known if self._clock.monotonic() < until else Miss.LATE
 
+    def recent(self, scope: Scope) -> DataKey | None:
+        until, known = self._known.get(tenant_of(scope), (Mono("-inf"), Miss.LATE))
+        fresh = self._clock.monotonic() < until - KEY_CACHE_S + RECENT_S
+        return known if fresh and isinstance(known, DataKey) else None
+
     def find(self, scope: Scope) -> DataKey | Miss:
         known = self.peek(scope)
         if known is not Miss.LATE:
@@ -110,8 +128,8 @@ class StoredKeys:
         return self._remember(scope, key, asked)
 
     def obtain(self, scope: Scope) -> DataKey:
-        known = self.peek(scope)
-        if isinstance(known, DataKey):
+        known = self.recent(scope)
+        if known is not None:
             return known
         asked, name = self._clock.monotonic(), self.name_of(scope)
         try:
@@ -176,19 +194,21 @@ class StoredKeys:
             return key
 
 
-async def load(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey | Miss]:
-    """The keys of these scopes' tenants; LATE where a store has to be asked and does not answer in time."""
+async def load(keys: DataKeys, scopes: Collection[Scope], timeout_s: float = math.inf) -> dict[Scope, DataKey | Miss]:
+    """The keys of these scopes' tenants to decrypt with. NO_KEY where a store has to be asked and does not answer in
+    READ_S, or in half of the time that is left, so that the caller has an answer in time."""
     known = {scope: keys.peek(scope) for scope in scopes}
     asked = {scope: _ask(keys.find, scope) for scope, key in known.items() if key is Miss.LATE}
-    return known | await _answers(asked, timeout_s)
+    known |= await _answers(asked, min(READ_S, timeout_s / 2))
+    return {scope: Miss.NO_KEY if key is Miss.LATE else key for scope, key in known.items()}
 
 
-async def obtain(keys: DataKeys, scopes: Collection[Scope], timeout_s: float) -> dict[Scope, DataKey]:
-    """The same, made where there is none. Raises KeyUnavailable."""
-    known = {scope: key for scope in scopes if isinstance(key := keys.peek(scope), DataKey)}
+async def obtain(keys: DataKeys, scopes: Collection[Scope], timeout_s: float = math.inf) -> dict[Scope, DataKey]:
+    """The same to encrypt with, made where there is none, in WRITE_S at most. Raises KeyUnavailable."""
+    known = {scope: key for scope in scopes if (key := keys.recent(scope)) is not None}
     asked = {scope: _ask(keys.obtain, scope) for scope in scopes if scope not in known}
     try:
-        known |= await _answers(asked, timeout_s)
+        known |= await _answers(asked, min(WRITE_S, timeout_s))
     except KeyUnavailable:
         raise
     except TierError as error:

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from kvtier.encryption import DataKey
-from kvtier.errors import ConfigError, CorruptError, TierError
+from kvtier.errors import ConfigError, CorruptError, KeyUnavailable, TierError
 from kvtier.identity.keys import SHARED, Scope, scope_of
 from kvtier.keyring import Key, Keyring, KeyState
 from kvtier.testing import VirtualClock
@@ -21,6 +21,7 @@ from kvtier.tiers.data_keys import (
     ABSENT_S,
     ASKING_MAX,
     KEY_CACHE_S,
+    RECENT_S,
     StoredKeys,
     WrappedKey,
     load,
@@ -75,6 +76,28 @@ async def test_a_key_is_asked_for_again_after_its_time_and_a_missing_one_sooner(
     await clock.sleep(0.2)
     assert keys.peek(TENANT) is Miss.LATE and keys.find(TENANT) is Miss.NO_KEY
     assert keys.obtain(TENANT).secret != key.secret, "a new key, which opens nothing of the old one's"
+
+
+async def test_nothing_is_encrypted_with_a_key_long_after_it_was_destroyed() -> None:
+    """What was read shortly before is used: a store is not asked for each block."""
+    clock, store = VirtualClock(), MemoryKeys()
+    keys = StoredKeys(store, sample_keyring(), clock)
+    old = (await obtain(keys, [TENANT], 5.0))[TENANT]
+    await clock.sleep(RECENT_S - 0.1)
+    assert (await obtain(keys, [TENANT], 5.0))[TENANT] is old and store.reads == 1
+    store.destroy(keys.name_of(TENANT))
+    await clock.sleep(0.2)
+    assert keys.find(TENANT) is old, "what is there can be read a while longer"
+    new = (await obtain(keys, [TENANT], 5.0))[TENANT]
+    assert new.secret != old.secret and keys.peek(TENANT) is new
+    await clock.sleep(RECENT_S + 0.1)
+    reads = store.reads
+    assert (await obtain(keys, [TENANT], 5.0))[TENANT].secret == new.secret and store.reads == reads + 1
+    await clock.sleep(RECENT_S + 0.1)
+    store.error = TierError("keys", "read", "gone")
+    with pytest.raises(KeyUnavailable, match="gone"):
+        await obtain(keys, [TENANT], 5.0)
+    assert isinstance(keys.peek(TENANT), DataKey)
 
 
 def test_a_destroyed_key_leaves_no_copy_in_its_directory(tmp_path: Path) -> None:
@@ -145,12 +168,12 @@ async def test_a_store_that_hangs_is_asked_once_and_waited_for_no_longer_than_th
     store = Hanging()
     keys = StoredKeys(store, sample_keyring(), VirtualClock())
     found = await asyncio.gather(*(load(keys, [TENANT], 0.02) for _ in range(50)))
-    assert found == [{TENANT: Miss.LATE}] * 50
+    assert found == [{TENANT: Miss.NO_KEY}] * 50
     assert names == [keys.name_of(TENANT)]
     with pytest.raises(TierError, match="does not answer"):
         await obtain(keys, [TENANT], 0.02)
     others = [scope_of(str(number)) for number in range(100)]
-    assert set((await load(keys, others, 0.02)).values()) == {Miss.LATE}
+    assert set((await load(keys, others, 0.02)).values()) == {Miss.NO_KEY}
     assert len(names) == ASKING_MAX and 0 < _asking() <= ASKING_MAX
     assert await asyncio.to_thread(lambda: 7) == 7
     gate.set()
@@ -170,7 +193,7 @@ async def test_a_key_whose_store_hangs_keeps_no_other_tenant_waiting() -> None:
 
     keys = StoredKeys(Hanging(), sample_keyring(), VirtualClock())
     bad = keys.name_of(TENANT)
-    assert await load(keys, [TENANT], 0.01) == {TENANT: Miss.LATE}
+    assert await load(keys, [TENANT], 0.01) == {TENANT: Miss.NO_KEY}
     try:
         assert isinstance((await obtain(keys, [SHARED], 5.0))[SHARED], DataKey)
     finally:
@@ -207,7 +230,7 @@ async def test_the_seventeenth_asker_waits_for_one_of_sixteen() -> None:
     while len(began) < ASKING_MAX:  # noqa: ASYNC110 - a thread's start tells nobody
         await asyncio.sleep(0.001)
     assert 0 < _asking() <= ASKING_MAX and not asked.done()
-    assert set((await load(slow, [scope_of("last")], 0.01)).values()) == {Miss.LATE}, "and no longer than it may"
+    assert set((await load(slow, [scope_of("last")], 0.01)).values()) == {Miss.NO_KEY}, "and no longer than it may"
     gate.set()
     assert set((await asked).values()) == {Miss.NO_KEY}
     assert len(began) <= len(scopes) + 1

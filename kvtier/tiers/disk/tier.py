@@ -178,28 +178,28 @@ class DiskTier:
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
         found = self.peek(chain, wanted)
         if Miss.LATE in found:
-            start = found.index(Miss.LATE)
+            start, keys = found.index(Miss.LATE), None
             if self._encryption is not None:
                 scopes = {scope_of_key(chain[place]) for place in wanted[start:]}
-                await load(self._encryption.keys, scopes, self._left_s(deadline))
-            asking = asyncio.to_thread(self._find, chain, wanted[start:])
+                keys = await load(self._encryption.keys, scopes, self._left_s(deadline))
+            asking = asyncio.to_thread(self._find, chain, wanted[start:], keys=keys)
             with contextlib.suppress(TimeoutError):
                 found[start:] = await asyncio.wait_for(asking, self._left_s(deadline))
         return found
 
     def _find(
-        self, chain: Sequence[BlockKey], wanted: Sequence[int], faults_max: int | None = None
-    ) -> list[Miss | None]:
-        """LATE from where on the index would have to be read from the device, beyond `faults_max` pages, and where a
-        key would have to be asked for."""
+        self, chain: Sequence[BlockKey], wanted: Sequence[int], faults_max: int | None = None,
+        keys: Mapping[Scope, DataKey | Miss] | None = None,
+    ) -> list[Miss | None]:  # fmt: skip
+        """LATE from where on the index would have to be read from the device, beyond `faults_max` pages, and, without
+        `keys`, where one would have to be asked for."""
         store, prefix, wall_s = self._store, self._prefix, self._clock.wall()
         names = [prefix + chain[place] for place in wanted]
         found = store.index.find(names, faults_max=faults_max)
-        keys: dict[Scope, DataKey | Miss] = {}
-        if self._encryption is not None and any(raw is not None and is_encrypted(raw) for raw, _ in found):
+        if keys is None and self._encryption is not None and any(raw and is_encrypted(raw) for raw, _ in found):
             keys = {scope: self._encryption.keys.peek(scope) for scope in {scope_in_name(name) for name in names}}
         answers: list[Miss | None] = [
-            miss_of(name, raw, purged_until, store.touches, wall_s) or key_miss_of(name, raw or b"", keys)
+            miss_of(name, raw, purged_until, store.touches, wall_s) or key_miss_of(name, raw or b"", keys or {})
             for name, (raw, purged_until) in zip(names, found, strict=False)
         ]
         return answers + [Miss.LATE] * (len(names) - len(found))

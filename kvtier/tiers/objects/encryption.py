@@ -21,11 +21,6 @@ from kvtier.tiers.protocol import Miss, Pieces
 
 ENCRYPTED = 1
 """`Frame.sealed` of an encrypted payload."""
-KEY_S = 5.0
-"""The longest wait for a tenant's key to encrypt with."""
-KEY_READ_S = 0.5
-"""The same to decrypt with, less than a patient read (`kvtier.tiers.guard`): that a store of keys does not answer must
-not count against the tier. Its answer is there for the next read."""
 _PURPOSE = b"kvtier-g4-block-1"
 
 
@@ -40,7 +35,7 @@ class UnitEncryption:
 
     async def key_for(self, scope: Scope) -> DataKey | None:
         """What units of this scope are encrypted with; None: nothing. Raises KeyUnavailable."""
-        return None if self._keys is None else (await obtain(self._keys, [scope], KEY_S))[scope]
+        return None if self._keys is None else (await obtain(self._keys, [scope]))[scope]
 
     def miss_of(self, frame: Frame) -> Miss | None:
         """Why a unit cannot be decrypted, as far as that is known without asking a store. Pure."""
@@ -55,9 +50,7 @@ class UnitEncryption:
             return None
         known: DataKey | Miss = Miss.NO_KEY
         if self._keys is not None:
-            known = (await load(self._keys, [frame.scope], KEY_READ_S))[frame.scope]
-        if known is Miss.LATE:
-            return Miss.NO_KEY
+            known = (await load(self._keys, [frame.scope]))[frame.scope]
         return known if isinstance(known, Miss) else _cipher(known, frame) or Miss.WRONG_KEY
 
     def gives_way(self, frame: Frame, key: DataKey | None) -> bool | None:

@@ -16,15 +16,18 @@ from kvtier.identity.keys import SHARED, scope_of
 from kvtier.identity.namespace import Namespace
 from kvtier.testing import VirtualClock, chain_of, payload_of, payloads_of, sample_namespace, seal
 from kvtier.testing.contract import check_tier
+from kvtier.tiers import data_keys
+from kvtier.tiers.breaker import Health
 from kvtier.tiers.data_keys import KEY_CACHE_S
 from kvtier.tiers.disk.maintenance import looking_after
 from kvtier.tiers.disk.records import FIRST_FORMAT, FORMAT_KEY, SHORT_FORMAT
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
+from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Miss, Stored, Target
 from kvtier.times import Wall
-from tests.tiers.disk.support.keys import MemoryKeys, sample_keys
+from tests.tiers.disk.support.keys import MemoryKeys, SickKeys, sample_keys
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
 from tests.tiers.disk.support.worker import Bounced, memory
 
@@ -113,6 +116,32 @@ async def test_a_destroyed_key_ends_its_tenants_blocks_within_the_time_of_its_ca
         assert await get(g3, CHAIN) == [True] * 8
         assert await put(g3, theirs) == [Stored.STORED] * 4
         assert await get(g3, theirs) == [True] * 4
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_key_that_cannot_be_had_takes_the_tier_from_nobody_else(
+    tmp_path: Path, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tenant's blocks are misses with that reason in a short time, and count against nobody."""
+    monkeypatch.setattr(data_keys, "WRITE_S", 0.02)
+    monkeypatch.setattr(data_keys, "READ_S", 0.02)
+    clock, scope = VirtualClock(), scope_of("tenant")
+    theirs, other = chain_of(NAMESPACE, 2, scope=scope), chain_of(NAMESPACE, 2, scope=scope_of("other"))
+    async with opened(tmp_path / "g3", keys=sample_keys(clock), clock=clock) as healthy:
+        assert await put(healthy, theirs) == [Stored.STORED] * 2
+    store = SickKeys(scope, hangs)
+    async with opened(tmp_path / "g3", keys=sample_keys(clock, store), clock=clock) as g3:
+        tier, patient = Guarded(g3, clock), clock.monotonic() + 1.0
+        for number in range(6):
+            new = seal(chain_of(NAMESPACE, 2, number + 1, scope), range(2), BLOCK, clock.wall())
+            assert await tier.write(new, patient) == [Stored.NO_KEY] * 2
+            assert await tier.lookup(theirs, range(2), patient) == [Miss.NO_KEY] * 2
+            targets = [Target(index, (memoryview(bytearray(BLOCK)),)) for index in range(2)]
+            assert await tier.read(theirs, targets, patient) == [Miss.NO_KEY] * 2
+        assert tier.breaker.health is Health.WELL
+        assert await put(g3, other) == [Stored.STORED] * 2
+        assert await get(g3, other) == [True] * 2
+        store.goes_on.set()
 
 
 async def test_plain_blocks_of_an_old_store_are_read_on_and_replaced_by_the_next_put(

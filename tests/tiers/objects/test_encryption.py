@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from kvtier.checksum import digest_of
 from kvtier.identity.keys import scope_of
-from kvtier.keyring import Keyring
-from kvtier.testing import VirtualClock, chain_of, payload_of, seal
+from kvtier.testing import chain_of, payload_of, seal
+from kvtier.tiers import data_keys
 from kvtier.tiers.breaker import Health
-from kvtier.tiers.data_keys import ABSENT_S, KEY_CACHE_S, StoredKeys, WrappedKey
+from kvtier.tiers.data_keys import ABSENT_S, KEY_CACHE_S, StoredKeys
 from kvtier.tiers.guard import Guarded
-from kvtier.tiers.objects import encryption
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
-from tests.tiers.disk.support.keys import MemoryKeys, sample_keyring
+from tests.tiers.disk.support.keys import MemoryKeys, SickKeys, sample_keyring
 from tests.tiers.objects.support.replicas import NS, S, Site
 
 TENANT = scope_of("tenant")
@@ -165,31 +162,15 @@ async def test_an_encrypted_unit_is_renewed_by_a_replica_that_forgot_its_key(sit
     assert outcomes(await site.read(one, CHAIN, range(S))) == [True] * S
 
 
-class Sick(MemoryKeys):
-    """A store that has trouble with one key alone."""
-
-    def __init__(self, keyring: Keyring, clock: VirtualClock, hangs: bool) -> None:
-        super().__init__()
-        self.bad = StoredKeys(self, keyring, clock).name_of(TENANT)
-        self.hangs, self.goes_on = hangs, threading.Event()
-
-    def read(self, name: str) -> WrappedKey | None:
-        if name == self.bad:
-            if self.hangs:
-                self.goes_on.wait(20)
-            return WrappedKey(1.0, bytes(100))
-        return super().read(name)
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_key_that_cannot_be_had_takes_the_tier_from_nobody_else(
     site: Site, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encryption, "KEY_S", 0.02)
-    monkeypatch.setattr(encryption, "KEY_READ_S", 0.02, raising=False)
+    monkeypatch.setattr(data_keys, "WRITE_S", 0.02)
+    monkeypatch.setattr(data_keys, "READ_S", 0.02)
     healthy = await replica(site, MemoryKeys())
     assert await site.store(healthy, CHAIN) == [Stored.STORED] * len(CHAIN)
-    store = Sick(sample_keyring(), site.clock, hangs)
+    store = SickKeys(TENANT, hangs)
     tier = Guarded(await replica(site, store), site.clock)
     other = chain_of(NS, S, scope=scope_of("other"))
     for number in range(8):

@@ -3,69 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 
 from kvtier.testing import chain_of
+from kvtier.testing.fleet import STEP_S, Fleet
 from kvtier.tiers.objects import catalogue, deltas, sweep
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
-
-STEP_S = 10.0
-
-
-class Fleet:
-    """`count` replicas, each of which writes a unit every `every_s`."""
-
-    def __init__(self, count: int, every_s: float) -> None:
-        self.server = VirtualServer()
-        self.replicas = [Replica(self.server, seed, stride=1) for seed in range(count)]
-        self.every_s = every_s
-        self.written: list[tuple[float, list[bytes]]] = []
-        self._next = [every_s * index / count for index in range(count)]
-        self._elapsed = 0.0
-
-    async def step(self) -> None:
-        for index, replica in enumerate(self.replicas):
-            while self._next[index] <= self._elapsed:
-                chain = chain_of(NS, 1, seed=len(self.written))
-                await replica.write(chain)
-                self.written.append((self.server.clock.wall(), chain))
-                self._next[index] += self.every_s
-            await replica.store.refresh()
-            await replica.turn()
-        self.server.clock.advance(STEP_S)
-        self._elapsed += STEP_S
-
-    async def run(self, seconds: float) -> None:
-        for _ in range(round(seconds / STEP_S)):
-            await self.step()
-
-    def requests(self) -> Counter[str]:
-        """Of all replicas so far; not those that carry payload."""
-        total: Counter[str] = Counter()
-        for replica in self.replicas:
-            total += replica.bucket.requests
-        total["put"] -= len(self.written)
-        return total
-
-    def known(self, replica: Replica, since: float) -> float:
-        """The share of units written since then that the replica's index has."""
-        units = [chain for at, chain in self.written if at >= since]
-        return sum(replica.store.known(chain[0], chain[-1], 0) is not None for chain in units) / len(units)  # type: ignore[index]
 
 
 async def per_minute(count: int, seconds: float = 60.0) -> tuple[float, float]:
     """Requests per replica and minute of a fleet at work, mean and maximum, after it has started."""
     fleet = Fleet(count, every_s=20)
     await fleet.run(120)
-    before = [sum(replica.bucket.requests.values()) for replica in fleet.replicas]
-    written = len(fleet.written)
+    before = fleet.requests()
     await fleet.run(seconds)
-    spent = [sum(r.bucket.requests.values()) - b for r, b in zip(fleet.replicas, before, strict=True)]
-    minutes = seconds / 60
-    return (sum(spent) - (len(fleet.written) - written)) / count / minutes, max(spent) / minutes
+    spent = [after - then for after, then in zip(fleet.requests(), before, strict=True)]
+    return sum(spent) / count * 60 / seconds, max(spent) * 60 / seconds
 
 
 async def test_an_idle_replica_asks_little() -> None:
@@ -83,7 +38,6 @@ async def test_an_idle_replica_asks_little() -> None:
 
 async def test_ten_replicas_ask_little_more_than_one() -> None:
     one, ten = await per_minute(1), await per_minute(10)
-    print(f"requests per replica and minute: 1: {one}, 10: {ten}")
     assert ten[0] <= one[0] + 40 * math.log2(10)
     assert ten[1] <= 3 * ten[0], "nobody's share is many times another's"
 
@@ -101,7 +55,7 @@ async def test_a_new_replica_knows_the_last_hour_within_a_minute(count: int) -> 
     fleet = Fleet(count, every_s=60)
     await fleet.run(3600)
     since = fleet.server.clock.wall() - 3600
-    new = Replica(fleet.server, seed=count, stride=1)
+    new = fleet.newcomer()
     read, learned_from = new.bucket.read, list[str]()
 
     async def counted(name: str, *arguments: Any, **more: Any) -> Any:
@@ -114,7 +68,6 @@ async def test_a_new_replica_knows_the_last_hour_within_a_minute(count: int) -> 
         await new.turn()
         await fleet.step()
     await new.turn()
-    print(f"{count}: {fleet.known(new, since):.3f}, {new.bucket.requests}, {len(fleet.server.under('delta'))} deltas")
     assert fleet.known(new, since) >= 0.95
     assert 0 < len(learned_from) <= 3600 / catalogue.WINDOW_S + 7 * deltas.READS_MAX + 40
     assert new.bucket.requests["get"] - len(learned_from) <= 2 * sweep.HEADERS_MAX
@@ -146,15 +99,14 @@ async def test_who_is_gone_is_stood_in_for() -> None:
     """Half of the fleet ends before its windows are merged: the others merge them."""
     fleet = Fleet(10, every_s=20)
     await fleet.run(100)
-    gone, fleet.replicas = fleet.replicas[:5], fleet.replicas[5:]
-    fleet._next = fleet._next[5:]
+    fleet.end(5)
     await fleet.run(600)
     windows = {catalogue.window_of(name) for name in fleet.server.under("delta")}
     top = {name.rpartition("/")[2].partition("-")[0] for name in fleet.server.under("catalogue/0")}
     closed = {w for w in windows if (w + 1) * catalogue.WINDOW_S < fleet.server.clock.wall() - 60}
     missing = [window for window in closed if f"{window:010x}" not in top]
     assert len(missing) <= 1, f"{len(missing)} of {len(closed)} windows are not merged"
-    assert all(fleet.known(replica, 0) >= 0.95 for replica in fleet.replicas) and len(gone) == 5
+    assert all(fleet.known(replica, 0) >= 0.95 for replica in fleet.replicas)
 
 
 async def test_merged_windows_are_swept_and_are_no_units() -> None:

@@ -33,6 +33,10 @@ class GivenKeys:
 
     find = peek
 
+    def recent(self, scope: Scope) -> DataKey | None:
+        key = self.peek(scope)
+        return key if isinstance(key, DataKey) else None
+
     def obtain(self, scope: Scope) -> DataKey:
         key = self.peek(scope)
         if isinstance(key, Miss):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 from kvtier.clock import Clock
+from kvtier.identity.keys import Scope
 from kvtier.keyring import Key, Keyring
 from kvtier.testing import VirtualClock
 from kvtier.tiers.data_keys import StoredKeys, WrappedKey
@@ -37,6 +39,22 @@ class MemoryKeys:
 
     def names(self) -> Iterator[str]:
         yield from sorted(self.keys)
+
+
+class SickKeys(MemoryKeys):
+    """A store that has trouble with the key of one tenant: it is damaged, or `hangs` until `goes_on` is set."""
+
+    def __init__(self, tenant: Scope, hangs: bool) -> None:
+        super().__init__()
+        self.bad = StoredKeys(self, sample_keyring(), VirtualClock()).name_of(tenant)
+        self.hangs, self.goes_on = hangs, threading.Event()
+
+    def read(self, name: str) -> WrappedKey | None:
+        if name == self.bad:
+            if self.hangs:
+                self.goes_on.wait(20)
+            return WrappedKey(1.0, bytes(100))
+        return super().read(name)
 
 
 def sample_keyring(number: int = 1) -> Keyring:

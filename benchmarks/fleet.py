@@ -1,0 +1,182 @@
+"""Fleets of replicas on one bucket, in virtual time by the real code of G4 (`kvtier.testing.fleet`).
+
+    python benchmarks/fleet.py [--fleets 1:3600,10:3600,100:3600,1000:600] [--sweep UNITS]
+        [--sweepers 1,10] [--save DIR]
+
+`--fleets` has the replicas and the virtual seconds of each fleet. Every replica writes a unit a minute and has its turn
+every ten seconds. Then a new replica opens beside it. Per fleet:
+
+    requests_per_minute       of a replica in the second half, but for those that carry payload: mean and most
+    by_verb                   the mean by kind of request
+    deltas_max                in the bucket at the end of any turn
+    known_after_60_s          share of the last hour's units that the new replica has in its index after a minute
+    new_replica_requests      in that minute
+
+`--sweep`: so many dead units of 16 blocks lie in the bucket, and replicas that know none of them delete them.
+`index_bytes` are those of a replica's memory per unit that it knows, once it knows as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from hashlib import shake_128
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.record import record, save
+from kvtier.checksum import DIGEST_BYTES
+from kvtier.identity.hashing import HASH_BYTES
+from kvtier.identity.keys import SHARED
+from kvtier.keyring import Keyring
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import BUILTIN, Terms
+from kvtier.testing.fleet import STEP_S, Fleet
+from kvtier.testing.replica import NS, Replica
+from kvtier.testing.virtual_bucket import StoredObject, VirtualServer
+from kvtier.tiers.objects.frame import Frame, header_bytes_of
+from kvtier.tiers.objects.hints import UnitHint, prints_of
+from kvtier.tiers.objects.index import ObjectIndex
+from kvtier.times import Wall
+
+NAME = "fleet"
+EVERY_S = 60.0
+"""Between two units of one replica."""
+KNOWN_S = 3600.0
+BLOCKS = 16
+SWEEP_HOURS_MAX = 48.0
+
+
+async def of_fleet(count: int, seconds: float) -> dict[str, Any]:
+    began = time.process_time()
+    fleet = Fleet(count, EVERY_S)
+    await fleet.run(seconds / 2)
+    before, verbs = fleet.requests(), _verbs(fleet)
+    written = len(fleet.written)
+    await fleet.run(seconds / 2)
+    minutes = seconds / 120
+    spent = [(after - then) / minutes for after, then in zip(fleet.requests(), before, strict=True)]
+    by_verb = _verbs(fleet)
+    by_verb.subtract(verbs)
+    by_verb["put"] -= len(fleet.written) - written
+    since, new = fleet.server.clock.wall() - KNOWN_S, fleet.newcomer()
+    for _ in range(round(60 / STEP_S)):
+        await new.turn()
+        await fleet.step()
+    await new.turn()
+    return {
+        "virtual_s": seconds,
+        "units": len(fleet.written),
+        "requests_per_minute": {"mean": round(sum(spent) / count, 2), "most": round(max(spent), 2)},
+        "by_verb": {verb: round(asked / count / minutes, 2) for verb, asked in sorted(by_verb.items()) if asked},
+        "deltas_max": fleet.deltas_max,
+        "known_after_60_s": round(fleet.known(new, since), 4),
+        "new_replica_requests": dict(sorted(new.bucket.requests.items())),
+        "cpu_s": round(time.process_time() - began),
+    }
+
+
+def _verbs(fleet: Fleet) -> Counter[str]:
+    return sum((replica.bucket.requests for replica in fleet.replicas), Counter[str]())
+
+
+class Unit(StoredObject):
+    """The object of a unit of which only the header is ever read, made anew each time: a million would take 4 GiB."""
+
+    def __init__(self, number: int, life: Lifetime) -> None:
+        self.number, self.etag, self.used, self.modified = number, f'"{number}"', life.last_use, life.born
+        self._life = life
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        return frame_of(self.number, self._life).encode(Keyring.public())
+
+    @property
+    def size(self) -> int:
+        return header_bytes_of(BLOCKS) + BLOCKS * NS.block_bytes
+
+
+def frame_of(number: int, life: Lifetime) -> Frame:
+    """The header of unit `number`. Pure."""
+    raw = shake_128(number.to_bytes(8)).digest(HASH_BYTES * BLOCKS)
+    hashes = tuple(raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES))
+    return Frame(NS.digest, SHARED, 0, NS.block_bytes, hashes, (bytes(DIGEST_BYTES),) * BLOCKS, life)
+
+
+async def of_sweep(units: int, sweepers: int) -> dict[str, Any]:
+    """Replicas that open on a bucket of dead units: virtual hours until all are gone, and requests for it."""
+    began, server = time.process_time(), VirtualServer()
+    replicas = [Replica(server, seed, stride=BLOCKS, number=seed) for seed in range(sweepers)]
+    life, names = Lifetime.of(Terms("t", ttl=300.0), server.clock.wall()), replicas[0].store.names
+    frames = ((number, frame_of(number, life)) for number in range(units))
+    server.fill({names.unit(frame.keys[-1]): Unit(number, life) for number, frame in frames})
+    server.clock.advance(3600.0)
+    opened = server.clock.monotonic()
+    while any(names.is_unit(name) for name in islice(server.objects, 1000)):
+        for replica in replicas:
+            await replica.turn()
+        server.clock.advance(STEP_S)
+        if server.clock.monotonic() - opened > SWEEP_HOURS_MAX * 3600:
+            break
+    hours = (server.clock.monotonic() - opened) / 3600
+    asked = [replica.bucket.requests.total() for replica in replicas]
+    return {
+        "units": units,
+        "virtual_hours": round(hours, 2),
+        "left": sum(names.is_unit(name) for name in server.objects),
+        "requests_per_replica_and_minute": round(sum(asked) / sweepers / (hours * 60), 1),
+        "cpu_s": round(time.process_time() - began),
+    }
+
+
+def index_bytes(units: int) -> float:
+    """Of resident memory per unit in the index of one replica. Run in a process of its own."""
+    index = ObjectIndex(BLOCKS, Replica(VirtualServer(), stride=BLOCKS).store.names.fingerprint)
+    life = Lifetime.of(BUILTIN["24h"], Wall(1e9))
+    before = _resident()
+    for number in range(units):
+        hashes = frame_of(number, life).hashes
+        index.learn(UnitHint(SHARED, 0, hashes[-1], prints_of(hashes), life, 0, 1 << 20))
+    return round((_resident() - before) / units, 1)
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fleets", default="1:3600,10:3600,100:3600,1000:600")
+    parser.add_argument("--sweep", type=int, default=1_000_000)
+    parser.add_argument("--sweepers", default="1,10", help="how many replicas sweep, in a run of each number")
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    results: dict[str, Any] = {"unit_every_s": EVERY_S, "fleets": {}, "sweeps": {}}
+
+    def told() -> None:
+        print(json.dumps(results, indent=2), flush=True)
+        if given.save:
+            save(record(NAME, ["python", *sys.argv], results), given.save)
+
+    if given.sweep:
+        with ProcessPoolExecutor(1) as apart:
+            results["index_bytes_per_unit"] = apart.submit(index_bytes, given.sweep).result()
+        for sweepers in given.sweepers.split(","):
+            results["sweeps"][sweepers] = asyncio.run(of_sweep(given.sweep, int(sweepers)))
+            told()
+    for fleet in filter(None, given.fleets.split(",")):
+        count, seconds = fleet.split(":")
+        results["fleets"][count] = asyncio.run(of_fleet(int(count), float(seconds)))
+        told()
+
+
+if __name__ == "__main__":
+    main()
