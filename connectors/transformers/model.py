@@ -7,12 +7,14 @@ then change the bytes too.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtier.connectors.configuration import CHECKPOINT_NEUTRAL, canonical, described
 from kvtier.connectors.identity import rope_problem
+from kvtier.connectors.transformers.groups import LayerGroups, groups_of
 from kvtier.errors import IdentityError, InvalidRequest
 from kvtier.identity.namespace import Namespace
 
@@ -24,17 +26,21 @@ LAYOUT = "L2HND"
 
 _WHOLE_MODEL_BYTES = 256 << 20  # up to here every byte of every parameter is hashed
 _SAMPLE_BYTES = 64 << 10  # beyond, this much of each, at an offset drawn from its name
+_PROBED_TOKENS = 8  # more than the kernel of a convolution is wide, so that its state has its full length
+_MEDIA = re.compile(r"(image|video|audio)_token_(id|index)")
 _NEUTRAL = tuple(f"model.*{name}" for name in (*CHECKPOINT_NEUTRAL, "dtype", "architectures"))
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of one token, all layers: found by running the model, not read from its configuration."""
+    """The KV of one token in the layers of full attention, and the groups beside them: found by running the model, not
+    read from its configuration."""
 
     layers: int
     kv_heads: int
     head_size: int
     dtype: torch.dtype
+    groups: LayerGroups = field(default_factory=LayerGroups)
 
     def block(self, tokens: int) -> tuple[int, int, int, int, int]:
         """Shape of a block of `tokens` tokens in the order of LAYOUT."""
@@ -45,42 +51,36 @@ class KVShape:
         return int(self.layers * 2 * self.kv_heads * tokens * self.head_size * self.dtype.itemsize)
 
 
-def check_layers(cache: Any) -> None:
-    """Raise InvalidRequest unless every layer of a transformers cache holds plain keys and values of all tokens.
-
-    Sliding windows, linear attention, indexed, static and quantised layers keep a window, a state or other
-    numbers: blocks of tokens cannot be cut from them.
-    """
-    from transformers.cache_utils import DynamicLayer
-
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer:
-            raise InvalidRequest(
-                f"layer {index} of this cache is a {type(layer).__name__}: only plain full-attention layers "
-                "(DynamicLayer) can be cut into blocks; run this model without kvtier"
-            )
-
-
 def probe(model: Any) -> KVShape:
-    """The shape of the model's KV, from one token run through it. Raises InvalidRequest for models that are refused."""
+    """The shape of the model's KV, from a few tokens run through it. Raises InvalidRequest for models that are
+    refused."""
     import torch
     from transformers import DynamicCache
 
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise InvalidRequest("an encoder-decoder model's KV depends on the encoder's input; only decoders are cached")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise InvalidRequest("use_bidirectional_attention: tokens attend to later ones, so no prefix is final")
     if problem := rope_problem("transformers", getattr(config, "rope_parameters", None)):
         raise InvalidRequest(problem)
     cache = DynamicCache(config=model.config)
-    check_layers(cache)
-    with torch.inference_mode():
-        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    check_layers(cache)
-    found = {(tuple(t.shape), t.dtype) for layer in cache.layers for t in (layer.keys, layer.values)}
+    ids = torch.zeros((1, _PROBED_TOKENS), dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    groups = groups_of(cache)
+    full = [cache.layers[index] for index in groups.full]
+    found = {(tuple(t.shape), t.dtype) for layer in full for t in (layer.keys, layer.values)}
     if len(found) != 1:
         raise InvalidRequest(f"layers differ in the shape of their keys and values: {sorted(map(str, found))}")
     ((shape, dtype),) = found
-    return KVShape(len(cache.layers), shape[1], shape[3], dtype)
+    return KVShape(len(full), shape[1], shape[3], dtype, groups)
+
+
+def media_ids(model: Any) -> dict[int, str]:
+    """Token ids that stand for an image, a video or sound, by the name that the configuration gives them."""
+    named = model.config.to_dict().items()
+    return {value: name for name, value in named if _MEDIA.fullmatch(name) and isinstance(value, int)}
 
 
 def namespace_of(
@@ -112,10 +112,10 @@ def namespace_of(
         layout=LAYOUT,
         block_tokens=block_tokens,
         block_bytes=shape.block_bytes(block_tokens),
-        layers=f"0:{shape.layers}",
+        layers=f"0:{shape.layers}" if not shape.groups.beside else ",".join(map(str, shape.groups.full)),
         kv_heads=shape.kv_heads,
         head_size=shape.head_size,
-        group=f"full:{attention}",
+        group=f"full:{attention}{shape.groups.name}",
         rope=canonical(rope),
         engine=described({"model": model.config}, _NEUTRAL),
     )

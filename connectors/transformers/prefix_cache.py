@@ -9,17 +9,17 @@ kvtier owns G1 here: a DevicePool on the model's device. A prefix is looked for 
 G2 … G4, and what came from below is onboarded. New blocks are confirmed in G1, wait on its dirty list, and are
 offloaded ahead of the reuse of their slots.
 
-The cache that `fetch` returns is a copy: the model may grow, crop or drop it. Decoder-only models with full attention
-and one row per call; everything that cannot be kept exactly is refused with an InvalidRequest that says why.
+The cache that `fetch` returns is a copy: the model may grow, crop or drop it. Decoder-only models, one row per call;
+beside layers of full attention, of which there must be one, sliding windows and recurrent states are kept at boundaries
+(`kvtier.identity.groups`). Everything that cannot be kept exactly is refused with an InvalidRequest that says why.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -28,29 +28,34 @@ from kvtier import cache as byte_cache
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, cache_folder
 from kvtier.connectors.counters import tokens_by_tier
-from kvtier.connectors.runs import runs_of
-from kvtier.connectors.transformers.model import check_layers, namespace_of, probe
-from kvtier.errors import InvalidRequest, TierError
-from kvtier.hit import Hit
+from kvtier.connectors.transformers.boundaries import Boundaries, Found
+from kvtier.connectors.transformers.chains import Chains
+from kvtier.connectors.transformers.forwards import Forwards
+from kvtier.connectors.transformers.groups import full_layers
+from kvtier.connectors.transformers.model import media_ids, namespace_of, probe
+from kvtier.connectors.transformers.traffic import Traffic
+from kvtier.errors import InvalidRequest
 from kvtier.identity.hashing import chain_hashes, chain_root
-from kvtier.identity.keys import BlockKey, make_keys, scope_of
+from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, make_keys, scope_of
 from kvtier.kernels.engine import cpus_near
 from kvtier.manager.closing import Flushed
-from kvtier.retention.lifetime import Lifetime
-from kvtier.retention.terms import Depth, Terms, resolve
-from kvtier.tiers.device.dirty import Dirty
-from kvtier.tiers.device.torch_pool import DevicePool, Place
+from kvtier.retention.terms import Terms, resolve
+from kvtier.tiers.device.torch_pool import DevicePool
 from kvtier.tiers.protocol import Miss, Tier
-from kvtier.times import Mono
 
 if TYPE_CHECKING:
     import torch
     from transformers import DynamicCache
 
-log = logging.getLogger(__name__)
-
-_STEP_BYTES = 64 << 20
 _SPILL_AHEAD_FRACTION = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """What a cache object was handed out with: blocks that were found, and tokens that it held."""
+
+    blocks: int
+    tokens: Any
 
 
 class PrefixCache:
@@ -77,11 +82,12 @@ class PrefixCache:
         self.shape = probe(model)
         self.namespace = namespace_of(model, self.shape, block_tokens, name=name, weights=weights, mode=config.weights)
         self.served: Counter[str] = Counter()  # prompt tokens: by the tier that had them, and "recomputed"
+        self.groups_served: dict[str, Counter[str]] = {}  # blocks by tier, of "full" and each group beside it
         self.clock = clock or SystemClock()
         self._config = config
-        self._lost = False  # a copy did not end; see _lose
         self._classes = config.terms()
-        self._fetched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # cache object → blocks it began with
+        self._fetched: WeakKeyDictionary[Any, _Fetched] = WeakKeyDictionary()
+        self._media = media_ids(model)
         blocks, offload = config.tiers.g1.blocks, config.offload
         self.pool = DevicePool(
             blocks,
@@ -95,6 +101,11 @@ class PrefixCache:
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
         self.pool.attach(self.cache.manager.host.arena, offload.copy_by, cache_folder())
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
+        self._traffic = Traffic(self.pool, self.cache, self.clock)
+        self._chains = Chains(self.pool, self.cache, self._traffic, self.clock)
+        groups = self.shape.groups
+        self._boundaries = Boundaries(groups, block_tokens, self.pool, self.cache, self._chains, self.clock)
+        self._forwards = Forwards(model, groups, block_tokens, self._boundaries.counts) if groups.beside else None
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -113,37 +124,28 @@ class PrefixCache:
         salt: str | bytes | None = None,
         timeout: float | None = None,
     ) -> tuple[DynamicCache, int]:
-        """A cache object that holds the longest known prefix of the prompt, and its length in tokens.
+        """A cache object that holds the longest known prefix of the prompt, and the length of that prefix in tokens.
 
         The length is a multiple of `block_tokens` and at most len(prompt) - 1, since `generate` must have a token left
         to compute. Pass the whole `input_ids` and a mask of ones to `generate`. May wait for lower tiers up to
         `timeout` seconds (deadlines.get); whatever fails or is late there makes the prefix shorter. The cache is the
-        caller's. Raises InvalidRequest for a batch, padding or an unknown retention class.
+        caller's. Of a model with windows or states it holds more than was known: the prompt up to its last boundary,
+        which is computed here, since such layers can be kept only where a forward pass ends. Raises InvalidRequest for
+        a batch, padding, images or an unknown retention class.
         """
-        import torch
-        from transformers import DynamicCache
-
         tokens = self._row(input_ids, attention_mask)
         chain = self._chain(tokens, self._terms(retention), salt)[: (len(tokens) - 1) // self.block_tokens]
-        slots = self.pool.pin(chain, self.clock.wall())
-        tiers = ["g1"] * len(slots)
-        beyond: list[torch.Tensor] = []  # blocks for which G1 has no slot
-        try:
-            while True:
-                with self.cache.get(chain, timeout, start=len(tiers)) as hit:
-                    onboarded = self._onboard(chain, len(tiers), hit)
-                    slots += onboarded
-                    beyond += [self._from_host(block) for block in hit.blocks[len(onboarded) :]]
-                    tiers += hit.tiers
-                if not len(hit) or hit.miss is not Miss.NO_ROOM:
-                    break  # else the prefix is longer than G2, which has space again now
-            blocks = torch.cat([self._kv[slots], *beyond]) if beyond else self._kv[slots]
-        finally:
-            self.pool.free(slots)
-        cache = DynamicCache(self._layers(blocks) if len(blocks) else None, config=self.model.config)
-        self._fetched[cache] = len(blocks)
-        self._account(tiers, len(tokens))
-        return cache, len(blocks) * self.block_tokens
+        if self._forwards is None:
+            rows, tiers = self._chains.read(chain, timeout)
+            found = Found(rows, tiers, len(tiers))
+        else:
+            found = self._boundaries.find(chain, timeout)
+        cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
+        self._account(found, len(tokens))
+        if self._forwards is not None:
+            self._forwards.advance(cache, input_ids, found.known * self.block_tokens)
+        self._fetched[cache] = _Fetched(len(found.tiers), tokens[: cache.get_seq_length()])
+        return cache, hit
 
     def store(
         self,
@@ -155,59 +157,32 @@ class PrefixCache:
         salt: str | bytes | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Keep the full blocks of `cache`, which holds the KV of a prefix of `output_ids`. Returns how many are new.
+        """Keep the full blocks of `cache`, which holds the KV of a prefix of `output_ids`, and what windows and states
+        held at its boundaries. Returns how many full blocks are new.
 
         Call it when `generate` has returned: its blocks are confirmed then. Copies within the device, and to host RAM
         the blocks that must make space; where that is full, waits for the tiers below up to `timeout` seconds
         (deadlines.put), then stores the head and refuses the rest. Raises InvalidRequest, with nothing stored, for
-        padding, for tokens that `generate` may have masked as padding, and for layers or types that blocks cannot be
-        cut from.
+        padding, for tokens that `generate` may have masked as padding, for other tokens than the cache was fetched for,
+        and for layers or types that blocks cannot be cut from.
         """
         tokens = self._row(output_ids, attention_mask)
         if attention_mask is None:
             self._refuse_inferred_padding(output_ids)
-        self._check_cache(cache, len(tokens))
+        self._check_cache(cache, tokens)
         terms = self._terms(retention)
         chain = self._chain(tokens[: cache.get_seq_length()], terms, salt)
-        now = self.clock.wall()
-        life = Lifetime.of(terms, now)
-        dirty_since = self.clock.monotonic() if terms.ceiling > Depth.G1 else None
-        known = self.pool.pin(chain, now)
-        self.pool.confirm(known, chain, life, dirty_since=dirty_since)
-        self.pool.free(known)
-        # Blocks that `fetch` took from below and G1 had no slot for are below still: they need not come again.
-        first = start = max(len(known), min(self._fetched.get(cache, 0), len(chain)))
         limit = self._config.deadlines.put if timeout is None else timeout
-        while start < len(chain) and (count := self._make_space(len(chain) - start, limit)):
-            slots = self.pool.allocate(count)
-            self._write(slots, cache, start)
-            self.pool.confirm(slots, chain, life, first=start, dirty_since=dirty_since)
-            self.pool.free(slots)
-            start += len(slots)
+        # Blocks that `fetch` took from below and G1 had no slot for are below still: they need not come again.
+        fetched = self._fetched.get(cache)
+        below = 0 if fetched is None else min(fetched.blocks, len(chain))
+        first, reached = self._chains.keep(chain, terms, limit, partial(self._write, cache), below)
+        if self._forwards is not None:
+            for boundary, taken in self._forwards.boundaries(cache).items():
+                if boundary <= reached * self.block_tokens:
+                    self._boundaries.keep(chain, boundary, taken, terms, limit)
         self.step()
-        return start - first
-
-    def _onboard(self, chain: Sequence[BlockKey], start: int, hit: Hit) -> list[int]:
-        """Slots, the caller's, with the leading blocks of `hit`, as many as G1 has space for without a loss."""
-        if not self._usable():
-            return []
-        slots = self.pool.allocate(self._make_space(len(hit), wait_s=0.0))
-        places = [(slot.number, slot.generation) for slot in hit.slots[: len(slots)]]
-
-        def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
-            self.pool.free([slot for slot, _ in over])
-
-        try:
-            arrived = self.pool.copy_in(places, slots, late)
-        except TierError as error:
-            self._lose(error)
-            return []  # the slots are the copy's until it ends: without a name, and not handed out
-        whole = _leading(arrived)
-        self.pool.free(slots[whole:])
-        slots = slots[:whole]
-        for depth, (slot, life) in enumerate(zip(slots, hit.lives, strict=False), start):
-            self.pool.confirm([slot], chain, life, first=depth)
-        return slots
+        return reached - first
 
     # --- offload -----------------------------------------------------------------------------------------------
 
@@ -216,109 +191,17 @@ class PrefixCache:
 
         `store` ends with one; call it when idle, too. Never waits. Returns how many blocks were copied.
         """
-        limit = max(1, _STEP_BYTES // self.namespace.block_bytes)
-        return self._offload(min(limit, self.cache.manager.queue_space()), self.pool.horizon)
+        return self._traffic.step()
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
-        deadline = self.clock.monotonic() + (self._config.deadlines.flush if timeout is None else timeout)
-        manager = self.cache.manager
-        while self.pool.dirty:
-            version = manager.space.version
-            if not self._offload(manager.queue_space(), self.pool.blocks) and not self._wait(deadline, version):
-                break
-        return self.cache.flush(max(0.0, deadline - self.clock.monotonic()))
-
-    def _make_space(self, wanted: int, wait_s: float) -> int:
-        """How many slots, at most `wanted`, `allocate` hands out without losing a dirty block.
-
-        Offloads what is in the way as long as the queue below G2 takes it, waiting for that up to `wait_s`.
-        """
-        manager, deadline = self.cache.manager, self.clock.monotonic() + wait_s
-        wanted = min(wanted, self.pool.free_blocks)
-        while True:
-            version = manager.space.version
-            clean = self.pool.clean_ahead(wanted)
-            if clean == wanted:
-                return clean
-            if not self._offload(min(wanted, manager.queue_space()), wanted) and not self._wait(deadline, version):
-                return clean
-
-    def _wait(self, deadline: Mono, version: int) -> bool:
-        """Until there may be space below that there was not at version `version` of `space`; False at the deadline."""
-        if self.clock.monotonic() >= deadline:
-            return False
-        return self.cache.submit(self.cache.manager.space.wait(deadline, version)).result()
-
-    def _offload(self, limit: int, ahead: int) -> int:
-        if not self._usable():
-            return 0
-        kept = 0
-        picked = self.pool.pick(limit, self.clock.monotonic(), ahead=ahead)
-        for run in runs_of(picked, attrgetter("chain", "depth")):
-            try:
-                there = 0 if self._lost else self._offload_run(run)
-            except TierError as error:
-                self._lose(error)
-                continue  # in flight until the copy has ended: it may read these slots yet
-            except BaseException:
-                self.pool.copies_done(run, again_since=self.clock.monotonic())
-                raise
-            self.pool.copies_done(run[:there])
-            self.pool.copies_done(run[there:], again_since=self.clock.monotonic())
-            kept += there
-        return kept
-
-    def _lose(self, error: TierError) -> None:
-        """The device did not finish a copy: no other is given to it until it has."""
-        log.error("%s; blocks stay in G1 until it has", error)
-        self._lost = True
-
-    def _usable(self) -> bool:
-        """Whether the device takes copies: none was lost, or all that were have ended since."""
-        if self._lost and self.pool.recovered():
-            log.warning("the device has finished its copies: offloading goes on")
-            self._lost = False
-        return not self._lost
-
-    def _offload_run(self, run: Sequence[Dirty]) -> int:
-        """Copy neighbours of one chain to G2. Returns how many of them, from the first on, are there now."""
-        manager, chain, start = self.cache.manager, run[0].chain, run[0].depth
-        lives = [self.pool.life(dirty.slot) for dirty in run]
-        slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(lives[0]))
-        generations = [slot.generation for slot in slots]
-        places = [(slot.number, slot.generation) for slot in slots]
-        given = dict(zip(places, slots, strict=True))
-
-        def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
-            for _, place in over:
-                manager.acknowledge(given[place], place[1])
-            if last:
-                self.pool.copies_done(run, again_since=self.clock.monotonic())
-
-        try:
-            arrived = self.pool.copy_out([run[slot.index - start].slot for slot in slots], places, late)
-        except BaseException as error:
-            manager.abort(slots, generations, in_flight=isinstance(error, TierError))
-            raise
-        whole = _leading(arrived)
-        if whole < len(slots):
-            reached = slots[whole].index
-            manager.abort(slots[whole:], generations[whole:])
-            slots, generations = slots[:whole], generations[:whole]
-        for slot in slots:
-            life = lives[slot.index - start]
-            assert life is not None
-            slot.life = life  # as confirmed, not as copied: a spill is no use and no new creation
-        manager.commit(chain, slots, generations)
-        manager.finish_put(chain[:reached])
-        return reached - start
+        return self._traffic.flush(self._config.deadlines.flush if timeout is None else timeout)
 
     # --- the rest ----------------------------------------------------------------------------------------------
 
     def purge(self, salt: str | bytes | None = None) -> int:
         """Drop every block of a salt (None: of requests without one) from every tier and replica, for good."""
-        self.pool.purge(self._scope(salt, None))
+        self.pool.purge(Scope(self._scope(salt, None)[:TENANT_BYTES]))  # whatever class they were isolated in
         return self.cache.purge(salt)
 
     def stats(self) -> dict[str, Any]:
@@ -334,6 +217,8 @@ class PrefixCache:
 
     def close(self) -> Flushed:
         """Offload, flush, release everything. Idempotent."""
+        if self._forwards is not None:
+            self._forwards.close()
         if not self.cache.manager.closed:
             self.flush(self._config.deadlines.close)
         self.pool.detach()
@@ -352,9 +237,17 @@ class PrefixCache:
             make_keys(scope, chain_hashes(chain_root(self.namespace.digest, scope), tokens, self.block_tokens))
         )
 
-    def _account(self, tiers: Sequence[str], tokens: int) -> None:
-        self.served.update(tokens_by_tier(tiers, self.block_tokens))
-        self.served["recomputed"] += tokens - len(tiers) * self.block_tokens
+    def _account(self, found: Found, tokens: int) -> None:
+        self.served.update(tokens_by_tier(found.tiers, self.block_tokens))
+        self.served["recomputed"] += tokens - len(found.tiers) * self.block_tokens
+        served = {"full": found.tiers}
+        counts = self._boundaries.counts(len(found.tiers) * self.block_tokens) if found.beside_tiers else ()
+        begin = 0
+        for group, count in zip(self.shape.groups.beside, counts, strict=False):
+            served[group.title] = list(found.beside_tiers[begin : begin + count])
+            begin += count
+        for title, tiers in served.items():
+            self.groups_served.setdefault(title, Counter()).update(tiers)
 
     def _row(self, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
         """The token ids of the one row as a NumPy array, after every check of the arguments."""
@@ -362,7 +255,14 @@ class PrefixCache:
             raise InvalidRequest(f"token ids of shape {tuple(ids.shape)}: pass one row [1, tokens], a batch row by row")
         if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
             raise InvalidRequest("the attention mask must be all ones: KV behind padding is not this prompt's KV")
-        return ids[0].cpu().numpy()
+        tokens = ids[0].cpu().numpy()
+        for media, name in self._media.items():
+            if (tokens == media).any():
+                raise InvalidRequest(
+                    f"the tokens contain {media} ({name}): the KV depends on what it stands for, which tokens do not "
+                    "tell; run this prompt without kvtier"
+                )
+        return tokens
 
     def _refuse_inferred_padding(self, ids: torch.Tensor) -> None:
         pad = getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
@@ -372,52 +272,55 @@ class PrefixCache:
                 "attention_mask=torch.ones_like(input_ids), and the mask of the whole output to `store`"
             )
 
-    def _check_cache(self, cache: DynamicCache, tokens: int) -> None:
-        check_layers(cache)
-        shape = self.shape
+    def _check_cache(self, cache: DynamicCache, tokens: Any) -> None:
+        """Raise InvalidRequest unless the cache holds the KV of leading `tokens` in this model's form, as far as can be
+        told."""
+        full, shape = full_layers(cache), self.shape
         wanted = (1, shape.kv_heads, cache.get_seq_length(), shape.head_size)
-        if len(cache.layers) != shape.layers or wanted[2] > tokens:
-            raise InvalidRequest(f"{len(cache.layers)} layers of {wanted[2]} tokens, where {tokens} tokens were given")
-        for index, layer in enumerate(cache.layers if wanted[2] else ()):
-            for tensor in (layer.keys, layer.values):
+        if full != shape.groups.full or wanted[2] > len(tokens):
+            raise InvalidRequest(
+                f"layers {full} of full attention hold {wanted[2]} tokens, where the model has layers "
+                f"{shape.groups.full} and {len(tokens)} tokens were given"
+            )
+        for index in full if wanted[2] else ():
+            for tensor in (cache.layers[index].keys, cache.layers[index].values):
                 if tuple(tensor.shape) != wanted or tensor.dtype != shape.dtype:
                     raise InvalidRequest(
                         f"layer {index} holds {tensor.dtype} {tuple(tensor.shape)}, expected {shape.dtype} {wanted}; "
                         "kvtier casts nothing"
                     )
+        fetched = self._fetched.get(cache)
+        if fetched is not None:
+            count = min(len(fetched.tokens), wanted[2])
+            if not (tokens[:count] == fetched.tokens[:count]).all():
+                raise InvalidRequest(f"this cache was fetched for other tokens: its first {count} are not those given")
 
     # --- tensors -----------------------------------------------------------------------------------------------
 
-    def _write(self, slots: Sequence[int], cache: DynamicCache, start: int) -> None:
-        """Cut blocks start … start + len(slots) - 1 out of every layer into `slots`."""
+    def _write(self, cache: DynamicCache, slots: Sequence[int], start: int) -> None:
+        """Cut blocks start … start + len(slots) - 1 out of every layer of full attention into `slots`."""
         begin, end = start * self.block_tokens, (start + len(slots)) * self.block_tokens
-        for index, layer in enumerate(cache.layers):
+        for place, index in enumerate(self.shape.groups.full):
+            layer = cache.layers[index]
             for half, tensor in enumerate((layer.keys, layer.values)):
                 heads = tensor[0, :, begin:end]
                 cut = heads.reshape(heads.shape[0], len(slots), self.block_tokens, heads.shape[2])
-                self._kv[slots, index, half] = cut.transpose(0, 1)
+                self._kv[slots, place, half] = cut.transpose(0, 1)
 
-    def _layers(self, blocks: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [1, heads, tokens, dim] of every layer from [blocks, layers, 2, heads, block tokens, dim]."""
-        count, layers, _, heads, tokens, size = blocks.shape
-        joined = blocks.permute(1, 2, 3, 0, 4, 5).reshape(layers, 2, 1, heads, count * tokens, size)
-        return [(layer[0], layer[1]) for layer in joined]
+    def _cache_of(self, found: Found) -> DynamicCache:
+        """A cache object of the model's own kind that holds what was found."""
+        from transformers import DynamicCache
 
-    def _from_host(self, block: memoryview) -> torch.Tensor:
-        """One block that G1 has no slot for, straight onto the device, shaped like `_kv[slot : slot + 1]`."""
-        import torch
-
-        flat = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(self.pool.rows.device)
-        return flat.view(self.shape.dtype).view(1, *self.shape.block(self.block_tokens))
-
-
-def _leading(arrived: Sequence[bool]) -> int:
-    """How many copies arrived before the first that did not."""
-    return next((index for index, good in enumerate(arrived) if not good), len(arrived))
-
-
-def _terms_of(life: Lifetime | None) -> Terms:
-    """Terms to add to a block that G2 has already: the widest of the stamps that it carries in G1."""
-    assert life is not None
-    stamp = max(life.stamps, key=lambda stamp: stamp.ceiling)
-    return Terms("offload", ttl=stamp.ttl, max_age=stamp.max_age, ceiling=stamp.ceiling)
+        cache = DynamicCache(config=self.model.config)
+        count, groups, shape = len(found.tiers), self.shape.groups, self.shape
+        if count:
+            blocks = found.rows.view(shape.dtype).view(count, *shape.block(self.block_tokens))
+            # [blocks, layers, 2, heads, block tokens, dim] → per layer, keys and values [1, heads, tokens, dim]
+            joined = blocks.permute(1, 2, 3, 0, 4, 5).reshape(
+                shape.layers, 2, 1, shape.kv_heads, count * self.block_tokens, shape.head_size
+            )
+            for index, layer in zip(groups.full, joined, strict=True):
+                cache.layers[index].update(layer[0], layer[1])
+        if found.beside is not None:
+            groups.restore(cache, count * self.block_tokens, found.beside)
+        return cache

@@ -12,12 +12,12 @@ A load brings all groups or none: the engine is told of the request that failed,
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from kvtier.cache import Cache
+from kvtier.connectors.boundaries import TRIED, promote_boundary
 from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.vllm import compat
@@ -34,12 +34,6 @@ from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
-from kvtier.times import Mono
-
-_TRIED = 512
-"""Boundaries that are tried for one request, from the longest on: each is a look-up."""
-_ASKED_AT_ONCE = 16
-"""Boundaries that lower tiers are asked for at the same time."""
 
 
 class HybridHalf(SchedulerHalf):
@@ -114,7 +108,7 @@ class HybridHalf(SchedulerHalf):
 
     def _longest(self, manager: Manager, chain: Sequence[BlockKey], start: int, top: int) -> int:
         """The longest boundary beyond `start`, up to `top`, that G2 can serve in all groups; `start` for none."""
-        for depth in range(top, max(start, top - _TRIED), -1):
+        for depth in range(top, max(start, top - TRIED), -1):
             first = self._first_key(chain, depth)
             if first is None or (manager.holds(first) and _whole(manager, self._keys(chain, depth))):
                 return depth
@@ -280,49 +274,3 @@ def _has(pool: compat.EnginePool, chain: Sequence[BlockKey], group: int, depth: 
 
 def _whole(manager: Manager, keys: Sequence[BlockKey]) -> bool:
     return manager.prefix(keys) == len(keys)
-
-
-async def promote_boundary(
-    manager: Manager,
-    chain: Sequence[BlockKey],
-    first_at: Callable[[int], BlockKey | None],
-    keys_at: Callable[[int], list[BlockKey]],
-    deadline: Mono,
-    start: int,
-) -> Lease:
-    """Promote the longest boundary beyond `start` that the tiers can serve: the chain up to there, and the blocks of
-    other groups (`keys_at` a depth, of which `first_at` is the first). Releases what it pinned; see
-    `requests.promote`."""
-    top = await manager.match(chain, deadline)
-    depth = await _stored(manager, first_at, keys_at, range(top, max(start, top - _TRIED), -1), deadline)
-    if depth is None:
-        return await manager.promote(chain[:start], deadline, start)
-    with await manager.promote(chain[:depth], deadline, start) as lease:
-        if keys := keys_at(depth):
-            (await manager.promote(keys, deadline)).release()
-        return lease
-
-
-async def _stored(
-    manager: Manager,
-    first_at: Callable[[int], BlockKey | None],
-    keys_at: Callable[[int], list[BlockKey]],
-    depths: Iterable[int],
-    deadline: Mono,
-) -> int | None:
-    """The first of `depths` for which the blocks of other groups are all in some tier."""
-    waiting = list(depths)
-    while waiting:
-        part, waiting = waiting[:_ASKED_AT_ONCE], waiting[_ASKED_AT_ONCE:]
-        heads = [first for depth in part if (first := first_at(depth)) is not None]
-        found = await asyncio.gather(*(manager.match([head], deadline) for head in heads))
-        here = {head for head, count in zip(heads, found, strict=True) if count}
-        for depth in part:
-            first = first_at(depth)
-            if first is None:
-                return depth
-            if first in here:
-                keys = keys_at(depth)
-                if await manager.match(keys, deadline) == len(keys):
-                    return depth
-    return None

@@ -179,11 +179,11 @@ class Manager:
         """The reason that is remembered for a block that is not here. Under the lock."""
         return self.accounts.losses.why(key) if miss is Miss.ABSENT else miss
 
-    async def match(self, chain: Sequence[BlockKey], deadline: Mono | None = None) -> int:
-        """Longest resident prefix over all tiers. Moves nothing; waits for lower tiers at most `lookup_s`."""
+    async def match(self, chain: Sequence[BlockKey], deadline: Mono | None = None, start: int = 0) -> int:
+        """Longest resident prefix over all tiers; see `pin` for `start`. Moves nothing; waits at most `lookup_s`."""
         if self._unusable():
-            return 0
-        return (await self.promoter.plan(await self.promoter.locate(chain, deadline), len(chain))).hit
+            return start
+        return (await self.promoter.plan(await self.promoter.locate(chain, deadline, start), len(chain))).hit
 
     async def promote(
         self, chain: Sequence[BlockKey], deadline: Mono, start: int = 0, *, referenced: bool = False

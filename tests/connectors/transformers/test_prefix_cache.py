@@ -118,6 +118,21 @@ def test_a_pool_smaller_than_the_prompt_loses_nothing(config: Any, model: Any) -
         assert prefixes.stats()["requests"]["dropped"] == 0
 
 
+def test_blocks_that_find_a_slot_late_keep_their_place(config: Any, model: Any, monkeypatch: Any) -> None:
+    """A prefix longer than G2 comes in parts: the first found one slot of G1, the next one found more."""
+    ids = prompt(300)
+    with PrefixCache(config(g2=6), model) as prefixes:
+        cold, _ = turn(prefixes, model, ids)
+        prefixes.flush()
+        own = blocks_of(prefixes.fetch(ids)[0], 18)
+        prefixes.pool.evict()
+        clean_ahead, asked = prefixes.pool.clean_ahead, iter([1, 1])
+        monkeypatch.setattr(prefixes.pool, "clean_ahead", lambda count: next(asked, None) or clean_ahead(count))
+        cache, hit = prefixes.fetch(ids)
+        assert hit == 288 and blocks_of(cache, 18) == own
+        assert torch.equal(generate(model, ids, cache), cold)
+
+
 def test_rolled_values_change_the_tokens(config: Any, model: Any) -> None:
     """Control: these comparisons can fail."""
     ids = prompt(500)
@@ -177,6 +192,15 @@ class TestIdentity:
             assert prefixes.fetch(ids, salt="alice")[1] == 96
             prefixes.purge("alice")
             assert prefixes.fetch(ids, salt="alice")[1] == 0
+
+    def test_a_purge_takes_the_classes_that_were_isolated(self, config: Any, model: Any) -> None:
+        ids = prompt(100)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            turn(prefixes, model, ids, salt="alice", retention="in_memory")
+            turn(prefixes, model, ids, salt="bob", retention="in_memory")
+            prefixes.purge("alice")
+            assert prefixes.fetch(ids, salt="alice", retention="in_memory")[1] == 0
+            assert prefixes.fetch(ids, salt="bob", retention="in_memory")[1] == 96
 
 
 class TestTerms:
@@ -270,6 +294,27 @@ class TestRefusals:
             with pytest.raises(kvtier.InvalidRequest, match="casts nothing"):
                 prefixes.store(ids, cache)
             assert prefixes.pool.resident == 0
+
+    def test_tokens_that_stand_for_an_image(self, config: Any) -> None:
+        """Two images have the same tokens, and not the same KV."""
+        shown = llama(image_token_id=77)
+        ids = prompt(40)
+        ids[0, 5:9] = 77
+        with PrefixCache(config(), shown, tiers=[]) as prefixes:
+            with pytest.raises(kvtier.InvalidRequest, match="image_token_id"):
+                prefixes.fetch(ids)
+            with pytest.raises(kvtier.InvalidRequest, match="image_token_id"):
+                prefixes.store(ids, prefixes.fetch(ids[:, :4])[0], attention_mask=torch.ones_like(ids))
+
+    def test_a_cache_fetched_for_other_tokens(self, config: Any, model: Any) -> None:
+        ids, other = prompt(100), prompt(100, seed=8)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            turn(prefixes, model, ids)
+            cache, hit = prefixes.fetch(ids)
+            output = generate(model, other, cache)
+            with pytest.raises(kvtier.InvalidRequest, match="fetched for other tokens"):
+                prefixes.store(output, cache, attention_mask=torch.ones_like(output))
+            assert hit == 96 and prefixes.fetch(other)[1] == 0
 
     def test_rope_that_depends_on_the_length(self, config: Any) -> None:
         parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
