@@ -270,7 +270,7 @@ class Loads:
         the next was not, because of `miss`; None: for the lease's own reason."""
         asked, state.asked = state.asked, 0
         if lease is not None:
-            state.why = str((Miss.ERROR if failed else lease.miss) or "")
+            state.why = str(miss or lease.miss or "")
         if manager is None or lease is None or not asked:
             return
         lease.miss, lease.tiers = miss or lease.miss, lease.tiers[:good]

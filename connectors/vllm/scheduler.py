@@ -41,7 +41,6 @@ from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
 
 log = logging.getLogger(__name__)
-
 _LEASE_S = 1.0
 """How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
 _RETURN_S = 0.5
@@ -380,11 +379,11 @@ class SchedulerHalf:
         read = self._loads.read(state)
         if state.scope is None:
             return {"tokens_read": dict(read)} if read else {}
-        name, prompt = compat.public_name(state.track.request), state.prompt(self._block_tokens)
+        prompt, had = state.prompt(self._block_tokens), (state.held or 0, self._loads.reread(state))
         if (cache := self._caches.cache) is not None:
             state.tell(cache, prompt, read, self._clock)
-        held, reread = state.held or 0, self._loads.reread(state)
-        return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes, held, reread)
+        name = compat.public_name(state.track.request)
+        return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes, *had)
 
     def pending(self) -> bool:
         """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
