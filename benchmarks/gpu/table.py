@@ -35,7 +35,8 @@ def errors(parts: Parts) -> list[str]:
 
 def table(parts: Parts) -> list[Line]:
     lines = [*held(parts.get("tests", ())), *held(parts.get("sanitizer", ()), "compute-sanitizer: ")]
-    lines += [*speed(parts.get("transfer", ())), *busy(parts.get("busy", ())), *first_token(parts.get("ttft", ()))]
+    lines += [*speed(parts.get("transfer", ())), *busy(parts.get("busy", ()))]
+    lines += [*busy(parts.get("vllm", ())), *first_token(parts.get("ttft", ()))]
     return lines or [("nothing", "no row was finished", "")]
 
 
@@ -120,7 +121,7 @@ def worst(
 
 
 def busy(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """Copies beside other work: targets where there are some, else the figures as they are."""
+    """Copies beside other work, and engines: targets where there are some, else the figures as they are."""
     lines: list[Line] = []
     for row in rows:
         kind = _kind(row)

@@ -202,13 +202,50 @@ def test_the_first_token_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_the_engines_part_runs(tmp_path: Path) -> None:
+    """In vLLM for the CPU, without graphs: the same engine process, connector and questions."""
+    pytest.importorskip("vllm")
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "check.py"), "--smoke", "--part", "vllm"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])}
+    environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    words = [*command, "--rows", str(tmp_path / "rows"), "--budget", "600"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (row,) = rows_of(tmp_path / "rows").values()
+    assert row["tokens"] == 192 and min(row["computed_s"], row["own_s"], row["g2_s"]) > 0
+    assert list(tmp_path.iterdir()) == [tmp_path / "rows"]
+
+
+def test_without_vllm_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import engine as gpu_engine
+    from gpu import rows as gpu_rows
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    gpu_engine.measure("cuda", gpu_rows.Rows(tmp_path / "rows", 60.0), tiny=True)
+    (row,) = rows_of(tmp_path / "rows").values()
+    assert "vLLM cannot be imported" in row["skipped"]
+    from gpu import check as gpu_check
+
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        gpu_check,
+        "run_parts",
+        lambda paths, *_: [gpu_rows.append(p, {"name": n, "passed": True}) for n, p in paths.items()],
+    )
+    assert gpu_check.run_all(tmp_path / "out", True, ["transfer", "vllm"]) == 0
+    results = json.loads((tmp_path / "out" / "gpu-check-smoke.json").read_text())["results"]
+    assert list(results["parts"]) == ["transfer"] and results["environment"]["vllm"] == "not installed; not checked"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_whole_runs_in_tiny_sizes_and_keeps_what_it_has_when_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu" / "check.py"), "--smoke", "--results", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu-check-smoke.json").read_text())["results"]
-    assert results["complete"] and list(results["parts"]) == ["tests", "transfer", "busy", "ttft", "sanitizer"]
+    assert results["complete"] and list(results["parts"]) == ["tests", "transfer", "busy", "vllm", "ttft", "sanitizer"]
     assert all(results["parts"].values()) and "first token" in done.stdout
     process = subprocess.Popen([*command, "--only", "transfer"], env=environ, stdout=subprocess.PIPE, text=True)
     path, deadline = tmp_path / "gpu-check-smoke.json", time.monotonic() + 60
