@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from kvtier.clock import SystemClock
+from kvtier.identity.keys import BlockKey
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.shared_sync import SharedSyncs
@@ -105,47 +104,49 @@ class HeldCalls(SystemCalls):
         self._number = number
 
     def fdatasync(self, fd: int) -> None:
-        self.syncs += 1
-        if self.syncs == 1:
+        first, self.syncs = self.syncs == 0, self.syncs + 1
+        if first:
             assert self.ready.wait(WAIT_S)
             if self._number:
                 raise OSError(self._number, os.strerror(self._number))
         super().fdatasync(fd)
 
 
-def ready_after(tier: DiskTier, count: int, monkeypatch: pytest.MonkeyPatch, calls: HeldCalls) -> None:
-    """When so many writes have asked for a sync."""
-    request: Callable[[int], Future[Exception | None]] = tier._store.syncs.request
-    asked: list[int] = []
-
-    def counted(segment: int) -> Future[Exception | None]:
-        future = request(segment)
-        asked.append(segment)
-        if len(asked) == count:
-            calls.ready.set()
-        return future
-
-    monkeypatch.setattr(tier._store.syncs, "request", counted)
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if true():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it does not come to that")
 
 
-async def test_single_puts_at_once_share_their_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def begin(tier: DiskTier, calls: HeldCalls, chains: list[list[BlockKey]]) -> list[asyncio.Future[list[Stored]]]:
+    """Puts of chains: the first is in its sync, which is held, and the others wait for the next."""
+    puts = [asyncio.ensure_future(put(tier, chains[0]))]
+    await until(lambda: calls.syncs == 1)
+    puts += [asyncio.ensure_future(put(tier, chain)) for chain in chains[1:]]
+    await until(lambda: len(tier._store.syncs._waiting.get(0, ())) == len(chains) - 1)
+    return puts
+
+
+async def test_single_puts_at_once_share_their_syncs(tmp_path: Path) -> None:
     calls, chains = HeldCalls(), [chain_of(NAMESPACE, 1, seed) for seed in range(PUTS)]
     async with opened(tmp_path / "g3", 64, clock=SystemClock(), calls=calls) as tier:
-        ready_after(tier, PUTS, monkeypatch, calls)
-        results = await asyncio.gather(*(put(tier, chain) for chain in chains))
-        assert results == [[Stored.STORED]] * PUTS
+        puts = await begin(tier, calls, chains)
+        calls.ready.set()
+        assert await asyncio.gather(*puts) == [[Stored.STORED]] * PUTS
         assert calls.syncs == 2, "one that was under way, and one for all the others"
         for chain in chains:
             assert await get(tier, chain) == [True]
 
 
-async def test_a_write_beside_a_failed_sync_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_write_beside_a_failed_sync_is_not_stored(tmp_path: Path) -> None:
     """The failed one may have lost its pages, too, and the kernel tells that once. ENOSPC leaves the store in use."""
     calls, chains = HeldCalls(errno.ENOSPC), [chain_of(NAMESPACE, 1, seed) for seed in range(2)]
     async with opened(tmp_path / "g3", 64, clock=SystemClock(), calls=calls) as tier:
-        ready_after(tier, 2, monkeypatch, calls)
-        results = await asyncio.gather(*(put(tier, chain) for chain in chains))
-        assert sorted(results) == [[Stored.FAILED], [Stored.FULL]]
+        puts = await begin(tier, calls, chains)
+        calls.ready.set()
+        assert await asyncio.gather(*puts) == [[Stored.FULL], [Stored.FAILED]]
         assert calls.syncs == 2, "the control: the second one succeeded"
         assert [await get(tier, chain) for chain in chains] == [[Miss.ABSENT]] * 2
         tier._store.volumes._volumes[0].try_at = 0.0
@@ -154,14 +155,10 @@ async def test_a_write_beside_a_failed_sync_is_not_stored(tmp_path: Path, monkey
         assert not tier._store.index.has_reservations()
 
 
-async def test_a_write_that_is_cancelled_in_a_sync_leaves_the_others_alone(tmp_path: Path) -> None:
+async def test_writes_that_are_cancelled_in_a_sync_leave_the_others_alone(tmp_path: Path) -> None:
     calls, chains = HeldCalls(), [chain_of(NAMESPACE, 1, seed) for seed in range(3)]
     async with opened(tmp_path / "g3", 64, clock=SystemClock(), calls=calls) as tier:
-        puts = [asyncio.ensure_future(put(tier, chain)) for chain in chains]
-        for _ in range(10_000):
-            await asyncio.sleep(0.001)
-            if len(tier._store.syncs._waiting.get(0, ())) == 2:
-                break
+        puts = await begin(tier, calls, chains)
         puts[0].cancel()
         puts[1].cancel()
         await asyncio.wait(puts[:2])
